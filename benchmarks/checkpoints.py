@@ -1,88 +1,171 @@
-"""Seconds and memory to save and load 100 M parameters; then kills and damaged files.
+"""Seconds and memory to save and load 100 M parameters.
 
-    python benchmarks/checkpoints.py            a quarter of an hour; writes the page
-    python benchmarks/checkpoints.py --quick    a smoke test: a small model, writes nothing
-    python benchmarks/checkpoints.py --size 25M --busy "a note"   smaller, with a note on the page
-
-Checkpoints go to a folder beside --folder (by default the system's for temporary files).
+python benchmarks/checkpoints.py            some minutes; writes the page
+python benchmarks/checkpoints.py --quick    a smoke test: a small model, writes nothing
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
-import random
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 
+import pages  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from checkpointing import page  # noqa: E402
-from checkpointing.contenders import CONTENDERS, Contender  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
 from sharding.team import Team  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.checkpoint.state_dict import (  # noqa: E402
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 
+import manyhands as mh  # noqa: E402
 from sharding import models  # noqa: E402
 
-RESULTS = Path(__file__).parent / "results" / "checkpoints.json"
 RANKS = (2, 4)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
-    parser.add_argument("--draw", action="store_true", help="write the page of the last run again")
-    parser.add_argument("--size", default="100M", choices=sorted(models.SIZES))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--damaged", type=int, default=1000)
-    parser.add_argument("--busy", default="", help="what the page should say of the machine")
-    parser.add_argument("--folder", default=None)
+    parser = pages.parser(__doc__)
+    parser.add_argument("--folder", help="where checkpoints are written")
     args = parser.parse_args()
     if args.draw:
-        page.write(json.loads(RESULTS.read_text()))
+        draw(pages.read("checkpoints"))
         return
-    if args.quick:
-        args.size, args.rounds, args.kills, args.damaged = "tiny", 2, 4, 20
+    name, rounds = ("tiny", 2) if args.quick else ("100M", 5)
     # Ranks are forked; what torch imports late is imported here, once.
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
     torch.set_num_threads(1)
-    size = models.SIZES[args.size]
-    with tempfile.TemporaryDirectory(dir=args.folder) as name:
-        rows = [row for n in RANKS for row in timed(n, size, args.rounds, Path(name))]
-        print(page.table(rows))
-        wrong = killed(args.kills, Path(name) / "killed")
-        print(f"{args.kills} kills, {wrong} failures")
-        not_refused = damaged(args.damaged, Path(name) / "damaged")
-        print(f"{args.damaged} damaged, {len(not_refused)} not refused", *not_refused, sep="\n")
+    size = models.SIZES[name]
     result: dict[str, Any] = {
-        "machine": f"{os.cpu_count()} {platform.machine()} cores, {platform.system()}",
-        "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
+        **pages.conditions(),
         "size": size.name,
         "bytes": 12 * sum(p.numel() for p in models.Decoder(size).parameters()),
-        "rounds": args.rounds,
-        "note": f"\n**{args.busy}**\n" if args.busy else "",
-        "rows": rows,
-        "kills": args.kills,
-        "kills_wrong": wrong,
-        "damaged": args.damaged,
-        "damaged_wrong": not_refused,
+        "rounds": rounds,
     }
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        result["rows"] = [row for n in RANKS for row in timed(n, size, rounds, Path(folder))]
+    print(table(result["rows"]))
     if not args.quick:
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-        page.write(result)
+        pages.store("checkpoints", result)
+        draw(result)
+
+
+# -- contenders ------------------------------------------------------------------------------------
+# Ways to save and load one model under fully_shard, with AdamW's state. `save(run, path)` and
+# `load(run, path)` are called on every rank, and wait until the disk has what was written.
+
+OURS = "manyhands"
+COPY = "manyhands, wait=False"
+FULL = "torch, full state dict"
+DCP = "torch.distributed.checkpoint"
+CONTROL = "torch.distributed.checkpoint (A/A)"
+
+
+@dataclass
+class Run:
+    """A model and an optimizer that has taken a step."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def states(self) -> dict[str, object]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+
+def sharded(model: nn.Module) -> Run:
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+    return Run(model, optimizer)
+
+
+def save_ours(run: Run, path: Path) -> None:
+    mh.save(path, **run.states, keep=1)  # type: ignore[arg-type]
+
+
+def start_ours(run: Run, path: Path) -> Callable[[], object]:
+    return mh.save(path, **run.states, keep=1, wait=False).wait  # type: ignore[arg-type]
+
+
+def load_ours(run: Run, path: Path) -> None:
+    mh.load(path, **run.states)  # type: ignore[arg-type]
+
+
+def save_full(run: Run, path: Path) -> None:
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model, optimizer = get_state_dict(run.model, run.optimizer, options=options)
+    if dist.get_rank() == 0:
+        path.mkdir(exist_ok=True)
+        with (path / "all.pt").open("wb") as file:
+            torch.save({"model": model, "optimizer": optimizer}, file)
+            file.flush()
+            os.fsync(file.fileno())
+    dist.barrier()
+
+
+def load_full(run: Run, path: Path) -> None:
+    # Every rank reads what it needs of it: broadcasting from rank 0 hung here (torch 2.13, gloo).
+    state = torch.load(path / "all.pt", weights_only=True, mmap=True)
+    set_state_dict(
+        run.model,
+        run.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=StateDictOptions(full_state_dict=True),
+    )
+
+
+def save_dcp(run: Run, path: Path) -> None:
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+    dist.barrier()
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+
+
+def load_dcp(run: Run, path: Path) -> None:
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+    set_state_dict(run.model, run.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    save: Callable[[Run, Path], Callable[[], object] | None]
+    load: Callable[[Run, Path], None]
+
+
+CONTENDERS = [
+    Contender(OURS, save_ours, load_ours),
+    Contender(COPY, start_ours, load_ours),
+    Contender(FULL, save_full, load_full),
+    Contender(DCP, save_dcp, load_dcp),
+    Contender(CONTROL, save_dcp, load_dcp),
+]
 
 
 # -- seconds and memory ----------------------------------------------------------------------------
@@ -109,7 +192,7 @@ def work(
 ) -> Callable[[int], Callable[[dict[str, Any]], Any]]:
     def begin(rank: int) -> Callable[[dict[str, Any]], Any]:
         torch.manual_seed(0)
-        run = contender.make(models.Decoder(size))
+        run = sharded(models.Decoder(size))
 
         def answer(_: dict[str, Any]) -> dict[str, float]:
             finish, save, save_peak = measured(lambda: contender.save(run, path))
@@ -139,38 +222,74 @@ def _status(name: str) -> float:
     return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith(name))
 
 
-# -- kills and damage ------------------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------
 
 
-def killed(times: int, path: Path) -> int:
-    """How often the newest checkpoint could not be loaded after a kill, or was of no one step."""
-    from helpers.damage import kill_while_saving
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    def cells(name: str) -> list[str]:
+        columns = []
+        for key in ("save", "load", "save_peak", "load_peak"):
+            found = [row[key] for row in rows if row["name"] == name]
+            peak = key.endswith("peak")
+            texts = [f"{max(f) / 1e6:,.0f}" if peak else f"{median(f):.2f}" for f in found]
+            columns.append("" if name == COPY and key.startswith("load") else "/".join(texts))
+        return [name, *columns]
 
-    choose, wrong = random.Random(0), 0
-    for number in range(times):
-        try:
-            kill_while_saving(path, choose, wait=bool(number % 2), size=300)
-        except Exception as error:
-            wrong += 1
-            print(f"kill {number}: {error!r}")
-    return wrong
+    head = "on 2/4 ranks | save, s | load, s | peak while saving, MB | peak while loading, MB"
+    return pages.table(head, (cells(contender.name) for contender in CONTENDERS))
 
 
-def damaged(times: int, folder: Path) -> list[str]:
-    """What was not refused, of checkpoints with one file harmed."""
-    import manyhands as mh
-    from helpers.checkpoint_oracle import Setup
-    from helpers.damage import damage_many
-    from helpers.ranks import run_ranks
-    from manyhands.checkpoint import _folder
+def ratios(rows: Sequence[dict[str, Any]], one: str, other: str, key: str) -> str:
+    """One contender's seconds or bytes over another's, by number of ranks."""
+    found = {(row["ranks"], row["name"]): row for row in rows}
+    by = max if key.endswith("peak") else median
+    each = (by(found[n, one][key]) / max(by(found[n, other][key]), 1e-9) for n in RANKS)
+    return " and ".join(f"{ratio:.2f}" for ratio in each)
 
-    def write() -> None:
-        mh.save(folder / "run", **Setup("OSS").train(2).given())
 
-    folder.mkdir()
-    run_ranks(2, write)
-    (source,) = _folder.list_complete(folder / "run")
-    return damage_many(Setup("plain", seed=3).train(1), source, folder, times)
+PAGE = """# Time and memory of checkpoints
+
+A decoder of {million} parameters (float32) under `fully_shard` with AdamW's state, {state:,.0f} MB
+in all, is saved and loaded by `mh.save` and `mh.load`, by torch's full state dict
+(`torch.save` on rank 0, `torch.load(mmap=True)` on each), and by `torch.distributed.checkpoint`.
+{versions}, {machine}, gloo.
+
+```bash
+python benchmarks/checkpoints.py
+```
+
+{table}
+
+Seconds are the median of {rounds} rounds, until the disk has the file (with `wait=False` until
+`save` returns). "Peak" is the growth of the rank that grows most.
+The A/A row takes {noise_save} (save) and {noise_load} (load) times as long as what it repeats, so
+smaller differences mean nothing.
+
+- The full state dict takes {full_save} times as long to save and {full_load} times as long to load,
+  and its rank 0 needs {full_peak} times our peak.
+- torch.distributed.checkpoint takes {dcp_save} times as long to save and {dcp_load} to load. It has
+  no checksums, and pickles its metadata. `mh.load` reads everything twice: first to compare
+  checksums.
+"""
+
+
+def draw(result: dict[str, Any]) -> None:
+    rows = result["rows"]
+    pages.write(
+        "checkpoints",
+        PAGE,
+        result,
+        million=result["size"].replace("M", " M"),
+        state=result["bytes"] / 1e6,
+        table=table(rows),
+        noise_save=ratios(rows, CONTROL, DCP, "save"),
+        noise_load=ratios(rows, CONTROL, DCP, "load"),
+        full_save=ratios(rows, FULL, OURS, "save"),
+        full_load=ratios(rows, FULL, OURS, "load"),
+        full_peak=ratios(rows, FULL, OURS, "save_peak"),
+        dcp_save=ratios(rows, DCP, OURS, "save"),
+        dcp_load=ratios(rows, DCP, OURS, "load"),
+    )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ own. `make(model)` gives a DDP model and whatever takes the optimizer's place.
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from torch.optim import SGD, AdamW
 import manyhands as mh
 
 Trained = tuple[nn.Module, Any]
-WARM_UP = 18  # more than AdamScale's five plain steps, and than the eight of measured=1/8
-PERIOD = 4  # steps of which one is measured, in the rows that say so
+Make = Callable[[nn.Module], Any]
+WARM_UP = 18  # more than AdamScale's five plain steps
 # Two workers' averages look back over 500 steps. All are measured until they hold as many.
 SETTLED = 520
 
@@ -79,27 +80,12 @@ def adamw(model: nn.Module) -> AdamW:
     return AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def bare_sgd(model: nn.Module) -> Trained:
-    return DistributedDataParallel(model), sgd(model)
+def bare(optimizer: Make) -> Callable[[nn.Module], Trained]:
+    return lambda model: (DistributedDataParallel(model), optimizer(model))
 
 
-def our_adascale(model: nn.Module) -> Trained:
-    return DistributedDataParallel(model), mh.AdaScale(sgd(model))
-
-
-def our_exact_adascale(model: nn.Module) -> Trained:
-    return DistributedDataParallel(model), mh.AdaScale(sgd(model), measured=1)
-
-
-def our_adascale_of_some_steps(model: nn.Module) -> Trained:
-    return DistributedDataParallel(model), mh.AdaScale(sgd(model), measure_every=PERIOD)
-
-
-def our_ramp(model: nn.Module) -> Trained:
-    """A `Ramp` that measures and decides, and has nowhere to go: the batch is the largest."""
-    ddp, rule = our_exact_adascale(model)
-    mh.Ramp(rule, max_scale=rule.scale)  # the rule holds it
-    return ddp, rule
+def ours(rule: Any, optimizer: Make, **options: Any) -> Callable[[nn.Module], Trained]:
+    return lambda model: (DistributedDataParallel(model), rule(optimizer(model), **options))
 
 
 def fairscale_adascale(model: nn.Module) -> Trained:
@@ -113,22 +99,6 @@ def adaptdl_adascale(model: nn.Module) -> Trained:
     from adaptdl.torch.scaling_rules import AdaScale
 
     return _adaptdl(model, sgd(model), AdaScale(), GradientNoiseScale)
-
-
-def bare_adamw(model: nn.Module) -> Trained:
-    return DistributedDataParallel(model), adamw(model)
-
-
-def our_adamscale(model: nn.Module) -> Trained:
-    return DistributedDataParallel(model), mh.AdamScale(adamw(model))
-
-
-def our_exact_adamscale(model: nn.Module) -> Trained:
-    return DistributedDataParallel(model), mh.AdamScale(adamw(model), measured=1)
-
-
-def our_adamscale_of_some_steps(model: nn.Module) -> Trained:
-    return DistributedDataParallel(model), mh.AdamScale(adamw(model), measure_every=PERIOD)
 
 
 def adaptdl_adamscale(model: nn.Module) -> Trained:
@@ -159,57 +129,45 @@ class Variant:
     base: str
     needs: str | None = None  # the peer that must be installed
     warm_up: int = WARM_UP  # steps that are not timed
-    period: int = 1  # steps after which everything repeats itself
+
+    @property
+    def present(self) -> bool:
+        return self.needs is None or importlib.util.find_spec(self.needs) is not None
 
 
 @dataclass(frozen=True)
 class Workload:
     """A model, its batch on each rank, and who trains it."""
 
-    name: str
     title: str
     model: Callable[[], nn.Module]
     inputs: tuple[int, ...]
     variants: tuple[Variant, ...]
-    steps_per_round: int  # a multiple of each variant's period
 
 
 BARE_SGD, BARE_ADAMW = "DDP + SGD", "DDP + AdamW(fused)"
-OURS = "manyhands AdaScale"
-EXACT = f"{OURS}, measured=1"
-SOME = {"warm_up": SETTLED, "period": PERIOD}
-ADASCALE = (
-    Variant(BARE_SGD, bare_sgd, BARE_SGD),
-    Variant("DDP + SGD again (A/A)", bare_sgd, BARE_SGD),
-    Variant(OURS, our_adascale, BARE_SGD),
-    Variant(f"{OURS}, measure_every={PERIOD}", our_adascale_of_some_steps, BARE_SGD, **SOME),
-    Variant(EXACT, our_exact_adascale, BARE_SGD),
-    Variant(f"{EXACT}, and Ramp", our_ramp, BARE_SGD),
-    Variant(f"{EXACT}, and Ramp, over AdaScale", our_ramp, EXACT),
+ADASCALE, ADAMSCALE = "manyhands AdaScale", "manyhands AdamScale"
+EXACT = "measure_every=1"
+WITH_SGD = (
+    Variant(BARE_SGD, bare(sgd), BARE_SGD),
+    Variant(f"{BARE_SGD} again (A/A)", bare(sgd), BARE_SGD),
+    Variant(ADASCALE, ours(mh.AdaScale, sgd), BARE_SGD, warm_up=SETTLED),
+    Variant(f"{ADASCALE}, {EXACT}", ours(mh.AdaScale, sgd, measure_every=1), BARE_SGD),
     Variant("fairscale AdaScale", fairscale_adascale, BARE_SGD, "fairscale"),
     Variant("adaptdl AdaScale", adaptdl_adascale, BARE_SGD, "adaptdl"),
 )
-ADAMSCALE = (
-    Variant(BARE_ADAMW, bare_adamw, BARE_ADAMW),
-    Variant("DDP + AdamW(fused) again (A/A)", bare_adamw, BARE_ADAMW),
-    Variant("manyhands AdamScale", our_adamscale, BARE_ADAMW),
-    Variant(
-        f"manyhands AdamScale, measure_every={PERIOD}",
-        our_adamscale_of_some_steps,
-        BARE_ADAMW,
-        **SOME,
-    ),
-    Variant("manyhands AdamScale, measured=1", our_exact_adamscale, BARE_ADAMW),
+WITH_ADAMW = (
+    Variant(BARE_ADAMW, bare(adamw), BARE_ADAMW),
+    Variant(f"{BARE_ADAMW} again (A/A)", bare(adamw), BARE_ADAMW),
+    Variant(ADAMSCALE, ours(mh.AdamScale, adamw), BARE_ADAMW, warm_up=SETTLED),
+    Variant(f"{ADAMSCALE}, {EXACT}", ours(mh.AdamScale, adamw, measure_every=1), BARE_ADAMW),
     Variant("adaptdl AdamScale", adaptdl_adamscale, BARE_ADAMW, "adaptdl"),
 )
-WORKLOADS = {
-    workload.name: workload
-    for workload in (
-        Workload("resnet-8", "ResNet-20, batch 8", resnet20, (8, 3, 32, 32), ADASCALE, 4),
-        Workload("resnet-32", "ResNet-20, batch 32", resnet20, (32, 3, 32, 32), ADASCALE, 4),
-        Workload("mlp", "MLP of 10.5 M, batch 7", mlp, (7, 1024), ADASCALE + ADAMSCALE, 4),
-    )
-}
+WORKLOADS = (
+    Workload("ResNet-20, batch 8", resnet20, (8, 3, 32, 32), WITH_SGD),
+    Workload("ResNet-20, batch 32", resnet20, (32, 3, 32, 32), WITH_SGD),
+    Workload("MLP of 10.5 M, batch 7", mlp, (7, 1024), WITH_SGD + WITH_ADAMW),
+)
 
 
 def training(workload: Workload, variant: Variant, rank: int) -> Callable[[], None]:

@@ -10,13 +10,11 @@ runs on the machine only adds to it.
 
 from __future__ import annotations
 
-import argparse
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import pages
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -24,7 +22,6 @@ import manyhands as mh
 from manyhands.data._account import Account
 from manyhands.data._ledger import Ledger
 
-ROOT = Path(__file__).resolve().parents[1]
 BATCH = 32
 PAGE = """# What a cursor costs
 
@@ -36,8 +33,6 @@ chosen and counted. A `DistributedSampler` draws and stores the whole order when
 python benchmarks/cursor.py
 ```
 
-| samples | | a step | until the first batch of an epoch |
-|--:|---|--:|--:|
 {steps}
 
 So a step of {least:.1f} ms or more is at most 1 % longer. At 10 million samples the beginning of
@@ -47,11 +42,9 @@ one epoch saves what a cursor costs in {saved:,.0f} steps. A step has **no colle
 In blocks, with the sync round: to commit what all workers took, to hand out what each takes next,
 and a checksum of it, by which the workers compare their positions in the round's own message.
 
-| workers | after each round |
-|--:|--:|
 {after_rounds}
 
-{machine}
+Measured on {machine}, with {versions}, one thread.
 """
 
 
@@ -115,43 +108,30 @@ def measure_round(workers: int, times: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
-    args = parser.parse_args()
+    quick = pages.parser(__doc__).parse_args().quick
     torch.set_num_threads(1)
-    rounds, steps = (1, 100) if args.quick else (7, 4000)
+    rounds, steps = (1, 100) if quick else (7, 4000)
     rows, dearer, saved = [], [], 0.0
     for samples in (200_000, 10_000_000):
-        found = {
-            name: [measure(make, samples, steps) for _ in range(rounds)]
-            for name, make in (("DataLoader", plain), ("Cursor", cursor))
-        }
-        least = {
-            name: [min(each) for each in zip(*all_, strict=True)] for name, all_ in found.items()
-        }
+        least = {}
+        for name, make in (("DataLoader", plain), ("Cursor", cursor)):
+            found = [measure(make, samples, steps) for _ in range(rounds)]
+            step, start = least[name] = tuple(map(min, zip(*found, strict=True)))
+            rows.append([name, f"{samples:,}", f"{step * 1e6:.0f} µs", f"{start * 1e3:,.1f} ms"])
         dearer.append(least["Cursor"][0] - least["DataLoader"][0])
         saved = (least["DataLoader"][1] - least["Cursor"][1]) / dearer[-1]
-        for name, (step, start) in least.items():
-            times = f"{step * 1e6:.0f} µs | {start * 1e3:,.1f} ms"
-            rows.append(f"| {samples:,} | {name} | {times} |")
-            print(rows[-1], flush=True)
     lines = []
     for workers in (2, 8, 64):
-        best = min(measure_round(workers, 20 if args.quick else 300) for _ in range(rounds))
-        lines.append(f"| {workers} | {best * 1e6:.0f} µs |")
-        print(lines[-1], flush=True)
-    if args.quick:
-        return
-    page = PAGE.format(
-        batch=BATCH,
-        rounds=rounds,
-        steps="\n".join(rows),
-        least=100 * max(dearer) * 1e3,
-        saved=saved,
-        after_rounds="\n".join(lines),
-        machine=f"{platform.machine()}, torch {torch.__version__}, one thread.",
-    )
-    (ROOT / "docs" / "benchmarks" / "data.md").write_text(page)
+        best = min(measure_round(workers, 20 if quick else 300) for _ in range(rounds))
+        lines.append([workers, f"{best * 1e6:.0f} µs"])
+    parts = {
+        "steps": pages.table("loader | samples | a step | first batch of an epoch", rows),
+        "after_rounds": pages.table("workers | after each round", lines),
+    }
+    print(*parts.values(), sep="\n\n")
+    if not quick:
+        known = {**pages.conditions(), "batch": BATCH, "rounds": rounds, "saved": saved, **parts}
+        pages.write("data", PAGE, least=100 * max(dearer) * 1e3, **known)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ the true gradient plus normal noise of a given covariance trace. Nothing is trai
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, stdev
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +20,12 @@ import peers
 
 WITH_PEERS = peers.run_again_beside_peers()  # before torch, which this Python may not have
 
+import pages  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import manyhands as mh  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[1]
 SIZE = 180  # parameters
 SMALL_BATCHES = 2
 
@@ -106,9 +104,9 @@ def estimators() -> dict[str, Callable[[], Estimator]]:
         param = nn.Parameter(torch.zeros(SIZE))
         return torch.optim.SGD([param], lr=0.0), param
 
-    def ours(**options: Any) -> Estimator:
+    def ours() -> Estimator:
         sgd, param = parts()
-        wrapped = mh.AdaScale(sgd, num_gradients_to_accumulate=SMALL_BATCHES, **options)
+        wrapped = mh.AdaScale(sgd, num_gradients_to_accumulate=SMALL_BATCHES)
         return Estimator(wrapped, param)
 
     def fairscale() -> Estimator:
@@ -117,14 +115,8 @@ def estimators() -> dict[str, Callable[[], Estimator]]:
         sgd, param = parts()
         return Fairscale(AdaScale(sgd, num_gradients_to_accumulate=SMALL_BATCHES), param)
 
-    known: dict[str, Callable[[], Estimator]] = {
-        "manyhands": ours,
-        "manyhands, floor_each_step=True": lambda: ours(floor_each_step=True),
-    }
-    if WITH_PEERS:
-        known["fairscale"] = fairscale
-        known["adaptdl"] = lambda: Adaptdl(*parts())
-    return known
+    peers = {"fairscale": fairscale, "adaptdl": lambda: Adaptdl(*parts())}
+    return {"manyhands": ours, **(peers if WITH_PEERS else {})}
 
 
 def gradients(sqr: float, var: float, steps: int, seed: int) -> Iterator[Tensor]:
@@ -185,14 +177,14 @@ python benchmarks/estimator.py
 
 ## Where the noise is much larger than the signal
 
-|true gradient|² is 1 and the trace of the covariance is 40, so the gain at scale 2 is
+The signal |true gradient|² is 1 and the trace of the covariance is 40, so the gain at scale 2 is
 (40 + 1) / (40 / 2 + 1) = 1.952. Means over the last {kept} of {steps} steps:
 
 {low}
 
 One step's estimate of |true gradient|² is unbiased, and often negative. fairscale cuts it off at
 zero in every step, before averaging, and so averages only upwards errors. manyhands and adaptdl
-apply their floors to the average. `floor_each_step=True` does what fairscale does.
+apply their floors to the average.
 
 ## After a change of the batch size
 
@@ -208,17 +200,8 @@ needs a thousand steps to forget that.
 """
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
-    quick = parser.parse_args().quick
+    quick = pages.parser(__doc__).parse_args().quick
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="adaptdl|fairscale")
     runs, steps = (2, 60) if quick else (16, 3000)
@@ -229,17 +212,16 @@ def main() -> None:
         low.append([name, *(spread(c, d) for c, d in zip(columns, (2, 2, 3), strict=True))])
         gains = zip(*change_of_scale(make, runs, steps), strict=True)
         change.append([name, *(spread(list(values), 3) for values in gains)])
-    steps_after = [f"after {n} step{'s' if n > 1 else ''}" for n in AFTER]
     tables = {
-        "low": table(["", "|true gradient|²".replace("|", "\\|"), "noise", "gain"], low),
-        "change": table(["gain", "before", *steps_after], change),
+        "low": pages.table("estimate by | signal | noise | gain", low),
+        "change": pages.table(
+            "gain | before | after 1 step | after 100 steps | after 500 steps", change
+        ),
     }
-    print(f"{tables['low']}\n\n{tables['change']}")
+    print(*tables.values(), sep="\n\n")
     if not quick:
-        page = ROOT / "docs" / "benchmarks" / "estimator.md"
-        page.parent.mkdir(parents=True, exist_ok=True)
-        text = PAGE.format(size=SIZE, runs=runs, steps=steps, kept=steps - steps // 3, **tables)
-        page.write_text(text)
+        kept = steps - steps // 3
+        pages.write("estimator", PAGE, size=SIZE, runs=runs, steps=steps, kept=kept, **tables)
 
 
 if __name__ == "__main__":

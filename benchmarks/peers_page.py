@@ -1,22 +1,20 @@
-"""One table of what a user would pick instead, from the results of the other benchmarks.
+"""Write one comparison with other libraries, from the results of the other benchmarks.
 
     python benchmarks/peers_page.py    writes docs/benchmarks/peers.md; nothing is measured
 
-It reads what `sharding_speed.py`, `sharding_memory.py`, `fsdp_speed.py`, `fsdp_memory.py`,
+It reads what `sharding_speed.py`, `sharding_memory.py`, `fsdp_speed.py`,
 `blocks_sync.py` and `cost.py` have left in `results/`.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-PAGE_AT = ROOT / "docs" / "benchmarks" / "peers.md"
+import pages
+
 SIZE = "25M"
+RANKS = 2
 Stored = dict[str, Any]
 
 
@@ -27,81 +25,70 @@ class Pick:
     title: str
     contender: str  # what its names begin with
     ours: str
-    code: str  # what a user of ours writes
 
 
 SDP, FSDP = "manyhands OSS + ShardedDataParallel", "manyhands FSDP"
-LEVEL_2, LEVEL_3 = "`mh.shard(model, optimizer, 2)`", "`mh.shard(model, optimizer, 3)`"
 STATES = (
-    Pick("torch DDP, nothing sharded", "DDP", SDP, LEVEL_2),
-    Pick("torch ZeroRedundancyOptimizer", "torch Zero", SDP, LEVEL_2),
-    Pick("DeepSpeed ZeRO-1", "DeepSpeed ZeRO-1", SDP, LEVEL_2),
-    Pick("DeepSpeed ZeRO-2", "DeepSpeed ZeRO-2", SDP, LEVEL_2),
-    Pick("fairscale ShardedDDP", "fairscale", SDP, LEVEL_2),
+    Pick("torch DDP, nothing sharded", "DDP", SDP),
+    Pick("torch ZeroRedundancyOptimizer", "torch Zero", SDP),
+    Pick("DeepSpeed ZeRO-1", "DeepSpeed ZeRO-1", SDP),
+    Pick("DeepSpeed ZeRO-2", "DeepSpeed ZeRO-2", SDP),
+    Pick("fairscale ShardedDDP", "fairscale", SDP),
 )
 PARAMETERS = (
-    Pick("torch fully_shard, and Accelerate's FSDP2", "fully_shard", FSDP, LEVEL_3),
-    Pick("DeepSpeed ZeRO-3", "DeepSpeed ZeRO-3", FSDP, LEVEL_3),
-    Pick("fairscale FSDP", "fairscale FSDP", FSDP, LEVEL_3),
+    Pick("torch fully_shard, and Accelerate's FSDP2", "fully_shard", FSDP),
+    Pick("DeepSpeed ZeRO-3", "DeepSpeed ZeRO-3", FSDP),
+    Pick("fairscale FSDP", "fairscale FSDP", FSDP),
 )
 LOCAL_SGD, DILOCO, BMUF = (f"manyhands {name}, float32" for name in ("LocalSGD", "DiLoCo", "BMUF"))
 ROUNDS = (
-    Pick("torch PeriodicModelAverager", "torch Periodic", LOCAL_SGD, "`mh.LocalSGD`"),
-    Pick("Accelerate LocalSGD", "accelerate", LOCAL_SGD, "`mh.LocalSGD`"),
-    Pick("hivemind averager", "hivemind", LOCAL_SGD, "`mh.LocalSGD`"),
-    Pick("torchft LocalSGD", "torchft LocalSGD", LOCAL_SGD, "`mh.LocalSGD`"),
-    Pick("torchft DiLoCo", "torchft DiLoCo", DILOCO, "`mh.DiLoCo`"),
-    Pick("fairseq block momentum", "per tensor, momentum (as fairseq)", BMUF, "`mh.BMUF`"),
+    Pick("torch PeriodicModelAverager", "torch Periodic", LOCAL_SGD),
+    Pick("Accelerate LocalSGD", "accelerate", LOCAL_SGD),
+    Pick("hivemind averager", "hivemind", LOCAL_SGD),
+    Pick("torchft LocalSGD", "torchft LocalSGD", LOCAL_SGD),
+    Pick("torchft DiLoCo", "torchft DiLoCo", DILOCO),
+    Pick("fairseq block momentum", "per tensor, momentum (as fairseq)", BMUF),
 )
 RULES = (
-    Pick("fairscale AdaScale", "fairscale AdaScale", "manyhands AdaScale", "`mh.AdaScale`"),
-    Pick("adaptdl AdaScale", "adaptdl AdaScale", "manyhands AdaScale", "`mh.AdaScale`"),
-    Pick("adaptdl AdamScale", "adaptdl AdamScale", "manyhands AdamScale", "`mh.AdamScale`"),
+    Pick("fairscale AdaScale", "fairscale AdaScale", "manyhands AdaScale"),
+    Pick("adaptdl AdaScale", "adaptdl AdaScale", "manyhands AdaScale"),
+    Pick("adaptdl AdamScale", "adaptdl AdamScale", "manyhands AdamScale"),
 )
-SPARING, CODE = "manyhands AdaScale, measure_every=4", "`mh.AdaScale(..., measure_every=4)`"
-SMALL_RULES = (
-    Pick("fairscale AdaScale, ResNet", "fairscale AdaScale", "manyhands AdaScale", "`mh.AdaScale`"),
-    Pick("the same", "fairscale AdaScale", SPARING, CODE),
-    Pick("adaptdl AdaScale, ResNet", "adaptdl AdaScale", "manyhands AdaScale", "`mh.AdaScale`"),
-)
-RANKS = 2
-HEAD = (
-    "| instead of | you write | ms, theirs : ours | time | CPU | MB sent, theirs : ours "
-    "| memory, theirs : ours |\n|---|---|--:|--:|--:|--:|--:|"
-)
+HEAD = "instead of | ms | time | CPU | MB sent"
 
 
 def main() -> None:
-    speeds, memory = _stored("sharding-speed"), _stored("sharding-memory")["measured"]
-    whole_speeds, whole_memory = _stored("fsdp-speed"), _stored("fsdp-memory")["rows"]
-    rounds, rules = _stored("blocks-sync"), _stored("cost")
-    parts = (
-        (f"**A step with sharded state and gradients, {SIZE} parameters**", STATES),
-        (f"**A step with sharded parameters, {SIZE}**", PARAMETERS),
-        ("**One sync round, 10 M parameters**", ROUNDS),
-        ("**A step with a scaling rule, 10 M parameters**", RULES),
-        ("**A step with a scaling rule, ResNet-20 (59 short tensors), batch 8**", SMALL_RULES),
-    )
-    lines, found = [HEAD], {}
-    for title, picks in parts:
-        lines.append(f"| {title} |  |  |  |  |  |  |")
-        for pick in picks:
-            if picks is STATES:
-                cells = step(pick, speeds, memory)
-            elif picks is PARAMETERS:
-                cells = step(pick, whole_speeds, whole_memory)
-            elif picks is ROUNDS:
-                cells = sync_round(pick, rounds)
-            else:
-                cells = rule(pick, rules, "MLP" if picks is RULES else "ResNet-20, batch 8")
-            lines.append(f"| {pick.title} | {pick.code} | " + " | ".join(cells) + " |")
-            found[pick.title] = cells
-    known = {name: speeds[name] for name in ("machine", "versions")}
-    PAGE_AT.write_text(PAGE.format(table="\n".join(lines), behind=behind(found), **known))
+    speeds, memory = pages.read("sharding-speed"), pages.read("sharding-memory")["measured"]
+    whole_speeds, whole_memory = pages.read("fsdp-speed"), pages.read("fsdp-memory")["rows"]
+    rounds, rules = pages.read("blocks-sync"), pages.read("cost")
+    found = {
+        f"A step with sharded state and gradients, {SIZE} parameters: "
+        "`mh.shard(model, optimizer, 2)`": {
+            pick.title: step(pick, speeds, memory) for pick in STATES
+        },
+        f"A step with sharded parameters, {SIZE}: `mh.shard(model, optimizer, 3)`": {
+            pick.title: step(pick, whole_speeds, whole_memory) for pick in PARAMETERS
+        },
+        "One sync round, 10 M parameters: `mh.LocalSGD`, `mh.DiLoCo`, `mh.BMUF`": {
+            pick.title: sync_round(pick, rounds) for pick in ROUNDS
+        },
+        "A step with a scaling rule, 10 M parameters: `mh.AdaScale`, `mh.AdamScale`": {
+            pick.title: rule(pick, rules, "MLP") for pick in RULES
+        },
+        "A step with a scaling rule, ResNet-20 (59 short tensors), batch 8: `mh.AdaScale`": {
+            f"{pick.title}, ResNet": rule(pick, rules, "ResNet-20, batch 8") for pick in RULES[:2]
+        },
+    }
+    tables = [f"## {title}\n\n" + pages.table(*shown(rows)) for title, rows in found.items()]
+    all_rows = {title: cells for rows in found.values() for title, cells in rows.items()}
+    pages.write("peers", PAGE, speeds, tables="\n\n".join(tables), behind=behind(all_rows))
 
 
-def _stored(name: str) -> Stored:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+def shown(rows: dict[str, list[str]]) -> tuple[str, list[list[str]]]:
+    """The head and the rows of a table, which has a column of memory if it was measured."""
+    measured = any(len(cells) == 5 for cells in rows.values())
+    head = f"{HEAD} | memory" if measured else HEAD
+    return head, [[title, *cells] for title, cells in rows.items()]
 
 
 def step(pick: Pick, speeds: Stored, memory: list[Stored]) -> list[str]:
@@ -117,17 +104,17 @@ def step(pick: Pick, speeds: Stored, memory: list[Stored]) -> list[str]:
     ]
     return [
         *_compared(theirs),
-        f"{theirs['sent'] / 1e6:.0f} : {ours['sent'] / 1e6:.0f}",
-        " : ".join(f"{one:.2f}" for one in held) if len(held) == 2 else "",
+        f"{theirs['sent'] / 1e6:.0f}:{ours['sent'] / 1e6:.0f}",
+        ":".join(f"{one:.2f}" for one in held) if len(held) == 2 else "",
     ]
 
 
 def sync_round(pick: Pick, rounds: Stored) -> list[str]:
     """A row about one synchronisation on 2 ranks; memory is kept, and more during it."""
     theirs, ours = _fastest(pick, rounds["rows"]), _named(pick.ours, rounds["rows"])
-    sent, held = "? : ", "? : "
+    sent, held = "?:", "?:"
     if not theirs["elsewhere"]:
-        sent, held = f"{theirs['sent'] / 1e6:.0f} : ", f"{_models(theirs):.2f} : "
+        sent, held = f"{theirs['sent'] / 1e6:.0f}:", f"{_models(theirs):.2f}:"
     sent, held = f"{sent}{ours['sent'] / 1e6:.0f}", f"{held}{_models(ours):.2f}"
     return [*_compared(theirs), sent, held]
 
@@ -141,10 +128,10 @@ def rule(pick: Pick, rules: Stored, workload: str) -> list[str]:
     rows = next(rows for title, rows in rules["workloads"].items() if title.startswith(workload))
     named = {row["variant"]: row for row in rows}
     theirs, ours = named[pick.contender], named[pick.ours]
-    both = f"{theirs['wall_ms']:.0f} : {ours['wall_ms']:.0f}"
+    both = f"{theirs['wall_ms']:.0f}:{ours['wall_ms']:.0f}"
     time, cpu = (f"{theirs[key] / ours[key]:.2f}" for key in ("wall_ms", "cpu_ms"))
-    sent = " : ".join(f"{row['sent_bytes'] / 1e6:.0f}" for row in (theirs, ours))
-    return [both, time, cpu, sent, ""]
+    sent = ":".join(f"{row['sent_bytes'] / 1e6:.0f}" for row in (theirs, ours))
+    return [both, time, cpu, sent]
 
 
 def _begin(pick: Pick, rows: list[Stored]) -> list[Stored]:
@@ -169,82 +156,70 @@ def _compared(theirs: Stored) -> list[str]:
     stored = theirs["rival"]
     value, low, high = (1 / stored[key] for key in ("value", "high", "low"))
     shown = f"{value:.2f}" if low < 1 else f"**{value:.2f}**"
-    both = f"{theirs['wall_ms']:.0f} : {theirs['wall_ms'] * stored['value']:.0f}"
+    both = f"{theirs['wall_ms']:.0f}:{theirs['wall_ms'] * stored['value']:.0f}"
     return [both, f"{shown} ({low:.2f}–{high:.2f})", f"{1 / theirs['rival_cpu']['value']:.2f}"]
 
 
 def behind(found: dict[str, list[str]]) -> str:
     """Say where they are faster than ours, by wall or by CPU time, and where they hold less."""
     slower, larger = [], []
-    for title, (_, time, cpu, _, memory) in found.items():
+    for title, (_, time, cpu, _, *memory) in found.items():
         if min(float(time.split()[0].strip("*")), float(cpu)) < 1:
             slower.append(f"{title} ({time.split()[0]} by time, {cpu} by CPU)")
-        if memory and "?" not in memory:
-            theirs, ours = map(float, memory.split(" : "))
+        if memory and memory[0] and "?" not in memory[0]:
+            theirs, ours = map(float, memory[0].split(":"))
             if theirs < ours:
-                larger.append(f"{title} ({memory})")
-    times = f"behind {'; '.join(slower)}" if slower else "behind nobody in the table"
-    return (
-        f"**Where we are behind.** By time: {times}. By memory: behind {'; '.join(larger)}. Our "
-        "blocks keep an anchor of the model's size, from which the drift is measured, and to which "
-        "a lost round returns."
-    )
+                larger.append(f"{title} ({memory[0]})")
+    return f"Slower than: {'; '.join(slower)}.\n\nMore memory than: {'; '.join(larger)}."
 
 
-PAGE = """# Beside what you can install instead
+PAGE = """# Comparison with other libraries
 
-What a step and a sync round cost with what people install today, over what they cost with
-manyhands: **above 1 we are faster**, and 2.00 is twice as fast. Bold: all of the interval is
-above 1.
+Time per step and per sync round of other libraries, divided by manyhands' time: **above 1
+manyhands is faster**. Bold: the whole 95 % interval is above 1. In a pair, the first is theirs.
+Measured on {machine}, with {versions}: ranks are processes of one machine, with one
+thread each, that talk through gloo over the loopback. **There are no GPU measurements**, and most
+of these libraries are made for GPUs.
 
-{table}
+{tables}
+
+## Where manyhands is behind
 
 {behind}
 
-How to read it, and what is not in it:
+Blocks keep an anchor of the model's size: the drift is measured from it, and a failed round
+returns to it.
 
-- **Time** is wall time, theirs over ours, with the 95 % interval of a bootstrap over rounds;
-  **CPU** is the CPU time of all ranks and threads, theirs over ours, and is the firmer figure
-  here. Everyone has processes of their own, which take turns in an order drawn anew in each
-  round. Who is compared has computed the same parameters first, as plain DDP or as the formula
-  written out.
-- **The machine** has {machine} and {versions}. Ranks are processes on it that talk through gloo
-  over its loopback, with one thread each. There is no GPU: what these libraries do on GPUs is not
-  measured here, and most of them are made for that. A loopback is fast, so bytes cost little:
-  over a slow line, what is sent decides (see [a slow line](blocks-slow-link.md)).
-- **Their settings are the fastest that we found**: DeepSpeed 0.19.8 as it comes and with small
-  buckets, with `overlap_comm` on and off; fairscale 0.4.13 with buffers and without; torchft
-  0.2.0 with one bucket and without (several do not give the mean). **Ours is as it comes, through
-  sockets.** On one machine ours can share memory, which is faster still: the pages below have
-  those rows.
-- **The optimizer** of the steps is torch's `AdamW(fused=True)` for everyone.
-- **Accelerate's FSDP2** 1.15.0 calls `fully_shard`, and does so on accelerators only: on a CPU it
-  is DDP. The row is `fully_shard`'s.
-- **hivemind** 1.1.12 averages in processes of its own that are made for the internet: encrypted,
-  through NATs, with workers that come and go. Its search for a group, two seconds before each
-  round, is not counted. torchft asks for a quorum before each round, so that workers may come and
-  go; ours does that with a [crew](../crew.md), which is not in these rows.
-- **fairseq's** block momentum is its published recurrence with its number of collectives (fairseq
-  itself is awkward to install today).
-- **Memory** of a step is what the process has grown by at most, over the parameters' bytes, on 2
-  ranks and with few tokens: parameters, gradients, state, buckets, and what gloo takes. Of a sync
-  round it is what is kept between rounds and what comes on top during one, in models. Of a
-  contender's settings it is the least.
-- **ms** are medians of wall time. Not all fit into memory at once: DeepSpeed took turns with other
-  processes of ours than the rest did, hence two times of ours.
-- **MB sent** is by one of 2 ranks, in a step or a round.
+## Conditions
 
-Each figure with its conditions, all settings, and the control rows that show the noise: [a
-sharded step](sharding-speed.md), [its memory](sharding-memory.md), [sharded
-parameters](fsdp-speed.md), [their memory](fsdp-memory.md), [one sync round](blocks-sync.md), [a
-scaling rule](cost.md).
+- **Time** is wall time with the 95 % interval of a bootstrap over rounds. **CPU** is the CPU time
+  of all ranks and threads, and is the firmer figure on a shared machine. Every contender first
+  computed the same parameters as plain DDP or the published formula. Contenders take turns.
+- **Settings.** The others have the fastest settings that we found: DeepSpeed 0.19.8 with default
+  and small buckets, `overlap_comm` on and off; fairscale 0.4.13 with and without buffers; torchft
+  0.2.0 with and without one bucket. manyhands has its defaults, through sockets. Ranks of one
+  machine can also share memory, which is faster: the pages below have those rows.
+- **Steps** use torch's `AdamW(fused=True)`. Accelerate 1.15.0 calls `fully_shard` only on
+  accelerators, so that row stands for both.
+- **hivemind** 1.1.12 averages in encrypted processes that cross NATs; its search for a group, two
+  seconds before each round, is not counted. torchft asks for a quorum before each round; the
+  manyhands rows are without a [crew](../crew.md), which does that.
+- **fairseq** is its published recurrence with its number of collectives.
+- **Memory** of a step is the most by which a process grew, over the size of the parameters; of a
+  sync round it is what is kept plus the peak during one, in models.
+- **MB sent** is by one of 2 ranks. DeepSpeed did not fit in memory beside the others and ran in a
+  separate session, so manyhands has two timings. Over a [slow network](blocks-slow-link.md), bytes
+  decide.
+
+All settings, conditions and control rows: [sharding](sharding-speed.md) and [its
+memory](sharding-memory.md), [FSDP](fsdp-speed.md) and [its memory](fsdp-memory.md), [sync
+rounds](blocks-sync.md), [scaling rules](cost.md).
 
 ```bash
 python benchmarks/peers.py               # once: an environment with the peers
 python benchmarks/sharding_speed.py --workload 25Mx2
 python benchmarks/sharding_memory.py
 python benchmarks/fsdp_speed.py --workload 25Mx2
-python benchmarks/fsdp_memory.py
 python benchmarks/blocks_sync.py
 python benchmarks/cost.py
 python benchmarks/peers_page.py          # this page

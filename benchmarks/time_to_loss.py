@@ -1,14 +1,13 @@
 """Which way to train reaches a loss first, over which line between the ranks?
 
     sudo python benchmarks/time_to_loss.py --data FOLDER             every line; writes the page
-    sudo python benchmarks/time_to_loss.py --data FOLDER --line "1 Gbit/s" --ranks 2 --only Ramp
     python benchmarks/time_to_loss.py --draw                         the page from the rows so far
     python benchmarks/time_to_loss.py --quick                        a smoke test: writes nothing
 
 2 and 4 ranks train the MLP of `quality/workloads.py` on MNIST, at a constant rate, until the loss
 on held-out samples is what one process at the small batch has after 85 % of its run. The ranks are
 on one host (loopback), or one half of them on each of two hosts with a line between them: network
-namespaces on this machine (`slow_link/`), which need Linux, root and /dev/net/tun.
+namespaces on this machine (`slow_link.py`), which need Linux, root and /dev/net/tun.
 
 The time is real: other programs change it. Each run is one line in results/time_to_loss.jsonl, and
 the same command goes on where it was interrupted.
@@ -16,10 +15,7 @@ the same command goes on where it was interrupted.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,19 +29,15 @@ import peers
 
 peers.this_checkout()
 
+import pages  # noqa: E402
 import torch  # noqa: E402
 from lines import page  # noqa: E402
 from lines.training import DIGITS, MNIST, Task, target_loss, training  # noqa: E402
 from lines.ways import LINES, WAYS, Enter, Line, Way  # noqa: E402
 from sharding.team import Team  # noqa: E402
-from slow_link.hosts import NoSlowLink  # noqa: E402
-from slow_link.probe import probe  # noqa: E402
-from slow_link.relay import slow_link  # noqa: E402
+from slow_link import NoSlowLink, probe, slow_link  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "time_to_loss.jsonl"
-MEASURED_LINES = ROOT / "benchmarks" / "results" / "time_to_loss_lines.json"
-PAGE = ROOT / "docs" / "benchmarks" / "time_to_loss.md"
+RESULTS = pages.RESULTS / "time_to_loss.jsonl"
 RANKS = (2, 4)
 SEEDS = 3
 AVERAGED = ("cpu_seconds", "sent", "mean_passes")  # over the ranks; seconds are those of rank 0
@@ -74,19 +66,14 @@ def planned(
 
 def measure(run: Run, task: Task, folder: Path, way: Way, enter: Enter, target: float) -> Any:
     """Train once, in processes of its own; return the row."""
-    load = os.getloadavg()[0]
+    conditions = pages.conditions()
     with Team(run.ranks, training(task, folder, way, run.seed, target), enter) as team:
         found = team.ask({})
     row = {**asdict(run), "target": target, **found[0]}
     row.update({name: fmean(rank[name] for rank in found) for name in AVERAGED})
     row["samples"] = sum(rank["samples"] for rank in found)
     row["reached"] = row["loss"] <= target
-    return {
-        **row,
-        "load": round(load, 1),
-        "machine": f"{os.cpu_count()} {platform.machine()} cores, {platform.system()}",
-        "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
-    }
+    return {**row, **conditions}
 
 
 def run_all(groups: Iterator[list[Run]], folder: Path) -> None:
@@ -112,16 +99,12 @@ def run_all(groups: Iterator[list[Run]], folder: Path) -> None:
 
 def measure_line(line: Line) -> None:
     """Find out what the line gives, once."""
-    found = measured_lines()
+    found = pages.read("time_to_loss_lines")
     if line.terms is None or line.name in found:
         return
     with slow_link(line.terms) as link:
         found[line.name] = {**asdict(line.terms), **probe(link)}
-    MEASURED_LINES.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def measured_lines() -> dict[str, Any]:
-    return json.loads(MEASURED_LINES.read_text()) if MEASURED_LINES.exists() else {}
+    pages.store("time_to_loss_lines", found)
 
 
 def quick() -> None:
@@ -143,23 +126,7 @@ def quick() -> None:
 
 
 def main() -> None:
-    assert __doc__
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, help="the folder with mnist.npz")
-    parser.add_argument(
-        "--line",
-        choices=LINES,
-        action="append",
-        metavar="NAME",
-        help=f"only this line, of {' or '.join(map(repr, LINES))}",
-    )
-    parser.add_argument("--ranks", type=int, choices=RANKS, action="append", help="only so many")
-    parser.add_argument("--only", help="only ways with this in the name")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--draw", action="store_true", help="write the page of the rows so far")
-    parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
+    parser = pages.parser(__doc__, "mnist.npz")
     given = parser.parse_args()
     torch.set_num_threads(1)
     # Ranks are forked; what torch imports late is imported here, once.
@@ -170,13 +137,12 @@ def main() -> None:
     if not given.draw:
         if given.data is None:
             parser.error("--data FOLDER is needed: where mnist.npz is")
-        ways = [name for name in WAYS if given.only is None or given.only in name]
-        groups = planned(given.line or list(LINES), given.ranks or RANKS, ways, given.seeds)
         try:
-            run_all(groups, given.data)
+            run_all(planned(list(LINES), RANKS, list(WAYS), SEEDS), given.data)
         except NoSlowLink as error:
             raise SystemExit(f"There is no slow line here: {error}") from error
-    PAGE.write_text(page.page(json_lines.read(RESULTS), measured_lines()))
+    text = page.page(json_lines.read(RESULTS), pages.read("time_to_loss_lines"))
+    (pages.PAGES / "time_to_loss.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ Needs scikit-learn. It runs on CPUs (gloo); for GPUs say "nccl", and move model 
 
 import argparse
 import math
+from contextlib import nullcontext
+from itertools import count, islice
 
 import torch
 import torch.distributed as dist
@@ -27,9 +29,10 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim.lr_scheduler import LambdaLR
 
 import manyhands as mh
+from manyhands.scaling import ScalingRuleBase
 
 
-class Unscaled(mh.ScalingRuleBase):
+class Unscaled(ScalingRuleBase):
     """The baseline's learning rate, whatever the batch. A rule of your own is this short."""
 
     def scale_lr(self, scale: float) -> float:
@@ -90,12 +93,9 @@ optimizer = RULES[args.rule](optimizer, num_gradients_to_accumulate=args.accumul
 
 
 # Without --max-scale the batch stays as it is.
-ramp = mh.Ramp(
-    optimizer,
-    max_scale=args.max_scale or optimizer.scale,
-    goal="time" if args.max_scale else None,
-    model=None if model is network else model,
-)
+ramp = None
+if args.max_scale:
+    ramp = mh.Ramp(optimizer, args.max_scale, model=None if model is network else model)
 
 
 def schedule(step):
@@ -120,15 +120,28 @@ def batches():
         yield train_images[chosen], train_labels[chosen]
 
 
+def steps():
+    """Yield the micro-batches of each step."""
+    stream = batches()
+    if ramp is not None:
+        yield from ramp.over(stream)
+    while True:
+        yield list(islice(stream, args.accumulate))
+
+
 name = args.name or f"{args.rule} x{optimizer.scale:g}"
 next_test = samples = 0.0
-with mh.Record(args.record, optimizer, ramp, name=name, mode="overwrite") as record:
-    for step, micro_batches in enumerate(ramp.over(batches()), start=1):
+waits = ramp is None and model is not network
+sources = [optimizer] if ramp is None else [optimizer, ramp]
+with mh.Record(args.record, *sources, name=name, mode="overwrite") as record:
+    for step, micro_batches in enumerate(steps(), start=1):
         optimizer.zero_grad()
         mean_loss, scale = 0.0, optimizer.scale
-        for inputs, targets in micro_batches:
-            loss = cross_entropy(model(inputs), targets) / len(micro_batches)
-            loss.backward()
+        for left, (inputs, targets) in zip(count(len(micro_batches) - 1, -1), micro_batches):
+            # A Ramp does this by itself: gradients are averaged in the last pass of a step.
+            with model.no_sync() if waits and left else nullcontext():
+                loss = cross_entropy(model(inputs), targets) / len(micro_batches)
+                loss.backward()
             mean_loss += loss.item()
         optimizer.step()
         scheduler.step()

@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import manyhands as mh
+from manyhands.fairscale import auto_wrap, enable_wrap, wrap
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--steps", type=int, default=200, help="where to stop")
@@ -81,8 +82,8 @@ torch.manual_seed(0)
 options = {"mixed_precision": args.bf16, "fp32_reduce_scatter": args.bf16}
 if args.bf16:
     options["compute_dtype"] = torch.bfloat16
-with mh.enable_wrap(wrapper_cls=mh.FSDP, state_dict_on_rank_0_only=True, **options):
-    model = mh.wrap(mh.auto_wrap(Network(args.width, args.depth), {Block}))
+with enable_wrap(wrapper_cls=mh.FSDP, state_dict_on_rank_0_only=True, **options):
+    model = wrap(auto_wrap(Network(args.width, args.depth), {Block}))
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)  # after wrapping
 
 step = 0

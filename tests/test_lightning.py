@@ -237,12 +237,11 @@ def test_fewer_passes_at_the_end_of_an_epoch_are_an_error():
     raises_on_ranks(1, RuntimeError, train, match=r"step\(\) after 2 of 3 backward passes")
 
 
-@pytest.mark.parametrize("policy, steps", [("count", 3), ("drop", 2)])
-def test_fewer_passes_at_the_end_of_an_epoch_as_the_rule_is_set(policy, steps):
+def test_fewer_passes_at_the_end_of_an_epoch_may_count():
     def train():
         def make(params, passes):
             return mh.LinearScale(
-                SGD(params, lr=0.05), num_gradients_to_accumulate=passes, short_step=policy
+                SGD(params, lr=0.05), num_gradients_to_accumulate=passes, short_step="count"
             )
 
         params, progress = fit(make, 3, "32-true", None, epochs=1)
@@ -251,7 +250,7 @@ def test_fewer_passes_at_the_end_of_an_epoch_as_the_rule_is_set(policy, steps):
     def loop():
         model = net()
         optimizer = SGD(model.parameters(), lr=0.05)
-        for start in (0, 3, 6)[:steps]:
+        for start in (0, 3, 6):
             step = batches()[start : start + 3]
             optimizer.zero_grad()
             for x in step:

@@ -16,9 +16,11 @@ from torch.optim import SGD, Adam
 
 import manyhands as mh
 from helpers.blocks_oracle import REFERENCE, assert_fairseqs_values
+from helpers.bmuf import fairseq_bmuf
 from helpers.fairseq_bmuf import Amp, Half, WrittenOut
 from helpers.pages import blocks
 from helpers.ranks import run_ranks
+from manyhands.fairseq import FairseqBMUFConfig
 
 from test_migrating import (  # isort: skip
     PAGE,
@@ -39,14 +41,18 @@ DEFAULTS = {  # of the configuration
 }
 
 
-@pytest.mark.parametrize("side", ["original", "ours"])
+@pytest.mark.parametrize("side", ["original", "ours", "BMUF"])
 def test_the_defaults(side):
-    defaults = maker(side).__init__.__kwdefaults__
+    defaults = {
+        "original": WrittenOut.__init__.__kwdefaults__,
+        "ours": vars(FairseqBMUFConfig()),
+        "BMUF": mh.BMUF.__init__.__kwdefaults__,
+    }[side]
     assert {name: defaults[name] for name in DEFAULTS} == DEFAULTS
 
 
 def maker(side):
-    return WrittenOut if side == "original" else mh.BMUF
+    return WrittenOut if side == "original" else fairseq_bmuf
 
 
 @pytest.mark.skipif(not REFERENCE.exists(), reason="shared/reference is missing: fairseq's values")
@@ -143,7 +149,7 @@ def resumed(side, stop, steps=12):
     saved = copy.deepcopy((flat(params), optimizer.state_dict()))
     params = parameters()
     if side == "ours":
-        optimizer = mh.BMUF(SGD(params, lr=0.1, momentum=0.9), **SMALL)
+        optimizer = fairseq_bmuf(SGD(params, lr=0.1, momentum=0.9), **SMALL)
     nn.utils.vector_to_parameters(saved[0], params)
     if side == "original":  # it is made after the model is loaded: its anchor begins there
         optimizer = WrittenOut(SGD(params, lr=0.1, momentum=0.9), **SMALL)

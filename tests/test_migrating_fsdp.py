@@ -23,7 +23,7 @@ from helpers.ranks import run_ranks
 from helpers.sharding_oracle import Lamb
 
 from test_migrating import (  # isort: skip
-    PAGE,
+    LOOPS,
     both_sides,
     flat,
     need_peer_of,
@@ -41,7 +41,7 @@ BY_TORCHRUN = ["fsdp_loop.py", "wrapped_model.py"]
 
 def written(folder):
     """The page's scripts, on the old side, in a folder."""
-    for block in blocks(PAGE):
+    for block in blocks(LOOPS):
         if block.title is not None:
             (folder / block.title).write_text(block.side(old=True))
 
@@ -58,7 +58,7 @@ def test_the_old_side_of_an_example_runs_too(title, tmp_path):
 
 def script(title, side="ours"):
     """A documented example, with its placeholders in it."""
-    sides = {block.title: block.side(old=side == "original") for block in blocks(PAGE)}
+    sides = {block.title: block.side(old=side == "original") for block in blocks(LOOPS)}
     return sides["sharded_problem.py"] + sides[title].replace("from sharded_problem import *", "")
 
 

@@ -6,6 +6,7 @@ from torch import nn
 from torch.optim import SGD
 
 import manyhands as mh
+from manyhands import adaptdl
 
 pytestmark = pytest.mark.quick
 
@@ -25,7 +26,7 @@ def sharded_model():
 
 def adaptive_model():
     module = model()
-    return mh.AdaptiveDataParallel(module, SGD(module.parameters(), lr=0.1), mh.AdaScale())
+    return adaptdl.AdaptiveDataParallel(module, SGD(module.parameters(), lr=0.1), mh.AdaScale())
 
 
 WRAPPERS = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import manyhands as mh
+from helpers.public import FRONT, MODULES, PUBLIC
 
 
 def test_all_lists_the_public_names_once():
@@ -17,10 +18,23 @@ def test_all_lists_the_public_names_once():
     assert public == set(mh.__all__)
 
 
-@pytest.mark.parametrize("name", mh.__all__)
+def test_the_front_door_has_at_most_40_names():
+    assert len(mh.__all__) <= 40
+
+
+@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
+def test_a_name_of_a_module_beside_is_listed_once_and_is_the_same_object_everywhere(module):
+    assert len(set(module.__all__)) == len(module.__all__)
+    for name in module.__all__:
+        thing = getattr(module, name)
+        assert FRONT.get(name, thing) is thing
+        assert thing in PUBLIC.values()  # it shows the module that it is listed in
+
+
+@pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_name_says_where_it_lives_and_what_it_does(name):
-    thing = getattr(mh, name)
-    assert thing.__module__ == "manyhands"
+    thing = PUBLIC[name]
+    assert thing.__module__ == ".".join(["manyhands", *name.split(".")[:-1]])
     assert thing.__doc__
     for method_name, method in inspect.getmembers(thing, inspect.isfunction):
         if method_name[0] != "_" and method.__module__.startswith("manyhands"):
@@ -30,13 +44,13 @@ def test_a_public_name_says_where_it_lives_and_what_it_does(name):
             assert all(p.annotation is not p.empty for p in parameters), f"{name}.{method_name}"
 
 
-@pytest.mark.parametrize("name", mh.__all__)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_the_examples_in_its_docstring_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     finder = doctest.DocTestFinder(recurse=True, exclude_empty=True)
-    for test in finder.find(getattr(mh, name), name, module=False, globs={}):
+    for test in finder.find(PUBLIC[name], name, module=False, globs={}):
         runner.run(test)
     assert runner.summarize(verbose=False).failed == 0
 
@@ -54,6 +68,7 @@ import torch
 before, start = set(sys.modules), time.process_time()
 import manyhands
 elapsed = time.process_time() - start
+import manyhands.adaptdl, manyhands.fairscale, manyhands.fairseq
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 outside = new - {"manyhands", "torch"} - set(sys.stdlib_module_names)
 assert not outside, outside

@@ -15,6 +15,7 @@ import manyhands as mh
 from helpers import containers
 from helpers.containers import MAKE, ModelOutput, tensors_of
 from helpers.ranks import raises_on_ranks, run_ranks
+from manyhands import adaptdl
 from manyhands._core.trees import as_type, tensors_in, tree_map_tensors
 
 
@@ -114,7 +115,7 @@ WRAPS = {
     ),
     "FSDP of float32 inputs": lambda module: mh.FSDP(module, force_input_to_fp32=True),
     "ShardedDataParallel": sharded_ddp,
-    "AdaptiveDataParallel": lambda module: mh.AdaptiveDataParallel(
+    "AdaptiveDataParallel": lambda module: adaptdl.AdaptiveDataParallel(
         module, SGD(module.parameters(), lr=0.1), mh.AdaScale()
     ),
 }

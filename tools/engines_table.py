@@ -1,7 +1,7 @@
 """Which sharding, rule and number of workers works on which engine? One table, by running it.
 
     python tools/engines_table.py                                    plain ranks: a minute
-    python tools/engines_table.py --engines torchrun trainjob manyhands torchft
+    python tools/engines_table.py --engines torchrun trainjob manyhands
     python tools/engines_table.py --engines ray submitit             where these are installed
 
 For each engine: 5 steps on two workers, a checkpoint, and 5 more on one, two and four workers
@@ -12,7 +12,6 @@ For each engine: 5 steps on two workers, a checkpoint, and 5 more on one, two an
     ok (r)   blocks on another number of workers, or from a crew's checkpoint, which has the
              inner state of one worker only: all workers begin with the saved anchor, bit for
              bit, and have the same parameters after their next round
-    –        nothing to try: torchft's lighthouse keeps a crew, and a crew is for blocks
     error    a clear error before the first step; its text is below the table
     WRONG    anything else
 
@@ -123,23 +122,6 @@ def manyhands(size, *arguments):
     return failed
 
 
-def torchft(size, *arguments):
-    from torchft.coordination import LighthouseServer
-
-    failed = ""
-    for rule in RULES:
-        lighthouse = LighthouseServer(
-            bind="127.0.0.1:0", min_replicas=size, join_timeout_ms=500, heartbeat_timeout_ms=5000
-        )
-        told = {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "MANYHANDS_WORKERS": size}
-        command = [sys.executable, CELLS, *arguments, "--only", f"blocks, {rule}"]
-        failed = failed or run(
-            *((command, environment(**told, MANYHANDS_WORKER=number)) for number in range(size))
-        )
-        lighthouse.shutdown()
-    return failed
-
-
 def submitit(size, *arguments):
     code = f"""
         import sys, submitit, engine_cells
@@ -175,9 +157,7 @@ ENGINES = {
     "manyhands": ("manyhands run", manyhands),
     "submitit": ("submitit", submitit),
     "ray": ("Ray Train", ray),
-    "torchft": ("torchft", torchft),
 }
-CREWS = (manyhands, torchft)
 
 
 # -- what came out ---------------------------------------------------------------------------------
@@ -261,11 +241,9 @@ def try_engine(start, folder, whole):
         resumed = results(again, "resume")
         ranks_resumed = {} if start is ranks else by_ranks(start, folder, size)
         for cell in (f"{sharding}, {rule}" for sharding in SHARDINGS for rule in RULES):
-            if start is torchft and not cell.startswith("blocks"):
-                found = "–", ""
-            elif cell in resumed and cell in begun:
+            if cell in resumed and cell in begun:
                 reference = ranks_begun.get(cell), ranks_resumed.get(cell)
-                crew = start in CREWS
+                crew = start is manyhands
                 found = judge(cell, size, begun[cell], resumed[cell], whole[cell], *reference, crew)
             else:
                 found = "WRONG", failed.strip().splitlines()[-1] if failed else "no result"
@@ -286,7 +264,7 @@ def by_ranks(start, folder, size=None):
     own = folder.parent / "ranks"
     phase = "begin" if size is None else "resume"
     found = results(own / (phase if size is None else f"resume{size}"), phase)
-    if start not in CREWS:
+    if start is not manyhands:
         return found
     if size is None:
         where = own / "begin-network"
@@ -308,44 +286,49 @@ def saved_rows():
 ABOUT = """
 Plain ranks have the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as Kubeflow's
 PyTorchJob sets them. `manyhands run` starts one worker of several processes, and for blocks a crew.
-A crew averages over the network, and fixed ranks of one host average in shared memory, so the last
-bit may differ. The plain ranks that a crew is compared with have `shared_memory=False`: they
-average over the network, too. A crew of one worker is compared with two plain ranks that take the
-same steps as each other.
+A crew averages over the network, where the last bit may differ from averages in shared memory. So
+the plain ranks that it is compared with have `shared_memory=False`. A crew of one worker is
+compared with two plain ranks that take the same steps as each other.
 """
 
 
 def write_page(rows):
-    lines = []
+    lines = ["", f"| | {' | '.join(SHARDINGS)} |", f"|---{'|---' * len(SHARDINGS)}|"]
+    notes = []
     for engine, _ in ENGINES.values():
         if engine not in rows:
             continue
-        lines += [f"\n## {engine}\n", "| | rule | 2 → 1 | 2 → 2 | 2 → 4 |", "|---|---|---|---|---|"]
-        notes = []
-        for cell, sizes in rows[engine].items():
-            sharding, rule = cell.split(", ")
-            marks = []
-            for size in map(str, SIZES):
-                mark, text = sizes[size]
-                if text:
-                    notes.append(text) if text not in notes else None
-                    mark += f" {notes.index(text) + 1}"
-                marks.append(mark)
-            lines.append(f"| {sharding} | {rule} | {' | '.join(marks)} |")
-        lines += [""] if notes else []
-        lines += [f"{number}. {text}" for number, text in enumerate(notes, 1)]
+        row = []
+        for sharding in SHARDINGS:
+            by_rule = {}
+            for rule in RULES:
+                marks = []
+                for mark, text in rows[engine][f"{sharding}, {rule}"].values():
+                    if text and text not in notes:
+                        notes.append(text)
+                    marks.append(f"{mark} {notes.index(text) + 1}" if text else mark)
+                by_rule[rule] = ", ".join(marks)
+            alike = len(set(by_rule.values())) == 1
+            row.append(
+                by_rule[rule] if alike else "; ".join(f"{r}: {m}" for r, m in by_rule.items())
+            )
+        lines.append(f"| {engine} | {' | '.join(row)} |")
+    lines += [""] if notes else []
+    lines += [f"{number}. {text}" for number, text in enumerate(notes, 1)]
     legend = re.search(r"A cell is\n\n(.*?)\n\n(On every .*?)\n\nThe table", __doc__, re.DOTALL)
     assert legend is not None
     PAGE.write_text(
         "# Every engine, sharding and rule\n\n"
-        "Five steps on two workers, a checkpoint, and five more on one, two and four. Made by "
-        "`python tools/engines_table.py`.\n\n```text\n"
+        "Five steps on two workers, a checkpoint, and five more on one, two and four: three marks, "
+        "in this order, for each engine and sharding. AdaScale, AdamScale and training without a "
+        "rule have the same marks unless the table names them. Made by `python "
+        "tools/engines_table.py`.\n\n```text\n"
         + legend[1]
         + f"\n```\n\n{legend[2]}\n"
         + ABOUT
         + "\n".join(lines)
         + "\n\n<!-- "
-        + json.dumps(rows)
+        + json.dumps(rows, separators=(",", ":"))
         + " -->\n"
     )
 

@@ -1,9 +1,8 @@
-"""The contenders of `blocks_sync.py` and `blocks_slow_link.py`, and how a rank measures itself.
+"""The contenders of `blocks_sync.py` and `blocks_slow_link.py`, and what they train.
 
 model.py       10 M parameters in about 150 tensors, with gradients that need no computing
-recurrence.py  block momentum as fairseq has it: one all-reduce for each tensor
-ours.py        manyhands' ways to synchronise, the only file that knows their arguments
-contenders.py  all of them under their names
-syncing.py     a rank that synchronises when it is asked to
-stepping.py    a rank that trains on a slow line
+contenders.py  ways to synchronize, under their names
+installed.py   those that are other libraries
+syncing.py     a rank that synchronizes when it is asked to
+learning.py    two tasks to learn, for the quality of training
 """

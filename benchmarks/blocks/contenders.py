@@ -1,45 +1,46 @@
-"""The contenders: ways to synchronise parameters once in a block of steps.
+"""The contenders: ways to synchronize parameters once in a block of steps.
 
-`make(optimizer, every)` gives what takes the optimizer's place: `step` and `zero_grad`.
+`make(optimizer, every, model)` gives what takes the optimizer's place: `step` and `zero_grad`.
 Contenders of one formula end at the same parameters; `about` is how far those that send rounded
-values may be from the others, over how far the parameters have moved.
+values may be from the others, over how far the parameters have moved. manyhands goes through
+sockets, as between hosts, unless it is named "as it comes".
 """
 
 from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from blocks import installed, ours
-from blocks.recurrence import PerTensor
+import manyhands as mh
+from blocks import installed
 
 BLOCK: dict[str, Any] = {"lr": 1.0, "momentum": 0.875}  # fairseq's
 DILOCO: dict[str, Any] = {"lr": 0.7, "momentum": 0.9}  # the paper's
 EXACT = 1e-4
 ROUNDED = {"bfloat16": 0.01, "int8": 0.02, "int4": 0.2}
+AVERAGE, MOMENTUM, NESTEROV = "average", "momentum", "Nesterov momentum"
+Make = Callable[[Optimizer, int, nn.Module | None], Any]
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to synchronise."""
+    """One way to synchronize."""
 
     name: str
     formula: str
-    make: Callable[[Optimizer, int, nn.Module | None], Any]
+    make: Make
     about: float = EXACT
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model
-    ours: bool = False
     needs: str | None = None  # the peer that must be installed
     elsewhere: bool = False  # it works in other processes: its bytes and memory are not seen
 
@@ -64,20 +65,66 @@ class Every:
         self.optimizer.zero_grad()
 
 
+class PerTensor:
+    """Block momentum as fairseq has it: one all-reduce for each tensor.
+
+    This is its published recurrence (Chen & Huo, 2016), with its number of collectives: with the
+    anchor W, the momentum s, block_momentum η and block_lr ζ, and what N ranks have come to,
+
+        G = W - local                       on each rank
+        G = sum of all G / N                one all-reduce for each tensor
+        s = η s + ζ G
+        W = W - s                           nesterov:  W - ζ G - η s
+        local = W
+
+    With η = 0 it is fairseq's plain average: each tensor is divided by N and summed.
+    """
+
+    def __init__(
+        self, params: Sequence[Tensor], lr: float, momentum: float, nesterov: bool = False
+    ) -> None:
+        self.params, self.lr, self.momentum, self.nesterov = params, lr, momentum, nesterov
+        if momentum:
+            self.anchor = [p.detach().clone() for p in params]
+            self.smoothed = [torch.zeros_like(p) for p in self.anchor]
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        if not self.momentum:
+            for param in self.params:
+                param.div_(dist.get_world_size())
+                dist.all_reduce(param)
+            return
+        for param, anchor, smoothed in zip(self.params, self.anchor, self.smoothed, strict=True):
+            grad = anchor - param
+            grad.div_(dist.get_world_size())
+            dist.all_reduce(grad)
+            smoothed.mul_(self.momentum).add_(grad, alpha=self.lr)
+            if self.nesterov:
+                anchor.sub_(grad, alpha=self.lr).sub_(smoothed, alpha=self.momentum)
+            else:
+                anchor.sub_(smoothed)
+            param.copy_(anchor)
+
+
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def per_tensor(lr: float, momentum: float, nesterov: bool = False) -> ours.Make:
+def per_tensor(lr: float, momentum: float, nesterov: bool = False) -> Make:
     return lambda optimizer, every, model: Every(
         optimizer, every, PerTensor(params_of(optimizer), lr, momentum, nesterov)
     )
 
 
-def periodic(optimizer: Optimizer, every: int, model: nn.Module | None) -> PostLocalSGDOptimizer:
+def periodic(optimizer: Optimizer, every: int, model: nn.Module | None) -> Optimizer:
     """torch's own; it averages in the first step of a block, and not in the last."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that averaging after every step is not worth it
+        # Of its import (torch.jit is deprecated), and that averaging every step is not worth it.
+        warnings.simplefilter("ignore")
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
         return PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(every))
 
 
@@ -103,29 +150,49 @@ def nothing(optimizer: Optimizer, every: int, model: nn.Module | None) -> Optimi
 
 
 def ddp_in_halves(model: nn.Module) -> nn.Module:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
     wrapped = DistributedDataParallel(model)
     wrapped.register_comm_hook(None, fp16_compress_hook)
     return wrapped
 
 
-def _ours(name: str, formula: str, make: ours.Make, codec: str = "float32") -> Contender:
-    return Contender(f"manyhands {name}", formula, make, ROUNDED.get(codec, EXACT), ours=True)
+def local_sgd(shared_memory: bool | None = False) -> Make:
+    return lambda optimizer, every, model: mh.LocalSGD(
+        optimizer, every=every, model=model, shared_memory=shared_memory
+    )
 
 
-def _bmuf(codec: str) -> Contender:
-    make = ours.bmuf(**BLOCK, codec=codec)
-    return _ours(f"BMUF, {codec}", MOMENTUM, make, codec)
+def diloco(lr: float, momentum: float, **options: Any) -> Make:
+    more = {"lr": lr, "momentum": momentum, "shared_memory": False, **options}
+    return lambda optimizer, every, model: mh.DiLoCo(optimizer, every=every, model=model, **more)
 
 
-def diloco(codec: str, **options: int) -> Contender:
-    more = "".join(f", {key}={value}" for key, value in options.items())
-    make = ours.diloco(**DILOCO, codec=codec, **options)
-    return _ours(f"DiLoCo, {codec}{more}", NESTEROV, make, codec)
+def _bmuf(codec: str, shared_memory: bool | None = False) -> Contender:
+    def make(optimizer: Optimizer, every: int, model: nn.Module | None) -> mh.BMUF:
+        return mh.BMUF(
+            optimizer,
+            block_lr=BLOCK["lr"],
+            block_momentum=BLOCK["momentum"],
+            global_sync_iter=every,
+            warmup_iterations=0,
+            model=model,
+            shared_memory=shared_memory,
+            codec=codec,
+        )
+
+    how = codec if shared_memory is False else "as it comes"
+    return Contender(f"manyhands BMUF, {how}", MOMENTUM, make, ROUNDED.get(codec, EXACT))
 
 
-AVERAGE, MOMENTUM, NESTEROV = "average", "momentum", "Nesterov momentum"
+def _diloco(codec: str, **options: int) -> Contender:
+    name = f"manyhands DiLoCo, {codec}" + "".join(f", {k}={v}" for k, v in options.items())
+    make = diloco(**DILOCO, codec=codec, **options)
+    return Contender(name, NESTEROV, make, ROUNDED.get(codec, EXACT))
+
+
+def _named(*contenders: Contender) -> dict[str, Contender]:
+    return {contender.name: contender for contender in contenders}
+
+
 REFERENCES = {  # what each formula is, written out
     AVERAGE: per_tensor(lr=1, momentum=0),
     MOMENTUM: per_tensor(**BLOCK),
@@ -133,14 +200,12 @@ REFERENCES = {  # what each formula is, written out
 }
 PER_TENSOR = Contender("per tensor, momentum (as fairseq)", MOMENTUM, REFERENCES[MOMENTUM])
 CONTROL = Contender("per tensor, momentum again (A/A)", MOMENTUM, REFERENCES[MOMENTUM])
-PLAIN = Contender("per tensor, average", AVERAGE, REFERENCES[AVERAGE])
 PERIODIC = Contender("torch PeriodicModelAverager", AVERAGE, periodic)
 FLAT = Contender("one flat all-reduce, average", AVERAGE, flat)
-LOCAL_SGD = _ours("LocalSGD, float32", AVERAGE, ours.local_sgd())
-BMUF, BMUF_HALF = _bmuf("float32"), _bmuf("bfloat16")
-LOCAL_SGD_SHARED = _ours("LocalSGD, as it comes", AVERAGE, ours.local_sgd(shared_memory=None))
-BMUF_SHARED = _ours("BMUF, as it comes", MOMENTUM, ours.bmuf(**BLOCK, shared_memory=None))
-DILOCO_PLAIN = diloco("float32")
+LOCAL_SGD = Contender("manyhands LocalSGD, float32", AVERAGE, local_sgd())
+LOCAL_SGD_SHARED = Contender("manyhands LocalSGD, as it comes", AVERAGE, local_sgd(None))
+BMUF, BMUF_SHARED = _bmuf("float32"), _bmuf("float32", shared_memory=None)
+DILOCO_PLAIN = _diloco("float32")
 HIVEMIND = "hivemind averager"
 INSTALLED = tuple(
     Contender(name, formula, make, needs=name.split()[0], elsewhere=name == HIVEMIND)
@@ -156,26 +221,20 @@ INSTALLED = tuple(
         (HIVEMIND, AVERAGE, installed.HivemindAverage),
     )
 )
-SYNCS = {
-    contender.name: contender
-    for contender in (
-        PER_TENSOR,
-        CONTROL,
-        PLAIN,
-        PERIODIC,
-        FLAT,
-        LOCAL_SGD_SHARED,
-        LOCAL_SGD,
-        BMUF_SHARED,
-        BMUF,
-        DILOCO_PLAIN,
-        BMUF_HALF,
-        _bmuf("int8"),
-        _bmuf("int4"),
-        *INSTALLED,
-    )
-}
-
+SYNCS = _named(
+    PER_TENSOR,
+    CONTROL,
+    Contender("per tensor, average", AVERAGE, REFERENCES[AVERAGE]),
+    PERIODIC,
+    FLAT,
+    LOCAL_SGD_SHARED,
+    LOCAL_SGD,
+    BMUF_SHARED,
+    BMUF,
+    DILOCO_PLAIN,
+    *map(_bmuf, ROUNDED),
+    *INSTALLED,
+)
 RIVALS = {  # what of ours does the same, through sockets as well
     PER_TENSOR.name: BMUF.name,
     PERIODIC.name: LOCAL_SGD.name,
@@ -186,30 +245,21 @@ ALONE = Contender("no communication", "", nothing)
 ALONE_AGAIN = Contender("no communication again (A/A)", "", nothing)
 DDP = Contender("DDP", "", nothing, wrap=DistributedDataParallel)
 DDP_HALVES = Contender("DDP, fp16 hook", "", nothing, wrap=ddp_in_halves)
-POST_LOCAL = Contender("torch PostLocalSGDOptimizer", AVERAGE, periodic)
 OVERLAPPED = (
-    diloco("int8", overlap=8),
-    diloco("int4", overlap=8),
-    diloco("int4", overlap=8, fragments=4),
+    _diloco("int8", overlap=8),
+    _diloco("int4", overlap=8),
+    _diloco("int4", overlap=8, fragments=4),
 )
-SLOW = {
-    contender.name: contender
-    for contender in (
-        ALONE,
-        DDP,
-        DDP_HALVES,
-        POST_LOCAL,
-        PER_TENSOR,
-        BMUF,
-        BMUF_HALF,
-        DILOCO_PLAIN,
-        diloco("bfloat16"),
-        diloco("int8"),
-        diloco("int4"),
-        *OVERLAPPED,
-        ALONE_AGAIN,
-    )
-}
-HIDDEN = (ALONE, *OVERLAPPED, ALONE_AGAIN)  # whose communication is to cost no time
-INT4 = diloco("int4")
-BYTES = {contender.name: contender for contender in (DDP, DDP_HALVES, BMUF, INT4)}
+SLOW = _named(
+    ALONE,
+    DDP,
+    DDP_HALVES,
+    Contender("torch PostLocalSGDOptimizer", AVERAGE, periodic),
+    PER_TENSOR,
+    BMUF,
+    _bmuf("bfloat16"),
+    DILOCO_PLAIN,
+    *map(_diloco, ROUNDED),
+    *OVERLAPPED,
+    ALONE_AGAIN,
+)

@@ -81,7 +81,6 @@ class Task:
     load: Callable[[Path], Any]
     workers: int = WORKERS
     inner: str = "AdamW"  # the optimizer, one of `INNER`
-    same_samples: bool = False  # the one worker draws the samples that the workers would draw
 
     @property
     def is_text(self) -> bool:
@@ -145,13 +144,10 @@ def learn(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) ->
     if method:
         optimizers = [in_blocks(optimizer, **method) for optimizer in optimizers]
     schedules = [LambdaLR(each, lambda step: lr_at(step, task.steps)) for each in optimizers]
-    streams = task.workers if task.same_samples and not method else 1
-    seeds = [1000 * seed + rank + stream for stream in range(streams)]
-    generators = [torch.Generator().manual_seed(each) for each in seeds]
-    count = task.batch * (task.workers // workers // streams)
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    count = task.batch * (task.workers // workers)
     for _ in range(task.steps):
-        drawn = [task.draw(data, count, generator) for generator in generators]
-        x, y = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+        x, y = task.draw(data, count, generator)
         model.zero_grad()
         loss_of(model, x, y).backward()
         for each in (*optimizers, *schedules):

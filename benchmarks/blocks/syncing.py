@@ -1,6 +1,6 @@
-"""A rank that moves away from the others, and synchronises on request.
+"""Move a rank away from the others, and synchronize on request.
 
-The inner optimizer does nothing, so a step of every contender is a synchronisation, and only that.
+The inner optimizer does nothing, so a step of every contender is a synchronization, and only that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from blocks import model
 from blocks.contenders import REFERENCES, Contender
 from sharding import memory, traffic
 
-COMPARED = 3  # synchronisations before parameters are compared
+COMPARED = 3  # synchronizations before parameters are compared
 SAMPLED = 16  # elements of each tensor that are compared
 
 
@@ -51,11 +51,11 @@ class Syncing:
 
     def compared(self) -> dict[str, Any]:
         """How far this is from the formula written out, over how far it has moved."""
-        start = self._sample()
+        start = _sampled(self.params)
         for _ in range(COMPARED):
             self.drift()
             self.optimizer.step()
-        found = self._sample()
+        found = _sampled(self.params)
         params = model.parameters(self.size)
         written_out = REFERENCES[self.contender.formula](Still(params), 1, None)
         for _ in range(COMPARED):
@@ -68,11 +68,8 @@ class Syncing:
         dist.all_gather(everyone, found)
         return {"apart": float(apart), "agree": all(torch.equal(found, x) for x in everyone)}
 
-    def _sample(self) -> Tensor:
-        return _sampled(self.params)
-
     def timed(self) -> dict[str, float]:
-        """Wall and CPU seconds (of all threads) and bytes sent by one synchronisation."""
+        """Wall and CPU seconds (of all threads) and bytes sent by one synchronization."""
         self.drift()
         if hasattr(self.optimizer, "prepare"):
             self.optimizer.prepare()
@@ -86,13 +83,6 @@ class Syncing:
     def _cpu(self) -> float:
         elsewhere = getattr(self.optimizer, "cpu_elsewhere", lambda: 0.0)
         return time.process_time() + elsewhere()
-
-    def counted(self) -> list[tuple[str, int]]:
-        """The collectives of a synchronisation."""
-        self.drift()
-        with traffic.collectives() as seen:
-            self.optimizer.step()
-        return seen
 
 
 def _drifts(size: Size, rank: int) -> list[Tensor]:

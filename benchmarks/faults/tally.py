@@ -1,4 +1,4 @@
-"""The figures of a run, from its log and the list of its faults: no process, no clock.
+"""Count what a run has kept and lost, from its log and the list of its faults.
 
 counts          a worker's block counts if the worker held the sync round at its end, and
                 contributed all steps since the round before
@@ -12,15 +12,13 @@ back            of a fault: until the worker's block counts again
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from faults.harm import ALL, Fault, LogLine, Trial
-
-GUESTS = ("newcomer", "leave")
+from faults.harm import KINDS, Fault, LogLine, Trial
 
 
 @dataclass(frozen=True)
@@ -58,69 +56,34 @@ def usual_block(held: list[KeptRound], every: int) -> float:
 
 def tally(trial: Trial, usual: float) -> dict[str, Any]:
     """Return the figures of a run; `usual` is the time of a block without faults."""
-    plan = trial.plan
-    log = [line for line in trial.log if line["number"] < plan.workers]
+    log = trial.log
     held = kept_rounds(log)
     seconds = held[-1].time - held[0].time
-    work = sum(m.length * len(m.counted) for m in held[1:])
-    victims, survivors = missing(held, trial.faults, plan.workers)
-    states = differing([line for line in trial.log if line["event"] != "gone"])
+    victims, survivors = missing(held, trial.faults, trial.plan.workers)
     left = [line for line in log if line["event"] == "left"]
     result: dict[str, Any] = {
-        "interval": plan.interval,
+        "interval": trial.plan.interval,
         "seconds": seconds,
         "rounds": len(held),
-        "undone": undone(log),
-        "rate": work / seconds,
+        "rate": sum(m.length * len(m.counted) for m in held[1:]) / seconds,
         "missing": {"victims": victims, "survivors": survivors},
         "thrown_away": thrown_away(log, trial.faults),
-        "compared": sum(line["event"] not in ("loss", "gone") for line in trial.log),
-        "differing": states,
+        "compared": sum(line["event"] != "loss" for line in log),
+        "differing": differing(log),
         "finished": len({line["number"] for line in left}),
         "finals": len({line["final"] for line in left}),
         "loss": next((line["loss"] for line in log if line["event"] == "loss"), None),
-        "steps": held[-1].steps,
         "code": trial.code,
-        "tracebacks": trial.output.count("Traceback (most recent"),
         "cores": trial.cpu / trial.seconds,
     }
-    for kind in ALL:
+    for kind in KINDS:
         faults = [fault for fault in trial.faults if fault.kind == kind]
         result[kind] = {
-            "count": len({fault.time for fault in faults}),
-            "outcomes": dict(Counter(fault.outcome for fault in faults if kind in GUESTS)),
+            "count": len(faults),
             "delays": _known([delay(fault, held, usual) for fault in faults]),
             "back": _known([back(fault, held) for fault in faults]),
-            "asleep": [f.woken - f.time for f in faults if f.woken],
         }
     return result
-
-
-def tally_unequal(trial: Trial) -> dict[str, Any]:
-    """Return the figures of a run in which workers take different numbers of steps."""
-    plan = trial.plan
-    log = [line for line in trial.log if line["number"] < plan.workers]
-    rounds = [line for line in log if line["event"] in ("round", "left") and line["own"] > 0]
-    first = min(line["time"] for line in rounds if line["event"] == "round")
-    last = max(line["time"] for line in rounds)
-    work = sum(line["own"] for line in rounds if line["time"] > first and line["rounds"] > 1)
-    left = [line for line in log if line["event"] == "left"]
-    return {
-        "seconds": last - first,
-        "rate": work / (last - first),
-        "possible": sum(plan.speeds) / plan.pace,
-        "rounds": max(line["rounds"] for line in rounds),
-        "faults": dict(Counter({f.time: f.kind for f in trial.faults}.values())),
-        "thrown_away": thrown_away(log, trial.faults),
-        "compared": sum(line["event"] != "loss" for line in trial.log),
-        "differing": differing(trial.log),
-        "finished": len({line["number"] for line in left}),
-        "finals": len({line["final"] for line in left}),
-        "loss": next((line["loss"] for line in log if line["event"] == "loss"), None),
-        "steps": max(line["steps"] for line in rounds),
-        "code": trial.code,
-        "cores": trial.cpu / trial.seconds,
-    }
 
 
 def missing(held: list[KeptRound], faults: list[Fault], workers: int) -> tuple[float, float]:
@@ -145,17 +108,6 @@ def thrown_away(log: list[LogLine], faults: list[Fault]) -> int:
     hit = {(fault.number, fault.pid) for fault in faults}
     restored = [line for line in log if line["event"] == "in" and line["own"] > 0]
     return sum(line["own"] for line in restored if (line["number"], line["pid"]) not in hit)
-
-
-def undone(log: list[LogLine]) -> int:
-    """Return the rounds that were undone, as far as a worker has logged it."""
-    seen: set[int] = set()
-    before: dict[int, int] = {}
-    for line in log:
-        if line["undone"] > before.get(line["pid"], 0):
-            seen.add(line["rounds"])
-        before[line["pid"]] = line["undone"]
-    return len(seen)
 
 
 def differing(log: list[LogLine]) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -24,12 +24,11 @@ from quality.workloads import WORKLOADS, Pictures, Workload, loss_of
 from torch import Tensor, nn
 
 from lines.ways import Prepared, Way
-from manyhands.ramp import _step_times
+from manyhands.ramp import _observed
 from sharding import traffic
 
 AHEAD = 0.03  # seconds from the end of an evaluation to the moment when all ranks go on
 HELD_OUT = 2000  # samples
-PREDICTED_STEPS = 20  # whose predicted times are added up and compared
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,7 @@ class SmoothLoss:
     seen: deque[tuple[float, float]] = field(default_factory=deque)
 
     def add(self, progress: float, loss: float) -> float:
-        """Return the mean, with this loss in it.
-
-        >>> smooth = SmoothLoss(over=20.0)
-        >>> [smooth.add(progress, loss) for progress, loss in ((10, 3.0), (20, 1.0), (35, 0.0))]
-        [3.0, 2.0, 0.5]
-        """
+        """Return the mean, with this loss in it."""
         self.seen.append((progress, loss))
         while self.seen[0][0] <= progress - self.over:
             self.seen.popleft()
@@ -151,7 +145,7 @@ class Rank:
         self.ranks = dist.get_world_size()
         optimizer = task.about.make_optimizer(self.bare.parameters())
         self.clock = TrainingClock()
-        _step_times.time = self.clock  # type: ignore[assignment]
+        _observed.time = self.clock  # type: ignore[assignment]
         self.made: Prepared = way.prepare(self.bare, optimizer, self.ranks)
         self.smooth = SmoothLoss(task.smooth_over)
         self.loss = float("inf")
@@ -160,20 +154,16 @@ class Rank:
         """Train until the loss is reached, or the time is over."""
         optimizer, model = self.made.optimizer, self.made.model
         passes_of_steps: list[int] = []
-        times: list[tuple[float, float]] = []  # predicted and actual seconds
         self.clock.pause(self._together)
         began, cpu, sent = self.clock.perf_counter(), self.clock.cpu(), traffic.bytes_sent()
         now, evaluated, over = began, 0.0, False
         for passes, micro_batches in self._steps():
-            fit = None if self.made.ramp is None else self.made.ramp.step_time
             for batch in micro_batches:
                 (loss_of(model, *batch) / passes).backward()
             optimizer.step()
             optimizer.zero_grad()
             passes_of_steps.append(passes)
-            before, now = now, self.clock.perf_counter()
-            if fit is not None:
-                times.append((fit.seconds(passes), now - before))
+            now = self.clock.perf_counter()
             progress = self._progress(len(passes_of_steps))
             if self._is_time_to_evaluate(len(passes_of_steps), progress - evaluated):
                 evaluated = progress
@@ -190,7 +180,7 @@ class Rank:
             "sent": traffic.bytes_sent() - sent,
             "mean_passes": fmean(passes_of_steps),
             "largest_passes": max(passes_of_steps),
-            **self._step_times(times),
+            **self._step_times(),
         }
 
     def _steps(self) -> Iterator[tuple[int, Iterator[Batch]]]:
@@ -246,21 +236,7 @@ class Rank:
         dist.all_reduce(moment, dist.ReduceOp.MAX)
         return moment.item()
 
-    def _step_times(self, times: Sequence[tuple[float, float]]) -> dict[str, Any]:
-        """Return a and b of `Ramp`, and how well it predicts the next steps' time."""
-        ramp = self.made.ramp
-        fit = None if ramp is None else ramp.step_time
-        windows = [times[i : i + PREDICTED_STEPS] for i in range(0, len(times), PREDICTED_STEPS)]
-        if fit is None or not windows:
-            return {}
-        errors = [
-            abs(sum(predicted for predicted, _ in window) / sum(actual for _, actual in window) - 1)
-            for window in windows
-        ]
-        return {
-            "fixed_ms": 1e3 * fit.fixed,
-            "pass_ms": 1e3 * fit.per_pass,
-            "predicted_ms": 1e3 * fmean(predicted for predicted, _ in times),
-            "actual_ms": 1e3 * fmean(actual for _, actual in times),
-            "prediction_error": median(errors),
-        }
+    def _step_times(self) -> dict[str, float]:
+        """Return a and b, as `Ramp` has measured them."""
+        fit = None if self.made.ramp is None else self.made.ramp.step_time
+        return {} if fit is None else {"fixed_ms": 1e3 * fit.fixed, "pass_ms": 1e3 * fit.per_pass}

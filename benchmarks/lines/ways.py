@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from slow_link.relay import slow_link
-from slow_link.wire import Terms
+from blocks.contenders import diloco
+from slow_link import Terms, slow_link
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import manyhands as mh
-from blocks import ours
 
 MAX_SCALE = 128
 # DiLoCo's, found by trial: at a constant rate a large outer momentum keeps the loss high. What else
@@ -42,7 +41,7 @@ class Way:
                 optimizer, num_gradients_to_accumulate=self.passes, **workers
             )
         if self.every:
-            optimizer = ours.diloco(**OUTER)(optimizer, self.every, bare)
+            optimizer = diloco(**OUTER)(optimizer, self.every, bare)
         if self.ramp:
             # inside blocks a worker is alone, and its batch is its own
             most, averaged = (MAX_SCALE // ranks, None) if self.every else (MAX_SCALE, model)

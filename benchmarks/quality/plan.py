@@ -25,23 +25,10 @@ class Run:
     """One training. `method` is a fixed rule's name, "AdaScale", "AdamScale" or "plain"."""
 
     workload: str
-    settings: str  # what else the result depends on; results of other settings are not used
     method: str
     scale: int
     budget: str
     seed: int
-    passes: int = 0  # gradients measured per step; 0 for the rules that measure nothing
-    smoothing: float | None = None  # None is the library's default
-
-    @property
-    def key(self) -> str:
-        parts = (self.workload, self.settings, self.method, f"S{self.scale}", self.budget)
-        study = () if self.smoothing is None else (f"smoothing{self.smoothing:g}",)
-        return "/".join((*parts, f"n{self.passes}", *study, f"seed{self.seed}"))
-
-
-def settings(workload: Workload) -> str:
-    return f"lr{workload.lr:g}-batch{workload.batch}-T{workload.steps}"
 
 
 # -- the fixed rules: what the learning rate is multiplied with in step k of n ---------------------
@@ -76,43 +63,13 @@ FIXED: dict[str, Rule] = {
 }
 
 
-def searched(factor: int) -> Rule:
-    """A constant factor with linear scaling's warm-up."""
-    return lambda workload, scale, k, n: linear(workload, factor, k, n)
-
-
-SEARCHED: dict[str, Rule] = {f"×{factor}": searched(factor) for factor in (2, 4, 8, 16)}
-
-
-# -- the lists of runs ----------------------------------------------------------------------------
-
-
 def comparison(workload: Workload, seeds: int) -> Iterator[Run]:
-    """The benchmark. A progress run stands before the runs that take its number of steps."""
-    what = (workload.name, settings(workload))
+    """All runs. A progress run stands before the runs that take its number of steps."""
     for seed in range(seeds):
-        yield Run(*what, "plain", 1, "base", seed)
+        yield Run(workload.name, "plain", 1, "base", seed)
         for scale in workload.scales:
-            yield Run(*what, workload.adaptive, scale, "progress", seed, passes=scale)
-            yield Run(*what, workload.adaptive, scale, "samples", seed, passes=scale)
+            for budget in ("progress", "samples"):
+                yield Run(workload.name, workload.adaptive, scale, budget, seed)
             for budget in ("samples", "steps"):
                 for method in FIXED:
-                    yield Run(*what, method, scale, budget, seed)
-
-
-def study(workload: Workload, seeds: int) -> Iterator[Run]:
-    """Does it matter how many gradients are measured per step, and how they are smoothed?
-
-    And: which constant factor would have been as good, had somebody searched for it?
-    """
-    what = (workload.name, settings(workload))
-    scale = max(workload.scales)
-    default = 1.0 - scale / 1000.0  # with as many gradients as the scale
-    for seed in range(seeds):
-        for method in SEARCHED:
-            yield Run(*what, method, scale, "steps", seed)
-        for passes in (8, 2):
-            for smoothing in (None, default):
-                yield Run(*what, workload.adaptive, scale, "progress", seed, passes, smoothing)
-        for smoothing in (0.0, 0.9, 0.99):
-            yield Run(*what, workload.adaptive, scale, "progress", seed, scale, smoothing)
+                    yield Run(workload.name, method, scale, budget, seed)

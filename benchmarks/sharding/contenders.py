@@ -187,7 +187,6 @@ def zeros(stage: int) -> tuple[Contender, ...]:
 
 
 OURS = "manyhands OSS + ShardedDataParallel"
-OVERLAP = "manyhands, overlap_gather=True"
 SHARED = "manyhands, shared_memory=True"
 WHOLE_GRADIENTS = "manyhands OSS + DDP"
 CONTENDERS = {
@@ -196,7 +195,6 @@ CONTENDERS = {
         Contender(DDP, ddp),
         Contender(CONTROL, ddp),
         Contender(OURS, sharded()),
-        Contender(OVERLAP, sharded(overlap_gather=True)),
         Contender(SHARED, sharded(shared_memory=True)),
         Contender(WHOLE_GRADIENTS, oss_and_ddp),
         Contender("torch ZeroRedundancyOptimizer + DDP", zero_redundancy),

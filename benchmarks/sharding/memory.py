@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sharding import models, traffic
-from sharding.contenders import Contender, Trained
+from sharding import models
+from sharding.contenders import Contender
 
 WARM_UP = 2  # steps until the optimizer has its state and DDP its final buckets
 
@@ -71,7 +70,6 @@ class Seen:
     between_steps: int
     most: int  # during a step
     resident: int  # what the process has grown by at most during a step, pages of all kinds
-    collectives: list[tuple[str, int]]
 
 
 def seen(contender: Contender, size: models.Size, rank: int) -> Seen:
@@ -88,11 +86,10 @@ def seen(contender: Contender, size: models.Size, rank: int) -> Seen:
             trained.clear()
             trained.finish()
         held.most = 0
-        with traffic.collectives() as collectives:
-            trained.backward(trained.model(batches[WARM_UP]))
-            after_backward = held.now()
-            trained.optimizer.step()
-            trained.finish()
+        trained.backward(trained.model(batches[WARM_UP]))
+        after_backward = held.now()
+        trained.optimizer.step()
+        trained.finish()
         trained.clear()
         between_steps, most = held.now(), held.most
     Path("/proc/self/clear_refs").write_text("5")  # the most of resident memory counts from here
@@ -101,7 +98,7 @@ def seen(contender: Contender, size: models.Size, rank: int) -> Seen:
     trained.finish()
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     grown = resident("VmHWM") - before
-    return Seen(parameters, after_backward, between_steps, most, grown, collectives)
+    return Seen(parameters, after_backward, between_steps, most, grown)
 
 
 def resident(what: str) -> int:
@@ -119,31 +116,3 @@ def work(contender: Contender, size: models.Size) -> Callable[[int], Callable[..
         return lambda _: vars(seen(contender, size, rank))
 
     return start
-
-
-def simulated(contender: Contender, size: models.Size, ranks: int, ready_made: bool) -> Seen:
-    """What rank 0 of so many would hold and start, with collectives that do nothing.
-
-    The library is told that the backend is gloo; or, with `ready_made`, during the steps, that it
-    is another, whose own reduce-scatter and all-gather it then takes, as with NCCL.
-    """
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from manyhands._core.ranks import RankGroup
-
-    def make(model: Any) -> Trained:  # where workers compare notes, which fake sums cannot do
-        with mock.patch.object(RankGroup, "on_gloo", lambda self, device: True):
-            return contender.make(model)
-
-    alone = mock.patch.object(
-        RankGroup, "with_own_group", lambda self, device: self
-    )  # no real groups
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        gloo = mock.patch.object(RankGroup, "on_gloo", lambda self, device: not ready_made)
-        with alone, gloo:
-            return seen(replace(contender, make=make), size, 0)
-    finally:
-        dist.destroy_process_group()

@@ -24,8 +24,6 @@ class Size:
 SIZES = {
     size.name: size
     for size in (
-        Size("one block", 64, 1, 96, batch=2, context=16),  # 0.06 M parameters
-        Size("smallest", 64, 2, 96, batch=2, context=16),  # 0.1 M parameters
         Size("tiny", 128, 2, 512, batch=2, context=16),  # 0.5 M parameters
         Size("10M", 384, 4, 3840, batch=2),
         Size("25M", 512, 6, 6144, batch=2),

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rounds import Ratio, ratio, shuffled
 
+from sharding import models, traffic
 from sharding.contenders import CONTROL, DDP, Contender
-from sharding.models import SIZES
 from sharding.team import Team
-from sharding.training import training
 
 WARM_UP = 2
+SAMPLED = 2000  # elements of parameters that are compared
 Contenders = Mapping[str, Contender]
 Times = dict[tuple[str, str], dict[str, list[float]]]
 
@@ -32,7 +34,6 @@ class Row:
     cpu: Ratio  # DDP's over the contender's: above 1 is faster than DDP
     wall: Ratio
     sent: int  # bytes, by a rank in a step
-    collectives: int
     rival: Ratio | None = None  # wall of the contender it is compared with, over its own
     rival_cpu: Ratio | None = None  # the same of CPU time
 
@@ -60,7 +61,7 @@ class Workload:
 
     @property
     def title(self) -> str:
-        tokens = SIZES[self.size].batch * SIZES[self.size].context
+        tokens = models.SIZES[self.size].batch * models.SIZES[self.size].context
         return f"{self.size} parameters, {self.ranks} ranks, {tokens} tokens on each"
 
 
@@ -99,7 +100,7 @@ def _group(
             if name == CONTROL and workload.one_ddp:
                 teams[name] = teams[DDP]
                 continue
-            work = training(contender, SIZES[workload.size])
+            work = training(contender, models.SIZES[workload.size])
             teams[name] = stack.enter_context(Team(workload.ranks, work))
         for choice in choices:
             order = {"do": "timed", "with": {"choice": choice, "steps": WARM_UP}}
@@ -107,7 +108,6 @@ def _group(
                 team.ask(order)
         _check_same(teams)
         times = _times(workload, teams, choices, rounds)
-        collectives = {name: len(team.ask({"do": "counted"})[0]) for name, team in teams.items()}
     return [
         Row(
             name,
@@ -117,7 +117,6 @@ def _group(
             ratio(times[DDP, choice]["cpu"], seen["cpu"]),
             ratio(times[DDP, choice]["wall"], seen["wall"]),
             round(median(seen["sent"])),
-            collectives[name],
             *(_rival(kind, rivals.get(name), name, choice, times) for kind in ("wall", "cpu")),
         )
         for (name, choice), seen in times.items()
@@ -157,3 +156,62 @@ def _check_same(teams: dict[str, Team]) -> None:
         apart = float((ranks - expected).norm(dim=1).max() / expected.norm())
         if apart > 1e-4:
             raise RuntimeError(f"{name} trains differently from DDP: parameters {apart:.1e} apart.")
+
+
+# -- one rank ------------------------------------------------------------------------------------
+
+
+class Training:
+    """Steps of one contender; every order is carried out by all of its ranks together."""
+
+    def __init__(self, contender: Contender, size: models.Size, rank: int) -> None:
+        model = models.decoder(size)
+        self.names = [name for name, _ in model.named_parameters()]
+        self.trained = contender.make(model)
+        self.batches = models.batches(size, rank)
+        self.params = list(model.parameters())
+        self.done = 0
+
+    def step(self) -> None:
+        loss = self.trained.model(self.batches[self.done % len(self.batches)])
+        self.trained.backward(loss)
+        self.trained.optimizer.step()
+        self.trained.clear()
+        self.done += 1
+
+    def timed(self, choice: str, steps: int) -> dict[str, float]:
+        """Wall and CPU seconds (of all threads) and bytes sent, per step."""
+        self.trained.choose(choice)
+        dist.barrier()
+        wall, cpu, sent = time.perf_counter(), time.process_time(), traffic.bytes_sent()
+        for _ in range(steps):
+            self.step()
+        self.trained.finish()
+        dist.barrier()
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        sent = traffic.bytes_sent() - sent
+        return {"wall": wall / steps, "cpu": cpu / steps, "sent": sent / steps}
+
+    def sample(self) -> list[float]:
+        """Some elements of the parameters, spread over all of them."""
+        if self.trained.state is not None:
+            state = self.trained.state()
+            whole = [state[name] for name in self.names]
+        else:
+            whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.params]
+        flat = torch.cat([p.detach().reshape(-1)[:: max(1, p.numel() // 50)] for p in whole])
+        return flat[:: max(1, len(flat) // SAMPLED)].tolist()
+
+
+def training(contender: Contender, size: models.Size) -> Callable[[int], Callable[..., Any]]:
+    """What a team's ranks do (`team.Work`)."""
+
+    def work(rank: int) -> Callable[[dict[str, Any]], Any]:
+        one = Training(contender, size, rank)
+
+        def answer(order: dict[str, Any]) -> Any:
+            return getattr(one, order["do"])(**order.get("with", {}))
+
+        return answer
+
+    return work

@@ -78,15 +78,6 @@ class StoreLost(RuntimeError):
         )
 
 
-class LighthouseLost(RuntimeError):
-    """torchft's lighthouse does not answer any more.
-
-    >>> from manyhands.errors import LighthouseLost
-    >>> issubclass(LighthouseLost, RuntimeError)
-    True
-    """
-
-
 class CrewFinished(SystemExit):
     """The other workers finished the run before this worker could join it, or join it again.
 

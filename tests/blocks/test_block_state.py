@@ -41,17 +41,6 @@ def test_a_block_of_all_fragments_ends_at_the_anchor():
     assert (merged.in_flight, merged.diverged, merged.rounds) == (0, False, 1)
 
 
-def test_a_block_is_counted_with_the_round_of_its_last_fragment():
-    first = after(2).send([0]).commit(complete=False, overlaps=False)
-    assert (first.rounds, first.blocks) == (1, 0)
-    second = first.send([1, 2]).commit(complete=False, ends_block=True, overlaps=False)
-    assert (second.rounds, second.blocks) == (2, 1)
-    assert second.send(ALL).undo().step().blocks == 1
-    assert second.step().send(ALL).commit(complete=True, overlaps=False).blocks == 2
-    assert second.join(9, 4, blocks=3, diverged=False, retry=[]).blocks == 3
-    assert second.load(9, 4, blocks=3).blocks == 3
-
-
 def test_after_a_fragment_or_an_overlap_a_worker_is_still_apart():
     sent = after(2).send(ALL)
     assert sent.commit(complete=False, overlaps=False).diverged
@@ -224,7 +213,6 @@ class Life(RuleBasedStateMachine):
         self.moved, self.sent, self.steps_since_joining = set(), [], 1
         self.unmerged = 0  # steps that are in no kept round
         self.given_up = 0  # steps that never will be
-        self.blocks = 0  # kept rounds with the last fragment
 
     def change(self, state, falls=False):
         assert falls or state.version >= self.state.version
@@ -240,11 +228,7 @@ class Life(RuleBasedStateMachine):
         complete = len(fragments) == FRAGMENTS
         # Of two rounds in flight, the second was sent with the first one's work, too.
         self.sent = [(these, flag, later.minus(work)) for these, flag, later in self.sent]
-        ends = ALL[-1] in fragments
-        self.change(
-            self.state.commit(complete=complete, ends_block=ends, overlaps=overlaps, work=work)
-        )
-        self.blocks += ends
+        self.change(self.state.commit(complete=complete, overlaps=overlaps, work=work))
         self.unmerged -= work.steps
         if not overlaps:
             self.moved -= set(fragments)
@@ -258,10 +242,9 @@ class Life(RuleBasedStateMachine):
         if joins:
             further = self.state.begin_anchor() if self.state.ends_warmup else self.state
             source = replace(further, steps=further.steps + 1, rounds=further.rounds + 1)
-            others = {"diverged": source.diverged, "retry": source.retry, "blocks": self.blocks + 1}
+            others = {"diverged": source.diverged, "retry": source.retry}
             self.given_up += self.unmerged if self.state.diverged else 0
             joined = self.state.join(source.steps, source.rounds, **others)
-            self.blocks += 1
             assert not joined.contributes
             self.change(joined, falls=not joined.has_anchor)
             self.moved, self.steps_since_joining, self.unmerged = set(), 0, 0
@@ -287,7 +270,7 @@ class Life(RuleBasedStateMachine):
     @rule(undone=UNDONE, diverged=st.booleans())
     def join_as_a_warmup_ends(self, undone, diverged):
         self.given_up += self.unmerged if self.state.diverged else 0
-        told = {"diverged": diverged, "retry": [], "blocks": self.blocks, "ends_warmup": True}
+        told = {"diverged": diverged, "retry": [], "ends_warmup": True}
         self.change(self.state.join(self.state.warmup, self.state.rounds, **told), falls=True)
         assert not self.state.contributes
         self.moved, self.steps_since_joining, self.unmerged = set(), 0, 0
@@ -369,8 +352,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(steps=st.integers(0, 9), rounds=st.integers(0, 3), diverged=st.booleans())
     def load(self, steps, rounds, diverged):
-        self.change(self.state.load(steps, rounds, blocks=rounds, diverged=diverged), falls=True)
-        self.blocks = rounds
+        self.change(self.state.load(steps, rounds, diverged=diverged), falls=True)
         self.moved = set(ALL) if diverged else set()
         self.sent, self.steps_since_joining, self.unmerged = [], 1, 0
         self.given_up = 0
@@ -379,10 +361,6 @@ class Life(RuleBasedStateMachine):
     def no_step_is_weighed_twice_or_not_at_all(self):
         assert self.state.work.steps == self.unmerged
         assert self.state.dropped == self.given_up
-
-    @invariant()
-    def every_block_is_counted_once(self):
-        assert self.state.blocks == self.blocks
 
     @invariant()
     def at_the_anchor_unless_it_says_so(self):

@@ -15,9 +15,11 @@ from torch.optim.lr_scheduler import StepLR
 import manyhands as mh
 from helpers.blocks_plain import gradient, train
 from helpers.ranks import raises_on_ranks, run_ranks
-from manyhands._core import shared_memory as _host
+from manyhands._core import slices as _host
 from manyhands._core.codec import CODECS
 from manyhands._core.ranks import RankGroup
+from manyhands.blocks import Outer
+from manyhands.fairseq import FairseqBMUF
 
 LR = 0.1
 OUTER = {
@@ -117,7 +119,7 @@ def test_workers_agree_bit_for_bit_after_each_sync_round():
 def test_in_shared_memory_large_parameters_state_and_buffers_are_averaged_too():
     """Many chunks of each, so that every place in memory is used again."""
 
-    class Doubling(mh.Outer):  # an outer step that overwrites what it is given
+    class Doubling(Outer):  # an outer step that overwrites what it is given
         def step(self, anchor, gradient, memories):
             anchor.sub_(gradient.mul_(2.0))
 
@@ -482,7 +484,7 @@ def test_schedulers_closures_and_hooks_are_the_inner_optimizers():
     scheduler.step()
     assert (
         calls == ["before"]
-        and optimizer.get_lr() == 0.5 == optimizer.optimizer.param_groups[0]["lr"]
+        and optimizer.param_groups[0]["lr"] == 0.5 == optimizer.optimizer.param_groups[0]["lr"]
     )
     assert isinstance(optimizer, torch.optim.Optimizer)
 
@@ -620,8 +622,8 @@ def test_one_worker_may_use_the_anchor_alone():
     assert not torch.equal(seen, after)
 
 
-@pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4", "fp4", "ternary"])
-@pytest.mark.parametrize("size", [1.25, 1.45, 1.55])  # fp4 rounds to 1 or 2
+@pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4", "ternary"])
+@pytest.mark.parametrize("size", [1.25, 1.45, 1.55])
 def test_rounding_does_not_change_the_cosine(codec, size):
     def cosine():
         draw = torch.Generator().manual_seed(dist.get_rank())
@@ -661,8 +663,9 @@ def test_drift_is_that_of_the_differences():
     assert results[0][1] == results[1][1]
 
 
-@pytest.mark.parametrize("every", [mh.Seconds(0.05, first=3), mh.ByDrift(0.05, least=2, most=64)])
-def test_intervals_that_choose_themselves_are_the_same_on_all_workers(every):
+def test_an_interval_that_chooses_itself_is_the_same_on_all_workers():
+    every = mh.Seconds(0.05, first=3)
+
     def blocks():
         params = parameters()
         optimizer = wrapped("LocalSGD", params, {}, every)
@@ -709,9 +712,8 @@ def test_the_anchor_on_the_host_and_an_inner_group():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: mh.BMUF(nn.Linear(1, 1)), TypeError, "wraps a torch.optim.Optimizer, got Linear"),
+        (lambda: mh.BMUF(nn.Linear(1, 1)), TypeError, "wraps an optimizer, got Linear"),
         (lambda: mh.LocalSGD(mh.LocalSGD(SGD(parameters()))), TypeError, "in blocks already"),
-        (lambda: mh.Blocks(SGD(parameters()), "nesterov"), TypeError, "outer must be an outer"),
         (
             lambda: mh.LocalSGD(SGD(parameters()), every=0),
             ValueError,
@@ -740,7 +742,6 @@ def test_the_anchor_on_the_host_and_an_inner_group():
         ),
         (lambda: mh.BMUF(SGD(parameters()), every=3), TypeError, "write global_sync_iter="),
         (lambda: mh.Seconds(0), ValueError, "seconds must be a finite number above 0"),
-        (lambda: mh.ByDrift(1.5), ValueError, "cosine must be a finite number above 0 and below 1"),
     ],
 )
 def test_mistakes(make, error, message):
@@ -799,11 +800,11 @@ def test_workers_that_have_taken_different_numbers_of_steps():
         params = parameters()
         optimizer = wrapped("BMUF", params, OUTER["BMUF"], 3)
         if dist.get_rank() == 1:
-            optimizer.set_num_updates(6)
+            FairseqBMUF.set_num_updates(optimizer, 6)
         for step in range(1, 4):
             step_along(optimizer, params, dist.get_rank(), step)
 
-    raises_on_ranks(2, ValueError, blocks, match=r"rank 0: 3, rank 1: 9\)")
+    raises_on_ranks(2, ValueError, blocks, match="rank 0: 3; rank 1: 9")
 
 
 def test_checkpoints_for_any_number_of_workers(tmp_path):
@@ -998,7 +999,7 @@ def test_overlap_that_differs_is_an_error_on_all():
 
 
 def test_an_outer_step_of_ones_own_tells_its_settings():
-    class Own(mh.Outer):
+    class Own(Outer):
         def __init__(self):
             self.rate = 0.5
 
@@ -1049,7 +1050,7 @@ def test_a_parameter_that_only_one_worker_freezes_is_an_error_on_all():
         optimizer.step()
         optimizer.step()
 
-    raises_on_ranks(2, ValueError, blocks, match="other parameters frozen")
+    raises_on_ranks(2, ValueError, blocks, match="frozen parameters")
 
 
 def test_parameters_in_another_order_of_memory_are_errors():
@@ -1121,7 +1122,7 @@ def test_a_reset_goes_to_the_optimizer_that_a_rule_is_around():
         assert sums.tolist() == [0.5] * 3  # as before the first step
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "fp4", "ternary"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "ternary"])
 def test_a_sync_round_sends_little_more_than_its_codes(codec):
     elements, sent = 1_500_000, []
 

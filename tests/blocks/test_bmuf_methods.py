@@ -1,5 +1,6 @@
 """BMUF's methods, those that fairseq documents and what is behind its options."""
 
+import argparse
 import copy
 
 import pytest
@@ -10,7 +11,9 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import manyhands as mh
+from helpers.bmuf import fairseq_bmuf
 from helpers.ranks import raises_on_ranks, run_ranks
+from manyhands.fairseq import FairseqBMUF, FairseqBMUFConfig
 
 NOW = {"warmup_iterations": 0}
 
@@ -32,7 +35,7 @@ def put_gradients(params, step=1):
         param.grad = 0.3 * param.detach() - torch.sin(at * (rank + 1) + step)
 
 
-def train(steps, options, inner=SGD, wrap=mh.BMUF, lr=0.1, **more):
+def train(steps, options, inner=SGD, wrap=fairseq_bmuf, lr=0.1, **more):
     """The parameters after every step."""
     params = parameters()
     optimizer = wrap(inner(params, lr=lr, **more), **options)
@@ -49,7 +52,7 @@ def train(steps, options, inner=SGD, wrap=mh.BMUF, lr=0.1, **more):
 
 def test_the_optimizer_inside_and_its_options():
     inner = AdamW(parameters(), lr=0.1, betas=(0.8, 0.9))
-    optimizer = mh.BMUF(inner)
+    optimizer = fairseq_bmuf(inner)
     assert optimizer.optimizer is inner
     config = optimizer.optimizer_config
     assert "params" not in config
@@ -60,7 +63,7 @@ def test_the_optimizer_inside_and_its_options():
 
 def test_the_rate_is_that_of_all_groups():
     first, second = parameters()
-    optimizer = mh.BMUF(SGD([{"params": [first]}, {"params": [second], "lr": 0.3}], lr=0.1))
+    optimizer = fairseq_bmuf(SGD([{"params": [first]}, {"params": [second], "lr": 0.3}], lr=0.1))
     assert optimizer.get_lr() == 0.1
     optimizer.set_lr(0.05)
     assert optimizer.get_lr() == 0.05
@@ -69,7 +72,7 @@ def test_the_rate_is_that_of_all_groups():
 
 def test_a_rate_that_is_a_tensor_stays_one():
     rate = torch.tensor(0.1)
-    optimizer = mh.BMUF(Adam(parameters(), lr=rate))
+    optimizer = fairseq_bmuf(Adam(parameters(), lr=rate))
     found = optimizer.get_lr()
     assert type(found) is float and found == pytest.approx(0.1)
     inside = optimizer.optimizer.param_groups[0]["lr"]
@@ -79,7 +82,7 @@ def test_a_rate_that_is_a_tensor_stays_one():
 
 def test_hooks_are_the_inner_optimizers_and_run_once():
     params, calls = parameters(), []
-    optimizer = mh.BMUF(SGD(params, lr=0.1))
+    optimizer = fairseq_bmuf(SGD(params, lr=0.1))
     for register in (optimizer.register_step_pre_hook, optimizer.optimizer.register_step_pre_hook):
         register(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
@@ -92,7 +95,7 @@ def test_hooks_are_the_inner_optimizers_and_run_once():
 
 def test_zero_grad_takes_the_optimizers_arguments():
     params = parameters()
-    optimizer = mh.BMUF(SGD(params, lr=0.1))
+    optimizer = fairseq_bmuf(SGD(params, lr=0.1))
     put_gradients(params)
     optimizer.zero_grad(set_to_none=False)
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in params)
@@ -103,7 +106,7 @@ def test_zero_grad_takes_the_optimizers_arguments():
 def test_a_closure_is_called_once_on_each_worker_and_its_loss_is_returned():
     def blocks():
         params, calls = parameters(), []
-        optimizer = mh.BMUF(SGD(params, lr=0.1), global_sync_iter=2, **NOW)
+        optimizer = fairseq_bmuf(SGD(params, lr=0.1), global_sync_iter=2, **NOW)
 
         def closure():
             calls.append(torch.is_grad_enabled())
@@ -126,7 +129,7 @@ def test_a_closure_is_called_once_on_each_worker_and_its_loss_is_returned():
 
 def test_gradients_are_multiplied_where_there_are_any():
     first, second = parameters()
-    optimizer = mh.BMUF(SGD([first, second], lr=0.1))
+    optimizer = fairseq_bmuf(SGD([first, second], lr=0.1))
     first.grad = torch.full_like(first, 3.0)
     optimizer.multiply_grads(0.5)
     assert torch.equal(first.grad, torch.full_like(first, 1.5)) and second.grad is None
@@ -137,7 +140,7 @@ def test_gradients_are_multiplied_where_there_are_any():
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_clipping_is_torchs(max_norm):
     params, plain = parameters(), parameters()
-    optimizer = mh.BMUF(SGD(params, lr=0.1))
+    optimizer = fairseq_bmuf(SGD(params, lr=0.1))
     put_gradients(params)
     put_gradients(plain)
     norm = optimizer.clip_grad_norm(max_norm)
@@ -148,7 +151,7 @@ def test_clipping_is_torchs(max_norm):
 
 def test_a_norm_of_zero_only_measures():
     params = parameters()
-    optimizer = mh.BMUF(SGD(params, lr=0.1))
+    optimizer = fairseq_bmuf(SGD(params, lr=0.1))
     put_gradients(params)
     before = [param.grad.clone() for param in params]
     norm = optimizer.clip_grad_norm(0)
@@ -158,7 +161,7 @@ def test_a_norm_of_zero_only_measures():
 
 def test_clipping_without_gradients_and_with_some():
     first, second = parameters()
-    optimizer = mh.BMUF(SGD([first, second], lr=0.1))
+    optimizer = fairseq_bmuf(SGD([first, second], lr=0.1))
     assert optimizer.clip_grad_norm(1.0) == 0
     first.grad = torch.full_like(first, 2.0)
     assert optimizer.clip_grad_norm(1.0).item() == pytest.approx(2 * 15**0.5)
@@ -170,7 +173,7 @@ def test_the_norm_of_a_model_in_parts():
 
     def clip():
         part = parameters()[0]
-        optimizer = mh.BMUF(SGD([part], lr=0.1), process_group=alone())
+        optimizer = fairseq_bmuf(SGD([part], lr=0.1), process_group=alone())
         part.grad = torch.full_like(part, 3.0 + dist.get_rank())
 
         def whole(norm):
@@ -197,7 +200,7 @@ def alone():
 def sync_steps(every, begin_at=0, warmup=0, steps=12):
     """The numbers of the steps after which workers agree."""
     params = parameters()
-    optimizer = mh.BMUF(
+    optimizer = fairseq_bmuf(
         SGD(params, lr=0.1), global_sync_iter=every, warmup_iterations=warmup, block_momentum=0.5
     )
     optimizer.set_num_updates(begin_at)
@@ -232,7 +235,7 @@ def test_sync_rounds_are_at_multiples_wherever_the_count_begins(every, begin_at,
 
 def test_the_count_of_steps():
     params = parameters()
-    optimizer = mh.BMUF(SGD(params, lr=0.1))
+    optimizer = fairseq_bmuf(SGD(params, lr=0.1))
     for _ in range(3):
         put_gradients(params)
         optimizer.step()
@@ -252,7 +255,7 @@ def test_a_count_set_back_into_a_shared_warm_up_leaves_workers_apart():
 
     def blocks():
         params = parameters()
-        optimizer = mh.BMUF(SGD(params, lr=0.1), warmup_iterations=4, local_warmup=False)
+        optimizer = fairseq_bmuf(SGD(params, lr=0.1), warmup_iterations=4, local_warmup=False)
         for step in range(1, 6):
             put_gradients(params, step)
             optimizer.step()
@@ -274,7 +277,7 @@ def counted(workers, steps, saved=None):
 
     def train():
         params = parameters()
-        optimizer = mh.BMUF(SGD(params, lr=0.1), **GROWING)
+        optimizer = fairseq_bmuf(SGD(params, lr=0.1), **GROWING)
         if saved is not None:
             nn.utils.vector_to_parameters(saved["params"], params)
             optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
@@ -322,57 +325,48 @@ def test_one_worker_that_is_resumed_is_the_run_that_was_not():
 # -- averaging and warming up --------------------------------------------------------------------
 
 
-def test_parameters_are_averaged_on_request():
+def test_average_params_averages_adams_moments_and_leaves_the_parameters():
     def average():
         params = parameters()
-        optimizer = mh.BMUF(SGD(params, lr=0.1), block_lr=0.5, **NOW)
+        optimizer = fairseq_bmuf(Adam(params, lr=0.1))
         put_gradients(params)
         optimizer.step()
-        own = flat(params)
-        optimizer.average_parameters()
-        return own, flat(params), optimizer.get_num_updates(), optimizer.rounds
-
-    (own, found, count, rounds), (others, same, _, _) = run_ranks(2, average)
-    torch.testing.assert_close(found, (own + others) / 2, rtol=1e-12, atol=1e-12)
-    assert torch.equal(found, same) and (count, rounds) == (1, 0)
-    assert not torch.equal(own, others)
-
-
-def test_fairseqs_name_for_averaging_moments_is_an_error():
-    """fairseq's leaves the parameters, so a caller must not have them averaged without a word."""
-    params = parameters()
-    optimizer = mh.BMUF(Adam(params))
-    with pytest.raises(RuntimeError, match=r"averages Adam's moments, .* average_sync=True"):
+        own, before = optimizer.state[params[0]]["exp_avg"].clone(), flat(params)
         optimizer.average_params()
-    assert not hasattr(mh.LocalSGD(SGD(params, lr=0.1)), "average_params")
+        return own, optimizer.state[params[0]]["exp_avg"], before, flat(params)
+
+    (own, mean, before, after), (others, same, *_) = run_ranks(2, average)
+    torch.testing.assert_close(mean, (own + others) / 2)
+    assert torch.equal(mean, same) and torch.equal(before, after)
 
 
-def test_averaging_parameters_takes_no_outer_step_and_leaves_the_anchor():
-    def average():
-        params = parameters()
-        optimizer = mh.BMUF(SGD(params, lr=0.1), global_sync_iter=4, block_momentum=0.5, **NOW)
-        for step in range(1, 5):
-            put_gradients(params, step)
-            optimizer.step()
-            if step == 3:
-                optimizer.average_parameters()
-        return flat(params)
+def test_fairseqs_methods_are_not_bmufs():
+    assert not hasattr(mh.BMUF(SGD(parameters(), lr=0.1)), "average_params")
 
-    def plain():
-        """The block is from the start to the mean, whose way the average does not change."""
-        params = parameters()
-        for step in range(1, 5):
-            put_gradients(params, step)
-            for param in params:
-                param.data.sub_(0.1 * param.grad)
-            if step >= 3:
-                value = flat(params) / 2
-                dist.all_reduce(value)
-                nn.utils.vector_to_parameters(value, params)
-        return flat(params)
 
-    for found, expected in zip(run_ranks(2, average), run_ranks(2, plain), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+class OfFairseq:
+    """An optimizer of fairseq's: torch's is inside."""
+
+    def __init__(self, optimizer, **attributes):
+        self.optimizer = optimizer
+        vars(self).update(attributes)
+
+
+def test_an_optimizer_of_fairseqs_and_the_namespace_of_an_argument_parser():
+    parser = argparse.ArgumentParser()
+    for name, default in vars(FairseqBMUFConfig(block_momentum=0.5)).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default)
+    inner = SGD(parameters(), lr=0.1)
+    optimizer = FairseqBMUF(parser.parse_args([]), OfFairseq(inner))
+    assert optimizer.optimizer is inner and "block_momentum=0.5" in repr(optimizer)
+    assert [param.shape for param in optimizer.params] == [(3, 5), (5,)]
+
+
+@pytest.mark.parametrize("attribute", ["fp16_params", "scaler"])
+def test_an_optimizer_of_fairseqs_that_trains_copies_is_refused(attribute):
+    inner = OfFairseq(SGD(parameters(), lr=0.1), **{attribute: None})
+    with pytest.raises(TypeError, match="trains copies in float32"):
+        FairseqBMUF(FairseqBMUFConfig(), inner)
 
 
 @pytest.mark.parametrize("average_sync", [False, True])
@@ -396,7 +390,7 @@ def test_the_end_of_the_warm_up(average_sync):
         }
 
     def blocks(optimizer):
-        return mh.BMUF(optimizer, warmup_iterations=3, average_sync=average_sync)
+        return fairseq_bmuf(optimizer, warmup_iterations=3, average_sync=average_sync)
 
     alone = run_ranks(2, steps, lambda optimizer: optimizer)
     together = run_ranks(2, steps, blocks)
@@ -416,7 +410,7 @@ def test_workers_that_began_differently_have_the_first_ones_parameters_at_once()
         params = parameters()
         with torch.no_grad():
             params[1].fill_(float(dist.get_rank()))
-        mh.BMUF(SGD(params, lr=0.1))
+        fairseq_bmuf(SGD(params, lr=0.1))
         return params[1].detach()
 
     for value in run_ranks(2, begin):
@@ -427,7 +421,7 @@ def test_workers_that_began_differently_have_the_first_ones_parameters_at_once()
 def test_a_gradient_scaler_through_the_warm_up_and_a_sync_round():
     def blocks():
         rank, param = dist.get_rank(), nn.Parameter(torch.ones(2))
-        optimizer = mh.BMUF(
+        optimizer = fairseq_bmuf(
             SGD([param], lr=0.5), global_sync_iter=2, warmup_iterations=2, block_momentum=0.0
         )
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -455,14 +449,14 @@ LOADED = {"global_sync_iter": 4, "warmup_iterations": 2, "block_momentum": 0.5}
 def test_overrides_are_of_the_groups_and_of_the_blocks():
     def load():
         params = parameters()
-        optimizer = mh.BMUF(SGD(params, lr=0.1, momentum=0.9), **LOADED)
+        optimizer = fairseq_bmuf(SGD(params, lr=0.1, momentum=0.9), **LOADED)
         for step in range(1, 7):
             put_gradients(params, step)
             optimizer.step()
         state = copy.deepcopy(optimizer.state_dict())
-        changed = mh.BMUF(SGD(params, lr=1.0), **{**LOADED, "global_sync_iter": 8})
+        changed = fairseq_bmuf(SGD(params, lr=1.0), **{**LOADED, "global_sync_iter": 8})
         changed.load_state_dict(state, optimizer_overrides={"lr": 0.05, "every": 8})
-        same = mh.BMUF(SGD(params, lr=1.0), **LOADED)
+        same = fairseq_bmuf(SGD(params, lr=1.0), **LOADED)
         same.load_state_dict(state)
         return [
             (made.get_lr(), made.param_groups[0]["momentum"], made.get_num_updates())
@@ -474,8 +468,8 @@ def test_overrides_are_of_the_groups_and_of_the_blocks():
 
 def test_the_options_of_now_override_those_that_were_saved():
     """fairseq's way of going on with another rate than that of the checkpoint."""
-    state = copy.deepcopy(mh.BMUF(AdamW(parameters(), lr=0.1)).state_dict())
-    optimizer = mh.BMUF(AdamW(parameters(), lr=0.3, weight_decay=0.5))
+    state = copy.deepcopy(fairseq_bmuf(AdamW(parameters(), lr=0.1)).state_dict())
+    optimizer = fairseq_bmuf(AdamW(parameters(), lr=0.3, weight_decay=0.5))
     now = optimizer.optimizer_config
     optimizer.load_state_dict(state, optimizer_overrides=now)
     assert optimizer.optimizer_config == now and optimizer.get_lr() == 0.3
@@ -483,10 +477,10 @@ def test_the_options_of_now_override_those_that_were_saved():
 
 def test_other_options_that_were_not_meant_are_an_error():
     def load():
-        state = mh.BMUF(SGD(parameters(), lr=0.1), **LOADED).state_dict()
-        mh.BMUF(SGD(parameters(), lr=0.1), **{**LOADED, "block_momentum": 0.6}).load_state_dict(
-            state
-        )
+        state = fairseq_bmuf(SGD(parameters(), lr=0.1), **LOADED).state_dict()
+        fairseq_bmuf(
+            SGD(parameters(), lr=0.1), **{**LOADED, "block_momentum": 0.6}
+        ).load_state_dict(state)
 
     raises_on_ranks(2, ValueError, load, match="other options: block_momentum: saved 0.5, now 0.6")
 
@@ -499,14 +493,14 @@ def test_a_resumed_run_goes_on_bit_for_bit(stop, average_sync):
 
     def run(stop):
         params = parameters()
-        optimizer = mh.BMUF(Adam(params, lr=0.1), **options)
+        optimizer = fairseq_bmuf(Adam(params, lr=0.1), **options)
         for step in range(1, 13):
             put_gradients(params, step)
             optimizer.step()
             if step == stop:
                 saved = copy.deepcopy((flat(params), optimizer.state_dict()))
                 params = parameters()
-                optimizer = mh.BMUF(Adam(params, lr=0.1), **options)
+                optimizer = fairseq_bmuf(Adam(params, lr=0.1), **options)
                 nn.utils.vector_to_parameters(saved[0], params)
                 optimizer.load_state_dict(saved[1])
         return flat(params), optimizer.rounds
@@ -581,4 +575,4 @@ def test_nesterovs_momentum_is_dilocos_bit_for_bit():
 )
 def test_mistakes(options, error, message):
     with pytest.raises(error, match=message):
-        mh.BMUF(SGD(parameters(), lr=0.1), **options)
+        fairseq_bmuf(SGD(parameters(), lr=0.1), **options)

@@ -159,7 +159,6 @@ def test_a_death_in_the_round_that_ends_a_warm_up_sets_no_worker_back(store, tmp
 OPTIONS = [
     pytest.param(mh.DiLoCo, {"every": 6, "codec": "int8"}, marks=pytest.mark.long),
     (mh.DiLoCo, {"every": 6, "codec": "int4", "overlap": 2, "fragments": 2}),
-    (mh.DiLoCo, {"every": 6, "overlap": 3, "mixing": 0.5}),
     (mh.BMUF, {"global_sync_iter": 6, "warmup_iterations": 20, "average_sync": True}),
     pytest.param(mh.DiLoCo, {"every": 6, "warmup": 15}, marks=pytest.mark.long),
 ]

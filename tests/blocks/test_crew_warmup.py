@@ -20,6 +20,7 @@ from helpers.crew_workers import Log, Store, Workers, fork
 from manyhands.blocks import _sync
 from manyhands.blocks.averaging import _round
 from manyhands.blocks.crew._crew import Crew
+from manyhands.fairseq import FairseqBMUF
 
 STEPS = 24
 Kind = namedtuple("Kind", "make options warmup inner")
@@ -443,7 +444,7 @@ def test_one_that_comes_when_the_steps_are_set_to_the_end_of_a_warm_up_gets_the_
 
     def sets_steps(optimizer):
         if optimizer.own_steps == 17:  # in a block
-            optimizer.set_num_updates(kind.warmup)
+            FairseqBMUF.set_num_updates(optimizer, kind.warmup)
             optimizer.synchronize()
 
     with WarmupWorkers(store, tmp_path, expected=2, stall=5.0) as workers:
@@ -459,7 +460,7 @@ def test_one_may_come_at_the_end_of_a_warm_up_that_the_workers_were_set_back_int
 
     def sets_steps(optimizer):
         if optimizer.own_steps == 17:  # in a block: workers are apart
-            optimizer.set_num_updates(kind.warmup - 2)
+            FairseqBMUF.set_num_updates(optimizer, kind.warmup - 2)
 
     with WarmupWorkers(store, tmp_path, expected=2, stall=5.0) as workers:
         workers.start([0, 1], kind, come_after_step(19, tmp_path), before_step=sets_steps)

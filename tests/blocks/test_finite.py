@@ -12,10 +12,10 @@ import manyhands as mh
 from helpers.ranks import run_ranks
 from manyhands._core.codec import CODECS
 from manyhands.blocks._schedule import Drift
-from manyhands.blocks.averaging._extras import drop_nonfinite_state
 from manyhands.blocks.averaging._payload import (
     are_finite,
     by_index,
+    drop_nonfinite_state,
     is_payload_finite,
     make_payloads,
 )

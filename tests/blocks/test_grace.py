@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import manyhands as mh
-from manyhands.blocks.crew import _reach
-from manyhands.blocks.crew._grace import SHORTEST, GraceWindow
-from manyhands.blocks.crew._reach import Door, unreachable
+from manyhands.blocks.crew import _enrollment
+from manyhands.blocks.crew._enrollment import Door, unreachable
 from manyhands.blocks.crew._roster import Member, Roster
+from manyhands.blocks.crew._shared_roster import SHORTEST, GraceWindow
 
 pytestmark = pytest.mark.quick
 
@@ -197,8 +197,8 @@ def test_a_door_goes_on_after_errors_that_pass_and_ends_when_it_is_closed(monkey
         return Listening(fileno=made(*args, **kwargs).detach())
 
     made = socket.create_server
-    monkeypatch.setattr(_reach.socket, "create_server", create_server)
-    monkeypatch.setattr(_reach, "PAUSE", 0.01)
+    monkeypatch.setattr(_enrollment.socket, "create_server", create_server)
+    monkeypatch.setattr(_enrollment, "PAUSE", 0.01)
     before = doors()  # of former tests: they may end meanwhile
     door = Door("127.0.0.1")
     try:

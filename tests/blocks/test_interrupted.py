@@ -31,7 +31,6 @@ METHODS = {
 EVERY = {
     "4": 4,
     "Seconds": mh.Seconds(5.0, first=4, least=4),
-    "ByDrift": mh.ByDrift(0.3, least=4, most=8),
 }
 
 
@@ -141,12 +140,10 @@ CHEAP = [
     {"method": "BMUF", "overlap": 2, "state": "average_moments", "warmup": 3},
     {"method": "DiLoCo", "overlap": 3, "codec": "int8", "fragments": 2, "state": "average"},
     {"method": "DiLoCo", "overlap": 1, "shared_memory": False, "buffers": "broadcast"},
-    {"method": "SlowMo", "overlap": 3, "codec": "int4", "state": "reset", "every": "ByDrift"},
+    {"method": "SlowMo", "overlap": 3, "codec": "int4", "state": "reset", "every": "Seconds"},
     {"method": "LocalSGD", "overlap": 1, "codec": "bfloat16", "anchor_on_host": True},
-    {"method": "DiLoCo", "overlap": 3, "codec": "topk", "fragments": 2},
-    {"method": "DiLoCo", "overlap": 2, "mixing": 0.5, "fragments": 2},
+    {"method": "DiLoCo", "overlap": 3, "codec": "ternary", "fragments": 2},
     {"method": "LocalSGD", "warmup": 3, "local_warmup": True, "state": "average"},
-    {"method": "DiLoCo", "overlap": 2, "state": {"exp_avg": 2, "exp_avg_sq": 3}, "fragments": 2},
     {"method": "SlowMo", "warmup": 3, "buffers": "keep", "overlap": 2, "every": "Seconds"},
 ]
 
@@ -174,7 +171,7 @@ def options(method, codec, overlap, fragments):
             "fragments": fragments,
             "state": state,
             "buffers": buffer,
-            "every": list(EVERY)[(number + number // 3 + overlap) % 3],
+            "every": list(EVERY)[(number + number // 3 + overlap) % 2],
             "anchor_on_host": (number + number // 2 + fragments) % 2 == 1,
             "shared_memory": None if codec.endswith("shared") else False,
             **start,

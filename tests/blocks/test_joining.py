@@ -321,7 +321,7 @@ def test_one_that_differs_in_the_middle_of_a_run_goes_alone(store, tmp_path):
         ended = {}
         workers.until(lambda: ended.update(workers.ended()) or ended, 40.0)
         assert ended == {1: 1}, workers.story()
-        assert "workers came to a sync round after different numbers of steps" in workers.errors(1)
+        assert "ranks have different numbers of steps at a sync round" in workers.errors(1)
         workers.finish(60.0)
         assert [workers.events(n, "done")[-1]["first"] for n in (0, 2)] == [[-STEPS] * 2] * 2
 

@@ -129,10 +129,10 @@ def test_steps_of_ones_own_equal_the_plain_loop(name, more):
             torch.testing.assert_close(results[rank][case][0], plain[rank], rtol=near, atol=near)
 
 
-@pytest.mark.parametrize(("name", "mixing"), [*((name, None) for name in OUTER), ("DiLoCo", 0.5)])
-def test_training_goes_on_while_a_mean_of_unequal_workers_is_in_flight(name, mixing):
+@pytest.mark.parametrize("name", OUTER)
+def test_training_goes_on_while_a_mean_of_unequal_workers_is_in_flight(name):
     def blocks():
-        run = Run(name, overlap=1, mixing=mixing, shared_memory=False)
+        run = Run(name, overlap=1, shared_memory=False)
         while run.optimizer.rounds < 5:
             run.step()
         run.optimizer._sync.merge_pending()
@@ -141,7 +141,7 @@ def test_training_goes_on_while_a_mean_of_unequal_workers_is_in_flight(name, mix
     results = run_ranks(3, blocks)
     rounds = list(zip(*(blocks for _, blocks in results), strict=True))
     assert rounds[1:] == [(8, 4, 2)] * 4 + [(1, 1, 1)]
-    plain = train_own(start(), gradient, rounds, LR, name, OUTER[name], overlap=1, mixing=mixing)
+    plain = train_own(start(), gradient, rounds, LR, name, OUTER[name], overlap=1)
     for rank in range(3):
         # (the oracle merges its last block)
         torch.testing.assert_close(results[rank][0][:-1], plain[rank][:-1], rtol=1e-11, atol=1e-11)
@@ -364,7 +364,7 @@ def test_a_worker_that_is_not_finite_is_left_out_with_its_steps():
     assert results[0][3] == 8
 
 
-def test_parameters_can_be_averaged_and_added_wherever_the_workers_are():
+def test_parameters_can_be_added_wherever_the_workers_are():
     """They have the same count in mind, and are at different steps of one block, or behind it."""
 
     def blocks(overlap):
@@ -372,7 +372,6 @@ def test_parameters_can_be_averaged_and_added_wherever_the_workers_are():
         added = nn.Parameter(torch.full((3,), float(run.rank)))
         for end in (11, 16, 23, 31):
             run.train(end)
-            run.optimizer.average_parameters()
             if end == 16:
                 run.optimizer.add_param_group({"params": [added]})
         run.finish()
@@ -460,7 +459,10 @@ def test_a_joiner_gets_samples_for_a_block_longer_than_every_workers():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda inner: mh.LocalSGD(inner, every=EVERY, fragments=2), "Leave one of the two out"),
+        (
+            lambda inner: mh.LocalSGD(inner, every=EVERY, fragments=2),
+            "sends the whole model at the end",
+        ),
         (lambda inner: mh.LocalSGD(inner, every=EVERY, overlap=2), "overlap must be less than"),
         (lambda _: Seconds(8, own_steps="yes"), "own_steps must be True or False"),
         (lambda inner: mh.LocalSGD(inner).count_samples(1.5), "samples must be a whole number"),

@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.blocks._schedule import ByDrift, Drift, Every, Schedule, Seconds
+from manyhands.blocks._schedule import Drift, Every, Schedule, Seconds
 
 pytestmark = pytest.mark.quick
-
-NOTHING_YET = Drift()
 
 vectors = st.lists(
     st.tuples(*[st.floats(-1e3, 1e3)] * 3), min_size=2, max_size=6
@@ -41,28 +39,14 @@ def test_the_table_of_the_docstring():
 def test_blocks_of_a_fixed_length_begin_at_its_multiples():
     every = Every(50)
     assert [every.first_start(step) for step in (0, 49, 50, 149)] == [0, 0, 50, 100]
-    assert every.next(50, seconds=9.0, drift=NOTHING_YET) == 50
+    assert every.next(50, seconds=9.0) == 50
 
 
 def test_a_block_of_seconds_has_as_many_steps_as_fit():
     every = Seconds(60, first=100, least=4)
-    assert every.next(100, seconds=0.5, drift=NOTHING_YET) == 120
-    assert every.next(100, seconds=100.0, drift=NOTHING_YET) == 4
-    assert every.next(100, seconds=0.0, drift=NOTHING_YET) == 100  # nothing was timed
-
-
-@given(length=st.integers(8, 256), cosine=st.floats(-1, 1))
-def test_the_length_follows_the_drift_by_a_factor_of_two_at_most(length, cosine):
-    following = ByDrift(0.3, least=8, most=256).next(length, 1.0, Drift(1.0, 1.0, cosine))
-    assert max(8, length // 2) <= following <= min(256, 2 * length)
-    if cosine < 0.3:
-        assert following <= length
-    else:
-        assert following >= length
-
-
-def test_without_a_drift_the_length_stays():
-    assert ByDrift().next(32, seconds=1.0, drift=NOTHING_YET) == 32
+    assert every.next(100, seconds=0.5) == 120
+    assert every.next(100, seconds=100.0) == 4
+    assert every.next(100, seconds=0.0) == 100  # nothing was timed
 
 
 @given(moved=vectors)

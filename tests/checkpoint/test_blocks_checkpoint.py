@@ -440,4 +440,4 @@ def test_common_state_dict_needs_whole_parameters():
         run = Run(("DiLoCo", "FSDP", "none", "SGD"), Groups(1 + dist.get_world_size() // 3))
         run.blocks.common_state_dict()
 
-    raises_on_ranks(4, ValueError, go, match=r"Save with mh\.save")
+    raises_on_ranks(4, ValueError, go, match=r"save with mh\.save")

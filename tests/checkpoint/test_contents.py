@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import manyhands as mh
 from helpers.checkpoint_oracle import Setup, assert_equal
 from helpers.ranks import run_ranks
+from manyhands import adaptdl
 from manyhands.checkpoint import _folder, _safetensors, _slices, _values, _writing
 
 
@@ -391,7 +392,7 @@ def test_a_rule_that_patches_its_optimizer_is_saved_with_it(tmp_path):
     def build():
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return mh.AdaptiveDataParallel(model, optimizer, mh.AdaScale()), optimizer
+        return adaptdl.AdaptiveDataParallel(model, optimizer, mh.AdaScale()), optimizer
 
     model, optimizer = build()
     for _ in range(3):

@@ -25,23 +25,13 @@ def test_a_link_as_the_lock_writes_nowhere_else(run, tmp_path):
     outside.write_text("mine")
     (run / ".lock").unlink()
     (run / ".lock").symlink_to(outside)
-    with pytest.raises(ValueError, match=r"\.lock is a link"):
+    with pytest.raises(ValueError, match=r"\.lock is not a regular file"):
         mh.save(run, value=1)
     assert outside.read_text() == "mine"
     outside.unlink()  # dangling: nothing is created
-    with pytest.raises(ValueError, match=r"\.lock is a link"):
+    with pytest.raises(ValueError, match=r"\.lock is not a regular file"):
         mh.save(run, value=1)
     assert not outside.exists()
-
-
-def test_a_second_name_of_another_file_as_the_lock_is_not_written_to(run, tmp_path):
-    outside = tmp_path / "outside"
-    outside.write_text("mine")
-    (run / ".lock").unlink()
-    os.link(outside, run / ".lock")
-    with pytest.raises(ValueError, match="hard link"):
-        mh.save(run, value=1)
-    assert outside.read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", ["index.json", "worker-00000.safetensors"])
@@ -60,7 +50,7 @@ def test_links_pipes_and_devices_instead_of_files_are_an_error_at_once(name, kin
     else:
         path.symlink_to("/dev/zero")
     for where in (run, run / "000001-step-1"):
-        with pytest.raises(ValueError, match=r"is a link|not a regular file"):
+        with pytest.raises(ValueError, match="not a regular file"):
             mh.load(where)
     mh.save(run, value=1, keep=1)  # and nothing of it hinders a save
     assert mh.load(run) == {"value": 1}
@@ -97,28 +87,6 @@ def test_leftovers_that_are_links_are_removed_and_what_they_lead_to_is_not(run, 
     mh.save(run, value=2)
     assert (outside / "file").read_text() == "mine"
     assert sorted(p.name for p in run.iterdir()) == [".lock", "000001-step-1", "000002"]
-
-
-def test_nothing_is_written_through_a_folder_that_was_swapped_for_a_link(
-    run, tmp_path, monkeypatch
-):
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    begin = _folder.begin
-
-    def swapped(folder, *given):
-        hidden, name = begin(folder, *given)
-        shutil.copy(folder / hidden / _folder.TOKEN, outside)
-        shutil.rmtree(folder / hidden)
-        (folder / hidden).symlink_to(outside)
-        return hidden, name
-
-    monkeypatch.setattr(_folder, "begin", swapped)
-    monkeypatch.setattr(_folder, "VISIBLE_AFTER", 0.1)
-    with pytest.raises(ValueError, match="is a link"):
-        mh.save(run, value=2)
-    assert [path.name for path in outside.iterdir()] == [_folder.TOKEN]
-    assert sorted(p.name for p in run.iterdir()) == [".lock", "000001-step-1"]
 
 
 def test_a_path_that_leads_over_links_is_the_users_own(run, tmp_path):

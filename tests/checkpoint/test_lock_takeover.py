@@ -95,16 +95,6 @@ def test_one_that_is_stopped_while_it_writes_publishes_nothing_when_it_wakes(tmp
         assert len(_folder.list_complete(tmp_path)) == 1
 
 
-def test_one_that_was_stopped_before_it_asked_for_the_lock_does_not_take_it_back(
-    tmp_path, in_run, monkeypatch
-):
-    with saver(tmp_path, in_run, 1) as (_, pipe):
-        assert hear(pipe) == "saved"
-        with pytest.raises(RuntimeError, match="another worker of this run saves to"):
-            _folder.take_lock(tmp_path, time.time() - 60)
-        _folder.take_lock(tmp_path, time.time())
-
-
 @pytest.mark.parametrize("run", ["", "fedcba9876543210"])
 def test_a_lock_of_another_job_that_lives_is_respected(tmp_path, in_run, monkeypatch, run):
     monkeypatch.setattr(_folder, "LOCK_TIMEOUT", 0.3)

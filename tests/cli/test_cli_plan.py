@@ -67,10 +67,9 @@ def test_it_prints_the_table_and_the_lines_for_the_cheapest_that_fits(manyhands)
     assert "25,190,400 parameters, AdamW, 4 workers" in said
     for name in ("OSS +", "FullySharded", "optimizer state", "in flight", "collectives", "fits"):
         assert name in said
-    assert "not yet available" in said or "Fully" in said
     assert "Activations are not counted" in said
     assert "The cheapest that fits 250 MiB: OSS + ShardedDataParallel" in said
-    assert "optimizer = mh.OSS(model.parameters(), optim=torch.optim.AdamW, lr=lr)" in said
+    assert "model, optimizer = mh.shard(model, optimizer, level=2)" in said
     assert max(map(len, result.output.split("\n\n")[0].splitlines())) <= 80
     assert sys.modules["planned_here"].built_on == ["meta"]
     assert str(sys.modules["planned_here"].__file__) and "" not in sys.path[:1]
@@ -84,7 +83,7 @@ def test_optimizers_options_and_inputs_are_taken(manyhands):
     assert result.exit_code == 0
     said = words(result)
     assert "SGD, 8 workers" in said and "activations" in said
-    assert "DistributedDataParallel(model" in said
+    assert "level=0" in said
     plain = manyhands("planned_here:tokens", "--optimizer", "sgd")
     assert plain.output != result.output
 
@@ -95,18 +94,11 @@ def test_inputs_by_name_types_rules_and_blocks_are_taken(manyhands):
     plain, loss = (words(manyhands(*model, *ids, *more))
                    for more in ((), ("--input", "labels=8x16:int64")))  # fmt: skip
     assert "activations" in plain and plain != loss
-    half = words(manyhands(*model, *ids, "--dtype", "bfloat16"))
     cast = words(manyhands(*model, *ids, "--autocast", "bfloat16"))
-    assert len({plain, half, cast}) == 3
-    codes = manyhands(*model, "--codec", "int8")
-    assert codes.exit_code == 0
-    assert "residuals" in words(codes) and "residuals" not in plain
-    more = manyhands(
-        *model, *ids, "--rule", "adamscale", "--blocks", "diloco", "--speed", "1GFLOPS"
-    )
+    assert cast != plain
+    more = manyhands(*model, *ids, "--rule", "AdamScale")
     assert more.exit_code == 0
-    for said in ("AdamScale", "anchor, momentum", "DiLoCo,", "A pass has", "once in 100 steps"):
-        assert said in words(more), said
+    assert "AdamScale" in words(more)
 
 
 def test_a_class_and_a_module_do_as_well(manyhands):
@@ -114,13 +106,12 @@ def test_a_class_and_a_module_do_as_well(manyhands):
     assert "20 parameters" in manyhands("planned_here:ready", "--workers", 1).output
 
 
-def test_with_a_line_it_says_which_way_to_train_over_it(manyhands):
-    line = ("planned_here:build_model", "--workers", 4, "--line", "50 Mbit/s")
-    said = words(manyhands(*line))
-    assert "on 50 Mbit/s" in said and "Where one pass takes more than 24 s" in said
-    said = words(manyhands(*line, "--pass-seconds", 0.1))
-    assert "times a pass of 100 ms. Use blocks such as mh.DiLoCo" in said
-    assert "docs/benchmarks/time_to_loss.md" in said
+def test_with_a_network_it_shows_the_time_of_a_step(manyhands):
+    network = ("planned_here:build_model", "--workers", 4, "--network", "50 Mbit/s")
+    said = words(manyhands(*network))
+    assert "at 50 Mbit/s │ 24 s" in said
+    slower = words(manyhands(*network, "--latency", 0.1, "--pass-seconds", 100))
+    assert "at 50 Mbit/s │ 125 s" in slower
 
 
 def test_the_exit_code_says_that_nothing_fits(manyhands):
@@ -135,23 +126,19 @@ def test_the_exit_code_says_that_nothing_fits(manyhands):
         (["planned_here"], "is not MODULE:FUNCTION"),
         (["planned_there:build_model"], "no module 'planned_there'"),
         (["planned_here:build"], "planned_here has no 'build'"),
-        (["planned_here:number"], "model must be a torch.nn.Module or a function"),
-        (["planned_here:tokens", "--optimizer", "adamm"], "Did you mean 'adam'"),
+        (["planned_here:number"], "model must be a torch.nn.Module, or a function"),
+        (["planned_here:tokens", "--optimizer", "adamm"], "'adam', "),
         (["planned_here:tokens", "--optimizer-option", "momentum"], "takes NAME=VALUE"),
-        (["planned_here:tokens", "--optimizer-option", "momentum=0.9"], "no option momentum"),
+        (["planned_here:tokens", "--optimizer-option", "momentum=0.9"], "argument 'momentum'"),
         (["planned_here:tokens", "--memory", "24 gigs"], 'such as "24GiB"'),
-        (["planned_here:tokens", "--backend", "mpi"], "nccl, gloo"),
-        (["planned_here:tokens", "--line", "50MB"], 'such as "50Mbit"'),
-        (["planned_here:tokens", "--pass-seconds", "1"], "give line as well"),
+        (["planned_here:tokens", "--backend", "mpi"], "'nccl', 'gloo'"),
+        (["planned_here:tokens", "--network", "50MB"], 'such as "50Mbit"'),
         (["planned_here:tokens", "--input", "8*16"], "takes a shape"),
-        (["planned_here:tokens", "--input", "8x16:ints"], "takes a shape"),
+        (["planned_here:tokens", "--input", "8x16:ints"], "torch has no type 'ints'"),
         (["planned_here:tokens", "--input", "8x16", "--input", "a=8"], "needs a name for each"),
         (["planned_here:tokens", "--input", "a=8", "--input", "a=8"], "needs a name for each"),
-        (["planned_here:tokens", "--dtype", "float17"], "--dtype takes a type of torch"),
-        (["planned_here:tokens", "--autocast", "int64"], "autocast must be a torch.dtype"),
+        (["planned_here:tokens", "--autocast", "float17"], "torch has no type 'float17'"),
         (["planned_here:tokens", "--rule", "Ada"], "rule must be one of"),
-        (["planned_here:tokens", "--speed", "1TFLOPS"], "give input as well"),
-        (["planned_here:ready", "--speed", "1TB", "--input", "2x4"], 'such as "30TFLOP/s"'),
         (["planned_here:ready", "--input", "8x3"], "forward pass could not be run"),
     ],
 )

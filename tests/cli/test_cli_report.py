@@ -52,10 +52,10 @@ def test_the_page_is_opened_on_request(manyhands, run, tmp_path, monkeypatch, fl
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("missing.jsonl", "missing.jsonl does not exist"),
+        ("missing.jsonl", "No such file"),
         ("notes.txt", "notes.txt is not a record of manyhands"),
         ("picture.png", "picture.png is not a record of manyhands"),
-        (".", "is a folder"),
+        (".", "is not a regular file"),
     ],
 )
 def test_what_is_no_record_is_one_line_and_exit_code_2(manyhands, run, tmp_path, name, message):

@@ -187,12 +187,9 @@ def test_the_state_is_plain_numbers():
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        (
-            {"dataset": numbers(41)},
-            "samples=40, and here it is 41. Give it the dataset",
-        ),
-        ({"seed": 4}, "seed=3, and here it is 4. Make the Cursor with seed=3"),
-        ({"shuffle": False}, "shuffle=True, and here it is False. Make the Cursor with shuffle"),
+        ({"dataset": numbers(41)}, "samples=40, and here it is 41. Make the Cursor as in that run"),
+        ({"seed": 4}, "seed=3, and here it is 4"),
+        ({"shuffle": False}, "shuffle=True, and here it is False"),
     ],
 )
 def test_a_position_in_another_order_is_refused(changed, match):
@@ -203,7 +200,7 @@ def test_a_position_in_another_order_is_refused(changed, match):
 
 
 def test_a_state_of_another_version_is_refused():
-    with pytest.raises(ValueError, match="version of this Cursor's state must be 1, got 2"):
+    with pytest.raises(ValueError, match="with version=2, and here it is 1"):
         mh.Cursor(numbers(40), 8).load_state_dict({**saved_cursor(), "version": 2})
 
 
@@ -230,7 +227,7 @@ class Stream(torch.utils.data.IterableDataset):
         ({"batch_size": 0}, ValueError, "batch_size must be a whole number of at least 1, got 0"),
         ({"batch_size": 2.0}, ValueError, "batch_size must be a whole number"),
         ({"seed": -1}, ValueError, "seed must be a whole number of at least 0"),
-        ({"keep": "all"}, ValueError, 'keep must be "batch" or "micro"'),
+        ({"keep": "all"}, ValueError, "keep must be one of"),
         ({"max_local_batch_size": -1}, ValueError, "max_local_batch_size must be"),
         ({"sampler": [1]}, ValueError, "sampler must be left out"),
         ({"in_order": False}, ValueError, "in_order=False gives batches"),

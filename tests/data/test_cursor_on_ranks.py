@@ -14,6 +14,7 @@ import manyhands as mh
 from helpers.data_oracle import global_batches
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands.errors import RanksDisagree
+from manyhands.ramp import _ramp
 
 SAMPLES, BATCH = 103, 12
 DATA = TensorDataset(
@@ -252,13 +253,15 @@ def test_a_batch_of_fewer_samples_than_ranks_is_refused():
     def run():
         mh.Cursor(torch.arange(40), 2)
 
-    raises_on_ranks(3, ValueError, run, match="batch_size=2 is that of a whole step, and there are")
+    raises_on_ranks(
+        3, ValueError, run, match="batch_size=2 is less than a sample for each of 3 ranks"
+    )
 
 
 def ramped(folder, stop, load):
     model = DistributedDataParallel(make_model())
     optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.05))
-    ramp = mh.Ramp(optimizer, max_scale=40, goal="steps", every=1, model=model)
+    ramp = mh.Ramp(optimizer, max_scale=40, goal="steps", model=model)
     cursor = mh.Cursor(torch.arange(SAMPLES), 7, optimizer=optimizer)
     if load:
         mh.load(folder, model=model, optimizer=optimizer, ramp=ramp, cursor=cursor)
@@ -278,7 +281,8 @@ def ramped(folder, stop, load):
     return steps, cursor.state_dict()
 
 
-def test_a_ramp_counts_samples_while_the_batch_changes(tmp_path):
+def test_a_ramp_counts_samples_while_the_batch_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(_ramp, "EVERY", 1)
     first = run_ranks(2, ramped, tmp_path, 3, False)
     assert len(first[0][0][0]) < len(first[0][0][2]), "the batch should have grown"
     rest = run_ranks(3, ramped, tmp_path, None, True)
@@ -294,5 +298,5 @@ def test_a_ramp_counts_samples_while_the_batch_changes(tmp_path):
 def test_a_ramp_makes_the_passes_itself():
     optimizer = mh.AdaScale(torch.optim.SGD(make_model().parameters(), lr=0.05))
     cursor = mh.Cursor(DATA, 8, optimizer=optimizer, max_local_batch_size=4)
-    with pytest.raises(ValueError, match="Make the Cursor without max_local_batch_size"):
+    with pytest.raises(ValueError, match="make the Cursor without max_local_batch_size"):
         next(mh.Ramp(optimizer, max_scale=4).over(cursor))

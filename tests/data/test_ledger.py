@@ -8,8 +8,7 @@ import hypothesis.strategies as st
 import pytest
 
 from manyhands.data._account import Account
-from manyhands.data._ledger import Ledger, divide
-from manyhands.data._spans import Spans, count, take, union
+from manyhands.data._ledger import Ledger, Spans, count, divide, take, union
 
 pytestmark = pytest.mark.quick
 

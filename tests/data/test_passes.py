@@ -4,8 +4,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from manyhands.data._passes import divide_step
-from manyhands.data._spans import count
+from manyhands.data._ledger import count
+from manyhands.data._plan import divide_step
 
 pytestmark = pytest.mark.quick
 

@@ -13,7 +13,6 @@ from torch import nn
 
 import manyhands as mh
 from helpers.crew_workers import SECRET, Store, fork
-from helpers.lighthouse import Lighthouse
 from helpers.pages import ROOT, free_port, in_told_forks
 from helpers.ranks import run_ranks
 from manyhands._core.stop_notice import stop_notice
@@ -139,18 +138,6 @@ def test_a_crew_has_the_losses_of_fixed_ranks(tmp_path):
         said = crew_workers(options, tmp_path, variables)
     assert "rank 0 of 1 (manyhands) begins with step 0" in said
     assert [(tmp_path / f"crew.{worker}").read_text() for worker in range(2)] == expected
-
-
-@pytest.mark.long
-def test_torchfts_lighthouse_gives_the_same_losses(tmp_path):
-    pytest.importorskip("torchft.coordination", reason="torchft is missing")
-    expected, _ = losses_under(kubeflow, tmp_path, "--blocks")
-    options = ["--losses", str(tmp_path / "tft"), "--checkpoints", str(tmp_path / "tft-run")]
-    with Lighthouse(2) as lighthouse:
-        variables = {"TORCHFT_LIGHTHOUSE": lighthouse.address, "MANYHANDS_WORKERS": "2"}
-        said = crew_workers(options, tmp_path, variables)
-    assert "rank 0 of 1 (torchft) begins with step 0" in said
-    assert [(tmp_path / f"tft.{worker}").read_text() for worker in range(2)] == expected
 
 
 # -- a crew's worker that is asked to stop ---------------------------------------------------------

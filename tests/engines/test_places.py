@@ -99,9 +99,8 @@ def test_a_pod_of_a_train_job():
 
 
 def test_a_crews_worker_is_a_rank_alone_wherever_it_was_started():
-    for engine, variable in (("manyhands", "MANYHANDS_STORE"), ("torchft", "TORCHFT_LIGHTHOUSE")):
-        place = find_place({**SLURM, variable: "http://10.0.0.1:29510"})
-        assert (place.engine, place.rank, place.world_size) == (engine, 0, 1)
+    place = find_place({**SLURM, "MANYHANDS_STORE": "10.0.0.1:29510"})
+    assert (place.engine, place.rank, place.world_size) == ("manyhands", 0, 1)
 
 
 def test_a_workers_number_comes_from_whoever_knows_it():

@@ -76,14 +76,6 @@ def test_a_rule_carries_the_notice_in_its_own_collective(name):
     assert [votes for *_, votes in results] == [1, 1]
 
 
-def test_delayed_statistics_bring_it_one_step_later():
-    def ranks():
-        mh.stopping()
-        return train(lambda model: mh.AdaScale(plain(model), delayed=True), 5)
-
-    assert all_alike(run_ranks(2, ranks)) == 6
-
-
 def test_without_a_rule_ranks_vote_beside_the_next_step():
     def ranks():
         listener.start()

@@ -97,24 +97,22 @@ def mean(workers):
     return [torch.stack([p.detach() for p in column]).mean(dim=0) for column in columns]
 
 
-def average_states(workers, names=("exp_avg", "exp_avg_sq")):
+def average_states(workers):
     """Average Adam's moments, as fairseq does; do nothing for other optimizers."""
     for i in range(len(workers[0].params)):
         states = [worker.optimizer.state[worker.params[i]] for worker in workers]
-        for name in names:
+        for name in ("exp_avg", "exp_avg_sq"):
             if name in states[0]:
                 average = torch.stack([state[name] for state in states]).mean(dim=0)
                 for state in states:
                     state[name].copy_(average)
 
 
-def train(init, kind, data, outer, *, every, warmup=0, average_sync=False, periods=None):
+def train(init, kind, data, outer, *, every, warmup=0, average_sync=False):
     """Return each worker's parameters after every step.
 
-    `outer(rank, anchor, mean)` is the next anchor, as the worker of that rank computes it. Of the
-    optimizer's state each name in `periods` is averaged at each so manyth round, as in DES-LOC.
+    `outer(rank, anchor, mean)` is the next anchor, as the worker of that rank computes it.
     """
-    rounds = 0
     workers = [Worker(start, kind) for start in init]
     anchors = [[p.detach().clone() for p in worker.params] for worker in workers]
     seen = [[] for _ in workers]
@@ -135,12 +133,8 @@ def train(init, kind, data, outer, *, every, warmup=0, average_sync=False, perio
             anchors = [outer(rank, anchor, average) for rank, anchor in enumerate(anchors)]
             for worker, anchor in zip(workers, anchors, strict=True):
                 worker.set(anchor)
-            rounds += 1
             if average_sync:
                 average_states(workers)
-            for name, period in (periods or {}).items():
-                if rounds % period == 0:
-                    average_states(workers, [name])
         for rank, worker in enumerate(workers):
             seen[rank].append([p.detach().clone() for p in worker.params])
     return seen

@@ -41,7 +41,6 @@ def train(
     every,
     overlap=0,
     fragments=1,
-    mixing=None,
 ):
     """Return each worker's vector after every step of plain gradient descent."""
     xs = [start.clone() for _ in range(workers)]
@@ -54,7 +53,7 @@ def train(
     for step in range(1, steps + 1):
         xs = [x - lr * gradient(x, rank, step) for rank, x in enumerate(xs)]
         while in_flight and in_flight[0][0] <= step:
-            merge(in_flight.pop(0), xs, anchor, memory, name, options, mixing)
+            merge(in_flight.pop(0), xs, anchor, memory, name, options)
         for f, where in enumerate(fragment_slices):
             if every * (f + 1) // fragments == (step - 1) % every + 1:
                 differences = [anchor[where] - x[where] for x in xs]
@@ -65,20 +64,17 @@ def train(
     return torch.stack(seen)
 
 
-def merge(arrived, xs, anchor, memory, name, options, mixing=None):
+def merge(arrived, xs, anchor, memory, name, options):
     _, where, differences = arrived
     mean = torch.stack(differences).mean(dim=0)
     before = anchor[where].clone()
     anchor[where], memory[where] = outer_step(name, options, before, mean, memory[where])
     for x, difference in zip(xs, differences, strict=True):
         sent = before - difference  # where the worker was then; it keeps its steps since
-        if mixing is None:
-            x[where] = anchor[where] + (x[where] - sent)
-        else:
-            x[where] = mixing * x[where] + (1 - mixing) * anchor[where]
+        x[where] = anchor[where] + (x[where] - sent)
 
 
-def train_own(start, gradient, rounds, lr, name, options, *, overlap=0, samples=None, mixing=None):
+def train_own(start, gradient, rounds, lr, name, options, *, overlap=0, samples=None):
     """Return each worker's vector after every step, where each takes steps of its own in a block.
 
     `rounds` are the workers' numbers of steps in each block. The mean of a sync round is weighted
@@ -99,10 +95,7 @@ def train_own(start, gradient, rounds, lr, name, options, *, overlap=0, samples=
                 xs[rank] = xs[rank] - lr * gradient(xs[rank], rank, taken[rank])
                 weight += 1.0 if samples is None else samples(rank, taken[rank])
                 if moved is not None and number == overlap:
-                    if mixing is None:
-                        xs[rank] = xs[rank] + moved[rank]
-                    else:
-                        xs[rank] = mixing * xs[rank] + (1 - mixing) * anchor
+                    xs[rank] = xs[rank] + moved[rank]
                 seen[rank].append(xs[rank].clone())
             weights.append(weight)
         differences = [anchor - x for x in xs]

@@ -17,17 +17,18 @@ from helpers.scaling_oracle import (
     make_model,
     two_groups,
 )
-from manyhands.scaling import _measured_steps
+from manyhands.scaling import _step_in_progress
 
 K = 3
 SMOOTHING = 0.9  # a memory of ten steps
-SETTLED = 10  # the step whose averages hold as many: K steps after it the next one is measured
+SETTLED = 9  # the step after which averages hold as many: K steps later the next one is measured
 STEPS = 20
 
 
 def settle_soon(monkeypatch):
     """Let averages of ten steps rest on three measured ones."""
-    monkeypatch.setattr(_measured_steps, "LEAST", 3)
+    monkeypatch.setattr(_step_in_progress, "LEAST", 6)
+    monkeypatch.setattr(_step_in_progress, "LEAST_STEPS", 3)
 
 
 def is_measured(step, settled=SETTLED):

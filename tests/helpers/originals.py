@@ -96,7 +96,22 @@ def read(folder: Path, package: str) -> dict[str, Any]:
         for node in of(name).body
         if isinstance(node, ast.FunctionDef) and node.name in chosen
     }
-    found = {"exports": exports, "functions": functions}
+    defaults = {
+        f"{name}.{part.name}": given
+        for name, node in classes.items()
+        for part in node.body
+        if isinstance(part, ast.FunctionDef)
+        and (part.name == "__init__" or not part.name.startswith("_"))
+        and (given := _defaults(part))
+    }
+    defaults |= {
+        f"{name}.{node.name}": given
+        for name, chosen in FUNCTIONS.items()
+        if name.startswith(f"{package}.")
+        for node in of(name).body
+        if isinstance(node, ast.FunctionDef) and node.name in chosen and (given := _defaults(node))
+    }
+    found = {"exports": exports, "functions": functions, "defaults": defaults}
     return {**found, "members": {n: m for n, m in members.items() if n not in BASES}}
 
 
@@ -145,6 +160,17 @@ def _arguments(function: ast.FunctionDef, method: bool = True) -> str:
         names.append("*" + (given.vararg.arg if given.vararg else ""))
     names += [argument.arg for argument in given.kwonlyargs]
     return ", ".join([*names, *([f"**{given.kwarg.arg}"] if given.kwarg is not None else [])])
+
+
+def _defaults(function: ast.FunctionDef) -> dict[str, str]:
+    """The arguments that may be left out, with their defaults as they are written."""
+    given = function.args
+    positional = [*given.posonlyargs, *given.args]
+    pairs = [
+        *zip(positional[len(positional) - len(given.defaults) :], given.defaults, strict=True),
+        *zip(given.kwonlyargs, given.kw_defaults, strict=True),
+    ]
+    return {argument.arg: ast.unparse(value) for argument, value in pairs if value is not None}
 
 
 def _exports(name: str, module: ast.AST, is_package: bool) -> Iterator[str]:

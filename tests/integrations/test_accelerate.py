@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
 from helpers.scaling_oracle import PlainRun, adamscale, adascale, make_batches, make_model
+from manyhands.ramp import _ramp
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None, reason="accelerate is missing"
@@ -110,7 +111,7 @@ def prepared(accelerator, order, name, model, **options):
     """The model, the optimizer that the loop uses, and the rule."""
     rule, _, optim, arguments = RULES[name]
     plain = optim(model.parameters(), **arguments)
-    options["measured"] = 1.0
+    options["measure_every"] = 1
     if order == AFTER:
         model, used = accelerator.prepare(model, plain)
         used = rule(used, **options)
@@ -190,37 +191,17 @@ def test_one_rank_is_the_plain_run(order):
     assert_plain(result, plain(size=1))
 
 
-@pytest.mark.parametrize("order", [BEFORE, AFTER])
-def test_a_short_step_may_be_dropped(order):
-    def dropped():
-        params, read = train(order, short_step="drop", epochs=1)
-        return params, read
-
-    def first_step_only():
-        model = make_model()
-        run = PlainRun(model, SGD(model.parameters(), **MOMENTUM), adascale)
-        x, y = data()
-        run.step(x[0, :8], y[0, :8])
-        return [p.detach() for p in model.parameters()], run.progress
-
-    params, progress = first_step_only()
-    for ours, read in run_ranks(2, dropped):
-        torch.testing.assert_close(ours, params)
-        assert read[3] == pytest.approx(progress, rel=1e-5)
-        assert (read[4], read[5]) == (1, 1)
-
-
 def test_the_noise_scale_of_a_prepared_optimizer_is_that_of_a_bare_one():
     def measured(order):
         accelerator = accelerator_of()
         model = make_model()
         plain = SGD(model.parameters(), lr=0.0)
         if order == BEFORE:
-            noise = mh.NoiseScale(plain, num_gradients_to_accumulate=accelerator, measured=1.0)
+            noise = mh.NoiseScale(plain, num_gradients_to_accumulate=accelerator)
             model, used = accelerator.prepare(model, plain)
         else:
             model, used = accelerator.prepare(model, plain)
-            noise = mh.NoiseScale(used, measured=1.0)
+            noise = mh.NoiseScale(used)
         epochs_of(accelerator, model, used, accelerator.prepare(loader()))
         return [noise.steps, noise.squared_norm, noise.variance]
 
@@ -284,7 +265,7 @@ def test_a_weighted_mean_is_not_divided_by_the_passes_once_more(order, rule):
         model = make_model()
         optimizer = SGD(model.parameters(), **MOMENTUM)
         if rule:
-            optimizer = mh.AdaScale(optimizer, num_gradients_to_accumulate=8, measured=1.0)
+            optimizer = mh.AdaScale(optimizer, num_gradients_to_accumulate=8)
         batches = [each for pair in zip(*map(micro_batches, (0, 1)), strict=True) for each in pair]
         for _ in range(EPOCHS):
             for own in (batches[:8], batches[8:]):
@@ -332,13 +313,12 @@ def test_a_step_that_overflows_is_skipped_and_said_to_be(order, clip):
         model = Overflowing()
         plain = SGD(model.parameters(), **MOMENTUM)
         if order == AFTER:
-            used = rule = mh.AdaScale(accelerator.prepare_optimizer(plain), measured=1.0)
+            used = rule = mh.AdaScale(accelerator.prepare_optimizer(plain))
         else:
             rule = mh.AdaScale(
                 plain,
                 num_gradients_to_accumulate=accelerator,
                 grad_scaler=accelerator.scaler,
-                measured=1.0,
             )
             used = accelerator.prepare_optimizer(rule)
         accelerated = accelerator._optimizers[0]
@@ -449,11 +429,11 @@ def test_a_saved_run_goes_on_as_the_whole_one(order, size, tmp_path):
 
 # -- the batch that sets itself ----------------------------------------------------------------
 
-RAMP = {"max_scale": 8, "goal": "steps", "every": 1}
+RAMP = {"max_scale": 8, "goal": "steps"}
 
 
 def ramp_of(optimizer):
-    rule = mh.AdaScale(optimizer, smoothing=0.9, measured=1.0)
+    rule = mh.AdaScale(optimizer, smoothing=0.9)
     return rule, mh.Ramp(rule, **RAMP)
 
 
@@ -484,7 +464,9 @@ def ramped_epochs(folder=None, load=False, epochs=4):
     return whole(model), rule.progress, ramp.passes, scales
 
 
-def test_a_ramp_under_accelerate_is_the_plain_loop_and_goes_on_where_it_was(tmp_path):
+def test_a_ramp_under_accelerate_is_the_plain_loop_and_goes_on_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(_ramp, "EVERY", 1)
+
     def plain_loop():
         model = make_model()
         wrapped = nn.parallel.DistributedDataParallel(model)
@@ -530,7 +512,7 @@ def test_sharding_under_accelerate_is_the_plain_run(wrapper, order, tmp_path):
             )
         if wrapper == "sharded":
             model = mh.ShardedDataParallel(model, optimizer)
-        options = {"measured": 1.0}
+        options = {"measure_every": 1}
         if order == AFTER:
             model, used = prepare(accelerator, model, optimizer)
             used = rule = mh.AdaScale(used, **options)
@@ -580,10 +562,10 @@ def test_a_sharded_run_goes_on_on_one_process_and_without_sharding(wrapper, orde
         if wrapper == "sharded":
             model = mh.ShardedDataParallel(model, optimizer)
         if rule is not None and order == BEFORE:
-            optimizer = rule(optimizer, num_gradients_to_accumulate=accelerator, measured=1.0)
+            optimizer = rule(optimizer, num_gradients_to_accumulate=accelerator)
         model, used = prepare(accelerator, model, optimizer)
         if rule is not None and order == AFTER:
-            used = rule(used, measured=1.0)
+            used = rule(used)
         return accelerator, model, used
 
     def epoch(size, wrapper, load=None, save=None):
@@ -691,9 +673,9 @@ def test_sharded_gradients_are_clipped(order):
         model = mh.ShardedDataParallel(model, optimizer)
         if order == AFTER:
             model, used = prepare(accelerator, model, optimizer)
-            used = rule = mh.AdaScale(used, measured=1.0)
+            used = rule = mh.AdaScale(used)
         else:
-            rule = mh.AdaScale(optimizer, num_gradients_to_accumulate=accelerator, measured=1.0)
+            rule = mh.AdaScale(optimizer, num_gradients_to_accumulate=accelerator)
             model, used = prepare(accelerator, model, rule)
         for _ in range(EPOCHS):
             for x, y in accelerator.prepare(loader()):
@@ -847,16 +829,6 @@ def test_what_cannot_be_measured(kind):
         mh.AdaScale(optimizer)
 
     raises_on_ranks(1, TypeError, make, match="AdaScale (cannot measure|needs) .* Use ")
-
-
-def test_dropping_with_accelerates_scaler():
-    def make():
-        accelerator = accelerator_of()
-        accelerator.scaler = torch.amp.GradScaler("cpu")
-        optimizer = accelerator.prepare(SGD(make_model().parameters(), lr=0.1))
-        mh.AdaScale(optimizer, short_step="drop")
-
-    raises_on_ranks(1, ValueError, make, match="Use short_step='count', or drop_last=True")
 
 
 def test_a_number_of_passes_that_is_not_accelerates():

@@ -1,8 +1,7 @@
 """The planner: its arithmetic by itself, and its numbers beside those of real training."""
 
 import doctest
-import functools
-import itertools
+import gc
 import time
 import weakref
 from math import prod
@@ -21,17 +20,23 @@ from torch.utils._pytree import tree_leaves
 import manyhands as mh
 from helpers.pages import ROOT, blocks, run_page
 from helpers.ranks import run_ranks
-from helpers.sharding_oracle import torch_version
+from manyhands import fairscale
+from manyhands._core import arguments
+from manyhands._core.arguments import format_bytes, format_seconds, parse_bytes
+from manyhands._core.optimizers import KNOWN, StateSizes
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
-from manyhands.planning import _bucket_costs, _line, _model, _table
-from manyhands.planning._bucket_costs import ddp_buckets
-from manyhands.planning._costs import costs
-from manyhands.planning._model import OptimizerStateSizes, forward_costs, wrap_params
-from manyhands.planning._sizes import ModelSizes, OptimizerParams, ParamSize, WrapParams
-from manyhands.planning._table import format_bytes, parse_bytes
+from manyhands.planning import _costs, _model
+from manyhands.planning._costs import (
+    ModelSizes,
+    OptimizerParams,
+    ParamSize,
+    WrapParams,
+    costs,
+    ddp_buckets,
+)
+from manyhands.planning._model import activation_bytes, wrap_params
 from manyhands.sharding.zero import _layout
-from manyhands.sharding.zero._slice_optimizer import ELEMENTWISE
 
 FULLY = "FullyShardedDataParallel"
 WAYS = ("DDP", "OSS + DDP", "OSS + ShardedDataParallel")
@@ -68,13 +73,13 @@ OPTIMIZERS = {
 INPUT = (4, 3, 8, 8)
 
 
-def wrapped(way, model, kind, options, codec=None):
+def wrapped(way, model, kind, options):
     if way == "DDP":
         optimizer = kind(model.parameters(), **options)
     else:
-        optimizer = mh.OSS(model.parameters(), optim=kind, bucket_size=2**18, **options)
+        optimizer = mh.OSS(model.parameters(), optim=kind, **options)
     if way == "OSS + ShardedDataParallel":
-        return mh.ShardedDataParallel(model, optimizer, codec=codec), optimizer
+        return mh.ShardedDataParallel(model, optimizer), optimizer
     return DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer
 
 
@@ -89,10 +94,10 @@ def parts(grads):
         yield from grad.parts() if isinstance(grad, ShardedGradient) else [grad]
 
 
-def trained(way, kind, options, codec=None, steps=3):  # in its second DDP agrees on its buckets
+def trained(way, kind, options, steps=3):  # in its second DDP agrees on its buckets
     """What this rank holds of parameters, gradients and state, and the last step's collectives."""
     model = Model()
-    module, optimizer = wrapped(way, model, kind, options, codec)
+    module, optimizer = wrapped(way, model, kind, options)
     for _ in range(steps):
         with Collectives() as seen:
             optimizer.zero_grad()
@@ -144,7 +149,7 @@ class Collectives(TorchDispatchMode):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_plan_is_what_training_holds_and_sends_to_the_byte(name, workers):
     kind, options = OPTIMIZERS[name]
-    found = mh.plan(Model, kind, workers, backend="gloo", bucket_size=2**18, **options)
+    found = mh.plan(Model, kind, workers, backend="gloo", **options)
     for row, way in zip(found.rows, WAYS, strict=False):
         assert row.name == way
         ranks = run_ranks(workers, trained, way, kind, options)
@@ -155,18 +160,6 @@ def test_the_plan_is_what_training_holds_and_sends_to_the_byte(name, workers):
             continue
         assert {row.collectives} == {count for _, (count, _) in ranks}, way
         assert row.sent == pytest.approx(sum(sent for _, (_, sent) in ranks) / workers, abs=1), way
-
-
-@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
-def test_a_codec_sends_the_bytes_that_are_planned(name):
-    kind, options = OPTIMIZERS[name]
-    options_of_plan = {"backend": "gloo", "bucket_size": 2**18, **options}
-    row = mh.plan(Model, kind, 2, codec="int8", **options_of_plan).rows[2]
-    ranks = run_ranks(2, trained, WAYS[2], kind, options, "int8")
-    assert {row.collectives} == {count for _, (count, _) in ranks}
-    assert row.sent == pytest.approx(sum(sent for _, (_, sent) in ranks) / 2, abs=1)
-    plain = mh.plan(Model, kind, 2, **options_of_plan).rows[2]
-    assert row.sent < 0.64 * plain.sent
 
 
 class Memory(TorchDispatchMode):
@@ -205,38 +198,25 @@ def broad():
     return nn.Sequential(nn.Linear(64, 8192), nn.Linear(8192, 512), nn.Linear(512, 64))
 
 
-def most_in_backward(build, kind, codec=None):
-    """Bytes of residuals, and the most that a backward pass takes on top."""
+def most_in_backward(build, kind):
     model = build()
-    optimizer = mh.OSS(model.parameters(), optim=kind, bucket_size=2**16)
-    module = mh.ShardedDataParallel(model, optimizer, codec=codec)
+    optimizer = mh.OSS(model.parameters(), optim=kind)
+    module = mh.ShardedDataParallel(model, optimizer)
     for _ in range(2):
         optimizer.zero_grad()
         loss = module(torch.randn(2, model[0].in_features)).sum()
         with Memory() as memory:
             loss.backward()
         optimizer.step()
-    encoded = [bucket.encoded for bucket in module._reducer._buckets]
-    residuals = [] if codec is None else [r for one in encoded for r in one._residuals.values()]
-    return held(residuals), memory.most
+    return memory.most
 
 
 @pytest.mark.parametrize("build", [deep, broad])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adafactor])
 def test_what_is_in_flight_is_the_most_that_backward_takes(build, kind):
-    row = mh.plan(build, kind, 2, backend="gloo", bucket_size=2**16).rows[2]
-    measured = max(most for _, most in run_ranks(2, most_in_backward, build, kind))
+    row = mh.plan(build, kind, 2, backend="gloo").rows[2]
+    measured = max(run_ranks(2, most_in_backward, build, kind))
     assert row.gradients + row.in_flight == pytest.approx(measured, rel=0.02)
-
-
-@pytest.mark.parametrize("build", [deep, broad])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adafactor])
-def test_what_a_codec_keeps_and_has_in_flight_is_planned(build, kind):
-    row = mh.plan(build, kind, 2, backend="gloo", bucket_size=2**16, codec="int8").rows[2]
-    ranks = run_ranks(2, most_in_backward, build, kind, "int8")
-    assert row.residuals in [residuals for residuals, _ in ranks]
-    most = max(residuals + most for residuals, most in ranks)
-    assert row.gradients + row.in_flight + row.residuals == pytest.approx(most, rel=0.1)
 
 
 class Sharded(nn.Module):
@@ -272,6 +252,15 @@ def even():
     return nn.Sequential(nn.Embedding(512, 256), *(nn.Linear(256, 256) for _ in range(12)))
 
 
+def pasted(code, model, optimizer):
+    """Run the line that a row shows."""
+    plural = "s" * isinstance(optimizer, list)
+    names = {"mh": mh, "model": model, f"optimizer{plural}": optimizer}
+    exec(code, names)
+    gc.collect()  # the plain optimizer
+    return names["model"], names[f"optimizer{plural}"]
+
+
 class Held(TorchDispatchMode):
     """The bytes of all tensors that were made or touched while it was active, and the most."""
 
@@ -298,13 +287,11 @@ class Held(TorchDispatchMode):
         return sum(storage.nbytes() for storage in alive if storage is not None)
 
 
-def fully_sharded(build, code):
+def fully_sharded(build, kind, options, code):
     """Bytes held at rest, after backward and at most; collectives and bytes sent in a step."""
     tokens = torch.randint(500, (4,))  # of Linear's result on two dimensions torch warns
     with Held() as held:
-        names = {"torch": torch, "mh": mh, "model": build(), "lr": 1e-3}
-        exec(code, names)
-        model, optimizer = names["model"], names["optimizer"]
+        model, optimizer = pasted(code, model := build(), kind(model.parameters(), **options))
         afters, most = [], []
         for _ in range(3):
             held.most = 0
@@ -329,27 +316,23 @@ def settled(held):
 
 @pytest.mark.parametrize("build", [Sharded, even])
 @pytest.mark.parametrize(
-    "optimizer",
-    [("adamw", {"fused": True}), ("adafactor", {}), ("adamw", {"fused": True, "codec": "int8"})],
+    ("kind", "options"), [(torch.optim.AdamW, {"fused": True}), (torch.optim.Adafactor, {})]
 )
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_what_fully_sharded_training_holds_and_sends_is_planned(workers, optimizer, build):
-    kind, options = optimizer
+def test_what_fully_sharded_training_holds_and_sends_is_planned(workers, kind, options, build):
     row = mh.plan(build, kind, workers, backend="gloo", **options).rows[3]
     assert row.name == FULLY
-    ranks = run_ranks(workers, fully_sharded, build, row.code)
+    ranks = run_ranks(workers, fully_sharded, build, kind, options, row.code)
     rest, after, most = (max(rank[i] for rank in ranks) for i in range(3))
-    between = row.parameters + row.optimizer + row.residuals
+    between = row.parameters + row.optimizer
     assert between == pytest.approx(rest, rel=0.01)
     assert between + row.gradients == pytest.approx(after, rel=0.05)
-    # torch 2.15 holds 5.1 % less in one case
-    less = torch_version() >= (2, 15) and build is Sharded and "codec" in options
-    assert row.total == pytest.approx(most, rel=0.06 if less else 0.05)
+    assert row.total == pytest.approx(most, rel=0.05)
     assert {row.collectives} == {rank[3] for rank in ranks}
     assert row.sent == pytest.approx(sum(rank[4] for rank in ranks) / workers, rel=0.01)
 
 
-# -- rules and blocks --------------------------------------------------------------------------
+# -- rules --------------------------------------------------------------------------
 
 
 def held_with_a_rule(way, rule, options):
@@ -371,9 +354,9 @@ def held_with_a_rule(way, rule, options):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_adamscale_holds_and_sends_on_top_is_planned(way):
-    found = mh.plan(deep, "adamw", 2, backend="gloo", bucket_size=2**18, rule="AdamScale")
+    found = mh.plan(deep, "adamw", 2, backend="gloo", rule="AdamScale")
     (row,) = (row for row in found.rows if row.name == way)
-    (plain,) = (r for r in mh.plan(deep, "adamw", 2, backend="gloo", bucket_size=2**18).rows
+    (plain,) = (r for r in mh.plan(deep, "adamw", 2, backend="gloo").rows
                 if r.name == way)  # fmt: skip
     ranks = run_ranks(2, held_with_a_rule, way, mh.AdamScale, {"lr": 1e-3})
     without = run_ranks(2, held_with_a_rule, way, None, {"lr": 1e-3})
@@ -387,9 +370,8 @@ def test_what_adamscale_holds_and_sends_on_top_is_planned(way):
 
 
 def fully_sharded_with_adamscale(code):
-    names = {"torch": torch, "mh": mh, "model": even(), "lr": 1e-3}
-    exec(code, names)
-    model, optimizer = names["model"], mh.AdamScale(names["optimizer"])
+    model, optimizer = pasted(code, model := even(), torch.optim.AdamW(model.parameters()))
+    optimizer = mh.AdamScale(optimizer)
     for _ in range(3):
         model(torch.randint(500, (4,))).square().sum().backward()
         optimizer.step()
@@ -398,72 +380,19 @@ def fully_sharded_with_adamscale(code):
 
 
 def test_what_adamscale_holds_of_sharded_parameters_is_planned():
-    row = mh.plan(even, "adamw", 2, backend="gloo", rule="adamscale", fused=True).rows[3]
+    row = mh.plan(even, "adamw", 2, backend="gloo", rule="AdamScale").rows[3]
     assert set(run_ranks(2, fully_sharded_with_adamscale, row.code)) == {row.scaling}
 
 
-def blocks_held(method):
-    """Bytes of a worker at rest and at most in a block, and what its sync round sends."""
-    with Held() as everything:
-        torch.manual_seed(dist.get_rank())
-        model, inputs = deep(), torch.randn(2, 256)
-        optimizer = getattr(mh, method)(torch.optim.AdamW(model.parameters(), fused=True), every=2,
-                                        shared_memory=False)  # fmt: skip
-        for _ in range(2):
-            for _ in range(2):
-                everything.most = 0
-                with Collectives() as seen:
-                    model(inputs).square().sum().backward()
-                    optimizer.step()
-                most = everything.most  # of the round's step
-                optimizer.zero_grad()
-        rest = settled(everything)
-    return rest, most, seen.sent
-
-
-@pytest.mark.parametrize("method", ["DiLoCo", "LocalSGD"])
-def test_what_a_worker_holds_and_sends_in_blocks_is_planned(method):
-    found = mh.plan(deep, "adamw", 2, backend="gloo", blocks=method, fused=True)
-    row = found.rows[4]
-    assert row.name == f"{method}, every={row.every}"
-    ranks = run_ranks(2, blocks_held, method)
-    rest, most, sent = (max(rank[i] for rank in ranks) for i in range(3))
-    at_rest = row.parameters + row.optimizer + row.blocks
-    assert at_rest == pytest.approx(rest, rel=0.01)
-    assert row.total == pytest.approx(most, rel=0.05)
-    assert row.sent * row.every == pytest.approx(sent, rel=0.02)
-    assert found.cheapest.name == "DDP"  # blocks are the user's choice
-    assert f"once in {row.every} steps" in str(found)
-
-
-def test_blocks_and_rules_of_existing_optimizers_are_found():
+def test_the_rule_of_an_existing_optimizer_is_found():
     model = deep()
-    adam = torch.optim.AdamW(model.parameters())
-    found = mh.plan(model, mh.LocalSGD(mh.AdamScale(adam), every=7), 4)
+    optimizer = mh.LocalSGD(mh.AdamScale(torch.optim.AdamW(model.parameters())), every=7)
+    found = mh.plan(model, optimizer, 4)
     assert found.rule == "AdamScale"
-    assert found.rows[4].name == "LocalSGD, every=7"
-    assert "optimizer = mh.LocalSGD(optimizer)" in found.rows[4].code
     assert found.rows[2].scaling > 0 == found.rows[0].scaling
-    made = mh.plan(model, mh.Blocks(adam, outer=mh.Outer(), every=3), 4).rows[4]
-    assert (made.name, made.blocks) == ("Blocks, every=3", 4 * found.elements)
 
 
-def test_the_lines_to_paste_for_blocks_run():
-    (row,) = mh.plan(deep, "sgd", 2, blocks="slowmo", momentum=0.9).rows[4:]
-    names = {"torch": torch, "mh": mh, "model": deep(), "lr": 0.1}
-    exec(row.code, names)
-    assert isinstance(names["optimizer"], mh.SlowMo)
-
-
-# -- types, inputs by name, and time -------------------------------------------------------------
-
-
-def test_the_type_of_the_parameters_may_be_given():
-    single, half = (mh.plan(deep, "adamw", 4, dtype=t).rows for t in (None, torch.bfloat16))
-    assert [2 * row.parameters for row in half] == [row.parameters for row in single]
-    model = deep()
-    with pytest.raises(ValueError, match=r"model.to\(torch.bfloat16\)"):
-        mh.plan(model, dtype=torch.bfloat16)
+# -- inputs by name, and time ---------------------------------------------------------------------
 
 
 def test_activations_under_autocast_are_those_of_a_real_run():
@@ -480,7 +409,8 @@ def test_activations_under_autocast_are_those_of_a_real_run():
     with noting, torch.autocast("cpu", dtype=torch.bfloat16):
         model(input)
     measured = sum(s.nbytes() for key, s in storages.items() if key not in known)
-    planned = mh.plan(deep, input=input, autocast=torch.bfloat16).rows[0].activations
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        planned = mh.plan(deep, input=input).rows[0].activations
     assert planned == measured
     assert planned != mh.plan(deep, input=input).rows[0].activations
 
@@ -505,27 +435,13 @@ def test_with_labels_the_loss_is_counted():
     assert with_loss - without == pytest.approx(4 * 4 * 16 * 500, abs=1000)
 
 
-def test_the_time_of_a_pass_is_its_operations_over_the_speed():
-    input = torch.empty(8, 256, device="meta")
-    found = mh.plan(deep, "sgd", 4, input=input, speed="1GFLOP/s", line="100Mbit")
-    operations = 3 * 24 * 2 * 8 * 256 * 256
-    assert found.compute.operations == operations
-    assert found.pass_seconds == operations / 1e9
+def test_the_time_of_a_step_is_one_formula():
+    found = mh.plan(Model, workers=4, network="8kbit", latency=0.5, pass_seconds=2)
+    expected = [2 + row.sent / 1000 + 0.5 * row.collectives for row in found.rows]
+    assert [row.seconds for row in found.rows] == expected
     lines = {cells[0]: cells[1:] for cells in found.cells}
-    assert lines["a step, about"] == [
-        _line.format_seconds(operations / 1e9 + row.sent * 8 / 1e8) for row in found.rows
-    ]
-    assert found.compute.note in str(found)
-
-
-def test_the_operations_are_those_of_a_real_forward_and_backward():
-    from torch.utils.flop_counter import FlopCounterMode
-
-    model, input = even(), torch.randint(500, (16,))
-    with FlopCounterMode(display=False) as counter:
-        model(input).sum().backward()
-    found = mh.plan(even, input=input, speed=1e9).compute.operations
-    assert found == pytest.approx(counter.get_total_flops(), rel=0.05)
+    assert lines["at 8 kbit/s"] == list(map(format_seconds, expected))
+    assert {row.seconds for row in mh.plan(Model, workers=4).rows} == {None}
 
 
 # -- arithmetic --------------------------------------------------------------------------------
@@ -545,11 +461,11 @@ weights = st.lists(
 )
 
 
-@given(weights, st.booleans(), st.integers(2, 9), st.integers(16, 4000), st.booleans())
-def test_the_formulas_are_the_limits_of_the_layout(weights, even, workers, bucket, gloo):
+@given(weights, st.booleans(), st.integers(2, 9), st.booleans())
+def test_the_formulas_are_the_limits_of_the_layout(weights, even, workers, gloo):
     weights = [*weights, ParamSize(1, 4, trained=True, state_fixed=4, state_per_element=8)]
     job = ModelSizes((OptimizerParams(tuple(weights), even),), wraps=(WrapParams(tuple(weights)),))
-    ddp, oss, sharded, fully = costs(job, workers, bucket, gloo)
+    ddp, oss, sharded, fully = costs(job, workers, gloo)
     padded = sum(16 * workers * 4 + w.bytes for w in weights) * 3
     of_gradients, of_all = ddp.gradients, sum(w.bytes for w in weights)
     assert ddp.parameters == of_all <= oss.parameters == sharded.parameters <= of_all + padded
@@ -562,11 +478,11 @@ def test_the_formulas_are_the_limits_of_the_layout(weights, even, workers, bucke
         assert sharded.gradients <= of_gradients / workers + padded / workers
 
 
-@given(weights, st.integers(1, 9))
-def test_with_one_worker_all_ways_are_alike_and_nothing_is_sent(weights, bucket):
+@given(weights)
+def test_with_one_worker_all_ways_are_alike_and_nothing_is_sent(weights):
     job = ModelSizes((OptimizerParams(tuple(weights)),))
-    assert len(set(costs(job, 1, bucket, gloo=True))) == 1
-    assert costs(job, 1, bucket, gloo=True)[0].sent == 0
+    assert len(set(costs(job, 1, gloo=True))) == 1
+    assert costs(job, 1, gloo=True)[0].sent == 0
 
 
 @given(weights, st.booleans(), st.integers(1, 9), st.integers(16, 4000))
@@ -577,7 +493,7 @@ def test_every_element_has_one_owner(weights, even, workers, bucket):
     else:
         segments = _layout.whole_layout(sizes, workers, bucket, [0] * workers)
     for piece in (piece for segment in segments for piece in segment.buckets):
-        here = sorted(_bucket_costs._owned_ranges(piece))
+        here = sorted(_costs._owned_ranges(piece))
         library = [(r, run.param, run.size) for r in range(workers) for run in piece.owned(r)]
         assert here == sorted(library)
 
@@ -591,7 +507,7 @@ def test_buckets_of_ddp_are_torchs(sizes, halves):
         for size, dtype in zip(sizes, dtypes, strict=True)
     ]
     indices, _ = dist._compute_bucket_assignment_by_size(
-        tensors[::-1], list(_bucket_costs.DDP_BUCKETS), [False] * len(sizes)
+        tensors[::-1], list(_costs.DDP_BUCKETS), [False] * len(sizes)
     )
     assert ddp_buckets([_model._param_size(tensor.requires_grad_()) for tensor in tensors]) == len(
         indices
@@ -604,14 +520,14 @@ def test_what_fully_sharded_costs_is_its_formula():
     )
     block, root = WrapParams(weights, outer=2), WrapParams(weights[:0])
     job = ModelSizes((OptimizerParams(weights * 2),), wraps=(block, block, root))
-    fully = costs(job, 2, 2**20, gloo=False)[3]
+    fully = costs(job, 2, gloo=False)[3]
     assert (fully.parameters, fully.gradients) == (12_000, 12_000)
     assert fully.optimizer == 6 * (4 + 8 * 500)
     # the second wrap computes: whole, with gradients, while the first one is coming;
     # then the first: whole, with gradients, while half of the second's are there, and all leave
     assert fully.in_flight == 36_000 + 6000 - 12_000
     assert (fully.sent, fully.collectives) == ((3 * 24_000 + 12) // 2, 2 * 2 + 2 + 1)
-    fully = costs(job, 4, 2**20, gloo=True)[3]  # of 10 rows 3, and 2 of padding
+    fully = costs(job, 4, gloo=True)[3]  # of 10 rows 3, and 2 of padding
     assert (fully.parameters, fully.gradients) == (2 * 3 * 1200, 2 * 3 * 1200)
     assert fully.collectives == 2 * 2 * 4 + 2 + 1
 
@@ -635,8 +551,10 @@ def test_units_are_gathered_from_the_leaves_up():
 @pytest.mark.parametrize("build", [Sharded, even, Model])
 def test_units_are_what_auto_wrap_wraps(build):
     least = sum(p.numel() for p in build().parameters()) // 50
-    with mh.enable_wrap(process_group=mh.DummyProcessGroup(0, 1), skip_params_check_for_root=True):
-        wrapped = mh.auto_wrap(build(), min_num_params=least)
+    with fairscale.enable_wrap(
+        process_group=fairscale.DummyProcessGroup(0, 1), skip_params_check_for_root=True
+    ):
+        wrapped = fairscale.auto_wrap(build(), min_num_params=least)
     wraps = [module for module in wrapped.modules() if isinstance(module, mh.FSDP)]
     held = [sum(p.numel() for p in {module._parameters[name] for module, name in
             wrap._places.values()}) for wrap in wraps]  # fmt: skip
@@ -647,7 +565,7 @@ def test_units_are_what_auto_wrap_wraps(build):
 
 SHAPES = [(3, 4), (8,), (), (2, 3, 5), (1, 9), (6, 1, 2, 2)]
 KINDS = {
-    **{kind.__name__: (kind, {}) for kind in ELEMENTWISE},
+    **{kind.__name__: (kind, {}) for kind in KNOWN if KNOWN[kind].elementwise},
     "Adafactor": (torch.optim.Adafactor, {}),
     "momentum": (torch.optim.SGD, {"momentum": 0.9}),
     "amsgrad": (torch.optim.Adam, {"amsgrad": True, "capturable": True}),
@@ -666,18 +584,21 @@ def test_state_is_as_large_as_that_of_the_real_parameter(name, dtype):
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    states = OptimizerStateSizes(kind, options)
+    states = StateSizes(kind, options)
     for param in params:
         real = sum(t.nbytes for t in optimizer.state[param].values() if torch.is_tensor(t))
         assert states.bytes(param.shape, dtype, options) == real, tuple(param.shape)
-        if kind in ELEMENTWISE:
+        if KNOWN[kind].elementwise:
             fixed, each = states.by_element(dtype, options)
             assert fixed + each * prod(param.shape) == real
 
 
 def test_an_optimizer_may_be_given_in_many_ways():
     model = Model()
-    adam = functools.partial(torch.optim.AdamW, lr=1e-2, amsgrad=True)
+
+    def adam(params):
+        return torch.optim.AdamW(params, lr=1e-2, amsgrad=True)
+
     made = adam(model.parameters())
     rows = mh.plan(model, "AdamW", 4, lr=1e-2, amsgrad=True).rows
 
@@ -685,7 +606,6 @@ def test_an_optimizer_may_be_given_in_many_ways():
         return [(row.total, row.sent, row.collectives) for row in plan.rows]
 
     for way in (
-        adam,
         made,
         [made],
         mh.AdaScale(adam(model.parameters())),
@@ -712,7 +632,7 @@ def test_several_optimizers_are_laid_out_each_by_its_own():
     assert found.optimizer == "Muon and AdamW"
     assert found.rows[0].optimizer == 4 * 2 * 64 * 32 + 2 * (8 * (64 + 32) // 2 + 4)
     assert found.rows[2].optimizer == 4 * 64 * 32 + 8 * 48 + 2 * 4
-    assert "AdamW updates each element" in found.layout and "Muon needs whole" in found.layout
+    assert "AdamW updates each element" in str(found) and "Muon needs whole" in str(found)
 
 
 # -- models ------------------------------------------------------------------------------------
@@ -750,7 +670,7 @@ def test_types_may_be_mixed():
     model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100, dtype=torch.bfloat16))
     row = mh.plan(model, workers=1).rows[0]
     assert (row.gradients, row.optimizer) == (60_600, 121_200 + 4 * 4)
-    row = mh.plan(model, workers=2, bucket_size=64).rows[2]
+    row = mh.plan(model, workers=2).rows[2]
     assert row.gradients == pytest.approx(30_300, rel=0.02)
 
 
@@ -778,7 +698,7 @@ def test_a_huge_model_on_many_workers_takes_seconds():
 
 
 def test_activations_of_one_layer_are_its_input():
-    assert forward_costs(nn.Linear(4, 8), torch.empty(2, 4, device="meta")).saved_bytes == 2 * 4 * 4
+    assert activation_bytes(nn.Linear(4, 8), torch.empty(2, 4, device="meta")) == 2 * 4 * 4
 
 
 def really_saved(model, *inputs):
@@ -802,12 +722,12 @@ def transformer():
 def test_activations_without_memory_are_those_of_a_real_run(build, input):
     model = build()
     before = [t.clone() for t in model.state_dict().values()]
-    measured = forward_costs(model, input).saved_bytes
+    measured = activation_bytes(model, input)
     for now, then in zip(model.state_dict().values(), before, strict=True):
         torch.testing.assert_close(now, then, rtol=0, atol=0)  # not even BatchNorm's averages
     assert measured == really_saved(model, input)
     with torch.device("meta"):
-        assert forward_costs(build(), input.to("meta")).saved_bytes == measured
+        assert activation_bytes(build(), input.to("meta")) == measured
     found = mh.plan(build, input=(input,))
     assert {row.activations for row in found.rows} == {measured}
     assert [row.total - measured for row in found.rows] == [r.total for r in mh.plan(build).rows]
@@ -823,10 +743,10 @@ def test_checkpointing_and_autocast_are_heard():
             return torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False)
 
     x = torch.empty(16, 8, requires_grad=True)
-    assert forward_costs(Checkpointed(), {"x": x}).saved_bytes == 16 * 8 * 4
-    full = forward_costs(Checkpointed().body, x).saved_bytes
+    assert activation_bytes(Checkpointed(), {"x": x}) == 16 * 8 * 4
+    full = activation_bytes(Checkpointed().body, x)
     with torch.autocast("cpu", torch.bfloat16):
-        assert forward_costs(Checkpointed().body, x).saved_bytes < full
+        assert activation_bytes(Checkpointed().body, x) < full
 
 
 # -- what is chosen ----------------------------------------------------------------------------
@@ -834,36 +754,21 @@ def test_checkpointing_and_autocast_are_heard():
 
 def test_the_cheapest_is_the_simplest_that_fits():
     names = []
-    totals = [row.total for row in mh.plan(transformer, workers=4, bucket_size=4096).rows]
+    totals = [row.total for row in mh.plan(deep, workers=4).rows]
     for memory in (totals[0], totals[0] - 1, totals[2], totals[2] - 1, totals[3] - 1):
-        best = mh.plan(transformer, workers=4, bucket_size=4096, memory=memory).cheapest
+        best = mh.plan(deep, workers=4, memory=memory).cheapest
         names.append(best and best.name)
     assert names == ["DDP", "OSS + ShardedDataParallel", "OSS + ShardedDataParallel", FULLY, None]
-    assert mh.plan(transformer).cheapest.name == "DDP"
+    assert mh.plan(deep).cheapest.name == "DDP"
 
 
-def test_where_nothing_fits_it_says_what_is_missing_and_what_would_do():
-    room = mh.plan(deep, workers=8).rows[3].total * 0.8
-    found = mh.plan(deep, workers=2, memory=room)
-    assert found.cheapest is None and found.enough > 8
-    assert "Nothing fits" in str(found) and f"would fit on {found.enough} workers" in str(found)
-    assert mh.plan(deep, workers=found.enough, memory=room).cheapest.name == FULLY
-    assert mh.plan(deep, workers=found.enough - 1, memory=room).cheapest is None
-    found = mh.plan(deep, workers=2, memory=room / 100)
-    assert found.enough is None and "no number of workers" in found.verdict
-
-
-def test_where_fully_sharded_cannot_be_taken_the_next_most_sharded_is_what_would_fit():
-    def build():
-        return nn.Sequential(deep(), Scale())
-
-    room = mh.plan(build).rows[2].parameters * 1.3
-    found = mh.plan(build, workers=2, memory=room, bucket_size=2**12)
-    assert found.cheapest is None and found.enough > 2
-    again = mh.plan(build, workers=found.enough, memory=room, bucket_size=2**12)
-    assert again.cheapest.name == "OSS + ShardedDataParallel"
-    found = mh.plan(build, workers=2, memory=room / 2)
-    assert found.enough is None and "no number of workers" in found.verdict
+def test_where_nothing_fits_it_says_what_is_missing():
+    room = mh.plan(deep, workers=8).rows[3].total - 2**20
+    found = mh.plan(deep, workers=8, memory=room)
+    assert found.cheapest is None
+    assert f"Nothing fits. {FULLY} is 1.00 MiB over" in str(found)
+    found = mh.plan(lambda: nn.Sequential(deep(), Scale()), workers=2, memory=room)
+    assert "Nothing fits. OSS + ShardedDataParallel is " in found.verdict
 
 
 class Scale(nn.Module):
@@ -904,7 +809,7 @@ def test_what_fully_sharded_cannot_train_is_not_chosen(build, optimizer, said):
     assert mh.plan(build, optimizer, workers=1).rows[3].available
 
 
-def test_the_lines_to_paste_for_fully_sharded_run():
+def test_the_lines_to_paste_run():
     def build():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20), nn.Linear(20, 4))
@@ -917,103 +822,23 @@ def test_the_lines_to_paste_for_fully_sharded_run():
         groups = [{"params": matrices, "lr": 0.02}, {"params": rest, "weight_decay": 0.5}]
         return torch.optim.AdamW(groups, betas=(0.5, 0.9))
 
-    def pasted(code, several):
-        torch.manual_seed(0)
-        model = build()
-        names = {"torch": torch, "mh": mh, "lr": 1e-3, "model": model}
-        names["optimizers" if several else "optimizer"] = made(model, several)
-        if code:
-            exec(code, names)
+    def trained(code, several):
+        model, optimizer = pasted(code, model := build(), made(model, several))
         for _ in range(2):
-            names["model"](torch.linspace(-1, 1, 60).view(3, 20)).square().sum().backward()
-            for one in names["optimizers"] if several else [names["optimizer"]]:
+            model(torch.linspace(-1, 1, 60).view(3, 20)).square().sum().backward()
+            for one in optimizer if several else [optimizer]:
                 one.step()
                 one.zero_grad()
-        return list(names["model"].state_dict().values())
+        return list(model.state_dict().values())
 
     for several in (False, True):
-        (row,) = mh.plan(model := build(), made(model, several), 2).rows[3:]
-        alone = run_ranks(1, pasted, "", several)[0]
-        for rank in run_ranks(2, pasted, row.code, several):
-            for a, b in zip(rank, alone, strict=True):
-                torch.testing.assert_close(a, b)
-    (row,) = mh.plan(build, "sgd", 2, momentum=0.9).rows[3:]
-    assert "optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)" in row.code
-    run_ranks(2, pasted, row.code, False)
-
-
-def test_the_lines_to_paste_run():
-    def pasted(code, several):
-        model, lr = Model(), 1e-3
-        matrices = [p for p in model.parameters() if p.dim() == 2]
-        rest = [p for p in model.parameters() if p.dim() != 2]
-        optimizers = [torch.optim.Muon(matrices, ns_steps=1), torch.optim.AdamW(rest)]
-        optimizer = torch.optim.AdamW(model.parameters())
-        names = {**locals(), "torch": torch, "mh": mh}
-        exec(code, names)
-        names["model"](torch.randn(INPUT)).sum().backward()
-        for one in names["optimizers"] if several else [names["optimizer"]]:
-            one.step()
-        return [p.detach() for p in model.parameters()]
-
-    model = Model()
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    rest = [p for p in model.parameters() if p.dim() != 2]
-    several = [torch.optim.Muon(matrices), torch.optim.AdamW(rest)]
-    codes = [
-        (row.code, optimizer is several)
-        for optimizer in ("sgd", torch.optim.AdamW(model.parameters()), several)
-        for row in mh.plan(model, optimizer, 2, bucket_size=10_000, codec="int8").rows[:3]
-    ]
-    one, other = run_ranks(2, lambda: [pasted(*code) for code in codes])
-    assert len(codes) == 9
-    for a, b in zip(itertools.chain(*one), itertools.chain(*other), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
-# -- over a line -------------------------------------------------------------------------------
-
-
-def test_what_a_step_takes_on_a_line_is_its_bytes_over_the_rate():
-    found = mh.plan(Model, workers=4, line="8kbit")  # a kilobyte a second
-    lines = {cells[0]: cells[1:] for cells in found.cells}
-    expected = [_line.format_seconds(row.sent / 1000) for row in found.rows]
-    assert lines["on 8 kbit/s"] == expected
-    assert mh.plan(Model, workers=4).advice == []
-
-
-@pytest.mark.parametrize(
-    ("times", "way"),
-    [(0.9, "mh.AdaScale"), (1.1, "mh.Ramp"), (31.0, "mh.Ramp"), (33.0, "mh.DiLoCo")],
-)
-def test_the_way_depends_on_how_many_passes_the_line_takes(times, way):
-    sent = mh.plan(Model, workers=4).rows[0].sent
-    found = mh.plan(Model, workers=4, line=8e6, pass_seconds=sent / 1e6 / times)
-    on_line, use, where = found.advice
-    assert on_line.startswith("Over a line of 8 Mbit/s, DDP needs at least")
-    assert use.startswith(f"That is {times:.2g} times a pass of") and way in use
-    assert sum(name in use for name in ("AdaScale", "Ramp", "DiLoCo")) == 1
-    assert (ROOT / where.rpartition(" ")[2]).exists()  # the page that it names
-    assert "\n".join(found.advice) in str(found)
-
-
-def test_without_the_time_of_a_pass_it_says_where_each_way_begins():
-    sent = mh.plan(Model, workers=4).rows[0].sent
-    on_line, small, ramp, blocks, _ = mh.plan(Model, workers=4, line=sent / 4).advice  # 32 s
-    assert "at least 32 s" in on_line
-    assert "more than 32 s" in small and "AdaScale" in small
-    assert "more than 1.0 s" in ramp and "Ramp" in ramp
-    assert "need 320 ms of the line a step" in blocks and "every=100" in blocks
-
-
-def test_the_advice_is_about_the_way_that_fits_and_one_worker_needs_none():
-    plenty = mh.plan(even, workers=4, line="1Gbit")
-    tight = mh.plan(even, workers=4, line="1Gbit", memory=plenty.rows[3].total)
-    assert "DDP needs" in plenty.advice[0]
-    assert tight.cheapest.name == "FullyShardedDataParallel"
-    assert "FullyShardedDataParallel needs" in tight.advice[0]
-    (alone,) = mh.plan(Model, workers=1, line="1Gbit").advice
-    assert alone == "One worker sends nothing over a line of 1 Gbit/s."
+        rows = mh.plan(model := build(), made(model, several), 2).rows
+        alone = run_ranks(1, trained, "", several)[0]
+        for row in rows:
+            for rank in run_ranks(2, trained, row.code, several):
+                for a, b in zip(rank, alone, strict=True):
+                    torch.testing.assert_close(a, b)
+    assert rows[2].code == "model, optimizers = mh.shard(model, optimizers, level=2)"
 
 
 # -- sizes and mistakes ------------------------------------------------------------------------
@@ -1039,39 +864,24 @@ def test_sizes_are_written_with_three_digits(size):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"workers": 0}, ValueError, "at least 1, got 0"),
-        ({"backend": "mpi"}, ValueError, "nccl, gloo, got 'mpi'"),
-        ({"memory": "24 gigs"}, ValueError, "such as"),
-        ({"memory": -1}, ValueError, "positive"),
-        ({"bucket_size": 0}, ValueError, "at least 1 element"),
-        ({"line": "50MB"}, ValueError, "in bits a second, such as .*, got '50MB'. A byte has 8"),
-        ({"line": "50 MBps"}, ValueError, "in bits a second"),
-        ({"line": "fast"}, ValueError, "in bits a second"),
-        ({"line": "0Mbit"}, ValueError, "more than 0 bits a second, got 0.0"),
-        ({"line": float("inf")}, ValueError, "more than 0 bits a second"),
-        ({"line": True}, TypeError, "bits a second, or a text"),
-        ({"line": "1Gbit", "pass_seconds": 0.0}, ValueError, "above 0, got 0.0"),
-        ({"line": "1Gbit", "pass_seconds": "1s"}, TypeError, "a number of seconds, got '1s'"),
-        ({"pass_seconds": 1.0}, ValueError, "give line as well"),
-        ({"speed": "1TFLOP/s"}, ValueError, "give input as well"),
-        ({"speed": "fast", "input": torch.empty(INPUT)}, ValueError, "operations a second, such"),
-        ({"speed": 0, "input": torch.empty(INPUT)}, ValueError, "more than 0 operations"),
-        ({"speed": True, "input": torch.empty(INPUT)}, TypeError, "operations a second, or"),
-        ({"dtype": "bfloat16"}, TypeError, "dtype must be a torch.dtype"),
-        ({"autocast": torch.int64}, TypeError, "autocast must be a torch.dtype"),
-        ({"rule": "AdaScala"}, ValueError, "rule must be one of AdaScale, AdamScale"),
-        ({"rule": "AdamScale", "optimizer": "sgd"}, ValueError, "Plan AdaScale for SGD"),
-        ({"blocks": "Diloko"}, ValueError, "blocks must be one of DiLoCo"),
-        ({"model": 3}, TypeError, "torch.nn.Module or a function"),
-        ({"model": lambda: 3}, TypeError, "must return a torch.nn.Module, got int"),
-        ({"model": lambda: nn.ReLU()}, ValueError, "no parameter"),
-        ({"model": lambda: nn.LazyLinear(3)}, ValueError, "no shape yet"),
-        ({"optimizer": "adamm"}, ValueError, "Did you mean 'adam'"),
-        ({"optimizer": 3}, TypeError, "a name such as"),
-        ({"momentum": 0.9}, TypeError, "AdamW has no option momentum; it has lr, betas"),
-        ({"optimizer": "muon"}, ValueError, "give plan.. a list of them"),
+        ({"workers": 0}, ValueError, "workers must be a whole number of at least 1, got 0"),
+        ({"backend": "mpi"}, ValueError, "one of 'nccl', 'gloo', got 'mpi'"),
+        ({"memory": "24 gigs"}, ValueError, 'such as "24GiB"'),
+        ({"memory": -1}, ValueError, "above 0, got -1"),
+        ({"network": "50MB"}, ValueError, "got '50MB'.*such as \"50Mbit\""),
+        ({"network": "50 MBps"}, ValueError, "Give bits per second"),
+        ({"network": "0Mbit"}, ValueError, "above 0, got 0.0"),
+        ({"network": True}, ValueError, "network must be"),
+        ({"network": "1Gbit", "pass_seconds": -1}, ValueError, "at least 0, got -1"),
+        ({"network": "1Gbit", "latency": "1s"}, ValueError, "latency must be a finite number"),
+        ({"rule": "AdaScala"}, ValueError, "rule must be one of 'AdaScale', 'AdamScale'"),
+        ({"model": 3}, TypeError, "torch.nn.Module, or a function"),
+        ({"model": lambda: 3}, TypeError, "a function of one, got 3"),
+        ({"optimizer": "adamm"}, ValueError, "one of 'adadelta', .*'adam', .*got 'adamm'"),
+        ({"optimizer": 3}, TypeError, "a name, a class or"),
+        ({"momentum": 0.9}, ValueError, "unexpected keyword argument 'momentum'"),
+        ({"optimizer": "muon"}, ValueError, "a list of optimizers if this one is for some"),
         ({"optimizer": "lbfgs"}, ValueError, "cannot be divided"),
-        ({"input": (8, 3)}, TypeError, "input must be a tensor"),
         ({"input": torch.empty(3, 3)}, ValueError, "forward pass could not be run"),
     ],
 )
@@ -1085,17 +895,12 @@ def test_an_optimizer_of_other_parameters_is_named():
     model = nn.Linear(3, 3)
     with pytest.raises(ValueError, match=r"2 parameter\(s\) that are not in the model"):
         mh.plan(model, torch.optim.SGD(nn.Linear(3, 3).parameters()))
-    with pytest.raises(
-        ValueError, match=r"1 parameter\(s\) of the model are in no optimizer: bias"
-    ):
+    with pytest.raises(ValueError, match="must be in one optimizer: look at bias"):
         mh.plan(model, torch.optim.SGD([model.weight]))
-    with pytest.raises(TypeError, match="already has its options"):
-        mh.plan(model, torch.optim.SGD(model.parameters()), momentum=0.9)
 
 
 def test_examples_of_sizes_run():
-    assert doctest.testmod(_table).failed == 0
-    assert doctest.testmod(_line).failed == 0
+    assert doctest.testmod(arguments).failed == 0
 
 
 def test_the_page_shows_what_is_printed(tmp_path, capsys):
@@ -1103,5 +908,5 @@ def test_the_page_shows_what_is_printed(tmp_path, capsys):
     run_page(page, tmp_path)
     texts = [block.code for block in blocks(page) if block.language == "text"]
     printed = capsys.readouterr().out
-    assert len(texts) == 2
+    assert texts
     assert all(text.strip() in printed for text in texts)

@@ -17,7 +17,7 @@ from manyhands.ramp._decision import (
     efficiency,
     goodput,
 )
-from manyhands.ramp._step_times import StepTimes
+from manyhands.ramp._observed import StepTimes
 from manyhands.scaling._noise import gain
 
 pytestmark = pytest.mark.quick

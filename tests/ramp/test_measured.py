@@ -5,8 +5,15 @@ import random
 import pytest
 
 from manyhands.ramp._decision import Noise, StepTime
-from manyhands.ramp._evidence import ERROR, MEMORIES, Evidence, memory_for
-from manyhands.ramp._step_times import WINDOW, SlowestRank, StepTimes
+from manyhands.ramp._observed import (
+    ERROR,
+    MEMORIES,
+    WINDOW,
+    Evidence,
+    SlowestRank,
+    StepTimes,
+    memory_for,
+)
 
 pytestmark = pytest.mark.quick
 

@@ -99,11 +99,8 @@ def test_mistakes_are_errors_that_say_what_to_do():
         mh.largest_micro_batch(model, loss, EXAMPLE, most=16)
     with pytest.raises(ValueError, match=r"not even the example's 2 sample.s. fit.*mh.plan"):
         mh.largest_micro_batch(model, Memory(0), EXAMPLE, most=16, memory="1 GiB")
-    with pytest.raises(ValueError, match="at least the example's 2 samples, got 0"):
+    with pytest.raises(ValueError, match="at least 2, got 0"):
         mh.largest_micro_batch(model, loss, EXAMPLE, most=0, memory="1 GiB")
-    for example in ((), torch.ones(()), torch.ones(0, 8), (torch.ones(2), torch.ones(3))):
-        with pytest.raises(ValueError, match="batch must be an example from the loader"):
-            mh.largest_micro_batch(model, loss, example, most=16, memory="1 GiB")
 
 
 def test_a_wrapped_model_is_refused():

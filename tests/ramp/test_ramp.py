@@ -1,7 +1,7 @@
 """A ramp in real runs: the batch it chooses, the data it hands out, the same on all ranks."""
 
 import contextlib
-from dataclasses import dataclass
+import itertools
 
 import pytest
 import torch
@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import manyhands as mh
 from helpers.ranks import run_ranks
+from manyhands import adaptdl
 from manyhands.blocks import _optimizer
-from manyhands.ramp import _step_times
-from manyhands.ramp._decision import Decision, Noise, StepTime, goodput
+from manyhands.ramp import _observed
+from manyhands.ramp._decision import Noise, StepTime, goodput
 
 
 class Clock:
@@ -60,7 +61,7 @@ def train(clock, model, optimizer, ramp, loader, steps=None, after_step=lambda l
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(_step_times.time, "perf_counter", clock.perf_counter)
+    monkeypatch.setattr(_observed.time, "perf_counter", clock.perf_counter)
     return clock
 
 
@@ -150,75 +151,6 @@ def test_fewest_steps_need_no_measurement(clock):
     assert seen[::3] == [1, 2, 4] + [8] * 11
 
 
-def decaying(rule, steps=120, **options):
-    """Train at a rate that is divided by 4 in the middle; return (passes, rate x factor)."""
-    model, loader = quadratic(spread=100.0, batches=8000)
-    optimizer = rule(model)
-    ramp = mh.Ramp(optimizer, 64, goal=None, every=1, **options)
-    seen = []
-
-    def after_step(loss):
-        seen.append((passes[-1], inner.param_groups[0]["lr"] * optimizer.factors[0]))
-        inner.param_groups[0]["lr"] = 1e-6 / (4 if len(seen) >= steps // 2 else 1)
-
-    inner, passes = optimizer.optimizer, []
-    for micro_batches in ramp.over(loader):
-        for target in micro_batches:
-            loss = (model(torch.ones_like(target)) - target).square().mean() / 2
-            (loss / len(micro_batches)).backward()
-        passes.append(len(micro_batches))
-        optimizer.step()
-        optimizer.zero_grad()
-        after_step(loss)
-        if len(seen) == steps:
-            return seen, ramp
-    raise AssertionError("the data ended")
-
-
-def sgd(model):
-    inner = torch.optim.SGD(model.parameters(), lr=1e-6)
-    return mh.AdaScale(inner, num_gradients_to_accumulate=4)
-
-
-def adam(model):
-    inner = torch.optim.Adam(model.parameters(), lr=1e-6)
-    return mh.SqrtScale(inner, num_gradients_to_accumulate=4)
-
-
-@pytest.mark.parametrize(("rule", "held"), [(sgd, 1.0), (adam, 0.5)])
-def test_the_batch_grows_where_the_schedule_divides_the_rate(clock, rule, held):
-    """SGD: the rate stays, as in Smith et al.; Adam: it falls by sqrt(a) only, as in Seesaw."""
-    seen, _ = decaying(rule, decay="batch")
-    (first, rate), (last, rate_at_last) = seen[50], seen[-1]
-    assert (first, last) == (4, 16)
-    # AdaScale's factor is the gain, which is a little below the scale
-    assert rate_at_last / rate == pytest.approx(held, rel=0.15 if rule is sgd else 1e-9)
-    assert decaying(rule)[0][-1][0] == 4  # decay="rate": the batch stays
-
-
-def test_the_rate_falls_by_the_rest_if_the_batch_may_not_grow_so_far(clock):
-    def limited(model):
-        inner = torch.optim.Adam(model.parameters(), lr=1e-6)
-        return mh.SqrtScale(inner, num_gradients_to_accumulate=32)
-
-    seen, _ = decaying(limited, decay="batch")
-    assert [passes for passes, _ in (seen[50], seen[-1])] == [32, 64]
-    assert seen[-1][1] / seen[50][1] == pytest.approx(2**0.5 / 4)
-
-
-def test_a_rate_of_zero_is_the_largest_batch_and_the_decay_is_saved(clock):
-    model, _ = quadratic()
-    ramp = mh.Ramp(sgd(model), 64, goal=None, decay="batch")
-    ramp._decay.see(4, [0.1])
-    ramp._decay.see(4, [0.05])
-    saved = ramp.state_dict()
-    other = mh.Ramp(sgd(model), 64, goal=None, decay="batch")
-    other.load_state_dict(saved)
-    assert other._decay == ramp._decay
-    ramp._decay.see(4, [0.0])
-    assert ramp._decay.hold(Decision(4, "stay", 4), 64).passes == 64
-
-
 def test_training_is_the_plain_loop_with_the_same_numbers_of_passes(clock):
     model, loader = quadratic(spread=8.0)
     optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.01), smoothing=0.99)
@@ -226,7 +158,8 @@ def test_training_is_the_plain_loop_with_the_same_numbers_of_passes(clock):
     assert len(set(seen)) > 4
 
     plain, _ = quadratic()
-    expected = mh.AdaScale(torch.optim.SGD(plain.parameters(), lr=0.01), smoothing=0.99)
+    inner = torch.optim.SGD(plain.parameters(), lr=0.01)
+    expected = mh.AdaScale(inner, smoothing=0.99, measure_every=1)  # a Ramp measures every step
     targets = iter(loader)
     for passes in seen:
         expected.set_num_gradients_to_accumulate(passes, update_smoothing=False)
@@ -272,26 +205,23 @@ def test_a_batch_is_kept_on_another_number_of_workers():
     assert (ramp.passes, ramp.scale) == (24, 24.0)
 
 
-def on_ranks(lengths, wrap=None, fixed=(4.0, 4.0), steps=None, delayed=False, lr=0.01):
+def on_ranks(lengths, wrap=None, fixed=(4.0, 4.0), steps=None, lr=0.01):
     """Train on ranks whose loaders and clocks differ; return the passes of each step."""
     rank = dist.get_rank()
     clock = Clock(fixed=fixed[rank])
-    _step_times.time = clock  # in this forked rank alone
+    _observed.time = clock  # in this forked rank alone
     model, loader = quadratic(rank, batches=lengths[rank], spread=8.0)
     parallel = DistributedDataParallel(model) if wrap is None else wrap(model)
     inner = torch.optim.SGD(parallel.parameters(), lr=lr)
-    optimizer = mh.AdaScale(inner, delayed=delayed)
+    optimizer = mh.AdaScale(inner)
     ramp = mh.Ramp(optimizer, 64, model=parallel if hasattr(parallel, "no_sync") else None)
     seen = train(clock, parallel, optimizer, ramp, loader, steps)
     return seen, ramp.scale, [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-def test_ranks_have_the_same_batches_and_end_together(delayed):
+def test_ranks_have_the_same_batches_and_end_together():
     """One rank has a quarter less data: both end with its last micro-batch."""
-    (seen, scale, params), (other, _, others) = run_ranks(
-        2, on_ranks, (2000, 1500), delayed=delayed
-    )
+    (seen, scale, params), (other, _, others) = run_ranks(2, on_ranks, (2000, 1500))
     assert seen == other and sum(seen) == 1500
     assert scale == 2.0 * seen[-2] or len(set(seen[-12:])) > 1
     torch.testing.assert_close(params, others, rtol=0, atol=0)
@@ -376,7 +306,7 @@ def reduce(bucket, calls):
 def test_under_every_sharding_it_is_the_same_run(way):
     def run():
         clock = Clock()
-        _step_times.time = clock
+        _observed.time = clock
         results = []
         for sharded in (False, True):
             torch.manual_seed(0)
@@ -451,7 +381,7 @@ def test_loss_scaling_and_clipping_at_a_changing_batch(clock, rule):
 def in_blocks():
     rank = dist.get_rank()
     clock = Clock(fixed=(1.0, 30.0)[rank])
-    _step_times.time = clock
+    _observed.time = clock
     model, loader = quadratic(rank, batches=14_000, spread=8.0)  # for 200 steps of any size
     rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-3), world_size=1)
     blocks = mh.LocalSGD(rule, every=10)
@@ -468,7 +398,7 @@ def test_inside_blocks_each_worker_has_its_own_batch():
 
 def in_blocks_with_long_rounds():
     clock = Clock(fixed=0.0)
-    _step_times.time = _optimizer.time = clock
+    _observed.time = _optimizer.time = clock
     model, loader = quadratic(dist.get_rank(), batches=14_000, spread=8.0)
     rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-3), world_size=1)
     blocks = mh.LocalSGD(rule, every=10)
@@ -487,67 +417,6 @@ def in_blocks_with_long_rounds():
 def test_a_sync_round_is_a_cost_of_all_the_steps_before_it():
     for fixed, per_pass in run_ranks(2, in_blocks_with_long_rounds):
         assert fixed == pytest.approx(40.0 / 10, rel=0.15) and per_pass == pytest.approx(1.0, 0.1)
-
-
-@dataclass(frozen=True)
-class Found:
-    largest: int
-
-
-def test_a_probe_bounds_the_batch_until_the_next(clock):
-    model, loader = quadratic(spread=100.0)
-    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
-    answers = [Found(1), Found(2)]
-    scales = []
-
-    def probe():
-        scales.append(optimizer.scale)
-        return answers[len(scales) - 1]
-
-    ramp = mh.Ramp(optimizer, 64, goal="steps", probe=probe, probe_every=10)
-    seen = train(clock, model, optimizer, ramp, loader, steps=29)
-    assert scales == [8.0, 8.0]
-    assert max(seen[:20]) == 8 and seen[-1] == 16
-    other = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
-    again = mh.Ramp(other, 64, goal="steps", probe=probe, probe_every=10)
-    again.load_state_dict(ramp.state_dict())
-    assert again._most == 16
-
-
-def test_a_real_probe_between_steps_changes_nothing_but_the_bound(clock):
-    def begin():
-        model, loader = quadratic(spread=8.0)
-        return model, loader, mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-3))
-
-    def loss(model, target):
-        return (model(torch.ones_like(target)) - target).square().mean() / 2
-
-    results = []
-    for with_probe in (False, True):
-        model, loader, optimizer = begin()
-        batches = [loader[i] for i in range(400)]
-        found = []
-
-        def probe(model=model, optimizer=optimizer, batches=batches, found=found):
-            found.append(
-                mh.probe_batch(
-                    model,
-                    optimizer,
-                    loss,
-                    batches,
-                    scales=(1, 2),
-                    budget=200,
-                    held_out=8,
-                    repeats=2,
-                )
-            )
-            return Found(64)  # a bound that does not bind
-
-        ramp = mh.Ramp(optimizer, 16, probe=probe if with_probe else None, probe_every=15)
-        clock.now = 0.0
-        seen = train(clock, model, optimizer, ramp, loader, steps=25)
-        results.append((seen[:16], len(found)))
-    assert results[0][0] == results[1][0] and results[1][1] == 1
 
 
 def test_micro_batches_of_different_sizes_are_averaged_over_their_tokens(clock):
@@ -582,23 +451,13 @@ def test_mistakes_are_errors_that_say_what_to_do(clock):
         mh.Ramp(optimizer, 2)
     for wrong in (
         {"goal": "money"},
-        {"decay": "fast"},
         {"efficiency": 0.5},
         {"goal": "samples", "efficiency": 0.0},
-        {"every": 0},
-        {"growth": 1.0},
-        {"growth": float("inf")},
-        {"every": 1.5},
-        {"probe_every": 0},
     ):
         with pytest.raises(ValueError, match=list(wrong)[-1]):
             mh.Ramp(optimizer, 64, **wrong)
     with pytest.raises(TypeError, match=r"model=Linear has no no_sync"):
         mh.Ramp(optimizer, 64, model=model)
-    with pytest.raises(TypeError, match=r"takes an AdaptiveDataLoader, got DataLoader.* over\(\)"):
-        mh.Ramp(optimizer, 64, loader=DataLoader([1.0]))
-    with pytest.raises(TypeError, match=r"without arguments, got 100.* probe_every"):
-        mh.Ramp(optimizer, 64, probe=100)
     mh.Ramp(optimizer, 64)
     with pytest.raises(ValueError, match="has a Ramp already"):
         mh.Ramp(optimizer, 64)
@@ -607,7 +466,7 @@ def test_mistakes_are_errors_that_say_what_to_do(clock):
 def test_a_rule_that_cannot_go_so_far_says_so_when_the_ramp_is_made():
     model, _ = quadratic()
     adam = torch.optim.Adam(model.parameters(), betas=(0.9, 0.999))
-    with pytest.raises(ValueError, match="scales 1 - beta with the batch"):
+    with pytest.raises(ValueError, match="the scale must be below 10, got 64"):
         mh.Ramp(mh.SqrtScale(adam, rescale_adam=True), max_scale=64)
 
 
@@ -683,14 +542,14 @@ def test_batch_normalisation_sees_a_growing_micro_batch_only_with_a_warning(give
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if given == "adaptdl's module":
-            loader = mh.AdaptiveDataLoader(data, 4)
+            loader = adaptdl.AdaptiveDataLoader(data, 4)
             loader.autoscale_batch_size(32, local_bsz_bounds=(None, max_local_batch_size))
-            model = mh.AdaptiveDataParallel(model, optimizer)
+            model = adaptdl.AdaptiveDataParallel(model, optimizer)
             for (inputs,) in loader:
                 model(inputs)
                 break
             return
-        loader = mh.AdaptiveDataLoader(data, 4, max_local_batch_size=max_local_batch_size)
+        loader = adaptdl.AdaptiveDataLoader(data, 4, max_local_batch_size=max_local_batch_size)
         model.no_sync = contextlib.nullcontext  # as a wrapper's
         mh.Ramp(
             mh.AdaScale(optimizer),
@@ -704,17 +563,16 @@ def test_batch_normalisation_sees_a_growing_micro_batch_only_with_a_warning(give
     make(max_local_batch_size=4)
 
 
-@pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize(
     "is_skipped", [lambda i: i <= 30, lambda i: i % 2, lambda i: i > 95, lambda i: True]
 )
-def test_steps_that_the_loop_leaves_out_cost_no_data(clock, is_skipped, delayed):
+def test_steps_that_the_loop_leaves_out_cost_no_data(clock, is_skipped):
     """As where a loss is not finite."""
     model, loader = quadratic(batches=100)
     inner = torch.optim.SGD(model.parameters(), lr=1e-6)
-    optimizer = mh.AdaScale(inner, delayed=delayed)
+    optimizer = mh.AdaScale(inner)
     seen = 0
-    for step, micro_batches in enumerate(mh.Ramp(optimizer, 8, goal=None).over(loader)):
+    for step, micro_batches in enumerate(mh.Ramp(optimizer, 1).over(loader)):
         for target in micro_batches:
             (model(torch.ones_like(target)) - target).square().mean().backward()
         if not is_skipped(step):
@@ -724,33 +582,16 @@ def test_steps_that_the_loop_leaves_out_cost_no_data(clock, is_skipped, delayed)
     assert seen == 100
 
 
-def test_a_probe_runs_once_where_the_data_begins_anew(clock):
-    model, loader = quadratic(batches=5)
+@pytest.mark.parametrize(("spread", "looks"), [(0.0, {3}), (1.0, {3, 9}), (6.0, {9})])
+def test_one_worker_with_one_pass_takes_a_second_one_until_the_noise_is_known(spread, looks):
+    """A single gradient says nothing. The more noise there is, the longer a look takes."""
+    model, loader = quadratic(spread=spread)
     optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
-    probed = []
-
-    def probe():
-        probed.append(ramp._steps)
-        return Found(1)
-
-    ramp = mh.Ramp(optimizer, 4, goal=None, probe=probe, probe_every=5)
-    for _ in range(3):
-        train(clock, model, optimizer, ramp, loader)
-    assert probed == [5, 10]
-
-
-def test_after_a_warm_restart_the_batch_is_small_again(clock):
-    model, loader = quadratic()
-    inner = torch.optim.SGD(model.parameters(), lr=1e-6)
-    optimizer = mh.AdaScale(inner)
-    ramp = mh.Ramp(optimizer, 32, goal=None, decay="batch")
-    rates = iter(([1e-6] * 6 + [0.25e-6] * 6) * 3)
-
-    def after_step(loss):
-        inner.param_groups[0]["lr"] = next(rates)
-
-    seen = train(clock, model, optimizer, ramp, loader, steps=36, after_step=after_step)
-    assert [seen[i] for i in (5, 11, 17, 23, 29, 35)] == [1, 4, 1, 4, 1, 4]
+    ramp = mh.Ramp(optimizer, 64, goal="samples")
+    seen = train(Clock(), model, optimizer, ramp, loader, steps=300 if spread < 6.0 else 100)
+    lengths = [(passes, len(list(steps))) for passes, steps in itertools.groupby(seen)]
+    assert {steps for passes, steps in lengths[1:3] + lengths[3:-1] if passes == 2} == looks
+    assert {steps for passes, steps in lengths[2:-1] if passes == 1} == {63}  # and looks again
 
 
 class Stream(IterableDataset):

@@ -144,17 +144,17 @@ def test_numpy_numbers_are_recorded(tmp_path):
 @pytest.mark.parametrize(
     ("value", "named"),
     [
-        ("low", "'low' of type str"),
-        (None, "None of type NoneType"),
-        ([0.5], r"\[0.5\] of type list"),
-        (1j, "1j of type complex"),
-        (torch.zeros(2, 3), r"Tensor of torch.float32 and shape \[2, 3\]"),
-        (torch.tensor(1j), "Tensor of torch.complex64"),
+        ("low", "'low'"),
+        (None, "None"),
+        ([0.5], r"\[0.5\]"),
+        (1j, "1j"),
+        (torch.zeros(2, 3), "tensor"),
+        (torch.tensor(1j), "tensor"),
     ],
 )
 def test_what_is_not_a_number_is_refused_by_name(tmp_path, value, named):
     record = Record(tmp_path / "a.jsonl")
-    with pytest.raises(TypeError, match=f"got loss=.*{named}"):
+    with pytest.raises(TypeError, match=f"got loss={named}"):
         record.step(loss=value)
     record.close()
     assert read_record(tmp_path / "a.jsonl").lines == []
@@ -163,13 +163,13 @@ def test_what_is_not_a_number_is_refused_by_name(tmp_path, value, named):
 @pytest.mark.parametrize("key", ["step", "time", "manyhands", "gain"])
 def test_a_reserved_key_is_refused(tmp_path, key):
     record = Record(tmp_path / "a.jsonl", Optimizer())
-    with pytest.raises(ValueError, match=f"got a value for '{key}', which is already a key"):
+    with pytest.raises(ValueError, match=f"got '{key}', a key of the record"):
         record.step(**{key: 0.5})
     record.close()
 
 
 def test_two_sources_with_one_key_are_refused_before_the_file_is_made(tmp_path):
-    with pytest.raises(ValueError, match="a value for 'step': Optimizer and Optimizer"):
+    with pytest.raises(ValueError, match="the key 'step': Optimizer and Optimizer"):
         Record(tmp_path / "a.jsonl", Optimizer(), Optimizer())
     assert not (tmp_path / "a.jsonl").exists()
 
@@ -204,15 +204,15 @@ def test_a_snapshot_with_a_tensor_is_refused(tmp_path):
             return {"drift": torch.zeros(2)}
 
     record = Record(tmp_path / "a.jsonl", Source())
-    with pytest.raises(TypeError, match=r"plain Python values .*Tensor"):
+    with pytest.raises(TypeError, match="Tensor is not JSON serializable"):
         record.step()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every": 0}, "every must be at least 1, got 0"),
-        ({"rank": 1}, "must be from 0 to 0, got 1"),
+        ({"every": 0}, "every must be a whole number of at least 1, got 0"),
+        ({"rank": 1}, "rank must be one of 0, got 1"),
         ({"mode": "append"}, "got 'append'"),
     ],
 )
@@ -288,9 +288,7 @@ def test_a_run_of_weights_and_biases_gets_all_numbers_of_a_step_at_once(tmp_path
 
 
 def test_a_writer_without_a_method_is_refused(tmp_path):
-    with pytest.raises(
-        TypeError, match=r"add_scalar.* or log\(dict, step=step\).* list has neither"
-    ):
+    with pytest.raises(TypeError, match=r"add_scalar or log, and \[\] has none"):
         Record(tmp_path / "a.jsonl", writer=[])
 
 
@@ -309,7 +307,7 @@ def test_options_for_readers_are_in_the_header(tmp_path):
 @pytest.mark.parametrize("option", ["batch_size", "until"])
 @pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, True, "8"])
 def test_options_for_readers_are_above_0(tmp_path, option, value):
-    with pytest.raises(ValueError, match=f"{option} must be a number above 0, got"):
+    with pytest.raises(ValueError, match=f"{option} must be a finite number above 0, got"):
         Record(tmp_path / "a.jsonl", **{option: value})
     assert not (tmp_path / "a.jsonl").exists()
 

@@ -19,6 +19,7 @@ from helpers.scaling_oracle import (
     make_model,
     two_groups,
 )
+from manyhands import adaptdl
 
 
 def train(kind, inner, passes, call, scale=None):
@@ -28,7 +29,7 @@ def train(kind, inner, passes, call, scale=None):
     model = make_model(torch.float64)
     optimizer = OPTIMIZERS[inner](two_groups(model))
     rule = getattr(mh, kind)(**({"smoothing": 0.9}))
-    adp = mh.AdaptiveDataParallel(model, optimizer, rule, scale=scale)
+    adp = adaptdl.AdaptiveDataParallel(model, optimizer, rule, scale=scale)
     schedule = ExponentialLR(optimizer, 1.0)
     workers = dist.get_world_size() if ranked else 1
     x, y = make_batches(len(passes), workers * max(passes), dtype=torch.float64)
@@ -88,7 +89,7 @@ def test_several_synchronised_passes_accumulate_as_well():
     model = make_model(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rule = mh.AdaScale()
-    adp = mh.AdaptiveDataParallel(model, optimizer, rule)
+    adp = adaptdl.AdaptiveDataParallel(model, optimizer, rule)
     x, y = make_batches(1, 3, dtype=torch.float64)
     mean = None
     for a in range(3):
@@ -111,13 +112,13 @@ def test_the_default_rule_goes_by_the_optimizer():
         (torch.optim.RMSprop, mh.AdamScale),
     ):
         model = make_model()
-        adp = mh.AdaptiveDataParallel(model, inner(model.parameters(), lr=0.1))
+        adp = adaptdl.AdaptiveDataParallel(model, inner(model.parameters(), lr=0.1))
         assert type(adp.scaling_rule) is kind
 
 
 def test_names_buffers_and_attributes_are_data_parallels():
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    adp = mh.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    adp = adaptdl.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert set(adp.state_dict()) == {f"module.{name}" for name in model.state_dict()}
     assert adp.module is model
     assert not adp.eval().module.training
@@ -126,7 +127,7 @@ def test_names_buffers_and_attributes_are_data_parallels():
 def test_legw_works_the_baselines_batch_size_out_of_the_first_input():
     model = make_model()
     rule = mh.LEGWScale(2, 100)
-    adp = mh.AdaptiveDataParallel(
+    adp = adaptdl.AdaptiveDataParallel(
         model, torch.optim.SGD(model.parameters(), lr=0.1), rule, scale=8.0
     )
     assert "batch_size=from the first input" in repr(rule)
@@ -139,14 +140,14 @@ def test_legw_works_the_baselines_batch_size_out_of_the_first_input():
     assert "batch_size=3" in repr(rule)
     given = mh.LEGWScale(2, 100, batch_size=7)
     other = make_model()
-    mh.AdaptiveDataParallel(other, torch.optim.SGD(other.parameters(), lr=0.1), given)
+    adaptdl.AdaptiveDataParallel(other, torch.optim.SGD(other.parameters(), lr=0.1), given)
     assert given.batch_size == 7
 
 
 def test_the_statistics_have_adaptdls_names():
     model = make_model()
     rule = mh.AdaScale()
-    adp = mh.AdaptiveDataParallel(model, torch.optim.SGD(two_groups(model), lr=0.1), rule)
+    adp = adaptdl.AdaptiveDataParallel(model, torch.optim.SGD(two_groups(model), lr=0.1), rule)
     adp.gns.set_accum_scale(2.0)
     x, y = make_batches(1, 2)
     with adp.no_sync():
@@ -191,7 +192,7 @@ def test_a_scheduler_may_be_the_third_argument_as_in_adaptdl():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = ExponentialLR(optimizer, 0.9)
-    adp = mh.AdaptiveDataParallel(model, optimizer, schedule)
+    adp = adaptdl.AdaptiveDataParallel(model, optimizer, schedule)
     assert adp.lr_scheduler is schedule
     assert type(adp.scaling_rule) is mh.AdaScale
 
@@ -199,7 +200,7 @@ def test_a_scheduler_may_be_the_third_argument_as_in_adaptdl():
 def test_a_copy_of_model_and_optimizer_goes_its_own_way():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    adp = mh.AdaptiveDataParallel(model, optimizer)
+    adp = adaptdl.AdaptiveDataParallel(model, optimizer)
     twin = copy.deepcopy(adp)
     assert twin.scaling_rule.adp is twin
     x, y = make_batches(1, 2)
@@ -222,7 +223,7 @@ def test_zero_grad_and_unhook():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = optimizer.step
     rule = mh.AdaScale()
-    adp = mh.AdaptiveDataParallel(model, optimizer, rule)
+    adp = adaptdl.AdaptiveDataParallel(model, optimizer, rule)
     x, y = make_batches(1, 1)
     loss_of(adp, x[0, 0], y[0, 0]).backward()
     adp.zero_grad(set_to_none=False)
@@ -241,19 +242,19 @@ def test_zero_grad_and_unhook():
 def test_arguments_that_are_mixed_up():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match="third argument is the scaling rule, got str"):
-        mh.AdaptiveDataParallel(model, optimizer, "AdaScale")
-    with pytest.raises(TypeError, match="the same argument"):
-        mh.AdaptiveDataParallel(model, optimizer, mh.AdaScale(), scaling_rule=mh.AdaScale())
+    with pytest.raises(TypeError, match="expected a scaling rule, got str"):
+        adaptdl.AdaptiveDataParallel(model, optimizer, "AdaScale")
+    with pytest.raises(TypeError, match="two arguments are a rule"):
+        adaptdl.AdaptiveDataParallel(model, optimizer, mh.AdaScale(), scaling_rule=mh.AdaScale())
 
 
-def train_legw(first_sizes, later_sizes, load=None, delayed=False, **options):
+def train_legw(first_sizes, later_sizes, load=None, **options):
     """Steps of LEGWScale on batches of a size of each rank's own."""
     ranked = dist.is_initialized()
     rank = dist.get_rank() if ranked else 0
     model = make_model(torch.float64)
-    rule = mh.LEGWScale(2, 24, delayed=delayed, **options)
-    adp = mh.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), rule)
+    rule = mh.LEGWScale(2, 24, **options)
+    adp = adaptdl.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), rule)
     if load is not None:
         rule.load_state_dict(load)
     seen = []
@@ -267,10 +268,9 @@ def train_legw(first_sizes, later_sizes, load=None, delayed=False, **options):
     return {"seen": seen, "weights": weights, "state": rule.state_dict()}
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-def test_legw_decides_the_baselines_batch_once_and_ranks_agree_on_it(delayed):
+def test_legw_decides_the_baselines_batch_once_and_ranks_agree_on_it():
     """15 samples on two ranks are two small batches of 7.5, also after a partial batch."""
-    one, other = run_ranks(2, train_legw, [8, 7], [[8, 7], [3, 1], [8, 8]], delayed=delayed)
+    one, other = run_ranks(2, train_legw, [8, 7], [[8, 7], [3, 1], [8, 8]])
     assert [size for size, _ in one["seen"]] == [7.5] * 4
     assert one["seen"] == other["seen"]
     assert torch.equal(one["weights"], other["weights"])
@@ -288,7 +288,7 @@ def test_legw_continues_with_the_saved_baseline_batch(tmp_path):
 def repr_after_loading(state):
     model = make_model(torch.float64)
     rule = mh.LEGWScale(2, 24)
-    mh.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), rule)
+    adaptdl.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), rule)
     assert "from the first input" in repr(rule)
     rule.load_state_dict(state)
     return repr(rule)
@@ -297,7 +297,7 @@ def repr_after_loading(state):
 def test_legw_before_its_batch_is_known():
     for unbound in (mh.LEGWScale(2, 24), mh.LEGWScale(2, 24, batch_size=None)):
         for ask in (lambda rule: rule.batch_size, lambda rule: rule.scale_lr(4.0)):
-            with pytest.raises(RuntimeError, match=r"(?s)not known yet.*batch_size="):
+            with pytest.raises(RuntimeError, match="not known before the first step"):
                 ask(unbound)
     assert mh.LEGWScale(2, 24, batch_size=3).scale_lr(4.0) == 0.0
 
@@ -316,7 +316,7 @@ class OfNothing(nn.Module):
 def step_of_no_tensor():
     model = OfNothing()
     rule = mh.LEGWScale(2, 24)
-    adp = mh.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), rule)
+    adp = adaptdl.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), rule)
     x, y = make_batches(1, 1)
     adp([x[0, 0], y[0, 0]]).backward()
     rule.step()
@@ -329,7 +329,7 @@ def test_legw_without_a_tensor_among_the_inputs():
 def adaptive(rule=None, inner=None, **options):
     model = make_model()
     optimizer = inner or torch.optim.SGD(model.parameters(), lr=0.1)
-    return mh.AdaptiveDataParallel(model, optimizer, rule, **options)
+    return adaptdl.AdaptiveDataParallel(model, optimizer, rule, **options)
 
 
 def passes_of(adp, number):
@@ -349,9 +349,7 @@ def test_a_pass_may_be_less_than_a_small_batch_where_the_whole_batch_is_one():
     adp.zero_grad()
     weights = [p.detach().clone() for p in adp.parameters()]
     passes_of(adp, 1)
-    with pytest.raises(
-        ValueError, match=r"at least 1 for AdaScale, got 0\.5 \(1 pass\(es\) of 0\.5"
-    ):
+    with pytest.raises(ValueError, match=r"scale must be a finite number at least 1, got 0\.5"):
         adp.scaling_rule.step()
     assert all(torch.equal(p, q) for p, q in zip(adp.parameters(), weights, strict=True))
     adp.zero_grad()
@@ -364,9 +362,9 @@ def test_a_pass_may_be_less_than_a_small_batch_where_the_whole_batch_is_one():
     )
     declared.set_scale_per_pass(0.5)
     assert declared.scale == 1.0
-    with pytest.raises(ValueError, match=r"got 0\.5 \(2 pass\(es\) of 0\.25"):
+    with pytest.raises(ValueError, match=r"got 0\.5"):
         declared.set_scale_per_pass(0.25)
-    with pytest.raises(ValueError, match=r"got 0\.5 \(1 pass\(es\) of 0\.5"):
+    with pytest.raises(ValueError, match=r"got 0\.5"):
         declared.set_num_gradients_to_accumulate(1)
     assert declared.scale == 1.0
 
@@ -378,13 +376,13 @@ def test_a_step_below_the_smallest_scale_is_an_error_on_every_rank():
         passes_of(adp, 1)
         adp.scaling_rule.step()
 
-    raises_on_ranks(2, ValueError, run, match="at least 1 for AdaScale, got 0.5")
+    raises_on_ranks(2, ValueError, run, match=r"number at least 1, got 0\.5")
 
 
 @pytest.mark.parametrize("ranks", [0, 1])
 def test_a_misspelled_keyword_is_an_error_that_names_it(ranks):
     def run():
-        with pytest.raises(TypeError, match=r"'scaling_rul'.* Did you mean scaling_rule\?"):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'scaling_rul'"):
             adaptive(scaling_rul=mh.AdaScale())
         with pytest.raises(TypeError, match=r"'gradients_as_view'"):
             adaptive(gradients_as_view=True)
@@ -402,23 +400,23 @@ def test_adaptdls_order_of_arguments_is_taken_by_position():
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         rule = mh.LinearScale()
-        adp = mh.AdaptiveDataParallel(model, optimizer, schedule, scaler, rule, "mine")
+        adp = adaptdl.AdaptiveDataParallel(model, optimizer, schedule, scaler, rule, "mine")
         assert (adp.lr_scheduler, adp.scaling_rule, adp.name) == (schedule, rule, "mine")
         assert rule._loss_scale.scaler is scaler
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = ExponentialLR(optimizer, 0.9)
-    adp = mh.AdaptiveDataParallel(model, optimizer, schedule, scaling_rule=mh.LinearScale())
+    adp = adaptdl.AdaptiveDataParallel(model, optimizer, schedule, scaling_rule=mh.LinearScale())
     assert type(adp.scaling_rule) is mh.LinearScale
     with pytest.raises(TypeError, match="mp_scaler must be a GradScaler, got str"):
-        mh.AdaptiveDataParallel(model, optimizer, mp_scaler="mine")
+        adaptdl.AdaptiveDataParallel(model, optimizer, mp_scaler="mine")
 
 
 def adaptive_run(steps, load=None, save_at=None):
     """adaptdl's way: the optimizer is what is stepped, saved and loaded."""
     model = make_model(torch.float64)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    adp = mh.AdaptiveDataParallel(model, optimizer)
+    adp = adaptdl.AdaptiveDataParallel(model, optimizer)
     start = 0
     if load is not None:
         model.load_state_dict(load["model"])
@@ -465,7 +463,7 @@ def test_the_state_dict_of_a_sharded_optimizer_takes_its_arguments():
     def run():
         model = make_model()
         optimizer = mh.OSS(model.parameters(), torch.optim.Adam)
-        adp = mh.AdaptiveDataParallel(model, optimizer)
+        adp = adaptdl.AdaptiveDataParallel(model, optimizer)
         passes_of(adp, 1)
         optimizer.step()
         state = optimizer.state_dict(all_ranks=True)

@@ -25,11 +25,11 @@ INNERS = {
 }
 
 
-def run(inner, way, overflow_at=(), scale=True, passes=2, delayed=False):
+def run(inner, way, overflow_at=(), scale=True, passes=2):
     """Train; `way` says how the scaler is used. Returns parameters, statistics, snapshot."""
     model = make_model()
     amp = scaler(enabled=scale)
-    options = {"num_gradients_to_accumulate": passes, "delayed": delayed}
+    options = {"num_gradients_to_accumulate": passes}
     if way != "passed on by step":
         options["grad_scaler"] = amp
     optimizer = mh.AdaScale(INNERS[inner](two_groups(model)), **options)
@@ -54,13 +54,12 @@ def run(inner, way, overflow_at=(), scale=True, passes=2, delayed=False):
     return model, optimizer, gains
 
 
-@pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("way", ["passed on by step", "gain before step", "unscaled and clipped"])
 @pytest.mark.parametrize("inner", INNERS)
-def test_a_loss_scale_changes_nothing(inner, way, delayed):
+def test_a_loss_scale_changes_nothing(inner, way):
     """The scale grows every second step here, by a power of two."""
-    model, optimizer, gains = run(inner, way, delayed=delayed)
-    plain_model, plain, plain_gains = run(inner, way, scale=False, delayed=delayed)
+    model, optimizer, gains = run(inner, way)
+    plain_model, plain, plain_gains = run(inner, way, scale=False)
     assert optimizer.noise.raw_sqr == pytest.approx(plain.noise.raw_sqr, rel=1e-12)
     assert optimizer.noise.raw_var == pytest.approx(plain.noise.raw_var, rel=1e-12)
     assert gains == pytest.approx(plain_gains, rel=1e-12)
@@ -68,19 +67,16 @@ def test_a_loss_scale_changes_nothing(inner, way, delayed):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("way", ["passed on by step", "gain before step", "unscaled and clipped"])
 @pytest.mark.parametrize("inner", INNERS)
-def test_an_overflowed_step_is_skipped_by_the_optimizer_and_the_statistics(inner, way, delayed):
-    model, optimizer, _ = run(inner, way, overflow_at=(1, 3), delayed=delayed)
-    plain_model, plain, _ = run(inner, way, overflow_at=(1, 3), scale=False, delayed=delayed)
+def test_an_overflowed_step_is_skipped_by_the_optimizer_and_the_statistics(inner, way):
+    model, optimizer, _ = run(inner, way, overflow_at=(1, 3))
+    plain_model, plain, _ = run(inner, way, overflow_at=(1, 3), scale=False)
     state, expected = optimizer.state_dict()["manyhands"], plain.state_dict()["manyhands"]
     assert state["skipped"] == 2
     assert state["nonfinite"] == 2
     assert state["progress"] == pytest.approx(expected["progress"], rel=1e-9)
     assert optimizer.noise.raw_var == pytest.approx(plain.noise.raw_var, rel=1e-9)
-    if delayed:
-        return  # the skipped step's factor is one step older
     for p, q in zip(model.parameters(), plain_model.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
@@ -155,17 +151,6 @@ def under_ddp():
         amp.update()
     assert alone is not None
     return [optimizer.snapshot()["skipped"], optimizer.progress, amp.get_scale()]
-
-
-def test_a_last_step_that_overflowed_is_not_counted_when_its_statistics_arrive():
-    """The state dict brings in the reading that is on its way, and who decided its step."""
-    _, optimizer, _ = run("SGD", "passed on by step", overflow_at=(STEPS - 1,), delayed=True)
-    _, until_then, _ = run(
-        "SGD", "passed on by step", overflow_at=(STEPS - 1,), scale=False, delayed=True
-    )
-    state, expected = (o.state_dict()["manyhands"] for o in (optimizer, until_then))
-    assert state["skipped"] == 1
-    assert state["progress"] == pytest.approx(expected["progress"], rel=1e-9)
 
 
 def test_workers_skip_together():

@@ -21,9 +21,9 @@ RULES = {
 }
 
 
-def train(rule, device, steps=8, delayed=False, around_step=None):
+def train(rule, device, steps=8, around_step=None):
     model = make_model().to(device)
-    optimizer = RULES[rule](model.parameters(), num_gradients_to_accumulate=2, delayed=delayed)
+    optimizer = RULES[rule](model.parameters(), num_gradients_to_accumulate=2)
     x, y = (t.to(device) for t in make_batches(steps, 2))
     for step in range(steps):
         if around_step is not None:
@@ -43,9 +43,8 @@ def test_a_gpu_trains_as_a_cpu_does(rule):
         torch.testing.assert_close(p.cpu(), q, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-def test_a_step_waits_for_the_device_once_and_delayed_never(rule, delayed):
+def test_a_step_waits_for_the_device_once(rule):
     """Counted from the seventh step on: AdamScale looks at the optimizer's first steps closely."""
 
     def watch(step):
@@ -56,11 +55,11 @@ def test_a_step_waits_for_the_device_once_and_delayed_never(rule, delayed):
     with warnings.catch_warnings(record=True) as waits:
         warnings.simplefilter("always")
         try:
-            train(rule, "cuda", steps=16, delayed=delayed, around_step=watch)
+            train(rule, "cuda", steps=16, around_step=watch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     found = [w for w in waits if "synchroniz" in str(w.message)]
-    assert len(found) <= (0 if delayed else 10)
+    assert len(found) <= 10
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -1,4 +1,4 @@
-"""`measure_every=k`: where every step is measured after all, and mistakes between measured ones."""
+"""`measure_every=k`: where every step is measured after all, and mistakes in the steps between."""
 
 import contextlib
 import copy
@@ -21,12 +21,12 @@ from helpers.measured_steps import (
 from helpers.ranks import RanksFailed, raises_on_ranks, run_ranks
 from helpers.scaling_oracle import (
     OPTIMIZERS,
-    TrunkAndExtra,
     loss_of,
     make_batches,
     make_model,
     two_groups,
 )
+from manyhands import adaptdl
 from manyhands._core.stop_notice import stop_notice
 from manyhands.errors import RanksDisagree
 from manyhands.scaling._step_stats import NO_REPORT
@@ -40,28 +40,17 @@ def soon(monkeypatch):
 # -- where every step is measured ---------------------------------------------------------------
 
 
-class Loop:
-    gradient_accumulation_steps = 2
-    sync_gradients = False
-
-
 def every_step_measured(what):
     model = make_model()
     options = {"smoothing": SMOOTHING, "measure_every": K, "num_gradients_to_accumulate": 2}
     passes = 2
-    if what == "a loop":
-        loop = options["num_gradients_to_accumulate"] = Loop()
-    elif what == "one gradient":
+    if what == "one gradient":
         options["num_gradients_to_accumulate"] = passes = 1
         options["scale"] = 2.0
-    elif what == "short_step":
-        options["short_step"] = "count"
-    elif what == "examples":
-        options |= {"examples": True, "model": model}
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     if what == "AdaptiveDataParallel":
-        optimizer = mh.AdaScale(smoothing=SMOOTHING, measure_every=K)
-        model = mh.AdaptiveDataParallel(model, inner, optimizer)
+        optimizer = mh.AdaScale(smoothing=SMOOTHING)
+        model = adaptdl.AdaptiveDataParallel(model, inner, optimizer)
     else:
         optimizer = mh.AdaScale(inner, **options)
     ramp = mh.Ramp(optimizer, max_scale=2.0) if what == "Ramp" else None
@@ -70,8 +59,6 @@ def every_step_measured(what):
         optimizer.zero_grad()
         passes = passes if ramp is None else ramp.passes
         for a in range(passes):
-            if what == "a loop":
-                loop.sync_gradients = a == 1
             alone = what == "AdaptiveDataParallel" and a == 0
             with model.no_sync() if alone else contextlib.nullcontext():
                 (model(torch.randn(4, 3)).square().mean() / passes).backward()
@@ -82,14 +69,14 @@ def every_step_measured(what):
 
 @pytest.mark.parametrize(
     "what",
-    ["a loop", "one gradient", "short_step", "examples", "AdaptiveDataParallel", "Ramp"],
+    ["one gradient", "AdaptiveDataParallel", "Ramp"],
 )
-def test_where_other_numbers_of_a_step_are_needed_every_step_is_measured(what):
+def test_where_the_numbers_of_each_step_are_needed_every_step_is_measured(what):
     assert every_step_measured("nothing")
     assert not every_step_measured(what)
 
 
-def test_a_ramp_that_comes_later_waits_for_the_next_measured_step():
+def test_a_ramp_that_comes_later_measures_every_step_from_its_first_on():
     def go():
         idle, ramp = [], None
         for _, optimizer in train("AdaScale", 1):
@@ -124,10 +111,10 @@ def test_an_observer_is_given_no_reports_of_an_earlier_step():
                 optimizer._observer = listener
         return listener.heard
 
-    assert run_ranks(2, go) == [[0, 2, 2]] * 2
+    assert run_ranks(2, go) == [[2, 2, 2]] * 2
 
 
-def test_a_stop_notice_is_passed_on_with_the_next_measured_step():
+def test_a_stop_notice_is_passed_on_in_the_next_step_measured_or_not():
     def go():
         agreed = []
         for _, optimizer in train("AdaScale", 1):
@@ -136,38 +123,16 @@ def test_a_stop_notice_is_passed_on_with_the_next_measured_step():
                 stop_notice.give("SIGTERM")
         return agreed.index(True), agreed.count(False)
 
-    assert run_ranks(2, go) == [(SETTLED + K, SETTLED + K)] * 2
-
-
-def one_rank_leaves_parameters_out(first):
-    """Rank 1's loss uses the optimizer's parameters only before step `first`."""
-    model = TrunkAndExtra()
-    wrapped = DDP(model, find_unused_parameters=True)
-    optimizer = mh.AdaScale(
-        torch.optim.SGD(model.extra.parameters(), lr=0.01), smoothing=SMOOTHING, measure_every=K
-    )
-    idle = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for p in model.trunk.parameters():
-            p.grad = None
-        used = dist.get_rank() == 0 or step != first
-        wrapped(torch.randn(4, 3), extra=used).square().backward()
-        optimizer.step()
-        idle.append(optimizer._tap.hooks.idle)
-    return any(idle)
-
-
-def test_if_a_rank_has_seen_fewer_passes_every_step_is_measured_from_then_on():
-    assert run_ranks(2, one_rank_leaves_parameters_out, 4) == [False, False]
+    assert not is_measured(SETTLED + 2)
+    assert run_ranks(2, go) == [(SETTLED + 2, SETTLED + 2)] * 2
 
 
 # -- mistakes -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("every", [0, -1, 17, 2.5, True, "all", float("nan")])
+@pytest.mark.parametrize("every", [0, 2.5, True])
 def test_a_number_of_steps_that_makes_no_sense(every):
-    with pytest.raises(ValueError, match="measure_every must be a whole number from 1 to 16"):
+    with pytest.raises(ValueError, match="measure_every must be a whole number of at least 1"):
         mh.AdaScale(torch.optim.SGD(make_model().parameters(), lr=0.1), measure_every=every)
 
 
@@ -189,7 +154,7 @@ def only_one_rank_loads():
 
 def test_a_state_that_one_rank_has_loaded_is_an_error_in_the_first_step():
     match = "Load the state dict on every worker"
-    raises_on_ranks(2, RuntimeError, only_one_rank_loads, match=match, timeout=20)
+    raises_on_ranks(2, RanksDisagree, only_one_rank_loads, match=match, timeout=20)
 
 
 def steps_without_a_backward():
@@ -213,7 +178,7 @@ def test_one_worker_with_too_few_passes_gets_the_error_that_it_gets_without_the_
     *_, (model, optimizer) = train("AdaScale", 2, steps=step)
     optimizer.zero_grad()
     model(torch.randn(4, 3, dtype=torch.float64)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"after 1 of 2 backward passes.* say what to do"):
+    with pytest.raises(RuntimeError, match=r"after 1 of 2 backward passes.* short_step='count'"):
         optimizer.step()
 
 
@@ -231,47 +196,53 @@ def one_rank_makes_a_mistake(what, at):
     )
     x, y = make_batches(STEPS, 4)
     for step in range(STEPS):
-        wrong = rank == 1 and step == at
-        declared = passes
-        if wrong and what == "a state":
-            entry = optimizer.scaling_state_dict()
-            optimizer.load_scaling_state_dict({**entry, "progress": 7.0, "between": [0, 0]})
-        elif wrong and what == "a Ramp":
-            mh.Ramp(optimizer, max_scale=8.0)
-        elif wrong and what == "scale":
-            optimizer.set_scale(3.0)
-        elif wrong and what == "passes":
-            optimizer.set_num_gradients_to_accumulate(3, update_smoothing=False)
-        if what == "passes" and rank == 1 and step >= at:
-            declared = 3
-        optimizer.zero_grad()
-        for a in range(declared):
-            quiet = a < declared - 1 or (wrong and what == "no_sync")
-            with wrapped.no_sync() if quiet else contextlib.nullcontext():
-                i = rank * 2 + a % 2
-                (loss_of(wrapped, x[step, i], y[step, i]) / declared).backward()
-            if wrong and what == "a pass too few":
-                break
-        if wrong and what == "an extra pass":
-            loss_of(wrapped, x[step, 0], y[step, 0]).backward()
-        if wrong and what == "a step left out":
-            continue
-        optimizer.step()
+        try:
+            wrong = rank == 1 and step == at
+            declared = passes
+            if wrong and what == "a state":
+                entry = optimizer.scaling_state_dict()
+                optimizer.load_scaling_state_dict({**entry, "progress": 7.0, "schedule": [0, 0]})
+            elif wrong and what == "a Ramp":
+                mh.Ramp(optimizer, max_scale=2.0)
+            elif wrong and what == "scale":
+                optimizer.set_scale(3.0)
+            elif wrong and what == "passes":
+                optimizer.set_num_gradients_to_accumulate(3, update_smoothing=False)
+            if what == "passes" and rank == 1 and step >= at:
+                declared = 3
+            optimizer.zero_grad()
+            for a in range(declared):
+                quiet = a < declared - 1 or (wrong and what == "no_sync")
+                with wrapped.no_sync() if quiet else contextlib.nullcontext():
+                    i = rank * 2 + a % 2
+                    (loss_of(wrapped, x[step, i], y[step, i]) / declared).backward()
+                if wrong and what == "a pass too few":
+                    break
+            if wrong and what == "an extra pass":
+                loss_of(wrapped, x[step, 0], y[step, 0]).backward()
+            if wrong and what == "a step left out":
+                continue
+            optimizer.step()
+        except (RuntimeError, ValueError) as error:
+            raise type(error)(f"at step {step}: {error}") from error
 
 
 @pytest.mark.parametrize("at", [SETTLED + 1, SETTLED + 2, SETTLED + 3])
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("a step left out", "different statistics, progress or factors"),
+        ("a step left out", "statistics, progress or factors"),
         ("a state", "Load the state dict on every worker"),
-        ("scale", "disagree on the scale: rank 0: 2, rank 1: 3"),
-        ("passes", r"was called on rank\(s\) 1"),
+        ("scale", "different scale: rank 0: 2; rank 1: 3"),
+        ("passes", r"rank 1: set_num_gradients_to_accumulate\(\)"),
         ("a Ramp", "Is there a Ramp on some workers only"),
     ],
 )
-def test_ranks_that_have_come_to_disagree_all_raise_at_the_next_measured_step(what, message, at):
-    raises_on_ranks(2, RuntimeError, one_rank_makes_a_mistake, what, at, match=message, timeout=20)
+def test_ranks_that_have_come_to_disagree_all_raise_at_the_next_step(what, message, at):
+    # a step that one rank has left out is missed in the next; a Ramp acts from its first step on
+    late = {"a step left out": [1], "a Ramp": [1, 2]}.get(what, [0])
+    match = rf"at step ({'|'.join(str(at + steps) for steps in late)}): (.|\n)*{message}"
+    raises_on_ranks(2, RanksDisagree, one_rank_makes_a_mistake, what, at, match=match, timeout=20)
 
 
 @pytest.mark.parametrize("at", [SETTLED + 1, SETTLED + 2, SETTLED + 3])

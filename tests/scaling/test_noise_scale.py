@@ -491,7 +491,7 @@ def test_a_state_that_does_not_fit_changes_nothing():
     for name in good.keys() - {"rotated"}:  # which is left out where everything is measured
         with pytest.raises(ValueError, match=f"damaged.*{name}|{name}|other"):
             noise.load_state_dict({k: v for k, v in good.items() if k != name})
-    with pytest.raises(ValueError, match="smoothing must be at least 0"):
+    with pytest.raises(ValueError, match="smoothing must be a finite number at least 0"):
         noise.load_state_dict({**good, "options": {**good["options"], "smoothing": 2.0}})
     assert noise.state_dict() == good
 

@@ -389,31 +389,6 @@ def test_noise_that_was_not_measured_is_not_a_number():
     assert not optimizer._tap.previous.grads  # no copy of the gradient is kept
 
 
-def test_delayed_statistics_are_those_of_the_step_before():
-    model, scaled = scaled_and_plain_model(delayed=True)
-    twin = copy.deepcopy(model)
-    prompt = mh.AdaScale(
-        torch.optim.SGD(two_groups(twin), lr=0.1, momentum=0.9), num_gradients_to_accumulate=2
-    )
-    x, y = make_batches(4, 2)
-    gains, expected = [1.0], (1.0, 1.0)
-    for step in range(4):
-        scaled.zero_grad()
-        backward(model, x[step], y[step], 2)
-        assert scaled.gain() == pytest.approx(gains[-1])
-        prompt.zero_grad()
-        twin.load_state_dict(model.state_dict())
-        backward(twin, x[step], y[step], 2)
-        gains.append(prompt.gain())
-        prompt.step()
-        assert scaled.progress == pytest.approx(sum(gains[1:-2]))
-        scaled.step()
-        assert scaled.factors == pytest.approx(expected)
-        expected = prompt.factors
-    state = scaled.state_dict()  # lands what is under way
-    assert state["manyhands"]["progress"] == pytest.approx(sum(gains[1:]))
-
-
 @pytest.mark.parametrize("every", [1.0, 3.0])
 def test_a_schedule_driven_by_progress_is_the_same_at_every_scale(every):
     """The rate after a given progress is the plain run's after as many steps."""

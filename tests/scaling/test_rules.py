@@ -10,6 +10,7 @@ from torch import nn
 import manyhands as mh
 from helpers.ranks import run_ranks
 from helpers.scaling_oracle import loss_of, make_batches, make_model, preconditioners
+from manyhands import fairscale
 from manyhands._core.flat import norm
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._noise import NoiseAverage, NormSums
@@ -37,7 +38,7 @@ def test_a_rule_that_makes_its_optimizer_is_the_rule_around_it():
     options = {"num_gradients_to_accumulate": 3, "short_step": "count", "debias_ewma": False}
     sgd = {"lr": 0.1, "momentum": 0.9}
     made = train(
-        lambda model: mh.AdaScaleWrapper(
+        lambda model: fairscale.AdaScaleWrapper(
             model.parameters(), None, 3.0, 0.9, optim_cls=torch.optim.SGD, **sgd, **options
         )
     )
@@ -52,9 +53,9 @@ def test_a_rule_that_makes_its_optimizer_is_the_rule_around_it():
 def test_a_rule_that_makes_its_optimizer_needs_a_class():
     inner = torch.optim.SGD(make_model().parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"must be an optimizer class, such as"):
-        mh.AdaScaleWrapper(make_model().parameters(), optim_cls=inner)
+        fairscale.AdaScaleWrapper(make_model().parameters(), optim_cls=inner)
     with pytest.raises(TypeError, match="no_such"):
-        mh.AdaScaleWrapper(make_model().parameters(), no_such=1)
+        fairscale.AdaScaleWrapper(make_model().parameters(), no_such=1)
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "RMSprop"])
@@ -156,7 +157,9 @@ def test_tiny_second_moments_are_raised_to_a_fraction_of_the_mean(layout):
         float(expected), rel=2e-5
     )
     assert float(PreconditionedNorm(optimizer).one(0, grad)) > 1e3 * float(expected)
-    with pytest.raises(ValueError, match="second_moment_floor must be at least 0 and below 1"):
+    with pytest.raises(
+        ValueError, match="second_moment_floor must be a finite number at least 0 and below 1"
+    ):
         mh.AdamScale(optimizer, second_moment_floor=1.0)
 
 

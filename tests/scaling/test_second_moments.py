@@ -7,6 +7,7 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 
 import manyhands as mh
 from helpers.ranks import run_ranks
+from manyhands.ramp import _ramp
 from manyhands.scaling._noise import ratio_of_squares
 from manyhands.scaling._preconditioned import rescale_second_moments
 
@@ -81,7 +82,7 @@ def ramped(rule, inner, **options):
     generator = torch.Generator().manual_seed(0)
     param = nn.Parameter(torch.zeros(1000))
     optimizer = rule(inner([param], lr=1e-6))
-    ramp = mh.Ramp(optimizer, 16, goal="steps", growth=16.0, every=40, **options)
+    ramp = mh.Ramp(optimizer, 16, goal="steps", **options)
     for _ in range(80):
         passes = ramp.passes
         for grad in gradients(passes, generator):
@@ -95,6 +96,8 @@ def ramped(rule, inner, **options):
 
 @pytest.mark.parametrize("rule", [mh.AdamScale, mh.SqrtScale])
 def test_a_ramp_lets_them_follow_the_batch(rule, monkeypatch):
+    monkeypatch.setattr(_ramp, "EVERY", 40)
+    monkeypatch.setattr(_ramp, "GROWTH", 16.0)
     expected = 1.0 + NOISE**2 / 16
     assert ramped(rule, AdamW) == pytest.approx(expected, rel=0.15)
     monkeypatch.setattr(rule, "_follow_batch", lambda self, before, now: True)
@@ -110,7 +113,7 @@ def test_a_rank_with_an_empty_shard_waits_for_nobody():
         shards = mh.OSS(model.parameters(), optim=AdamW, lr=1e-3)
         parallel = nn.parallel.DistributedDataParallel(model)
         optimizer = mh.AdamScale(shards)
-        ramp = mh.Ramp(optimizer, 8, goal="steps", model=parallel, every=1)
+        ramp = mh.Ramp(optimizer, 8, goal="steps", model=parallel)
         for micro_batches in ramp.over(torch.randn(40, 4, 1)):
             for x in micro_batches:
                 (parallel(x).square().mean() / len(micro_batches)).backward()

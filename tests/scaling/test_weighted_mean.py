@@ -10,6 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
 from helpers.ranks import run_ranks
+from manyhands import adaptdl
+from manyhands.scaling import ScalingRuleBase
 
 COUNTS = ([5, 1, 9], [2, 12, 3])  # tokens by rank and pass
 
@@ -72,7 +74,7 @@ def train(way, rule, steps=3, counts=COUNTS):
     return mean.total, [p.detach().clone() for p in params]
 
 
-class Unscaled(mh.ScalingRuleBase):
+class Unscaled(ScalingRuleBase):
     def scale_lr(self, scale):
         return 1.0
 
@@ -90,7 +92,7 @@ def test_on_one_worker_with_passes_that_are_counted():
     """`AdaptiveDataParallel` divides by the passes itself."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    wrapped = mh.AdaptiveDataParallel(model, optimizer, Unscaled())
+    wrapped = adaptdl.AdaptiveDataParallel(model, optimizer, Unscaled())
     for step in range(3):
         batches = list(tokens(COUNTS[0], 10 * step))
         mean = mh.WeightedMean([len(y) for _, y in batches], optimizer)

@@ -347,21 +347,13 @@ def test_parameters_tied_across_wraps_are_an_error():
     assert all("last.weight is tied to one that a wrap" in m for m in message(ValueError, mistake))
 
 
-def test_different_types_in_one_wrap_are_an_error():
-    def mistake():
-        mh.FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()))
-
-    assert all("must be of one type" in m for m in message(ValueError, mistake))
-
-
-@pytest.mark.parametrize("shape", [(), (0, 3)])
-def test_a_parameter_of_which_there_is_nothing_to_share_out_is_an_error(shape):
+def test_an_empty_parameter_is_an_error():
     def mistake():
         model = nn.Linear(2, 2)
-        model.scale = nn.Parameter(torch.ones(shape))
+        model.scale = nn.Parameter(torch.ones(0, 3))
         mh.FSDP(model)
 
-    assert all("parameter scale has the shape" in m for m in message(ValueError, mistake))
+    assert all("parameter scale is empty" in m for m in message(ValueError, mistake))
 
 
 def test_a_module_dict_with_a_forward_can_be_wrapped():
@@ -393,27 +385,23 @@ def test_different_options_on_different_workers_are_an_error_on_all():
 @pytest.mark.parametrize(
     ("build", "error", "match"),
     [
-        (lambda: mh.FSDP([1]), TypeError, r"needs a torch.nn.Module, got list"),
-        (lambda: mh.FSDP(mh.FSDP(nn.Linear(2, 2))), TypeError, "wrapped already"),
-        (lambda: mh.FSDP(nn.ModuleList([nn.Linear(2, 2)])), TypeError, "has no forward"),
+        (
+            lambda: mh.FSDP(mh.FSDP(nn.Linear(2, 2))),
+            TypeError,
+            "in a FullyShardedDataParallel already",
+        ),
         (
             lambda: mh.FSDP(nn.Linear(2, 2), fp32_reduce_scatter=True),
             ValueError,
             "requires mixed_precision=True",
         ),
         (
-            lambda: mh.FSDP(nn.Linear(2, 2), compute_dtype=torch.int8),
-            ValueError,
-            "must be a floating type",
-        ),
-        (
             lambda: mh.FSDP(nn.Linear(2, 2), gradient_predivide_factor=0.0),
             ValueError,
-            "must be positive",
+            "must be a finite number above 0",
         ),
-        (lambda: mh.FSDP(nn.Linear(2, 2), process_group="world"), TypeError, "process group"),
-        (lambda: copy.deepcopy(mh.FSDP(nn.Linear(2, 2))), TypeError, "is not copied"),
-        (lambda: pickle.dumps(mh.FSDP(nn.Linear(2, 2))), TypeError, "is not pickled"),
+        (lambda: copy.deepcopy(mh.FSDP(nn.Linear(2, 2))), TypeError, "not copied or pickled"),
+        (lambda: pickle.dumps(mh.FSDP(nn.Linear(2, 2))), TypeError, "not copied or pickled"),
     ],
 )
 def test_mistakes_say_what_is_needed(build, error, match):

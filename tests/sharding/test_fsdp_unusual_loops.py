@@ -306,7 +306,7 @@ def wraps(rank):
             r"weight: rank 0: \(300, 2",
         ),
         (lambda rank: mh.FSDP(nn.Linear(2, 300 if rank == 1 else 2)), r"rank 1: \(300, 2"),
-        (lambda rank: mh.FSDP(nn.Linear(2, 2), sync_module_states=rank == 0), "sync_module_states"),
+        (lambda rank: mh.FSDP(nn.Linear(2, 2), overlap=rank == 0), "overlap"),
         (lambda rank: mh.FSDP(nn.Linear(2, 2, device="meta" if rank else "cpu")), "without memory"),
         (freezes, "bias: rank 0: .* rank 1: .* frozen"),
         (buffers, r"seen: rank 0: \(1,\)"),

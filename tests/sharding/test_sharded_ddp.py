@@ -51,8 +51,6 @@ def compare(loop, *, workers=3, build=adamw, model=make_model, rtol=1e-9, atol=1
         given = optimizers if len(optimizers) > 1 else optimizers[0]
         wrapped = mh.ShardedDataParallel(module, given, **options)
         extra = loop(wrapped, optimizers, lambda x: x[rank])
-        for optimizer in optimizers:
-            optimizer.wait()
         return [*copied(module.parameters()), *(extra or [])]
 
     ranks = run_ranks(workers, run)
@@ -80,15 +78,12 @@ def update(optimizers):
 
 
 @pytest.mark.parametrize("build", [adamw, lamb, muon_and_adamw])
-@pytest.mark.parametrize("overlap_gather", [False, True])
-def test_buffer_sizes_and_overlap_change_no_number(build, overlap_gather):
+def test_buffer_sizes_change_no_number(build):
     def run():
         result = []
         for size in (None, 0, 1, 100, 10_000):
-            options = {"reduce_buffer_size": size, "overlap_gather": overlap_gather}
-            optimizers, wrapped = train(build, "OSS + ShardedDataParallel", 2, **options)
-            for optimizer in optimizers:
-                optimizer.wait()
+            options = {"reduce_buffer_size": size}
+            _, wrapped = train(build, "OSS + ShardedDataParallel", 2, **options)
             result.append(copied(wrapped.parameters()))
         return result
 
@@ -506,7 +501,6 @@ def test_evaluation_in_between_may_be_on_one_rank_alone():
                 model.train()
 
     compare(loop, model=Normed)
-    compare(loop, model=Normed, overlap_gather=True)
 
 
 def test_buffers_are_rank_0s_in_training():
@@ -851,87 +845,6 @@ def test_a_module_may_be_converted_after_it_was_wrapped(when, build):
 
     near = 1e-9 if when == "before the first step" else 1e-3
     compare(loop, build=build, model=float32, rtol=near, atol=near)
-    compare(loop, build=build, model=float32, rtol=near, atol=near, overlap_gather=True)
-
-
-# -- gathering that overlaps the next forward ----------------------------------------------------
-# With broadcast_fp16 a parameter that was not waited for is surely the old one.
-
-
-class UsesItsChildrensWeights(nn.Module):
-    """Attention takes its output projection's weight, and this one its embedding's."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.inward = nn.Linear(5, 8, bias=False)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, x):
-        h = self.inward(x)[:, None]
-        h = self.norm(h + self.attention(h, h, h, need_weights=False)[0])
-        return nn.functional.linear(h[:, 0], self.inward.weight.t())[:, :3]
-
-
-def make_float32():
-    return make_model(torch.float32)
-
-
-@pytest.mark.parametrize("model", [make_float32, UsesItsChildrensWeights])
-def test_with_overlap_each_module_has_its_parameters_in_time(model):
-    def run():
-        result = []
-        for overlap in (False, True):
-            rank, _ = everyone()
-            module = model()
-            optimizer = oss(module.parameters(), AdamW, lr=0.02, broadcast_fp16=True)
-            wrapped = mh.ShardedDataParallel(module, optimizer, overlap_gather=overlap)
-            for x, y in batches(4, 2):
-                optimizer.zero_grad()
-                loss_of(wrapped, x[rank].float(), y[rank].float()).backward()
-                optimizer.step()
-            result.append([t.clone() for t in wrapped.state_dict().values()])
-        return result
-
-    for without, overlapped in run_ranks(2, run):
-        assert_same([overlapped], without, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("change", ["thaw", "add a group", "load", "convert"])
-def test_with_overlap_what_changes_in_between_counts(change):
-    def run():
-        result = []
-        for overlap in (False, True):
-            rank, _ = everyone()
-            module = make_model(torch.float32)
-            module[0].requires_grad_(False)
-            first = module[2:] if change == "add a group" else module
-            optimizer = oss(first.parameters(), AdamW, lr=0.02, broadcast_fp16=True)
-            wrapped = mh.ShardedDataParallel(
-                module, optimizer, overlap_gather=overlap, warn_on_trainable_params_changed=False
-            )
-            start = copy.deepcopy(module.state_dict())
-            for step, (x, y) in enumerate(batches(5, 2)):
-                if step == 2:
-                    if change in ("thaw", "add a group"):
-                        module[0].requires_grad_(True)
-                    if change == "add a group":
-                        optimizer.add_param_group({"params": list(module[0].parameters())})
-                    if change == "load":
-                        wrapped.load_state_dict(start)
-                    if change == "convert":
-                        wrapped.to(torch.float64)
-                optimizer.zero_grad()
-                dtype = module[0].weight.dtype
-                loss_of(wrapped, x[rank].to(dtype), y[rank].to(dtype)).backward()
-                optimizer.step()
-            optimizer.wait()
-            result.append([t.clone() for t in wrapped.state_dict().values()])
-        return result
-
-    for without, overlapped in run_ranks(2, run):
-        assert_same([overlapped], without, rtol=0, atol=0)
 
 
 # -- as a module ---------------------------------------------------------------------------------

@@ -186,15 +186,15 @@ MISTAKES = {
     around_itself: (TypeError, "contains a ShardedDataParallel already"),
     one_optimizer_twice: (RuntimeError, "another ShardedDataParallel already"),
     one_optimizer_for_two_models: (ValueError, "that are not in the module"),
-    of_a_copy: (ValueError, r"6 parameter\(s\) of the module are in no optimizer: 0.weight"),
+    of_a_copy: (ValueError, r"6 parameter\(s\) of the module are in no optimizer \['0.weight"),
     of_some_layers: (ValueError, r"4 parameter\(s\) of the module are in no optimizer"),
     plain_optimizer: (TypeError, "needs the model's manyhands.OSS, got SGD"),
     plain_optimizer_in_a_list: (TypeError, "needs the model's manyhands.OSS, got SGD"),
     no_optimizer: (ValueError, "at least one optimizer"),
     another_group: (ValueError, "process group is not the optimizer's"),
     optimizers_of_different_groups: (ValueError, "group"),
-    another_buffer_size_too_late: (ValueError, "cannot be changed any more"),
-    a_negative_buffer_size: (ValueError, "must not be negative"),
+    another_buffer_size_too_late: (ValueError, "has state already"),
+    a_negative_buffer_size: (ValueError, "reduce_buffer_size must be a whole number of at least 0"),
 }
 
 
@@ -232,10 +232,14 @@ ARGUMENTS = [
     ({"kind": Lamb, "layout": "even"}, ValueError, r'Lamb looks at whole ones.*layout="whole"'),
     ({"kind": Muon, "layout": "even"}, ValueError, r'Muon looks at whole ones.*layout="whole"'),
     ({"kind": LBFGS}, ValueError, "LBFGS looks at all parameters together"),
-    ({"kind": AdamW, "layout": "flat"}, ValueError, 'must be "even", "whole" or None'),
+    ({"kind": AdamW, "layout": "flat"}, ValueError, "layout must be one of None, 'even', 'whole'"),
     ({"kind": "AdamW"}, TypeError, "must be an optimizer class"),
     ({"kind": nn.Linear}, TypeError, "must be an optimizer class"),
-    ({"kind": AdamW, "bucket_size": 0}, ValueError, "bucket_size must be at least 1"),
+    (
+        {"kind": AdamW, "bucket_size": 0},
+        ValueError,
+        "bucket_size must be a whole number",
+    ),
     ({"kind": AdamW, "rate": 0.1}, TypeError, "rate"),
 ]
 

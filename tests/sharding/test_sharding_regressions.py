@@ -291,18 +291,3 @@ def test_backends_are_told_apart_by_device():
 def test_a_learning_rate_given_for_a_group_says_what_it_is():
     with pytest.raises(TypeError, match=r"group must be a process group, got 0\.1"):
         mh.OSS(make_model().parameters(), SGD, 0.1)
-
-
-def test_the_inner_modules_state_dict_waits_too():
-    def run():
-        rank = dist.get_rank()
-        module = make_model()
-        optimizer = oss(module.parameters(), lr=0.1, broadcast_fp16=True)
-        model = mh.ShardedDataParallel(module, optimizer, overlap_gather=True)
-        x, y = make_batches(1, 1, 2)
-        loss_of(model, x[0, 0, rank], y[0, 0, rank]).backward()
-        optimizer.step()
-        return copied(module.state_dict().values())
-
-    ranks = run_ranks(2, run)
-    assert_same(ranks, ranks[0])

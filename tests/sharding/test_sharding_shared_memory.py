@@ -23,7 +23,7 @@ from helpers.sharding_oracle import (
     plain,
     train_alone,
 )
-from manyhands._core import shared_memory as _host
+from manyhands._core import slices as _host
 
 
 def shared(params, kind, **options):
@@ -180,13 +180,6 @@ def test_workers_that_cannot_read_each_others_memory_all_say_so(monkeypatch):
         raise RuntimeError("permission denied")
 
     raises_on_ranks(2, RuntimeError, run, match="cannot read each other's memory.*permission")
-
-
-def test_overlapping_what_does_not_travel_is_an_error():
-    def run():
-        train(OPTIMIZERS["SGD"], overlap_gather=True)
-
-    raises_on_ranks(2, ValueError, run, match="nothing to overlap with shared_memory")
 
 
 def test_gradients_may_be_wider_than_parameters_in_the_ring():

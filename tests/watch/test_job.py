@@ -10,8 +10,7 @@ import time
 import pytest
 
 from manyhands.record import Record, read_record
-from manyhands.record._process import is_alive, this_process
-from manyhands.record._run import GrowingRecord
+from manyhands.record._run import GrowingRecord, is_alive, this_process
 from manyhands.watch import Jobs, WatchedJob, _jobs, _points, _server
 
 pytestmark = pytest.mark.quick

@@ -1,20 +1,20 @@
 """What the parts share: collectives, memory, gradients and wrappers. Imports nothing above it.
 
 ranks.py          the ranks of a process group: identity, numbers and text between them
-slices.py         reduce_scatter and all_gather of the slices of a bucket
+slices.py         reduce_scatter and all_gather of the slices of a bucket; through shared memory
 codec.py          flat values as few bytes, and back
-encoded_slices.py  a reduce_scatter of codes, and the residuals of the senders
 groups.py         process groups of our own, ended with their last user
-shared_memory.py  the same collectives between ranks of one host, through shared memory
-agreement.py      do all ranks have the same facts? If not, every rank raises
+arguments.py      check numbers, flags, words and sizes ("24 GiB") that users pass
+agreement.py      all ranks agree, or all raise
+optimizers.py     what an optimizer is: may parameters be cut for it, which state does it keep?
 backward.py       when a backward pass begins and ends
 flat.py           tensors as flat ranges of elements, and the norm of a tensor
 sharded.py        DTensors: which part of a tensor is on this rank
-local_norm.py     the norm of what ranks hold slices of, for torch's clipping
-sharded_gradient.py  gradients of which each rank holds slices
+sharded_gradient.py  gradients of which each rank holds slices, and their norm
 wrappers.py       optimizers around optimizers, and what a gradient scaler leaves on them
 modules.py        modules around a model, and the names in it
 stop_notice.py    whether this process was asked to stop
 state_parts.py    the layers of an optimizer, and their state in parts, for checkpoints
+random_state.py   the random generators of this rank, saved and restored
 trees.py          tensors in nested containers
 """

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,12 @@ from manyhands._core.sharded import is_dtensor, local_shard
 from manyhands.errors import RanksDisagree
 
 Facts: TypeAlias = Mapping[str, object]
+Result = TypeVar("Result")
 Names: TypeAlias = Mapping[str, Sequence[str]]
 NO_NAMES: Names = MappingProxyType({})
 ABSENT = "absent"
+# An error of another rank is raised as the first of these that it was.
+ERROR_TYPES = (FileNotFoundError, TypeError, ValueError, OSError, RuntimeError)
 NAMED = 8  # ranks, and different values, that a message names
 
 
@@ -47,25 +50,22 @@ def agree(
     advice: str,
     *,
     names: Names = NO_NAMES,
-    device: torch.device | None = None,
 ) -> None:
     """Raise `RanksDisagree`, a ValueError, on every rank if ranks have different facts.
 
     `advice` is the last sentence of the message: what to do. `names` are those of the elements of a
-    list, by its title, as far as they are known; give the same titles on every rank. `device` is
-    that of the collective.
+    list, by its title, as far as they are known; give the same titles on every rank.
     """
     if ranks.size == 1:
         return
-    device = device or ranks.any_device
     known = {title: list(each) for title, each in names.items()}
     sums = [_checksum(facts), *(_checksum(each) if each else 0.0 for each in known.values())]
     # From one row for each rank to one tuple for each checksum.
-    values, *of_names = zip(*ranks.all_gather(sums, device), strict=True)
+    values, *of_names = zip(*ranks.all_gather(sums, ranks.any_device), strict=True)
     # A rank that does not know the names has no say in them.
     compared = [values, *(each for each in of_names if 0.0 not in each)]
     if any(len(set(each)) > 1 for each in compared):
-        texts = ranks.all_gather_text(json.dumps([facts, known]), device)
+        texts = ranks.all_gather_text(json.dumps([facts, known]))
         everyone = [json.loads(text) for text in texts]
         raise_if_different(
             [theirs for theirs, _ in everyone], advice, names=[theirs for _, theirs in everyone]
@@ -82,6 +82,25 @@ def raise_if_different(
         problem, row = _difference(title, values, called)
         if problem:
             raise RanksDisagree(f"ranks have {problem}. {advice}", list(map(json.dumps, row)))
+
+
+def run_on_all(ranks: RankGroup, action: Callable[[], Result]) -> Result:
+    """Run something on every rank. If it raises on some, raise on all, and say what those said."""
+    result, problem, text = None, None, ""
+    try:
+        result = action()
+    except Exception as error:
+        kinds = (kind.__name__ for kind in ERROR_TYPES if isinstance(error, kind))
+        problem, text = error, json.dumps([next(kinds, "RuntimeError"), str(error)])
+    everyone = ranks.all_gather_text(text)
+    if problem is not None:
+        raise problem
+    failed = [(rank, *json.loads(text)) for rank, text in enumerate(everyone) if text]
+    if failed:
+        _, name, message = failed[0]
+        error_type = next(kind for kind in ERROR_TYPES if kind.__name__ == name)
+        raise error_type(f"rank {', '.join(str(rank) for rank, *_ in failed[:NAMED])}: {message}")
+    return result  # type: ignore[return-value]
 
 
 def _difference(

@@ -9,7 +9,7 @@ file and in a block's chunk:
     flatten      tensor -> its elements in one dimension; a view wherever that is possible
     unflatten    the way back: elements -> a tensor of the shape and strides of another
     FlatTensors  many tensors, one after the other, to be read and written by range
-    norm         the norm of a tensor, in one read of its memory; `norm_of_rows`: of its rows
+    norm         the norm of a tensor, in one read of its memory
 """
 
 from __future__ import annotations
@@ -181,17 +181,6 @@ def norm(grad: Tensor) -> Tensor:
         rest = torch.linalg.vector_norm(flat[rows * ROW :], dtype=parts.dtype)
         parts = torch.cat([parts, rest.view(1)])
     return torch.linalg.vector_norm(parts)
-
-
-def are_rows(elements: Tensor) -> bool:
-    """Return whether these are rows with gaps between them (`scaling/_rotation.py`)."""
-    return elements.dim() == 2 and elements.stride(1) == 1 and not elements.is_contiguous()
-
-
-def norm_of_rows(rows: Tensor) -> Tensor:
-    """Return the norm of a matrix whose rows may have gaps between them, without a copy."""
-    dtype = accumulation_dtype(rows.dtype)
-    return torch.linalg.vector_norm(torch.linalg.vector_norm(rows, dim=1, dtype=dtype))
 
 
 @cache  # torch's answer costs an operation

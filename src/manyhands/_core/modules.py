@@ -33,9 +33,6 @@ class ModuleWrapper(nn.Module):
     inner_name: ClassVar[str] = "module"  # of the model, among this module's children
     averages_gradients: ClassVar[bool] = False  # of the whole parameters, as DDP does
 
-    def settle(self) -> None:
-        """Bring the parameters into their state between steps. Called before they are read."""
-
     def check_can_save(self, model: nn.Module) -> None:
         """Raise if a checkpoint could not hold the parameters of `model`, which has this inside."""
 
@@ -87,7 +84,7 @@ def check_not_averaged_inside(module: nn.Module) -> None:
         ours = isinstance(inside, ModuleWrapper) and inside.averages_gradients
         if ours or isinstance(inside, DistributedDataParallel):
             raise TypeError(
-                f"the module contains a {type(inside).__name__} already, and gradients would be "
+                f"the module contains a {type(inside).__name__} already: gradients would be "
                 "averaged twice. Wrap the bare module."
             )
 

@@ -2,7 +2,7 @@
 
     identity   `size`, `rank`, `group`, and which backend serves which device
     numbers    `all_gather`, `sum_and_gather`, `all_reduce`
-    text       `all_gather_text`, for messages about what ranks disagree on
+    text       `all_gather_text`
     tensors    `broadcast`, `broadcast_from_first`, `all_to_all`; slices of a bucket (`slices.py`)
 
 With one rank every collective returns at once, so that callers need no branch of their own.
@@ -10,7 +10,9 @@ With one rank every collective returns at once, so that callers need no branch o
 
 from __future__ import annotations
 
+import ctypes
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -19,16 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from manyhands._core import slices
 from manyhands._core.groups import Lease, connect
 from manyhands._core.sharded import is_dtensor
-from manyhands._core.shared_memory import SharedMemory, SharedMemoryReduceScatter
-from manyhands._core.slices import PendingReduceScatter
+from manyhands._core.slices import PendingReduceScatter, SharedMemory, SharedMemoryReduceScatter
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+FIRST_ROUND = 512  # bytes of a text that travel in the first all_gather
 SENT_ALONE = 65_536  # elements of a tensor that gets a broadcast of its own, without a copy
 
 
@@ -42,6 +45,7 @@ class RankGroup:
     group: Any = None
     own_group: bool = False  # whether the group is ours alone, so that no other collectives pass
     lease: Lease | None = None  # keeps a group of our own alive
+    patience: timedelta | None = None  # how long to wait for texts, if not the group's timeout
     shared_memory: SharedMemory | None = None  # if the ranks of one host exchange through memory
 
     @classmethod
@@ -57,9 +61,7 @@ class RankGroup:
             return cls()
         if world_size is not None and world_size != size:
             raise ValueError(
-                f"world_size={world_size}, but the process group has {size} worker(s). "
-                "Leave world_size out to take it from the process group"
-                + ("." if ready else ", and call torch.distributed.init_process_group first.")
+                f"world_size={world_size}, but the process group has {size} workers. Leave it out."
             )
         if size < 1:  # torch reports -1 to a process that is not in the group
             raise ValueError("this process is not a member of the process group that was given.")
@@ -270,17 +272,37 @@ class RankGroup:
         everyone, n = self.sum_and_gather(own, 0).read(), len(numbers)
         return [everyone[i : i + n] for i in range(0, len(everyone), n)]
 
-    def all_gather_text(self, text: str, device: torch.device) -> list[str]:
-        """Return every rank's `text`, in rank order."""
+    def all_gather_text(self, text: str, timeout: timedelta | None = None) -> list[str]:
+        """Return every rank's text, in rank order. Wait `timeout`, or else `patience`, for it."""
         if self.size == 1:
             return [text]
-        own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-        sizes = [int(size[0]) for size in self.all_gather([float(own.numel())], device)]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-        padded[: own.numel()] = own
-        rows = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(rows, padded, group=self.group)
-        return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+        timeout = timeout or self.patience
+        sent = zlib.compress(text.encode(), 1)
+        # All-gathered rows have one length. The first round carries each text's length, and the
+        # text if it is short; a second round follows only if some text is longer.
+        rows = self._all_gather_bytes(len(sent).to_bytes(8, "little") + sent, FIRST_ROUND, timeout)
+        sizes = [int.from_bytes(row[:8], "little") for row in rows]
+        rest = max(sizes) + 8 - FIRST_ROUND
+        if rest > 0:
+            more = self._all_gather_bytes(sent[FIRST_ROUND - 8 :], rest, timeout)
+            rows = [row + other for row, other in zip(rows, more, strict=True)]
+        return [
+            zlib.decompress(row[8 : 8 + size]).decode()
+            for row, size in zip(rows, sizes, strict=True)
+        ]
+
+    def _all_gather_bytes(self, sent: bytes, size: int, timeout: timedelta | None) -> list[bytes]:
+        """Return every rank's first `size` bytes, padded with zeros."""
+        data = torch.frombuffer(bytearray(sent[:size].ljust(size, b"\0")), dtype=torch.uint8)
+        own = data.to(self.any_device)
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+        options = AllgatherOptions()
+        if timeout is not None:
+            options.timeout = timeout
+        # The group's method, not `dist.all_gather`: it takes a timeout for this one call, and still
+        # works after `destroy_process_group`, when an asynchronous save may not have ended.
+        self._process_group.allgather([rows], [own], options).wait()
+        return [ctypes.string_at(row.data_ptr(), size) for row in map(torch.Tensor.cpu, rows)]
 
 
 @dataclass
@@ -359,8 +381,8 @@ def rank_group_of(
     workers = RankGroup.of(group or _group_of_mesh(meshes.pop(), ranks), world_size)
     if workers.size != len(ranks):
         raise ValueError(
-            f"the parameters are sharded over {len(ranks)} workers, and the statistics are to be "
-            f"of {workers.size}. Leave process_group and world_size out."
+            f"the parameters are sharded over {len(ranks)} workers, and the process group has "
+            f"{workers.size}. Leave process_group and world_size out."
         )
     return workers
 

@@ -51,10 +51,6 @@ class DimRange:
         """Return a view of this range of the whole tensor."""
         return whole.narrow(self.dim, self.start, self.length)
 
-    def flat_start(self, whole: Tensor) -> int:
-        """Return where the range begins in the flat tensor, if it is cut in its first dimension."""
-        return self.start * (whole.numel() // whole.size(0)) if self.start and not self.dim else 0
-
 
 @dataclass(frozen=True)
 class DTensorShards:
@@ -77,9 +73,8 @@ class DTensorShards:
         others = [d for d, p in enumerate(placements) if type(p) is not Shard]
         if len(cutting) > 1 or any(type(placements[d]) is not Replicate for d in others):
             raise ValueError(
-                f"gradients placed as {placements} are not measured. Scaling works over "
-                "fully_shard on a mesh of one dimension, or two (shards and their replicas): "
-                "parameters cut by one Shard placement, without tensor parallelism."
+                f"gradients placed as {placements} are not measured. A rule needs parameters cut "
+                "by one Shard placement, as by fully_shard, without tensor parallelism."
             )
         coordinate = mesh.get_coordinate()
         assert coordinate is not None  # a rank outside of the mesh has none, and no DTensor of it

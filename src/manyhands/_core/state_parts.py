@@ -95,10 +95,6 @@ class ShardedOptimizer(SharingOptimizer):
         """Take part in averaging gradients, if this rank has had no backward pass for them."""
         raise NotImplementedError
 
-    def wait(self) -> None:
-        """Wait until this rank has all parameters of the last step."""
-        raise NotImplementedError
-
     def prepare(self) -> None:
         """Bring shards and parameters in line, before state is loaded. Called on every rank."""
         raise NotImplementedError
@@ -231,10 +227,8 @@ def state_parts(
 
     With `include_empty`, parameters without state are included.
     """
-    if isinstance(optimizer, ShardedOptimizer):
-        optimizer.wait()
-        if optimizer.shards_state:
-            return optimizer.save_parts(include_empty=include_empty)
+    if isinstance(optimizer, ShardedOptimizer) and optimizer.shards_state:
+        return optimizer.save_parts(include_empty=include_empty)
     packed = optimizer.state_dict()
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in packed["param_groups"] for number in group["params"]]

@@ -213,8 +213,7 @@ class OptimizerWrapper(SharingOptimizer):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} is not pickled: it is tied to its parameters. Save "
-            "state_dict(), and load it into one made around the optimizer as before."
+            f"{type(self).__name__} is tied to its parameters, and is not pickled. Save state_dict."
         )
 
 

@@ -16,3 +16,11 @@ _outer.py        outer steps, which move the anchor by the mean
 _common_state.py the state that is equal on every worker: for joiners, and for what is saved
 _saving.py       what is saved, and how a run continues
 """
+
+from manyhands.blocks._outer import Outer
+from manyhands.blocks._schedule import Every
+
+__all__ = ["Every", "Outer"]
+
+for _public in (Every, Outer):
+    _public.__module__ = __name__  # what tracebacks and help() show

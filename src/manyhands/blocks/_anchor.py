@@ -4,7 +4,7 @@ Tensors held, and when (n: elements of the trained parameters, in float32 unless
 
     anchor      n                   always
     memories    n for each          the outer step's own (a momentum), always
-    residual    n                   with a codec that rounds or leaves out: what is not sent yet
+    residual    n                   with a codec that rounds: what is not sent yet
     held        n / fragments       with overlap, while in flight: the differences as sent,
     arrived     n / fragments       and their mean
     stage       n / fragments       in a crew without overlap, during a sync round: the mean
@@ -12,10 +12,9 @@ Tensors held, and when (n: elements of the trained parameters, in float32 unless
 In a process group without overlap, the outer step is taken chunk by chunk as means arrive, and
 nothing is held. A crew may undo a sync round, so nothing changes there until all workers have
 agreed that the round took place. With overlap the parameters train on meanwhile, and follow the
-anchor when the mean is merged:
+anchor when the mean is merged, with all the steps that they have taken:
 
-    by default            param += (new anchor - old anchor) + held      all steps are kept
-    with a mixing of α    param = α param + (1 - α) new anchor           Douillard et al., 2025
+    param += (new anchor - old anchor) + held
 """
 
 from __future__ import annotations
@@ -27,11 +26,13 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from manyhands._core.codec import Codec, find_codec
+from manyhands._core.codec import Codec
 from manyhands._core.flat import FlatTensors, accumulation_dtype, group_by_type, read_range
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
-from manyhands.blocks._checks import fingerprint, real
+from manyhands.blocks._checks import (
+    fingerprint,
+)
 from manyhands.blocks._outer import Outer
 from manyhands.blocks.averaging._payload import LARGEST, RoundResult
 
@@ -77,27 +78,6 @@ class OuterState:
             memory.zero_()
 
 
-def check_mixing(mixing: object, overlap: int, codec: str) -> float | None:
-    """Return the share of a worker's own parameters in a merge, or raise; None: all steps stay."""
-    if mixing is None:
-        return None
-    why = "With 1, a worker would never take anything from the others."
-    share = real("mixing", mixing, least=0, below=1, why=why)
-    if overlap == 0:
-        raise ValueError(
-            f"mixing={mixing!r} needs an overlap of at least 1, got overlap=0: it is about the "
-            "steps that a worker takes while a mean is in flight. Give overlap=, or leave mixing "
-            "out."
-        )
-    if share > 0 and find_codec(codec).delays:
-        raise ValueError(
-            f"mixing={mixing!r} keeps a share of what was not sent in the parameters, and "
-            f"codec={codec!r} keeps all of it for later: it would be counted twice, and grow. "
-            "Leave mixing out, or use another codec."
-        )
-    return share
-
-
 def even_range(length: int, index: int, count: int) -> tuple[int, int]:
     """Return begin and end of one of `count` equal ranges of `length` elements."""
     return length * index // count, length * (index + 1) // count
@@ -115,13 +95,12 @@ class AnchorDifference:
         stop: int,
         codec: Codec,
         outer: Outer,
-        mixing: float | None,
     ) -> None:
         self.bucket, self.start, self.length = bucket, start, stop - start
         self.dtype, self.device, self.codec = bucket.anchor.dtype, bucket.device, codec
         self.residual = None if bucket.residual is None else bucket.residual[start:stop]
         self.params = bucket.vector
-        self.outer, self.mixing = outer, mixing
+        self.outer = outer
         self.param_dtype = local_shard(bucket.params[0]).real.dtype
 
     @property
@@ -208,8 +187,8 @@ class OverlappedDifference(AnchorDifference):
     def merge(self, result: RoundResult, included: bool) -> None:
         """Take the outer step, and keep the steps that were taken since the difference was sent.
 
-        param += (new anchor - old anchor) + held, where old anchor - held is what was sent; or mix
-        parameters and anchor. A worker that was left out of the mean takes the new anchor as it is.
+        param += (new anchor - old anchor) + held, where old anchor - held is what was sent. A
+        worker that was left out of the mean takes the new anchor as it is.
         """
         params, anchors = self.bucket.vector, self.bucket.anchor[self.start :]
         keep = included and bool(result.included)
@@ -217,26 +196,12 @@ class OverlappedDifference(AnchorDifference):
             held = self.held[start : start + LARGEST]
             before = anchors[start : start + held.numel()].clone()  # the step is in place
             anchor = self.step_anchor(start, self.arrived[start : start + LARGEST], result)
-            if keep and self.mixing is not None:
-                self.mix(params, self.first + start, anchor, self.mixing)
-            elif keep:
+            if keep:
                 now, then = self.round_like_params(anchor), self.round_like_params(before)
                 moved = torch.sub(now, then, out=before).to(self.device)
                 params.add(self.first + start, moved.add_(held))
             else:
                 params.write(self.first + start, anchor)
-
-    def mix(self, params: FlatTensors, first: int, anchor: Tensor, mixing: float) -> None:
-        """Set the parameters from `first` on to mixing * param + (1 - mixing) * anchor."""
-        anchor = self.round_like_params(anchor).to(self.device)
-        mixed = torch.empty_like(anchor)
-        params.read(first, mixed)
-        mixed.lerp_(anchor, 1 - mixing)
-        for param, (begin, end) in zip(self.bucket.params, params.spans, strict=True):
-            if not param.requires_grad:  # it rests from now on, at the same place on all workers
-                frozen = slice(max(begin - first, 0), max(end - first, 0))
-                mixed[frozen] = anchor[frozen]
-        params.write(first, mixed)
 
 
 def memory_order(params: Sequence[Tensor]) -> float:
@@ -263,7 +228,6 @@ class Anchor:
     on_host: bool
     # Ranks with the same parameters: each owns a slice of the anchor, as shards do.
     inner: RankGroup = field(default_factory=RankGroup)
-    mixing: float | None = None  # of a worker's own parameters in a merge; None: all steps stay
     buckets: list[AnchorBucket] = field(default_factory=list)
 
     def extend(self, params: Sequence[Tensor]) -> None:
@@ -377,7 +341,6 @@ class Anchor:
                 *even_range(bucket.anchor.numel(), fragment, self.fragments),
                 self.codec,
                 self.outer,
-                self.mixing,
             )
             for bucket in self.buckets
         ]

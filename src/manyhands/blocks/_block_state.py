@@ -5,7 +5,6 @@
                   along their mean, and stay equal
     steps         steps taken; a joiner continues from the others' number
     rounds        sync rounds that took place
-    blocks        of these rounds, those with the last fragment: they ended a block
     has_anchor    this worker holds the common state: not so in a local warm-up
     ends_warmup   the warm-up's last step was taken, and the round that makes the first anchor is
                   still to be held, before anything else; a worker that joins meanwhile holds it too
@@ -97,7 +96,6 @@ class BlockState:
     own: int = 0
     work: Work = NO_WORK
     dropped: int = 0
-    blocks: int = 0
 
     def __post_init__(self) -> None:
         assert min(self.work) >= 0, f"more work was merged than was done: {self}"
@@ -176,7 +174,6 @@ class BlockState:
             own=self.own + 1,
             work=self.work.plus(samples),
             dropped=self.dropped,
-            blocks=self.blocks,
         )
 
     def end_block(self, steps: int) -> BlockState:
@@ -211,18 +208,15 @@ class BlockState:
         assert not self.ends_warmup, f"not the round that ends the warm-up: {self}"
         return replace(self, in_flight=self.in_flight + 1, retry=())
 
-    def commit(
-        self, *, complete: bool, overlaps: bool, ends_block: bool = False, work: Work = NO_WORK
-    ) -> BlockState:
+    def commit(self, *, complete: bool, overlaps: bool, work: Work = NO_WORK) -> BlockState:
         """Count the oldest round in flight: it took place, and is merged.
 
-        `complete`: all fragments were in it; `ends_block`: the last one was. `overlaps`: steps were
-        taken while it was in flight. `work`: the steps that this worker sent with it.
+        `complete`: all fragments were in it. `overlaps`: steps were taken while it was in flight.
+        `work`: the steps that this worker sent with it.
         """
         return replace(
             self,
             rounds=self.rounds + 1,
-            blocks=self.blocks + int(complete or ends_block),
             diverged=overlaps or not complete,
             just_joined=False,
             in_flight=self.in_flight - 1,
@@ -259,7 +253,6 @@ class BlockState:
         steps: int,
         rounds: int,
         *,
-        blocks: int = 0,
         diverged: bool,
         retry: Sequence[int],
         ends_warmup: bool = False,
@@ -273,7 +266,6 @@ class BlockState:
         assert not self.in_flight, f"rounds of former members are in flight: {self}"
         state = replace(
             self.give_up_steps(),
-            blocks=blocks,
             ends_warmup=False,
             diverged=diverged,
             just_joined=True,
@@ -290,7 +282,6 @@ class BlockState:
         steps: int,
         rounds: int,
         *,
-        blocks: int = 0,
         diverged: bool = False,
         in_flight: int = 0,
         own: int = 0,
@@ -298,7 +289,7 @@ class BlockState:
         dropped: int = 0,
     ) -> BlockState:
         """Continue from saved counters, with as many rounds in flight as were saved."""
-        state = replace(self.forget_rounds(), blocks=blocks, own=own, work=work, dropped=dropped)
+        state = replace(self.forget_rounds(), own=own, work=work, dropped=dropped)
         return replace(state, diverged=diverged, in_flight=in_flight)._at(steps, rounds)
 
     def _at(self, steps: int, rounds: int, ends_warmup: bool = False) -> BlockState:

@@ -2,8 +2,6 @@
 
 In the order in which they are made:
 
-numbers and flags    the result is Python's own int, float or bool, so that workers have equal
-                     options even if one of them was given a NumPy number
 options              may they be combined?
 the other workers    have they the same options and the same model? This comes before the first
                      tensor is sent, and every worker raises
@@ -25,26 +23,22 @@ and give the names of their class: for `BMUF` these two are `global_sync_iter` a
 from __future__ import annotations
 
 import gc
-import math
-import operator
 import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import is_dataclass
-from numbers import Real
-from typing import SupportsIndex
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors, names_in
-from manyhands._core.codec import Codec, find_codec
+from manyhands._core.arguments import flag
+from manyhands._core.codec import Codec
 from manyhands._core.modules import modules_holding
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import is_dtensor
-from manyhands._core.shared_memory import check_on_cpu
+from manyhands._core.slices import check_on_cpu
 from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.wrappers import find_prepared, unwrap
 from manyhands.blocks._outer import Outer
@@ -52,63 +46,8 @@ from manyhands.blocks._outer import Outer
 SAME = 1e-6  # relative difference of squared lengths, below which steps are the same
 
 Names = Mapping[str, str]
-Value = bool | int | float | str | dict[str, int] | None  # of an option, as it is saved
+Value = bool | int | float | str | None  # of an option, as it is saved
 Options = Mapping[str, Value]
-
-
-# -- numbers and flags -----------------------------------------------------------------------------
-
-
-def whole(name: str, value: object, least: int = 0, why: str = "") -> int:
-    """Return a count as an int: any kind of integer, but neither a float nor a bool."""
-    number = least - 1
-    if isinstance(value, SupportsIndex) and not _is_flag(value):
-        with suppress(TypeError):  # a tensor that is no integer
-            number = operator.index(value)
-    if number < least:
-        raise ValueError(
-            f"{name} must be a whole number of at least {least}, got {value!r}.{_spaced(why)}"
-        )
-    return number
-
-
-def real(
-    name: str,
-    value: object,
-    *,
-    above: float | None = None,
-    least: float | None = None,
-    below: float | None = None,
-    why: str = "",
-) -> float:
-    """Return a finite number within these bounds as a float."""
-    number = float(value) if isinstance(value, Real) and not _is_flag(value) else math.nan
-    low = (above is None or number > above) and (least is None or number >= least)
-    if not (math.isfinite(number) and low and (below is None or number < below)):
-        bounds = [("above", above), ("at least", least), ("below", below)]
-        limits = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
-        raise ValueError(f"{name} must be a finite number {limits}, got {value!r}.{_spaced(why)}")
-    return number
-
-
-def flag(name: str, value: object) -> bool:
-    """Return True or False. 1 and 0 are accepted too, but no other value that Python calls true."""
-    if isinstance(value, Real | bool) and value in (0, 1):
-        return bool(value)
-    if _is_flag(value):
-        return bool(value)
-    raise ValueError(f"{name} must be True or False, got {value!r}.")
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool) or type(value).__name__ in (
-        "bool_",
-        "bool",
-    )  # the names of NumPy's bools, without importing NumPy
-
-
-def _spaced(why: str) -> str:
-    return f" {why}" if why else ""
 
 
 # -- options -------------------------------------------------------------------------------------
@@ -117,31 +56,12 @@ def _spaced(why: str) -> str:
 def check_optimizer(class_name: str, optimizer: object, blocks: type[Optimizer]) -> Optimizer:
     """Return the optimizer if it can be wrapped, or raise."""
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"{class_name} wraps a torch.optim.Optimizer, got {type(optimizer).__name__}: write "
-            f"{class_name}(SGD(parameters, lr=...))."
-        )
+        raise TypeError(f"{class_name} wraps an optimizer, got {type(optimizer).__name__}.")
     if any(isinstance(each, blocks) for each in unwrap(optimizer)):
         raise TypeError(f"{class_name} got an optimizer that is in blocks already: wrap it once.")
     if find_prepared(optimizer) is not None:
-        raise TypeError(
-            f"{class_name} got an optimizer that Accelerate has prepared, which does not step in "
-            f"every pass. Prepare the blocks: accelerator.prepare(mh.{class_name}(optimizer, ...))."
-        )
+        raise TypeError(f"prepare the blocks: accelerator.prepare(mh.{class_name}(optimizer, ...))")
     return optimizer
-
-
-def check_outer(outer: object) -> None:
-    if not isinstance(outer, Outer):
-        raise TypeError(
-            f"outer must be an outer step (a subclass of manyhands.Outer), got {outer!r}. "
-            "LocalSGD, BMUF, SlowMo and DiLoCo have one already."
-        )
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
 def check_groups(
@@ -151,29 +71,13 @@ def check_groups(
     if inner_of_crew is None:
         return inner.size
     if process_group is not None:
-        raise ValueError(
-            f"{class_name} takes a process_group or a crew, and got both. A crew makes its "
-            "own group: leave process_group out."
-        )
+        raise ValueError(f"{class_name} takes a process_group or a crew, and got both.")
     if inner.size > 1 and inner.size != inner_of_crew.size:
         raise ValueError(
             f"inner_group has {inner.size} processes, and a worker of the crew "
-            f"{inner_of_crew.size}. Give the crew the same group when it is made: "
-            "Crew(inner_group=...)."
+            f"{inner_of_crew.size}. Give both the same group."
         )
     return inner_of_crew.size
-
-
-def check_codec(name: str, crew: object) -> Codec:
-    """Return the codec of this name, or raise if a crew cannot have it."""
-    codec = find_codec(name)
-    if codec.delays and crew is not None:
-        raise ValueError(
-            f"codec={name!r} is for a process group: what a worker has not sent yet is most of its "
-            "movement, and is lost when a crew's workers come and go. Use another codec, such as "
-            "int8 or fp4."
-        )
-    return codec
 
 
 def check_shared_memory(
@@ -184,15 +88,9 @@ def check_shared_memory(
     if not wanted:
         return wanted
     if codec != "float32":
-        raise ValueError(
-            f"codec={codec!r} has no effect with shared_memory=True: nothing is sent. "
-            "Give only one of the two."
-        )
+        raise ValueError(f"codec={codec!r} has no effect with shared_memory=True: give one of them")
     if crew is not None:
-        raise ValueError(
-            "shared_memory=True is for a process group: a crew's workers come and go, and may be "
-            "on other hosts. Leave it out."
-        )
+        raise ValueError("shared_memory=True is for a process group, not for a crew: leave it out.")
     for device in {p.device for group in optimizer.param_groups for p in group["params"]}:
         check_on_cpu(device)
     return wanted
@@ -248,31 +146,20 @@ def check_not_averaged(
     if workers.size == 1:
         return
     advice = (
-        f"{class_name} needs a model without it: each worker follows its own gradients from one "
-        "sync round to the next. Pass ranks that train as one worker as inner_group=, and one "
-        "rank of each worker as process_group=."
+        f"{class_name} needs a model without it. Pass ranks that train as one worker as "
+        "inner_group=, and one rank of each worker as process_group=."
     )
     inner = unwrap(optimizer)[-1]
     if isinstance(inner, ShardedOptimizer) and _overlap(inner.group, workers):
-        raise ValueError(
-            f"{type(inner).__name__} shards its updates over the same workers as the blocks. "
-            f"{advice}"
-        )
+        raise ValueError(f"{type(inner).__name__} shards its updates over these workers. {advice}")
     if model is not None and _averages(model) and _overlap(model.process_group, workers):
-        raise ValueError(
-            f"model= is in {type(model).__name__}, which averages gradients over the same workers "
-            f"as the blocks. {advice}"
-        )
+        raise ValueError(f"model= is in {type(model).__name__}, which averages too. {advice}")
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if _found(params, workers):
         gc.collect()  # a wrapper that nothing holds any more must not cause a warning
         for kind in sorted(_found(params, workers)):
-            warnings.warn(
-                f"the parameters are in a {kind} that averages gradients over the same workers "
-                f"as the blocks. {advice}",
-                RuntimeWarning,
-                stacklevel=5,
-            )
+            text = f"the parameters are in a {kind} that averages gradients, too. {advice}"
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
 def moved_identically(squares: Sequence[float], cosine: float, codec: Codec) -> bool:
@@ -287,10 +174,9 @@ def moved_identically(squares: Sequence[float], cosine: float, codec: Codec) -> 
 
 def warn_identical_moves(workers: int) -> None:
     warnings.warn(
-        f"in the first block all {workers} workers have taken the same steps (cosine 1, spread "
-        "0), so that sync rounds change nothing. Either the model is in DistributedDataParallel or "
-        "ShardedDataParallel, as a trainer may leave it: unwrap it, and use the model itself. Or "
-        "all workers draw the same samples: give each worker its own.",
+        f"in the first block all {workers} workers have taken the same steps. Either the model is "
+        "in DistributedDataParallel or ShardedDataParallel (unwrap it), or all workers draw the "
+        "same samples.",
         RuntimeWarning,
         stacklevel=6,
     )
@@ -360,11 +246,8 @@ def split_overrides(
         elif name in known:
             for_groups[name] = value
         else:
-            raise ValueError(
-                f"optimizer_overrides has {name}={value!r}, which is an option neither of the "
-                f"parameter groups ({', '.join(sorted(known))}) nor of {class_name} "
-                f"({', '.join(rename_options(options, names))})."
-            )
+            both = ", ".join([*sorted(known), *rename_options(options, names)])
+            raise ValueError(f"optimizer_overrides has {name!r}, and {class_name} has only: {both}")
     return for_blocks, for_groups
 
 
@@ -382,7 +265,7 @@ def check_options(
         if value != here and str(value) != str(here):
             raise ValueError(
                 f"optimizer_overrides has {names.get(name, name)}={changed[name]!r}, and the "
-                f"optimizer was made with {here}. Make it with what you want to change to."
+                f"optimizer was made with {here}."
             )
     differ = [n for n in options if n not in meant and saved.get(n) != options[n]]
     if differ:
@@ -390,8 +273,7 @@ def check_options(
         listed = "; ".join(f"{called[n]}: saved {saved.get(n)}, now {options[n]}" for n in differ)
         overrides = {called[name]: options[name] for name in differ}
         raise ValueError(
-            f"this state dict is of a run with other options: {listed}. Make the optimizer with "
-            "the options it was saved with, or say that the change is meant: "
+            f"this state dict is of a run with other options: {listed}. If the change is meant: "
             f"load_state_dict(state, optimizer_overrides={overrides})."
         )
 

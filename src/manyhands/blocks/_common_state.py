@@ -20,7 +20,7 @@ from manyhands.blocks._anchor import Anchor, AnchorState
 from manyhands.blocks._block_state import BlockState
 from manyhands.blocks._samples import BlockSamples
 from manyhands.blocks._schedule import Drift, OwnSchedule, Schedule
-from manyhands.blocks.averaging._extras import Extras
+from manyhands.blocks.averaging._payload import Extras
 from manyhands.blocks.averaging._round import RoundStats
 from manyhands.data._account import SavedAccount
 
@@ -37,7 +37,6 @@ class Counters(BlockPlan):
 
     steps: int
     rounds: int
-    blocks: int  # rounds that ended a block
     block: list[int]  # the schedule's start and length
     drift: list[float]  # the fields of `Drift`, and the seconds of a step
 
@@ -71,7 +70,6 @@ class CommonParts:
         return {
             "steps": state.steps,
             "rounds": state.rounds,
-            "blocks": state.blocks,
             "block": [self.schedule.start, self.schedule.length],
             "drift": [*astuple(self.stats.drift), self.stats.seconds],
             **self._block_plan(),
@@ -132,7 +130,6 @@ class CommonParts:
         return state.join(
             saved["steps"],
             saved["rounds"],
-            blocks=saved["blocks"],
             diverged=saved["diverged"],
             ends_warmup=saved["ends_warmup"],
             retry=saved["retry"],

@@ -10,19 +10,17 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypedDict, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypedDict, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.blocks._checks import flag, real, whole
+from manyhands._core.arguments import flag, real, whole
 from manyhands.blocks._optimizer import Blocks
 from manyhands.blocks._outer import Average, BlockMomentum, Outer, SlowMomentum
 from manyhands.blocks._schedule import Every
-from manyhands.blocks.averaging._payload import trainable_params
-from manyhands.blocks.crew._membership import CrewBase
+from manyhands.blocks.crew._crew import Crew
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in `typing` from Python 3.11 on
@@ -35,14 +33,13 @@ class CommonOptions(TypedDict, total=False):
 
     codec: str
     overlap: int
-    mixing: float | None
     fragments: int
-    state: str | Mapping[str, int]
+    state: str
     buffers: str
     anchor_on_host: bool
     model: nn.Module | None
     inner_group: dist.ProcessGroup | None
-    crew: CrewBase | None
+    crew: Crew | None
     shared_memory: bool | None
 
 
@@ -270,71 +267,3 @@ class BMUF(Blocks):
             averaged = flag("average_sync", values.pop("average_sync"))
             values["state"] = "average_moments" if averaged else "keep"
         return values
-
-    # -- fairseq's methods -------------------------------------------------------------------------
-
-    @property
-    def optimizer_config(self) -> dict[str, Any]:
-        """The options of the inner optimizer's first parameter group, as they are now."""
-        return {name: value for name, value in self.param_groups[0].items() if name != "params"}
-
-    def get_lr(self) -> float:
-        """Return the learning rate of the first parameter group."""
-        return float(self.param_groups[0]["lr"])
-
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of every parameter group."""
-        lr = real("lr", lr.item() if isinstance(lr, torch.Tensor) else lr, least=0)
-        for group in self.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
-
-    def get_num_updates(self) -> int:
-        """Return the number of steps taken."""
-        return self.steps
-
-    def set_num_updates(self, num_updates: int) -> None:
-        """Set the number of steps taken; call it on every worker. Sync rounds are at multiples."""
-        self._sync.set_steps(whole("num_updates", num_updates))
-
-    @torch.no_grad()
-    def multiply_grads(self, c: float) -> None:
-        """Multiply all gradients by a number."""
-        for param in self._params_with_grad():
-            assert param.grad is not None
-            param.grad.mul_(c)
-
-    def average_params(self) -> NoReturn:
-        """Raise: fairseq's method averages Adam's moments, and its name says parameters."""
-        raise RuntimeError(
-            "fairseq's average_params() averages Adam's moments, and leaves the parameters. Write "
-            "BMUF(..., average_sync=True) for the moments: they are averaged at every sync round. "
-            "average_parameters() sets the parameters to their mean."
-        )
-
-    def clip_grad_norm(
-        self,
-        max_norm: float,
-        aggregate_norm_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Scale this worker's gradients to a norm of at most `max_norm`; return the norm before.
-
-        With `max_norm=0` the gradients stay as they are. `aggregate_norm_fn` turns this worker's
-        norm into the norm of a model that is sharded over several workers.
-        """
-        if not max_norm >= 0:
-            raise ValueError(
-                f"max_norm must be at least 0, got {max_norm}. With 0 the norm is only returned."
-            )
-        params = self._params_with_grad()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-        if aggregate_norm_fn is not None:
-            norm = aggregate_norm_fn(norm)
-        if max_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
-        return norm
-
-    def _params_with_grad(self) -> list[torch.Tensor]:
-        return [param for param in trainable_params(self) if param.grad is not None]

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhands._core.arguments import flag, one_of, whole
+from manyhands._core.codec import find_codec
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
 from manyhands._core.stop_notice import stop_notice
@@ -29,37 +31,33 @@ from manyhands._core.wrappers import (
     unscale,
 )
 from manyhands.blocks import _saving
-from manyhands.blocks._anchor import Anchor, check_mixing
+from manyhands.blocks._anchor import Anchor
 from manyhands.blocks._block_state import NO_VERSION, BlockState
 from manyhands.blocks._checks import (
     Value,
     check_agreement,
-    check_choice,
-    check_codec,
     check_groups,
     check_not_averaged,
     check_optimizer,
-    check_outer,
     check_shared_memory,
     describe_outer,
-    flag,
     rename_options,
     split_overrides,
-    whole,
 )
 from manyhands.blocks._outer import Average, Outer
 from manyhands.blocks._samples import CursorRounds
 from manyhands.blocks._schedule import Every, check_schedule, make_schedule
 from manyhands.blocks._sync import Sync
-from manyhands.blocks.averaging._extras import Buffers, Extras, check_state_option
 from manyhands.blocks.averaging._payload import (
-    by_index,
-    make_payloads,
+    STATES,
+    Buffers,
+    Extras,
     trainable_params,
 )
 from manyhands.blocks.averaging._round import FixedMembers
+from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._enrollment import Terms
-from manyhands.blocks.crew._membership import CrewBase, ElasticMembers
+from manyhands.blocks.crew._membership import ElasticMembers
 
 BUFFERS = ("average", "broadcast", "keep")
 
@@ -89,7 +87,8 @@ class Blocks(OptimizerWrapper):
 
     An outer step of your own:
 
-    >>> class Signs(mh.Outer):
+    >>> from manyhands.blocks import Outer
+    >>> class Signs(Outer):
     ...     memories = 0
     ...     def step(self, anchor, gradient, memories):
     ...         anchor.sub_(gradient.sign(), alpha=0.01)
@@ -99,19 +98,14 @@ class Blocks(OptimizerWrapper):
         optimizer: the inner optimizer, with which each worker steps.
         outer: the outer step, from the workers' mean to the next anchor. By default the mean is
             the next anchor.
-        every: steps from one sync round to the next, or `Seconds`, or `ByDrift`.
-        codec: how differences are encoded: "float32", "bfloat16", "int8", "int4", "fp4",
-            "ternary", "topk" or "patch". What is not sent is added to the next difference.
+        every: steps from one sync round to the next, or `Seconds`.
+        codec: how differences are encoded: "float32", "bfloat16", "int8", "int4" or "ternary". What
+            rounding cuts off is added to the next difference.
         overlap: steps for which training goes on while a mean is in flight. 0 waits for it.
-        mixing: with overlap, the share α of a worker's own parameters when a mean is merged:
-            α * parameters + (1 - α) * new anchor. None keeps all steps that were taken while the
-            mean was in flight.
         fragments: parts of the model that are synchronized one after the other, evenly over a
             block.
         state: the inner optimizer's state at a sync round: "keep" it, "average" it over the
             workers, or "reset" it. "average_moments" averages Adam's moments only, as fairseq.
-            {"exp_avg": 3, "exp_avg_sq": 6} averages the tensors of these names at each third and
-            sixth sync round, and keeps others.
         buffers: "average" the model's buffers, "broadcast" worker 0's, or "keep" each worker's.
         warmup: steps at the beginning in which gradients are averaged, as in DDP.
         local_warmup: do not average gradients in these steps, and take worker 0's parameters
@@ -143,9 +137,8 @@ class Blocks(OptimizerWrapper):
         every: int | Every = 16,
         codec: str = "float32",
         overlap: int = 0,
-        mixing: float | None = None,
         fragments: int = 1,
-        state: str | Mapping[str, int] = "keep",
+        state: str = "keep",
         buffers: str = "average",
         warmup: int = 0,
         local_warmup: bool = False,
@@ -153,17 +146,16 @@ class Blocks(OptimizerWrapper):
         model: nn.Module | None = None,
         process_group: dist.ProcessGroup | None = None,
         inner_group: dist.ProcessGroup | None = None,
-        crew: CrewBase | None = None,
+        crew: Crew | None = None,
         shared_memory: bool | None = None,
     ) -> None:
         outer = Average() if outer is None else outer
         self._inner = check_optimizer(type(self).__name__, optimizer, Blocks)
         interval = every if isinstance(every, Every) else Every(every)
-        check_outer(outer)
-        check_choice("buffers", buffers, BUFFERS)
+        one_of("buffers", buffers, BUFFERS)
         overlap, fragments = whole("overlap", overlap), whole("fragments", fragments, 1)
-        encoding = check_codec(codec, crew)
-        state, mixing = check_state_option(state), check_mixing(mixing, overlap, codec)
+        encoding = find_codec(codec)
+        one_of("state", state, STATES)
         warmup = whole("warmup", warmup, why="It is a number of steps.")
         local_warmup = flag("local_warmup", local_warmup)
         anchor_on_host = flag("anchor_on_host", anchor_on_host)
@@ -171,7 +163,7 @@ class Blocks(OptimizerWrapper):
         inner_of_crew = None if crew is None else crew.inner
         self._inner_ranks: RankGroup = inner_of_crew or inner
         ranks = check_groups(type(self).__name__, process_group, inner, inner_of_crew)
-        check_schedule(interval, overlap, fragments, ranks_per_worker=ranks, delays=encoding.delays)
+        check_schedule(interval, overlap, fragments, ranks_per_worker=ranks)
         self._shared_memory = check_shared_memory(shared_memory, codec, crew, optimizer)
         self._supports_amp = supports_amp(optimizer)
         self._options: dict[str, Value] = {
@@ -179,7 +171,6 @@ class Blocks(OptimizerWrapper):
             "every": repr(interval),
             "codec": codec,
             "overlap": overlap,
-            "mixing": mixing,
             "fragments": fragments,
             "state": state,
             "buffers": buffers,
@@ -190,7 +181,7 @@ class Blocks(OptimizerWrapper):
         self._sync = Sync(
             optimizer,
             FixedMembers(RankGroup.of(process_group)) if crew is None else ElasticMembers(crew),
-            Anchor(outer, encoding, fragments, anchor_on_host, inner, mixing),
+            Anchor(outer, encoding, fragments, anchor_on_host, inner),
             interval,
             make_schedule(interval, fragments, overlap, warmup),
             BlockState.begin(warmup, local_warmup),
@@ -432,17 +423,6 @@ class Blocks(OptimizerWrapper):
         """Synchronize now; call it on every worker. All have the same parameters afterwards."""
         if not self.alone:
             self._sync.sync_now()
-
-    @torch.no_grad()
-    def average_parameters(self) -> None:
-        """Set every worker's parameters to their mean, without an outer step."""
-        if not self.alone:
-            self._sync.end_block()
-            self._sync.merge_pending()
-            payloads = make_payloads(by_index(trainable_params(self._inner_optimizer)))
-            while self._sync.average_now(payloads) is None:
-                pass  # a member was lost: repeat with those that are left
-            self._sync.regroup()
 
     @contextmanager
     def at_anchor(self) -> Iterator[None]:

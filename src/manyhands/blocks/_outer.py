@@ -30,7 +30,8 @@ class Outer:
     """How the anchor moves once the workers' mean is known. Subclass it for a step of your own.
 
     >>> import torch, manyhands as mh
-    >>> class Half(mh.Outer):
+    >>> from manyhands.blocks import Outer
+    >>> class Half(Outer):
     ...     def step(self, anchor, gradient, memories):
     ...         anchor.sub_(gradient, alpha=0.5)  # half of the way to the workers' mean
     >>> param = torch.nn.Parameter(torch.zeros(1))

@@ -15,12 +15,16 @@ from typing import TypedDict, cast
 import torch
 from torch import Tensor
 
-from manyhands._core.codec import find_codec
 from manyhands._core.sharded import is_dtensor
 from manyhands._core.state_parts import StatePart
 from manyhands.blocks._anchor import Anchor, OuterState, OverlappedDifference, memory_order
 from manyhands.blocks._block_state import Work
-from manyhands.blocks._checks import Names, Options, Value, check_options
+from manyhands.blocks._checks import (
+    Names,
+    Options,
+    Value,
+    check_options,
+)
 from manyhands.blocks._common_state import CommonState, Counters
 from manyhands.blocks._schedule import OwnSchedule
 from manyhands.blocks._sync import Pending, Sync
@@ -115,9 +119,8 @@ def check_not_diverged(sync: Sync) -> None:
     """Raise inside a block, where each worker has parameters of its own."""
     if sync.state.diverged and not sync.alone:
         raise RuntimeError(
-            "a checkpoint for all workers has one model, and inside a block each worker has "
-            "its own. Call optimizer.synchronize() on every worker first, or save each worker's "
-            "state_dict()."
+            "inside a block each worker has its own model. Call optimizer.synchronize() on "
+            "every worker first, or save each worker's state_dict()."
         )
 
 
@@ -125,9 +128,8 @@ def check_unsharded(sync: Sync) -> None:
     """Raise if a rank has only a slice of the anchor."""
     if sync.anchor.inner.size > 1 or any(is_dtensor(param) for param in sync.anchor.params):
         raise ValueError(
-            "with an inner_group, or sharded parameters, each rank has a slice of the anchor only. "
-            "Save with mh.save, which puts the slices together, or call state_dict() on every rank "
-            "and load each file on the rank that saved it."
+            "with an inner_group, or sharded parameters, each rank has a slice of the anchor only: "
+            "save with mh.save, or call state_dict() on every rank."
         )
 
 
@@ -154,9 +156,7 @@ def load_counters(saved: SavedCounters, sync: Sync, unsaved: Sequence[OuterState
     sync.stats.left_out_ever, sync.stats.undone = saved["totals"]
     for outer in unsaved:
         outer.begin()
-    sync.state = sync.state.load(
-        saved["steps"], saved["rounds"], blocks=saved.get("blocks", 0), own=saved["steps"]
-    )
+    sync.state = sync.state.load(saved["steps"], saved["rounds"], own=saved["steps"])
     if saved["alone"]:  # its steps were not in blocks
         sync.begin_block()
     sync.restart_clock()
@@ -183,10 +183,7 @@ def _check_format_and_options(
     if saved is None:
         return None
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
-        raise ValueError(
-            'the "blocks" part of this state dict was not written by this version of manyhands. '
-            "Load it with the version that saved it."
-        )
+        raise ValueError('the "blocks" part of this state dict is of another version')
     check_options(saved["options"], options, changed, names)
     return saved
 
@@ -201,20 +198,17 @@ def check_fits(saved: SavedWorker, sync: Sync) -> None:
     if memories - {sync.anchor.outer.memories}:
         raise ValueError(
             f"this state dict has {max(memories)} memories of its outer step, and the outer step "
-            f"here has {sync.anchor.outer.memories}. Continue with an outer step of the same kind."
+            f"here has {sync.anchor.outer.memories}."
         )
     if saved["order"] != memory_order(sync.anchor.params):
         raise ValueError(
-            "this state dict is of parameters that lay in memory in another order. Convert the "
-            "model as it was, such as by model.to(memory_format=torch.channels_last), and make the "
-            "optimizer then."
+            "this state dict is of parameters that lay in memory in another order, as after "
+            "model.to(memory_format=torch.channels_last)."
         )
     if sizes != here:
         raise ValueError(
             f"this state dict is of {sum(sizes):,} elements in {len(sizes)} types of parameters, "
-            f"and the optimizer has {sum(here):,} in {len(here)}. Load it into an optimizer of the "
-            "same model (and the same size of inner_group), to which parameters were added, or "
-            "unfrozen, in the same order."
+            f"and the optimizer has {sum(here):,} in {len(here)}."
         )
 
 
@@ -242,7 +236,6 @@ def _load_worker(saved: SavedWorker, sync: Sync) -> None:
     sync.state = sync.state.load(
         saved["steps"],
         saved["rounds"],
-        blocks=saved.get("blocks", 0),
         diverged=diverged,
         own=own,
         work=Work(*work),
@@ -274,14 +267,10 @@ def _load_worker(saved: SavedWorker, sync: Sync) -> None:
 def _load_residuals(saved: SavedWorker, sync: Sync) -> None:
     """Restore residuals and clock if this rank saved them itself.
 
-    A residual belongs to the slices that a rank rounds, which depend on rank and size, and on
-    whether means are rounded.
+    A residual belongs to the slices that a rank rounds, which depend on rank and size.
     """
     workers = sync.members.workers
-    options = cast(Mapping[str, Mapping[str, str]], saved)["options"]
-    sparse = find_codec(options["codec"]).sparse
-    here = [workers.size, workers.rank, sync.anchor.codec.sparse]
-    if [*saved["workers"], sparse] != here:
+    if saved["workers"] != [workers.size, workers.rank]:
         sync.anchor.reset_residuals()
         return
     for bucket, residual in zip(sync.anchor.buckets, saved["residual"], strict=True):

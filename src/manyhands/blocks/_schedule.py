@@ -8,8 +8,7 @@ later.
                                          send        0        1        0        1
                                          merge          0        1        0        1
 
-The next block's length is fixed (`Every`), or follows from the time of a step (`Seconds`) or from
-how far the workers drifted apart (`ByDrift`).
+The next block's length is fixed (`Every`), or follows from the time of a step (`Seconds`).
 
 With `Seconds(..., own_steps=True)` each worker takes a number of steps of its own in a block
 (`OwnSchedule`). The numbers follow from the seconds that a step took on each worker. These are in
@@ -29,7 +28,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from manyhands.blocks._checks import flag, real, whole
+from manyhands._core.arguments import flag, real, whole
 
 
 @dataclass
@@ -217,12 +216,12 @@ def _dot(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 class Every:
-    """A fixed length for every block; base class of `Seconds` and `ByDrift`.
+    """A fixed length for every block; base class of `Seconds`.
 
     `every=50` of `Blocks` means `Every(50)`.
 
-    >>> import manyhands as mh
-    >>> mh.Every(50).next(50, seconds=0.1, drift=None)  # the length of the next block
+    >>> from manyhands.blocks import Every
+    >>> Every(50).next(50, seconds=0.1)  # the length of the next block
     50
     """
 
@@ -233,19 +232,19 @@ class Every:
             name,
             steps,
             1,
-            "It is the number of local steps from one sync round to the next; Seconds(...) and "
-            "ByDrift(...) choose it during training.",
+            "It is the number of local steps from one sync round to the next; Seconds(...) chooses "
+            "it during training.",
         )
 
     def first_start(self, step: int) -> int:
         """Return where the block of this step began: fixed blocks begin at multiples."""
         return step // self.first * self.first
 
-    def next(self, length: int, seconds: float, drift: Drift) -> int:
+    def next(self, length: int, seconds: float) -> int:
         """Return the next block's length.
 
-        From the last block's length, the seconds of a step on the slowest worker, and the drift:
-        numbers that are equal on all workers, so that all choose the same length.
+        From the last block's length and the seconds of a step on the slowest worker, which are
+        equal on all workers, so that all choose the same length.
         """
         return self.first
 
@@ -284,7 +283,7 @@ class Seconds(Every):
     def first_start(self, step: int) -> int:
         return step
 
-    def next(self, length: int, seconds: float, drift: Drift) -> int:
+    def next(self, length: int, seconds: float) -> int:
         return max(self.least, round(self.seconds / seconds)) if seconds > 0 else length
 
     def share(self, seconds: Sequence[float]) -> list[int]:
@@ -301,43 +300,6 @@ class Seconds(Every):
         return f"Seconds({self.seconds:g}, first={self.first}, least={self.least}{own})"
 
 
-class ByDrift(Every):
-    """Synchronize more often if workers move different ways, and less often if they agree.
-
-    >>> import manyhands as mh
-    >>> mh.ByDrift(cosine=0.3, least=8, most=256)
-    ByDrift(cosine=0.3, least=8, most=256)
-
-    After each block the length is multiplied by measured cosine / wanted cosine, but by 2 at most
-    and by 1/2 at least.
-    """
-
-    def __init__(self, cosine: float = 0.3, *, least: int = 8, most: int = 256) -> None:
-        self.cosine = real(
-            "cosine",
-            cosine,
-            above=0,
-            below=1,
-            why="It is 1 if all workers move the same way, and 0 if their ways are unrelated.",
-        )
-        self.least, self.most = whole("least", least, 1), whole("most", most, 1)
-        if self.least > self.most:
-            raise ValueError(f"least must be at most `most`, got least={least}, most={most}.")
-        self.first = self.least
-
-    def first_start(self, step: int) -> int:
-        return step
-
-    def next(self, length: int, seconds: float, drift: Drift) -> int:
-        if math.isnan(drift.cosine):
-            return length
-        factor = max(0.5, min(2.0, drift.cosine / self.cosine))
-        return max(self.least, min(self.most, round(length * factor)))
-
-    def __repr__(self) -> str:
-        return f"ByDrift(cosine={self.cosine:g}, least={self.least}, most={self.most})"
-
-
 def make_schedule(every: Every, fragments: int, overlap: int, warmup: int) -> Schedule:
     """Return the schedule of blocks of this length, after `warmup` steps."""
     start = every.first_start(warmup)
@@ -346,36 +308,24 @@ def make_schedule(every: Every, fragments: int, overlap: int, warmup: int) -> Sc
     return Schedule(every.first, fragments, overlap, start)
 
 
-def check_schedule(
-    every: Every, overlap: int, fragments: int, *, ranks_per_worker: int, delays: bool
-) -> None:
-    """Raise if blocks of this length cannot have these options.
-
-    `delays`: most of what a worker has to send waits for later rounds.
-    """
-    if delays and isinstance(every, ByDrift):
-        raise ValueError(
-            f"every={every} measures the drift by what the workers send, and with codec='topk' "
-            "that is too little. Give a number of steps, or Seconds(...)."
-        )
+def check_schedule(every: Every, overlap: int, fragments: int, *, ranks_per_worker: int) -> None:
+    """Raise if blocks of this length cannot have these options."""
     if overlap >= every.least:
         raise ValueError(
             f"overlap must be less than the steps between two sync rounds ({every.least}), got "
-            f"{overlap}. It is the number of steps for which a mean may be in flight."
+            f"{overlap}."
         )
     if fragments > every.least:
         raise ValueError(
             f"{fragments} fragments need at least as many steps in a block, and every={every} "
-            f"may have {every.least}. Each fragment is synchronized once in a block."
+            f"may have {every.least}."
         )
     if fragments > 1 and every.own_steps:
         raise ValueError(
-            f"every={every} sends the whole model at the end of a block, got "
-            f"fragments={fragments}: workers that take different numbers of steps would be at "
-            "different fragments. Leave one of the two out."
+            f"every={every} sends the whole model at the end of a block, got fragments={fragments}."
         )
     if ranks_per_worker > 1 and type(every) is not Every:
         raise ValueError(
-            f"every={every} follows from each sync round's result, and the ranks of an inner_group "
-            "have separate sync rounds. Give a number of steps."
+            f"every={every} follows from each sync round, and the ranks of an inner_group hold "
+            "separate ones. Give a number of steps."
         )

@@ -35,21 +35,20 @@ from manyhands.blocks._anchor import (
     StagedDifference,
 )
 from manyhands.blocks._block_state import NO_WORK, BlockState
-from manyhands.blocks._checks import fingerprint, moved_identically, warn_identical_moves
+from manyhands.blocks._checks import (
+    fingerprint,
+    moved_identically,
+    warn_identical_moves,
+)
 from manyhands.blocks._common_state import CommonParts
 from manyhands.blocks._samples import BlockSamples
 from manyhands.blocks._schedule import Every, OwnSchedule, Schedule, Seconds
-from manyhands.blocks.averaging._extras import (
-    Extras,
-    InitialState,
-    drop_nonfinite_state,
-    state_tensors,
-)
 from manyhands.blocks.averaging._payload import (
-    NAMES_UNKNOWN,
     NOTHING_YET,
     ArrivedMean,
+    Extras,
     GradientPayloads,
+    InitialState,
     Note,
     Payload,
     RoundResult,
@@ -57,8 +56,10 @@ from manyhands.blocks.averaging._payload import (
     TensorPayload,
     are_finite,
     by_index,
+    drop_nonfinite_state,
     is_payload_finite,
     make_payloads,
+    state_tensors,
     trainable_params,
 )
 from manyhands.blocks.averaging._round import BackgroundSync, Membership, RoundRunner
@@ -163,7 +164,7 @@ class Sync:
             if isinstance(self.schedule, OwnSchedule):
                 self.schedule.begin_next()
             else:
-                length = self.every.next(self.schedule.length, self.stats.seconds, self.stats.drift)
+                length = self.every.next(self.schedule.length, self.stats.seconds)
                 self.schedule.begin(step, length)
         while self.pending and self.pending[0].merge_at <= self.now:
             self._merge()
@@ -279,7 +280,7 @@ class Sync:
             differences = [StagedDifference(each) for each in differences]
         ends_block = self.schedule.fragments - 1 in fragments
         buffers = self.extras.buffer_payloads() if ends_block else []
-        state = self.extras.state_payloads(self.state.blocks + 1) if ends_block else []
+        state = self.extras.state_payloads() if ends_block else []
         if self._state_dropped_at == self.state.own:
             state = []  # it is not complete before the next step: nobody's is averaged
         finite = are_finite(self.anchor.params) and all(map(is_payload_finite, [*buffers, *state]))
@@ -313,11 +314,7 @@ class Sync:
             step=float(step),
             status=float(all_finite),
             options=fingerprint((checksum, *facts)) if facts else checksum,
-            state_elements=(
-                NAMES_UNKNOWN
-                if self.extras.has_unknown_names()
-                else float(sum(payload.length for payload in state))
-            ),
+            state_elements=float(sum(payload.length for payload in state)),
             seconds=self.runner.clock.seconds_per_step(self.state.own),
             lr=float(groups[0].get("lr", 1.0)),
             length=float(self.schedule.length),
@@ -357,9 +354,7 @@ class Sync:
             self.initial_state.restore()
         complete = len(pending.fragments) == self.schedule.fragments
         work = pending.note.work if pending.note.included else NO_WORK
-        self.state = self.state.commit(
-            complete=complete, ends_block=ends_block, overlaps=pending.overlaps, work=work
-        )
+        self.state = self.state.commit(complete=complete, overlaps=pending.overlaps, work=work)
         for later in self.pending:  # sent with this work too, which is merged now
             later.note = later.note.with_work(later.note.work.minus(work))
         self.regroup()

@@ -6,15 +6,11 @@ load goes through the same stages, from files to objects.
     _writing.py  _reading.py  a save and a load, step by step
     _ranks.py                 the ranks that save or load together, and their replicas in blocks
     _model.py                 a model's tensors, under the names of the plain model
-    _optimizer.py             an optimizer's state, by parameter name
-    _blocks.py                in blocks: the outer state, which all replicas have alike
-    _values.py                the user's values, as JSON
-    _random.py                random generators, as tensors
-    _foreign.py               what foreign code is to load: checked before, undone if the load fails
+    _optimizer.py             an optimizer's state, by parameter name, and the state of blocks
+    _values.py                the user's values, as JSON, and states that foreign code loads
     _slices.py                this rank's slices of tensors, and which rank writes and reads which
     _safetensors.py           the format of a file of tensors
     _index.py                 what the index says, and the reader of all files that it lists
-    _index_checks.py          the check of all that an index says, before any of it is used
     _folder.py                a folder in which nothing is half written and no link is followed
 
 torch.distributed.checkpoint takes long to import, so _writing.py and _reading.py, which need it,
@@ -23,7 +19,6 @@ are imported when a checkpoint is first saved or loaded.
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -34,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from manyhands._core import arguments
 from manyhands.checkpoint._values import HasState
 
 __all__ = ["Saving", "load", "save"]
@@ -150,12 +146,8 @@ def save(
     global _pending
     wait_for_pending()
     # Before any collective: a mistake on one rank must not leave the others waiting.
-    if keep is not None and (not isinstance(keep, int) or keep < 1):
-        raise ValueError(f"keep must be at least 1, or None to keep all, got {keep!r}.")
-    if step is not None:
-        if not hasattr(step, "__index__") or step < 0:
-            raise ValueError(f"step must be a whole number, not negative, got {step!r}.")
-        step = operator.index(step)  # numpy's integers and tensors as well
+    keep = None if keep is None else arguments.whole("keep", keep, 1, "None keeps all.")
+    step = None if step is None else arguments.whole("step", step)
     optimizers, schedulers = _as_list(optimizer), _as_list(scheduler)
     final, work = begin_save(
         Path(path), model, optimizers, schedulers, values, step, keep, wait, process_group

@@ -13,13 +13,11 @@ first save until the process ends. The operating system releases it with the pro
 ever stale. A crew's worker may be stopped while it holds the lock, and another worker saves in its
 place. So the file names the run of its holder (MANYHANDS_RUN, which `manyhands run` sets), and a
 process of the same run takes the lock over by putting another file under the same name. The former
-holder notices before it publishes. What it was writing has been removed by then, so two processes
-never write to one folder.
+holder notices before it publishes.
 
-Somebody else may be able to write here, or may have packed a folder that was downloaded. So a link
-is never followed, neither as a file nor as the folder that holds it, and nothing that is opened can
-be a pipe (which would hang), a device or a socket. The path that the user gives is different:
-`/data/run` may be a link, or lie below one.
+A folder may have been downloaded. So a link in it is not followed, neither to a file nor to a
+checkpoint, and nothing that is opened can be a pipe (which would hang) or a device. The path that
+the user gives may be a link.
 """
 
 from __future__ import annotations
@@ -85,10 +83,7 @@ def find_newest(path: Path) -> Path:
         return resolve_link(path)
     found = _list_named(path)
     if found and not is_folder(found[-1]):
-        raise ValueError(
-            f"the newest checkpoint in {path}, {found[-1].name}, is a link, and links are followed "
-            "only if you name them. Give its own path."
-        )
+        raise ValueError(f"the newest checkpoint in {path}, {found[-1].name}, is a link. Name it.")
     if found:
         return found[-1]
     # The rest finds out why there is none.
@@ -96,11 +91,8 @@ def find_newest(path: Path) -> Path:
         raise FileNotFoundError(f"there is no {path}. Give the path that mh.save was given.")
     if not path.is_dir():
         raise ValueError(f"{path} is a file, and a checkpoint of manyhands is a folder.")
-    partial = [name for name in os.listdir(path) if name.startswith(PARTIAL)]
     raise FileNotFoundError(
-        f"{path} has no complete checkpoint"
-        + (", only a part of one that was not finished." if partial else ".")
-        + f" Give the folder that mh.save was given; a checkpoint in it has a file {INDEX}."
+        f"{path} has no complete checkpoint. Give the folder that mh.save was given."
     )
 
 
@@ -113,12 +105,9 @@ def begin(folder: Path, step: int | None, token: str) -> tuple[str, str]:
     Remove what killed runs have left behind.
     """
     if is_checkpoint(folder):
-        raise ValueError(
-            f"{folder} is one checkpoint. Give the folder that it is in, {folder.parent}; each "
-            "save makes a new one there."
-        )
+        raise ValueError(f"{folder} is one checkpoint. Give the folder around it: {folder.parent}.")
     folder.mkdir(parents=True, exist_ok=True)
-    take_lock(folder, time.time())
+    take_lock(folder)
     last = 0
     for name in os.listdir(folder):
         # Safe under the lock: no live process is writing them.
@@ -155,7 +144,7 @@ def check_shared(partial: Path, token: str) -> None:
         time.sleep(0.05)
     raise ValueError(
         f"{partial.parent} on {socket.gethostname()} is not the folder that rank 0 writes to. "
-        "Give a path on a file system that all ranks share."
+        "Give a path that all ranks share."
     )
 
 
@@ -168,8 +157,7 @@ def publish(partial: Path, name: str) -> Path:
     sync(partial)
     if os.path.lexists(final):
         raise OSError(
-            f"{final} has been made meanwhile: another job saves to {final.parent}, too. Give "
-            "each job a path of its own."
+            f"{final} exists: another job saves to {final.parent}, too. Give each its own path."
         )
     partial.rename(final)
     sync(final.parent)
@@ -236,11 +224,10 @@ LOCK_TIMEOUT = 3.0  # seconds to wait for another process that may be about to e
 _held: dict[Path, int] = {}  # the descriptors of the locks that this process holds
 
 
-def take_lock(folder: Path, asked_at: float | None = None) -> None:
+def take_lock(folder: Path) -> None:
     """Make this process the only one that saves here, until it ends.
 
-    A lock of another process of our own run is taken over, unless that process took it after
-    `asked_at`: then this process was stopped meanwhile, and is the one that has been replaced.
+    A lock of another process of our own run is taken over.
     """
     path = folder.resolve() / LOCK
     held = _held.get(path)
@@ -248,7 +235,7 @@ def take_lock(folder: Path, asked_at: float | None = None) -> None:
         return
     deadline = time.monotonic() + LOCK_TIMEOUT
     while True:
-        file = _open_lock(path)
+        file = open_descriptor(path, os.O_RDWR | os.O_CREAT)
         try:
             # `lockf`, not `flock`: a forked child must not inherit the lock.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -257,9 +244,7 @@ def take_lock(folder: Path, asked_at: float | None = None) -> None:
                 break  # the file system has no locks
             text = os.read(file, 4096)
             os.close(file)
-            if (since := _held_since_in_our_run(text)) is not None:
-                if asked_at is not None and since > asked_at:
-                    raise RuntimeError(_replaced_message(folder)) from None
+            if _is_of_our_run(text):
                 file = _replace_lock(path)
                 break
             if time.monotonic() > deadline:
@@ -269,10 +254,10 @@ def take_lock(folder: Path, asked_at: float | None = None) -> None:
         if _is_same_file(file, path):
             break
         os.close(file)  # between open and lock, another process has put a new file in its place
-    holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
     run = os.environ.get(RUN_VARIABLE)
+    holder = {"host": socket.gethostname(), "pid": os.getpid(), "run": run}
     os.ftruncate(file, 0)
-    os.write(file, json.dumps({**holder, "run": run} if run else holder).encode())
+    os.write(file, json.dumps(holder).encode())
     # Stays open: closing any descriptor of the file would release a POSIX lock.
     _held[path] = file
 
@@ -282,25 +267,16 @@ def check_lock(folder: Path) -> None:
     path = folder.resolve() / LOCK
     held = _held.get(path)
     if held is not None and os.path.lexists(path) and not _is_same_file(held, path):
-        raise RuntimeError(_replaced_message(folder))
+        raise RuntimeError(
+            f"another worker of this run saves to {folder} now, as this one was stopped meanwhile. "
+            "This checkpoint is dropped; theirs are complete."
+        )
 
 
 def release_locks() -> None:
     """Let other processes save where this one has."""
     while _held:
         os.close(_held.popitem()[1])
-
-
-def _open_lock(path: Path) -> int:
-    """Open the lock's file. It is written to, so it must not be another file's second name."""
-    file = open_descriptor(path, os.O_RDWR | os.O_CREAT)
-    if os.fstat(file).st_nlink > 1:
-        os.close(file)
-        raise ValueError(
-            f"{path} is a hard link, perhaps to a file outside of this folder, and is not written "
-            "to. Remove it."
-        )
-    return file
 
 
 def _replace_lock(path: Path) -> int:
@@ -313,14 +289,12 @@ def _replace_lock(path: Path) -> int:
     return file
 
 
-def _held_since_in_our_run(text: bytes) -> float | None:
-    """Return when the holder took the lock if it is of our own run, else None."""
+def _is_of_our_run(text: bytes) -> bool:
+    run = os.environ.get(RUN_VARIABLE)
     try:
-        holder = json.loads(text)
-        ours = bool(os.environ.get(RUN_VARIABLE)) and holder["run"] == os.environ[RUN_VARIABLE]
-        return float(holder["since"]) if ours else None
+        return bool(run) and json.loads(text)["run"] == run
     except (ValueError, KeyError, TypeError):  # not written yet, or not by us
-        return None
+        return False
 
 
 def _still_holds(file: int, path: Path) -> bool:
@@ -343,33 +317,21 @@ def _is_same_file(file: int, path: Path) -> bool:
     return (at_path.st_ino, at_path.st_dev) == (opened.st_ino, opened.st_dev)
 
 
-def _replaced_message(folder: Path) -> str:
-    return (
-        f"another worker of this run saves to {folder} now: this worker was stopped, and the "
-        "others have gone on without it. This checkpoint is dropped; theirs are complete."
-    )
-
-
 def _held_message(folder: Path, text: bytes) -> str:
     try:
         holder = json.loads(text)
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
-        name = f"process {holder['pid']} on {holder['host']} since {since}"
+        name = f"process {holder['pid']} on {holder['host']}"
     except (ValueError, KeyError, TypeError):
         name = "another process"
-    return (
-        f"another job saves to {folder}: {name}. Give each job a path of its own, or wait until "
-        "that job has ended."
-    )
+    return f"another job saves to {folder}: {name}. Give each job a path of its own."
 
 
 # -- open files, and nothing else ------------------------------------------------------------------
 
-# O_NOFOLLOW refuses a link, and O_NONBLOCK returns at once from a pipe that has no other end.
-# Windows lacks some of the flags; a missing flag counts as 0 there.
-NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
-ALWAYS = NOFOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-ALWAYS |= getattr(os, "O_BINARY", 0)  # without it, Windows translates line endings
+# O_NOFOLLOW refuses a link, O_NONBLOCK returns at once from a pipe without another end, and without
+# O_BINARY Windows translates line endings. A flag that the system lacks counts as 0.
+FLAGS = ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")
+ALWAYS = sum(getattr(os, flag, 0) for flag in FLAGS)
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
@@ -378,23 +340,17 @@ def open_descriptor(path: Path, flags: int = os.O_RDONLY) -> int:
 
     Raise FileNotFoundError if there is no such file, and ValueError if it is something else.
     """
-    with open_folder(path.parent) as folder:
-        try:
-            # Relative to the folder's descriptor: nobody can swap the folder for a link meanwhile.
-            name = path if folder is None else path.name
-            file = os.open(name, flags | ALWAYS, 0o666, dir_fd=folder)
-        except FileNotFoundError:
+    try:
+        file = os.open(path, flags | ALWAYS, 0o666)
+        # Ask the descriptor, not the path: the path may mean another file by now.
+        if stat.S_ISREG(os.fstat(file).st_mode):
+            return file
+        os.close(file)
+    except OSError:  # a link gives ELOOP, a socket ENXIO, a folder EISDIR
+        # A regular file that cannot be opened has another reason, such as its permissions.
+        if is_regular_file(path) or not os.path.lexists(path):
             raise
-        except OSError as error:  # a link gives ELOOP, a socket ENXIO, a folder EISDIR
-            # A regular file that cannot be opened has another reason, such as its permissions.
-            if is_regular_file(path) or not os.path.lexists(path):
-                raise
-            raise ValueError(_not_a_file(path)) from error
-    # Ask the descriptor, not the path: the path may mean another file by now.
-    if stat.S_ISREG(os.fstat(file).st_mode):
-        return file
-    os.close(file)
-    raise ValueError(_not_a_file(path))
+    raise ValueError(f"{path} is not a regular file, and links are not followed. Copy the file.")
 
 
 # Unbuffered: tensors are read into, and written from, their own memory in large blocks.
@@ -406,26 +362,6 @@ def open_to_read(path: Path) -> FileIO:
 def open_to_write(path: Path) -> FileIO:
     """Create a file for writing, without a buffer. Raise FileExistsError if it exists."""
     return open(open_descriptor(path, NEW), "wb", buffering=0)
-
-
-@contextlib.contextmanager
-def open_folder(path: Path) -> Iterator[int | None]:
-    """Yield a descriptor of a folder that is not a link; None on Windows, which has none."""
-    if os.open not in os.supports_dir_fd:
-        if path.is_symlink():
-            raise ValueError(_not_a_folder(path))
-        yield None
-        return
-    try:
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        if path.is_symlink():
-            raise ValueError(_not_a_folder(path)) from error
-        raise
-    try:
-        yield folder
-    finally:
-        os.close(folder)
 
 
 def is_regular_file(path: Path) -> bool:
@@ -451,18 +387,3 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _not_a_file(path: Path) -> str:
-    kind = "a link" if path.is_symlink() else "not a regular file"
-    return (
-        f"{path} is {kind}, and links out of a checkpoint are never followed. Copy the file itself "
-        "there, or load another checkpoint."
-    )
-
-
-def _not_a_folder(path: Path) -> str:
-    return (
-        f"{path} is a link, and links to checkpoints are not followed. Give the path of the "
-        "checkpoint that it points to."
-    )

@@ -3,8 +3,9 @@
     {"manyhands checkpoint": 1, "crc32": "....",
      "content": {...}}
 
-The checksum covers the text of the content. `_index_checks.py` checks all of the content before any
-of it is used.
+The checksum covers the text of the content. It shows damage, not who wrote the file, so `parse`
+also checks what would read a wrong place: names of files, types, and that the slices of a tensor
+cover each of its elements exactly once.
 
 Each rank has written one file, `worker-00003.safetensors`. A `Reader` finds slices in these files
 by the index. A load goes over the files twice: first it compares all that it is going to read with
@@ -27,10 +28,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import random
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -39,13 +40,15 @@ from typing import Any, TypedDict
 import torch
 
 from manyhands.checkpoint import _folder, _safetensors
-from manyhands.checkpoint._index_checks import check_content
 from manyhands.checkpoint._values import Json
 
 VERSION = 1
-MAX_BYTES = 2**30  # of an index that is read: a forged one must not fill the memory
 HEAD = '{{"manyhands checkpoint": {}, "crc32": "{:08x}",\n"content": '
 PATTERN = re.compile(rb'\{"manyhands checkpoint": (\d+), "crc32": "([0-9a-f]{8})",\n"content": ')
+# Letters, digits, - and _ only: no name can lead out of the checkpoint's folder.
+FILE_NAME = re.compile(r"[\w-]+\.safetensors", re.ASCII)
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _safetensors.DTYPE_NAMES}
+PRIME = 2**61 - 1
 # The entry for the exact parameters that an optimizer keeps beside the rounded ones.
 EXACT_ENTRY = "manyhands.exact"
 
@@ -71,8 +74,7 @@ class StoredTensor:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        # Safe with a name from a file: `_index_checks.py` allows the names of dtypes only.
-        return getattr(torch, self.dtype)
+        return DTYPES[self.dtype]
 
     @property
     def nbytes(self) -> int:
@@ -174,10 +176,6 @@ def read(folder: Path) -> tuple[Index, int]:
     """Return a checkpoint's index, and the checksum of the whole index file."""
     path = folder / _folder.INDEX
     with _folder.open_to_read(path) as file:
-        if os.fstat(file.fileno()).st_size > MAX_BYTES:
-            raise ValueError(
-                f"{path} is larger than any index: {MAX_BYTES:,} bytes. Load another checkpoint."
-            )
         raw = file.readall()
     return parse(raw, path), zlib.crc32(raw)
 
@@ -187,10 +185,7 @@ def parse(raw: bytes, path: Path) -> Index:
     found = PATTERN.match(raw)
     advice = "Load another checkpoint."
     if found is None:
-        raise ValueError(
-            f"{path} is not an index of a manyhands checkpoint, or its beginning is damaged. "
-            f"{advice}"
-        )
+        raise ValueError(f"{path} is not an index of a manyhands checkpoint. {advice}")
     version = int(found[1])
     text = raw[found.end() : -2]
     # The checksum before the version: a damaged version number must not look like a new format.
@@ -202,30 +197,74 @@ def parse(raw: bytes, path: Path) -> Index:
             "the release of manyhands that wrote it."
         )
     try:
-        content = json.loads(text)
-        check_content(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} has invalid content: {error}. {advice}") from error
-    return _from_content(content)
+        return _from_content(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} has invalid content: {error!r:.200}. {advice}") from error
 
 
 def _from_content(content: Mapping[str, Any]) -> Index:
-    """Build the index from content that `check_content` has accepted."""
-    tensors = {
-        key: StoredTensor(
-            tuple(shape),
-            dtype,
-            [
-                StoredSlice(tuple(offsets), tuple(sizes), file, name, crc)
-                for offsets, sizes, file, name, crc in slices
-                # A rank that owns no rows of a tensor saves an empty slice: nothing to read.
-                if 0 not in sizes or 0 in shape
-            ],
-        )
-        for key, (shape, dtype, slices) in content["tensors"].items()
-    }
     files = [IndexedFile(**file) for file in content["files"]]
+    for file in files:
+        if not FILE_NAME.fullmatch(file.name):
+            raise ValueError(f"{file.name!r:.80} is not the name of a file of tensors")
+    tensors = {
+        key: _stored_tensor(key, meta, len(files)) for key, meta in content["tensors"].items()
+    }
     return Index(**{**content, "tensors": tensors, "files": files})
+
+
+def _stored_tensor(key: str, meta: Sequence[Any], files: int) -> StoredTensor:
+    """Build a tensor of the index; `files` is the number of files that it may lie in."""
+    shape, dtype, several = meta
+    slices = [
+        StoredSlice(tuple(offsets), tuple(sizes), file, name, crc32)
+        for offsets, sizes, file, name, crc32 in several
+    ]
+    numbers = [*shape, *(n for each in slices for n in (*each.offsets, *each.sizes, each.file))]
+    # The exact type: True is an int to Python.
+    if any(type(n) is not int or n < 0 for n in numbers) or dtype not in DTYPES:
+        raise ValueError(f"tensor {key!r} has an impossible shape, type or place")
+    bounds = [(each.offsets, each.sizes) for each in slices]
+    if any(each.file >= files for each in slices) or not covers_once(shape, bounds):
+        raise ValueError(f"the slices of tensor {key!r} do not cover each element exactly once")
+    # A rank that owns no rows of a tensor saves an empty slice: nothing to read.
+    slices = [each for each in slices if 0 not in each.sizes or 0 in shape]
+    return StoredTensor(tuple(shape), dtype, slices)
+
+
+def covers_once(
+    shape: Sequence[int], slices: Collection[tuple[Sequence[int], Sequence[int]]]
+) -> bool:
+    """Return whether slices (offsets and sizes) fill a shape without gap or overlap.
+
+    They do, inside the shape, exactly if
+
+        sum over slices of  prod_i (f_i[start] - f_i[stop])  =  prod_i (f_i[0] - f_i[size])
+
+    as polynomials in the unknowns f_i[x], one for each dimension and coordinate. (Each side is the
+    mixed difference of an indicator function, and differences of equal functions are equal.) Both
+    sides are compared at random values modulo a prime of 61 bits: one step for each slice and
+    dimension, where comparing slices in pairs takes the square.
+    """
+    for offsets, sizes in slices:
+        ends = zip(offsets, sizes, shape, strict=True)
+        if any(start + size > whole for start, size, whole in ends):
+            return False
+    # Its own generator: the program's are saved and restored, and must not advance.
+    draw = random.SystemRandom().randrange
+    values: dict[tuple[int, int], int] = {}
+
+    def product(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        result = 1
+        for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+            for x in (start, start + size):
+                if (dim, x) not in values:
+                    values[dim, x] = draw(PRIME)
+            result = result * (values[dim, start] - values[dim, start + size]) % PRIME
+        return result
+
+    total = sum(product(offsets, sizes) for offsets, sizes in slices)
+    return total % PRIME == product([0] * len(shape), shape)
 
 
 # -- read the files --------------------------------------------------------------------------------
@@ -256,15 +295,9 @@ class Reader:
         file = self._open(stored.file)
         entry = file.entries.get(stored.name)
         if entry is None or (entry.shape, entry.dtype) != (stored.sizes, dtype):
-            raise ValueError(
-                f"{file.path} has no {stored.name!r} of shape {stored.sizes} and type {dtype}: the "
-                "file does not belong to this checkpoint. Load another one."
-            )
+            raise file.damaged(f"it has no {stored.name!r} of {stored.sizes} {dtype}")
         if file.checksum(stored.name) != stored.crc32:
-            raise ValueError(
-                f"{file.path} is damaged: the checksum of {stored.name!r} is not the one that was "
-                "saved. Restore the file, or load another checkpoint."
-            )
+            raise file.damaged(f"the checksum of {stored.name!r} does not match")
 
     def read(
         self,
@@ -304,14 +337,11 @@ class Reader:
             except FileNotFoundError as error:
                 raise FileNotFoundError(
                     f"{path} is missing: the checkpoint needs each of its {len(self.index.files)} "
-                    "files of tensors. Copy the whole folder, or load another checkpoint."
+                    "files. Copy the whole folder, or load another checkpoint."
                 ) from error
             self._stack.callback(file.close)
             # The header's checksum also tells this file from one of another checkpoint.
             if file.nbytes != indexed.nbytes or file.header_crc32 != indexed.crc32:
-                raise ValueError(
-                    f"{path} is damaged, or belongs to another checkpoint: its header is not the "
-                    "one that was saved. Restore the file, or load another checkpoint."
-                )
+                raise file.damaged("its header is not the one that was saved")
             self._files[number] = file
         return file

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from manyhands._core.modules import ModuleWrapper, plain_modules
 from manyhands._core.sharded import is_dtensor
 from manyhands.checkpoint import _index
-from manyhands.checkpoint._foreign import ForeignState
 from manyhands.checkpoint._slices import Parts, put_new, to_parts
-from manyhands.checkpoint._values import GetTensor, decode, encode
+from manyhands.checkpoint._values import ForeignState, GetTensor, decode, encode
 
 # -- names -----------------------------------------------------------------------------------------
 
@@ -49,12 +48,10 @@ def find_names(model: object) -> ModelNames:
             f"model must be a torch.nn.Module, got {type(model).__name__}. "
             'Put several into one: nn.ModuleDict({"generator": g, "critic": c}).'
         )
-    wrappers = [each for each in model.modules() if isinstance(each, ModuleWrapper)]
-    for wrapper in wrappers:
-        wrapper.check_can_save(model)
+    for each in model.modules():
+        if isinstance(each, ModuleWrapper):
+            each.check_can_save(model)
     _reshard(model)
-    for wrapper in wrappers:
-        wrapper.settle()  # updated parameters may still be on their way to this rank
     names = ModelNames()
     # Not `named_parameters`, which leaves out the second name of a tied tensor.
     for prefix, module in plain_modules(model):
@@ -69,8 +66,8 @@ def find_names(model: object) -> ModelNames:
     on_meta = [name for name, tensor in names.tensors.items() if tensor.is_meta]
     if on_meta:
         raise ValueError(
-            f"{list_names(on_meta)} of the model {'is' if len(on_meta) == 1 else 'are'} on the "
-            'meta device, without memory. Allocate it first: model.to_empty(device="cpu").'
+            f"{list_names(on_meta)} of the model: on the meta device, without memory. Call "
+            'model.to_empty(device="cpu") first.'
         )
     return names
 

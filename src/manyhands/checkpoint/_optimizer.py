@@ -12,24 +12,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands._core.sharded import local_shard
 from manyhands._core.state_parts import (
+    BlocksParts,
     OptimizerLayers,
     OptimizerStatePart,
     RuleParts,
     ShardedOptimizer,
+    StatePart,
     options_of,
+    plain_optimizer,
     state_parts,
 )
 from manyhands._core.wrappers import unwrap
-from manyhands.checkpoint import _foreign, _index
-from manyhands.checkpoint._blocks import BlocksLoader, collect_blocks
+from manyhands.checkpoint import _index
 from manyhands.checkpoint._model import ModelNames, list_names
 from manyhands.checkpoint._ranks import Replica
 from manyhands.checkpoint._slices import (
     Parts,
+    TensorParts,
     allocate_target,
     entries_of,
     entry_parts,
@@ -38,7 +43,20 @@ from manyhands.checkpoint._slices import (
     put_new,
     to_parts,
 )
-from manyhands.checkpoint._values import GetTensor, PutTensor, decode, encode, state_key, tensor_key
+from manyhands.checkpoint._values import (
+    GetTensor,
+    Json,
+    PutTensor,
+    decode,
+    encode,
+    state_key,
+    tensor_key,
+)
+
+#: Options that say how a step is computed, not what it computes. They keep the value that the
+#: optimizer was made with: a run saved on a GPU may continue on a CPU, without fused kernels.
+KEPT_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+OWN = "residual"  # the entry of blocks that each replica has of its own
 
 
 @dataclass
@@ -49,14 +67,12 @@ class SavedOptimizer:
     tensors: dict[str, Parts] = field(default_factory=dict)
 
 
-def prepare_optimizers(optimizers: Iterable[object], *, to_load: bool) -> None:
-    """Let sharded optimizers finish what is in flight. Every rank must call this."""
+def prepare_to_load(optimizers: Iterable[object]) -> None:
+    """Let sharded optimizers place parameters that are trained again. Every rank must call this."""
     for each in optimizers:
         inner = unwrap(each)[-1] if isinstance(each, Optimizer) else each
         if isinstance(inner, ShardedOptimizer):
-            # `prepare` also places parameters that are trained again, which takes collectives. A
-            # save needs only to wait for parameters in flight.
-            inner.prepare() if to_load else inner.wait()
+            inner.prepare()
 
 
 def group_names(optimizer: Optimizer, names: ModelNames | None) -> list[list[str]]:
@@ -66,18 +82,14 @@ def group_names(optimizer: Optimizer, names: ModelNames | None) -> list[list[str
         # torch stores names itself if the optimizer was made from `named_parameters()`.
         own_names: Any = group.get("param_names")
         if names is None and own_names is None:
-            raise ValueError(
-                "the optimizer's state is saved under its parameters' names, which the model "
-                "knows. Give it as well: model=model."
-            )
+            raise ValueError("an optimizer's state needs the model's names. Give model=model, too.")
         members = []
         for place, param in enumerate(group["params"]):
             name = own_names[place] if names is None else names.by_id.get(id(param))
             if name is None:
                 raise ValueError(
                     f"parameter {place} of group {number}, of shape {tuple(param.shape)}, is not "
-                    "the model's. Give the model that the optimizer is for, and make the optimizer "
-                    "after the model is moved and sharded: fully_shard replaces parameters."
+                    "the model's. Make the optimizer after the model is moved and sharded."
                 )
             members.append(name)
         result.append(members)
@@ -156,8 +168,7 @@ def _other_state(packed: Mapping[str, object], layers: OptimizerLayers) -> dict[
         ours = "blocks" if "blocks" in packed else "a scaling rule"
         raise TypeError(
             f"there is {ours} inside of this {type(layers.inner).__name__}, which has state of its "
-            "own. Give the optimizer inside as optimizer=..., and save the state of the wrapper "
-            "around it under a name of yours."
+            "own. Give the optimizer inside, and the wrapper's state under a name of yours."
         )
     return found
 
@@ -214,27 +225,20 @@ class OptimizerLoader:
         }
         self._state = {self._aliases.get(name, name): s for name, s in meta["state"].items()}
         self._options = self._merge_options()
-        self._check_entries()
         self._other = decode(meta["other"], get)
         self._scaling: object = None if self.rule is None else self._parse_rule(self.rule)
         self._blocks: BlocksLoader | None = None
         if layers.blocks is not None:
-            try:
-                self._blocks = BlocksLoader(
-                    layers.blocks,
-                    meta.get("blocks"),
-                    self._saved_names(),
-                    tensors,
-                    get,
-                    f"optimizer.{number}",
-                    replica,
-                    saved_replica,
-                )
-            # The schema checks that the counters can be decoded, but not what they are.
-            except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
-                raise ValueError(
-                    f"the checkpoint's state of blocks is damaged: {error!r}. Load another one."
-                ) from error
+            self._blocks = BlocksLoader(
+                layers.blocks,
+                meta.get("blocks"),
+                self._saved_names(),
+                tensors,
+                get,
+                f"optimizer.{number}",
+                replica,
+                saved_replica,
+            )
             self.targets |= self._blocks.targets
         # Parameters that are trained again get their place in a bucket.
         if isinstance(self.inner, ShardedOptimizer):
@@ -249,44 +253,25 @@ class OptimizerLoader:
         here, saved_class = self._layers.class_name, self._meta["class"]
         if here != saved_class:
             raise ValueError(
-                f"the checkpoint has the state of {saved_class}, and the optimizer here is {here}. "
-                "Build the optimizer that the run was saved with, or load the model alone."
+                f"the checkpoint has the state of {saved_class}, and the optimizer here is {here}."
             )
         saved = [set(group["names"]) for group in self._meta["groups"]]
         if len(saved) != len(self._groups):
             raise ValueError(
-                f"the checkpoint's optimizer has {len(saved)} parameter groups, and the one here "
-                f"{len(self._groups)}. Build it from the same groups."
+                f"the checkpoint has {len(saved)} parameter groups, and the optimizer here "
+                f"{len(self._groups)}."
             )
         for number, (members, saved_members) in enumerate(zip(self._groups, saved, strict=True)):
             # Compared as sets: the order within a group may differ.
             here_names = {other for name in members for other in _all_names(self._names, name)}
-            only_here = sorted(
-                name for name in members if not saved_members & _all_names(self._names, name)
-            )
-            only_saved = sorted(saved_members - here_names)
+            only_here = [n for n in members if not saved_members & _all_names(self._names, n)]
+            only_saved = saved_members - here_names
             if only_here or only_saved:
                 raise ValueError(
-                    f"parameter group {number} has other parameters than the checkpoint's: "
-                    + "; ".join(
-                        f"only {where} {list_names(found)}"
-                        for where, found in (("here", only_here), ("in the checkpoint", only_saved))
-                        if found
-                    )
-                    + ". Build the optimizer from the same groups."
+                    f"parameter group {number} has other parameters than the checkpoint's: only "
+                    f"here {list_names(sorted(only_here))}; only in the checkpoint "
+                    f"{list_names(sorted(only_saved))}."
                 )
-
-    def _check_entries(self) -> None:
-        groups = zip(self.inner.param_groups, self._groups, strict=True)
-        dims = {
-            name: param.dim()
-            for group, names in groups
-            for param, name in zip(group["params"], names, strict=True)
-        }
-        plain, find_dims = self._layers.plain, dims.__getitem__
-        _foreign.check_entries(
-            plain, self._groups, self._options, self._state, find_dims, skip=_index.EXACT_ENTRY
-        )
 
     def _saved_names(self) -> dict[int, str]:
         """Return each parameter's name in the checkpoint, by the parameter's id."""
@@ -301,8 +286,7 @@ class OptimizerLoader:
         result = []
         for group, meta in zip(self.inner.param_groups, self._meta["groups"], strict=True):
             here, saved = options_of(group), decode(meta["options"], self._get)
-            _foreign.check_group_options(self._layers.plain, here, saved)
-            kept = {name: here[name] for name in _foreign.KEPT_OPTIONS if name in here}
+            kept = {name: here[name] for name in KEPT_OPTIONS if name in here}
             # Options of this release of torch that the saved run did not have stay as they are.
             result.append({**here, **saved, **kept})
         return result
@@ -310,19 +294,13 @@ class OptimizerLoader:
     def _parse_rule(self, rule: RuleParts) -> object:
         meta = self._meta["rule"]
         if meta is None:
+            name = type(rule).__name__
             raise ValueError(
-                "the checkpoint is of a run without a scaling rule, and here a "
-                f"{type(rule).__name__} is around the optimizer. To continue a run under a new "
-                f"rule, load it before wrapping: mh.load(...), then mh.{type(rule).__name__}"
-                "(optimizer)."
+                f"the checkpoint is of a run without a scaling rule, and {name} is around the "
+                f"optimizer here. To begin with a rule, load it before wrapping in {name}."
             )
         state = decode(meta["state"], self._get)
-        previous = state.get("previous")
-        if not isinstance(previous, dict):
-            raise ValueError(
-                "the checkpoint's scaling rule has no previous gradients: it is damaged. Load "
-                "another checkpoint."
-            )
+        previous = state["previous"]
         # Back from names to the order of this optimizer's parameters.
         members = [name for group in self._groups for name in group]
         by_name = {self._aliases.get(name, name): grad for name, grad in previous.items()}
@@ -404,3 +382,154 @@ def _restore_types(held: dict[str, object], entries: Mapping[str, object]) -> No
         now = held.get(name)
         if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
             held[name] = value.to(now.device)
+
+
+# -- blocks ----------------------------------------------------------------------------------------
+# The outer state, which all replicas have alike: the anchor and the memories. They are saved as
+# slices of whole tensors, each slice once, so that any number of replicas, under any sharding, can
+# load its own slices. A codec's residual belongs to ranks that round and average together. It is
+# loaded if every rank has the slices that it had; otherwise it begins at zero.
+
+
+def _tensors_by_key(part: StatePart, name: str, key: str, replica: Replica) -> dict[str, Tensor]:
+    """Return the outer state of one parameter by key; `key` is the optimizer's prefix."""
+    return {
+        f"{replica.key_prefix(key) if entry == OWN else key}/blocks.{entry}/{name}": values
+        for entry, values in part.entries.items()
+    }
+
+
+def collect_blocks(
+    blocks: BlocksParts, names: Mapping[int, str], key: str, replica: Replica
+) -> tuple[Json, dict[str, Parts]]:
+    """Return what all replicas have alike, as JSON, and this rank's slices of tensors by key."""
+    meta = {**blocks.save_counters(), "memories": blocks.memories, "layouts": replica.layouts}
+    tensors: dict[str, Parts] = {
+        path: TensorParts.from_flat(values, part.param, part.start or 0)
+        for part in blocks.outer_parts()
+        for path, values in _tensors_by_key(part, names[id(part.param)], key, replica).items()
+    }
+    # `put` stores nothing: the counters contain no tensors.
+    return encode(meta, f"{key}/blocks", lambda path, _: path), tensors
+
+
+class BlocksLoader:
+    """Loads a saved outer state into blocks. Creating a loader checks that it fits.
+
+    `targets` are views of anchor and memories themselves. Nothing else writes to these between two
+    steps, so they need no second copy in memory.
+    """
+
+    def __init__(
+        self,
+        blocks: BlocksParts,
+        meta: Json,
+        saved_names: Mapping[int, str],
+        tensors: Mapping[str, _index.StoredTensor],
+        get: GetTensor,
+        key: str,
+        replica: Replica,
+        saved_replica: Replica,
+    ) -> None:
+        self.targets: dict[str, Parts] = {}
+        self._blocks = blocks
+        # Without a saved anchor: frozen in the saved run, or all of them if one worker saved it.
+        self._unsaved: list[Tensor] = []
+        self._meta = blocks.check_counters(decode(meta, get))
+        if self._meta is None:  # saved without blocks
+            return
+        memories = self._meta["memories"]
+        if memories != blocks.memories:
+            raise ValueError(
+                f"the checkpoint's outer step has {memories} memories, and the one here "
+                f"{blocks.memories}. Continue with an outer step of the same kind."
+            )
+        self._load_residuals = self._meta["layouts"] == replica.layouts
+        for part in blocks.outer_parts():
+            name = saved_names[id(part.param)]
+            if f"{key}/blocks.anchor/{name}" not in tensors:
+                self._unsaved.append(part.param)
+                continue
+            residual = part.entries.get(OWN)
+            for path, values in _tensors_by_key(part, name, key, saved_replica).items():
+                if values is residual and not self._load_residuals:
+                    continue
+                parts = TensorParts.from_flat(values, part.param, part.start or 0)
+                self._check_shape(path, parts, tensors)
+                self.targets[path] = parts
+
+    def _check_shape(
+        self, path: str, parts: TensorParts, tensors: Mapping[str, _index.StoredTensor]
+    ) -> None:
+        stored = tensors.get(path)
+        if stored is None or stored.shape != parts.shape:
+            found = "missing" if stored is None else f"of the shape {stored.shape}"
+            raise ValueError(
+                f"{path!r} is {found} in the checkpoint, and of the shape {parts.shape} here."
+            )
+
+    def finish(self) -> None:
+        """Continue from the filled targets. The parameters must be filled as well by now."""
+        if self._meta is None:
+            # The anchor begins at the parameters, without outer momentum.
+            self._blocks.begin()
+        else:
+            residuals = self._load_residuals
+            self._blocks.load_counters(self._meta, self._unsaved, residuals=residuals)
+
+
+# -- undo ------------------------------------------------------------------------------------------
+# torch's own optimizers do not fail once their tensors are filled. For any other, everything that
+# is about to be filled is copied first.
+
+
+def has_foreign_loading(optimizer: Optimizer) -> bool:
+    """Return whether code that is neither torch's nor ours runs when its state is loaded."""
+    for each in (optimizer, plain_optimizer(optimizer)):  # both of them load
+        if each._optimizer_load_state_dict_pre_hooks or each._optimizer_load_state_dict_post_hooks:
+            return True
+        for name in ("load_state_dict", "__setstate__"):
+            # The instance first: a method may have been patched.
+            owners = [each, *type(each).__mro__]
+            owner: object = next(owner for owner in owners if name in vars(owner))
+            module = getattr(vars(owner)[name], "__module__", None) or ""
+            if not module.startswith(("torch.optim.", "manyhands.")):
+                return True
+    return False
+
+
+class OptimizerSnapshot:
+    """A copy of optimizers, and of the tensors that are about to be filled."""
+
+    def __init__(self, optimizers: Iterable[Optimizer], targets: Iterable[Parts]) -> None:
+        self._tensors = [
+            (tensor, tensor.clone()) for target in targets for tensor in _tensors_of(target)
+        ]
+        self._optimizers = []
+        for optimizer in optimizers:
+            # By id, so that an optimizer that is not sharded comes once.
+            for each in {id(o): o for o in (optimizer, plain_optimizer(optimizer))}.values():
+                groups = [(group, dict(group)) for group in each.param_groups]
+                state = {param: dict(entries) for param, entries in each.state.items()}
+                self._optimizers.append((each, dict(vars(each)), groups, state))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for tensor, before in self._tensors:
+            tensor.copy_(before)
+        for optimizer, attributes, groups, state in self._optimizers:
+            # The same dicts are refilled: schedulers and wrappers hold references to them.
+            vars(optimizer).clear()
+            vars(optimizer).update(attributes)
+            for group, options in groups:
+                group.clear()
+                group.update(options)
+            optimizer.state.clear()
+            optimizer.state.update(state)
+
+
+def _tensors_of(target: Parts) -> list[Tensor]:
+    """Return the memory on this rank that the planner would fill."""
+    if isinstance(target, TensorParts):
+        return [elements for _, elements in target.slices]
+    return [local_shard(target).detach()]

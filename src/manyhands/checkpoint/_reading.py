@@ -2,7 +2,7 @@
 
     open        the newest complete checkpoint, the same on all ranks
     compare     the objects of the run with the index, and the files with their checksums
-    hand over   the states that only foreign code can load (`_foreign.py`)
+    hand over   the states that only foreign code can load (`_values.py`)
     read        slices, into the memory of the model and the optimizer
     finish      what follows from them: the rule, the blocks, the random generators
 
@@ -23,15 +23,23 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.optim import Optimizer
 
-from manyhands.checkpoint import _folder, _foreign, _index
-from manyhands.checkpoint._foreign import ForeignState, ForeignStates, OptimizerSnapshot
+from manyhands._core.agreement import agree, run_on_all
+from manyhands._core.random_state import check_random_state, set_random_state
+from manyhands._core.ranks import RankGroup
+from manyhands.checkpoint import _folder, _index
 from manyhands.checkpoint._index import Reader
 from manyhands.checkpoint._model import ModelLoader, find_names, list_names, read_tensors
-from manyhands.checkpoint._optimizer import OptimizerLoader, prepare_optimizers
-from manyhands.checkpoint._random import check_random_state, set_random_state
-from manyhands.checkpoint._ranks import CheckpointRanks, Replica, find_replicas
+from manyhands.checkpoint._optimizer import (
+    OptimizerLoader,
+    OptimizerSnapshot,
+    has_foreign_loading,
+    prepare_to_load,
+)
+from manyhands.checkpoint._ranks import Replica, find_replicas, join_ranks
 from manyhands.checkpoint._slices import LoadPlanner, Parts, count_elements
 from manyhands.checkpoint._values import (
+    ForeignState,
+    ForeignStates,
     GetTensor,
     HasState,
     check_has_state,
@@ -50,8 +58,8 @@ def load_newest(
     process_group: dist.ProcessGroup | None,
 ) -> dict[str, Any]:
     """Load the newest checkpoint; if it is removed meanwhile for a newer one, load that."""
-    ranks = CheckpointRanks.join(process_group, "mh.load")
-    prepare_optimizers(optimizers, to_load=True)
+    ranks = join_ranks(process_group, "mh.load")
+    prepare_to_load(optimizers)
     replicas = find_replicas(optimizers, ranks)
 
     def compare(index: _index.Index, get: GetTensor) -> RunLoader:
@@ -60,11 +68,11 @@ def load_newest(
     before, problem = None, None
     while True:
         # Rank 0 decides: a checkpoint may be completed between two ranks' looks.
-        found = ranks.run_on_all(lambda: _folder.find_newest(path) if ranks.rank == 0 else None)
+        found = run_on_all(ranks, lambda: _folder.find_newest(path) if ranks.rank == 0 else None)
         # Its name only, as this rank may have the folder under another path. An empty name means
         # that `path` itself is the checkpoint.
         own_name = "" if found is None or _folder.is_checkpoint(path) else found.name
-        name = ranks.broadcast_text(own_name)
+        name = ranks.all_gather_text(own_name)[0]
         checkpoint = path / name if name else _folder.resolve_link(path)
         if checkpoint == before:  # not removed for a newer one: really missing
             assert problem is not None
@@ -77,21 +85,17 @@ def load_newest(
 
 def _load_checkpoint(
     checkpoint: Path,
-    ranks: CheckpointRanks,
+    ranks: RankGroup,
     compare: Callable[[_index.Index, GetTensor], RunLoader],
     *,
     continues: bool,
 ) -> dict[str, Any]:
     with ExitStack() as stack:
-        index, crc32 = ranks.run_on_all(lambda: _open_index(checkpoint, stack))
-        if len(set(ranks.all_gather_text(str(crc32)))) > 1:
-            raise ValueError(
-                f"{checkpoint} is not the same on all ranks. Give a path on a file system that "
-                "they share."
-            )
+        index, crc32 = run_on_all(ranks, lambda: _open_index(checkpoint, stack))
+        agree(ranks, {"checkpoints": crc32}, f"Give a path that they share, not {checkpoint}.")
         reader = stack.enter_context(Reader(checkpoint, index))
-        loader, plan, planner, random = ranks.run_on_all(
-            lambda: _find_problems(reader, ranks, compare, continues)
+        loader, plan, planner, random = run_on_all(
+            ranks, lambda: _find_problems(reader, ranks, compare, continues)
         )
 
         def fill() -> None:
@@ -102,8 +106,8 @@ def _load_checkpoint(
         # From here on things change. Each `run_on_all` ends with an exchange of errors, so that
         # either every rank goes on or every rank undoes.
         try:
-            ranks.run_on_all(loader.load_foreign_states)
-            ranks.run_on_all(fill)
+            run_on_all(ranks, loader.load_foreign_states)
+            run_on_all(ranks, fill)
         except BaseException:
             loader.undo()
             raise
@@ -120,14 +124,13 @@ def _open_index(checkpoint: Path, stack: ExitStack) -> tuple[_index.Index, int]:
         return _index.read(checkpoint)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{checkpoint} cannot be found. If rank 0 does not say so, too, this rank has "
-            "another file system: give a path that all ranks share."
+            f"{checkpoint} cannot be found on this rank. Give a path that all ranks share."
         ) from error
 
 
 def _find_problems(
     reader: Reader,
-    ranks: CheckpointRanks,
+    ranks: RankGroup,
     compare: Callable[[_index.Index, GetTensor], RunLoader],
     continues: bool,
 ) -> tuple[RunLoader, LoadPlan, LoadPlanner, dict[str, Tensor]]:
@@ -136,7 +139,10 @@ def _find_problems(
     Return the loader, the plan of what to read, its planner, and this rank's random state.
     """
     index = reader.index
-    loader = compare(index, reader.read_whole)
+    try:
+        loader = compare(index, reader.read_whole)
+    except (LookupError, AttributeError) as error:  # the index's content has another form
+        raise ValueError(f"{reader.folder} has invalid content: {error!r:.200}.") from error
     planner = LoadPlanner(loader.targets, index.tensors)
     plan = planner.create_local_plan()
     _check_covered(plan, loader.targets)
@@ -159,15 +165,14 @@ def _check_covered(plan: LoadPlan, targets: Mapping[str, Parts]) -> None:
         found[item.dest_index.fqn] += math.prod(item.lengths)
     for key, target in targets.items():
         needed = count_elements(target)
-        # Counting is enough: stored slices do not overlap (`_index_checks.covers_once`).
+        # Counting is enough: stored slices do not overlap (`_index.covers_once`).
         if found[key] != needed:
             raise ValueError(
-                f"the checkpoint has {found[key]:,} of the {needed:,} elements of {key!r} that are "
-                "needed here: its index is damaged. Load another checkpoint."
+                f"the checkpoint has {found[key]:,} of {needed:,} elements of {key!r}."
             )
 
 
-def _verify(reader: Reader, plan: LoadPlan, ranks: CheckpointRanks, *, all_of_it: bool) -> None:
+def _verify(reader: Reader, plan: LoadPlan, ranks: RankGroup, *, all_of_it: bool) -> None:
     """Compare every slice that the plan reads with its checksum.
 
     With `all_of_it`, also verify what no rank reads, divided evenly among the ranks.
@@ -207,7 +212,7 @@ def _read_into_targets(reader: Reader, plan: LoadPlan, planner: LoadPlanner) -> 
         # The one failure that cannot be undone without a copy of the whole model.
         raise RuntimeError(
             f"{reader.folder} was verified, and could then not be read again: {error} The model "
-            "and the optimizer are loaded in part now. Load a checkpoint, or start anew."
+            "and the optimizer are loaded in part now."
         ) from error
 
 
@@ -243,10 +248,7 @@ class RunLoader:
         if model is not None:
             names = find_names(model)
             if index.model is None:
-                raise ValueError(
-                    "the checkpoint has no model: it was saved without model=. Load it without "
-                    "model=, or load another checkpoint."
-                )
+                raise ValueError("the checkpoint was saved without model=. Load it without model=.")
             self._add_model(ModelLoader(names, index.model, "model", tensors, get))
         if optimizers:
             _check_number("optimizer", len(optimizers), len(index.optimizers))
@@ -258,10 +260,8 @@ class RunLoader:
         self._add_schedulers(schedulers, index.schedulers, get)
         missing = sorted(set(values) - set(index.values))
         if missing:
-            raise ValueError(
-                f"the checkpoint has no {list_names(missing)}, but "
-                f"{list_names(sorted(index.values))}. Give the names that were saved."
-            )
+            saved = list_names(sorted(index.values))
+            raise ValueError(f"the checkpoint has no {list_names(missing)}, but {saved}.")
         for name, value in index.values.items():
             self._add_value(name, value, values.get(name), tensors, get)
 
@@ -281,11 +281,9 @@ class RunLoader:
             if type(each).__name__ != meta["class"]:
                 raise ValueError(
                     f"the checkpoint has the state of a {meta['class']}, and the scheduler here is "
-                    f"a {type(each).__name__}. Build the one that was saved, or leave it out."
+                    f"a {type(each).__name__}."
                 )
             state = decode(meta["state"], get)
-            if _foreign.is_from_torch(each):
-                _foreign.check_attributes(each, each.state_dict(), state)
             self._foreign_states.add(
                 ForeignState("the scheduler", each.state_dict, each.load_state_dict, state)
             )
@@ -316,8 +314,6 @@ class RunLoader:
         if holder is None:
             self.result[name] = value
             return
-        if _foreign.is_from_torch(holder):
-            _foreign.check_state_dict(holder, holder.state_dict(), value, f"{name}=")
         self._foreign_states.add(
             ForeignState(f"{name}=", holder.state_dict, holder.load_state_dict, value)
         )
@@ -327,7 +323,7 @@ class RunLoader:
         """Load what only foreign code can load, while the model and optimizer are unchanged."""
         self._foreign_states.apply()
         # The copies cost memory, so they are made only if an optimizer may refuse its state.
-        if any(_foreign.has_foreign_loading(each.inner) for each in self._optimizers):
+        if any(has_foreign_loading(each.inner) for each in self._optimizers):
             inner = [each.inner for each in self._optimizers]
             self._snapshot = OptimizerSnapshot(inner, self.targets.values())
 
@@ -348,14 +344,12 @@ class RunLoader:
         failed = self._foreign_states.undo()
         if failed:
             raise RuntimeError(
-                f"the checkpoint could not be loaded, and {', '.join(failed)} did not take its own "
-                "earlier state back. Create it anew."
+                f"the load failed, and {', '.join(failed)} did not take its earlier state back."
             )
 
 
 def _check_number(what: str, here: int, saved: int) -> None:
     if here != saved:
         raise ValueError(
-            f"the checkpoint has {saved} {what}(s), and {here} were given. Give as many as were "
-            f"saved, in the same order: {what}=[first, second]."
+            f"the checkpoint has {saved} {what}(s), and {here} were given. Give all, in order."
         )

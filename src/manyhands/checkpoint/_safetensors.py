@@ -27,7 +27,6 @@ from torch import Tensor
 from manyhands.checkpoint import _folder
 
 BLOCK = 2**24  # bytes that are copied, checksummed or read at once
-MAX_HEADER_BYTES = 2**30
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -75,8 +74,7 @@ def check_can_hold(name: str, dtype: torch.dtype) -> None:
     """Raise TypeError if a safetensors file has no name for this type of tensor."""
     if dtype not in DTYPE_NAMES:
         raise TypeError(
-            f"{name} is a tensor of {dtype}, which safetensors files cannot hold. Convert it, for "
-            "instance with torch.view_as_real, or leave it out."
+            f"{name} is a tensor of {dtype}, which safetensors files cannot hold. Convert it."
         )
 
 
@@ -90,10 +88,8 @@ def write(
 
     `get_tensor(i)` is called for one tensor after the other, so that only one is in memory.
     """
-    if (
-        sys.byteorder != "little"
-    ):  # the format is little-endian, and tensors are written as they are
-        raise RuntimeError("checkpoints are written and read on little-endian machines only.")
+    if sys.byteorder != "little":  # as the format is, and tensors are written as they are
+        raise RuntimeError("checkpoints are written on little-endian machines only.")
     header: dict[str, dict[str, object]] = (
         {} if metadata is None else {"__metadata__": dict(metadata)}
     )
@@ -101,8 +97,7 @@ def write(
     for entry in entries:
         check_can_hold(entry.name, entry.dtype)
         if entry.name in header or entry.name == "__metadata__":
-            why = "is reserved" if entry.name == "__metadata__" else "is used twice"
-            raise ValueError(f"the name {entry.name!r} {why} in a safetensors file. Rename it.")
+            raise ValueError(f"the name {entry.name!r} is used twice, or reserved. Rename it.")
         data_offsets = [end, end := end + entry.nbytes]
         header[entry.name] = {
             "dtype": DTYPE_NAMES[entry.dtype],
@@ -180,8 +175,8 @@ class SafetensorsFile:
             self.nbytes = os.fstat(self._file.fileno()).st_size
             length = int.from_bytes(self._read(8), "little")
             # Before any memory is allocated for it: a damaged length may be anything.
-            if length > min(self.nbytes - 8, MAX_HEADER_BYTES):
-                raise self._damaged("its header is longer than the file")
+            if length > self.nbytes - 8:
+                raise self.damaged("its header is longer than the file")
             text = self._read(length)
             self.header_crc32 = zlib.crc32(text, zlib.crc32(length.to_bytes(8, "little")))
             self._data_start = 8 + length
@@ -193,7 +188,7 @@ class SafetensorsFile:
     def close(self) -> None:
         self._file.close()
 
-    def _damaged(self, why: str) -> ValueError:
+    def damaged(self, why: str) -> ValueError:
         return ValueError(
             f"{self.path} is damaged: {why}. Restore the file, or load another checkpoint."
         )
@@ -208,7 +203,7 @@ class SafetensorsFile:
         while len(view):
             count = self._file.readinto(view)  # may read less than the view has room for
             if not count:
-                raise self._damaged("it ends too early")
+                raise self.damaged("it ends too early")
             view = view[count:]
 
     def _parse_header(self, text: bytes) -> tuple[dict[str, TensorEntry], dict[str, int]]:
@@ -221,18 +216,15 @@ class SafetensorsFile:
                     continue
                 entry = TensorEntry(name, DTYPES[meta["dtype"]], tuple(meta["shape"]))
                 start, stop = meta["data_offsets"]
-                # `type(...) is int`: JSON's true and 1.0 would pass an isinstance or a comparison.
-                integers = all(type(number) is int for number in (*entry.shape, start, stop))
-                if not integers or min(entry.shape, default=0) < 0:
-                    raise ValueError(f"{name!r} has impossible sizes")
-                if start != end or stop - start != entry.nbytes:
+                # The exact type: JSON's true and 1.0 would pass as numbers.
+                sizes = all(type(n) is int and n >= 0 for n in entry.shape)
+                if not sizes or start != end or stop - start != entry.nbytes:
                     raise ValueError(f"{name!r} is not where it should be")
                 entries[name], starts[name], end = entry, start, stop
-        # RecursionError: a forged header may be nested deeply.
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise self._damaged(f"its header cannot be read ({error!r:.200})") from error
+            raise self.damaged(f"its header cannot be read ({error!r:.200})") from error
         if self._data_start + end != self.nbytes:
-            raise self._damaged(
+            raise self.damaged(
                 f"it has {self.nbytes:,} bytes and should have {self._data_start + end:,}"
             )
         return entries, starts

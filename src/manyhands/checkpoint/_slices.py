@@ -236,8 +236,8 @@ def allocate_target(
     # As many elements as the parameter in another shape: surely another model's.
     if not elementwise and torch.Size(shape).numel() == param.numel() > 1:
         raise ValueError(
-            f"the state {entry!r} of {name!r} has the shape {tuple(shape)} in the "
-            f"checkpoint, and the parameter {tuple(param.shape)}. Is it another model's?"
+            f"the state {entry!r} of {name!r} has the shape {tuple(shape)} in the checkpoint, and "
+            f"the parameter {tuple(param.shape)}."
         )
     now = part.entries.get(entry)
     if not elementwise:
@@ -272,8 +272,7 @@ def put_new(tensors: dict[str, Parts], key: str, tensor: Parts) -> None:
     """Add a tensor. Raise ValueError if there is one with that key."""
     if key in tensors:
         raise ValueError(
-            f"two tensors of this checkpoint would be called {key!r}, and one of them would be "
-            "lost. Rename one of them, or leave it out."
+            f"two tensors of this checkpoint would be called {key!r}. Rename one of them."
         )
     tensors[key] = tensor
 
@@ -361,9 +360,8 @@ def _check_same_tensors(plans: Sequence[SavePlan]) -> None:
             first, expected = seen.setdefault(item.index.fqn, (rank, described))
             if described != expected:
                 raise ValueError(
-                    f"ranks have different tensors for {item.index.fqn!r}: rank {first} one of "
-                    f"{expected[0]} {expected[1]}, rank {rank} one of {described[0]} "
-                    f"{described[1]}. Build the same model and optimizer on every rank."
+                    f"ranks have different tensors for {item.index.fqn!r}: rank {first} "
+                    f"{expected}, rank {rank} {described}."
                 )
 
 

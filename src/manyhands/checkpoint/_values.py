@@ -1,4 +1,4 @@
-"""Encode values as JSON, and decode them.
+"""Encode values as JSON, decode them, and hand states to the objects that load them.
 
 What JSON has is encoded as itself: None, True, numbers, strings, lists, and dicts with strings for
 keys. Anything else becomes a dict whose "$" says what it is:
@@ -15,9 +15,11 @@ Nothing is ever turned into code: a value that has none of these forms cannot be
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
@@ -49,10 +51,7 @@ MAX_DEPTH = 100  # containers inside each other; so many always fit on Python's 
 def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Json:
     """Return a value as JSON; `put` stores its tensors. Errors call the value by its `path`."""
     if depth < 0:
-        raise ValueError(
-            f"{path:.80}... is nested in more than {MAX_DEPTH} containers, or contains itself. "
-            "Save its content instead."
-        )
+        raise ValueError(f"{path:.80} is nested in {MAX_DEPTH} containers, or contains itself.")
 
     def encode_child(child: object, key: object) -> Json:
         return encode(child, child_path(path, key), put, depth - 1)
@@ -98,9 +97,8 @@ def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Jso
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return encode(value.item(), path, put, depth)
     raise TypeError(
-        f"{path} is a {kind.__module__}.{kind.__qualname__}. Only tensors, numbers, strings, "
-        "lists, tuples, sets, dicts, and objects with state_dict() and load_state_dict() can be "
-        "saved. Save its content instead."
+        f"{path} is a {kind.__module__}.{kind.__qualname__}. Save tensors, numbers, text, "
+        "containers of these, or objects with state_dict() and load_state_dict()."
     )
 
 
@@ -140,23 +138,24 @@ def check_value(name: str, value: object) -> None:
     if name in RESERVED:
         raise TypeError(f"{name}= has a meaning of its own. Give this value another name.")
     if isinstance(value, Optimizer):
-        raise TypeError(
-            f"{name}= is an optimizer, whose state belongs to parameters. Give all of them as "
-            "optimizer=[first, second]."
-        )
+        raise TypeError(f"{name}= is an optimizer. Give all of them: optimizer=[first, second].")
 
 
-def decode(meta: object, get: GetTensor, depth: int = MAX_DEPTH) -> Any:
+def decode(meta: object, get: GetTensor) -> Any:
     """Return the value that `encode` turned into JSON; an object comes back as its state dict.
 
-    JSON that `encode` never writes raises an error of some kind. `_index_checks.py` decodes every
-    value of an index once, before anything else looks at it.
+    JSON that `encode` never writes raises ValueError.
     """
-    if depth < 0:
-        raise ValueError(f"nested in more than {MAX_DEPTH} containers")
+    try:
+        return _decode(meta, get)
+    # Constructors are called with whatever the file says.
+    except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(f"the checkpoint has a value of no known form: {error!r:.200}.") from error
 
+
+def _decode(meta: object, get: GetTensor) -> Any:
     def decode_child(child: object) -> object:
-        return decode(child, get, depth - 1)
+        return _decode(child, get)
 
     if isinstance(meta, list):
         return [decode_child(each) for each in meta]
@@ -168,10 +167,9 @@ def decode(meta: object, get: GetTensor, depth: int = MAX_DEPTH) -> Any:
     if name == "tensor":
         return get(meta["key"])
     if name in SEQUENCES:
-        return SEQUENCES[name](decode_child(each) for each in _expect_list(meta["items"]))
+        return SEQUENCES[name](decode_child(each) for each in meta["items"])
     if name in MAPPINGS:
-        pairs = (_expect_list(pair) for pair in _expect_list(meta["items"]))
-        return MAPPINGS[name]({decode_child(k): decode_child(v) for k, v in pairs})
+        return MAPPINGS[name]({decode_child(k): decode_child(v) for k, v in meta["items"]})
     value = meta["value"]
     if name == "state":
         return decode_child(value)
@@ -186,18 +184,12 @@ def decode(meta: object, get: GetTensor, depth: int = MAX_DEPTH) -> Any:
         return getattr(torch, value)
     if name == "device":
         return torch.device(value)
-    raise ValueError(f"a value of unknown kind {name!r:.40}: was it written by a newer release?")
+    raise ValueError(f"the checkpoint has a value of unknown kind {name!r:.40}.")
 
 
 def tensor_key(meta: object) -> str | None:
     """Return the key of the tensor that was encoded as this, or None if it was no tensor."""
     return meta["key"] if isinstance(meta, Mapping) and meta.get("$") == "tensor" else None
-
-
-def _expect_list(meta: object) -> list[object]:
-    if not isinstance(meta, list):  # text would be taken letter by letter
-        raise ValueError(f"{meta!r:.40} should be a list")
-    return meta
 
 
 # -- keys ------------------------------------------------------------------------------------------
@@ -218,3 +210,63 @@ def child_path(path: str, key: object) -> str:
 def state_key(prefix: str, entry: str, name: str) -> str:
     """Return the key of one entry of a parameter's state."""
     return f"{prefix}/{escape(entry)}/{name}"
+
+
+# -- states that foreign code loads ----------------------------------------------------------------
+# A `load_state_dict` of a scaler, a scheduler or a user's object, and a module's `set_extra_state`,
+# may refuse a state, and only calling them shows it. So they are called first, while the model and
+# the optimizer are unchanged. If a later step fails on any rank, each gets its earlier state back.
+
+
+@dataclass(frozen=True)
+class ForeignState:
+    """An object whose own code loads its state: how to read, how to set, and the new state."""
+
+    name: str
+    get: Callable[[], object]
+    set: Callable[[Any], object]
+    state: object
+
+
+class ForeignStates:
+    """All of them, in the order in which they are set."""
+
+    def __init__(self) -> None:
+        self._all: list[ForeignState] = []
+        self._before: list[tuple[ForeignState, object]] = []
+
+    def add(self, *others: ForeignState) -> None:
+        self._all += others
+
+    def apply(self) -> None:
+        for each in self._all:
+            # Noted before it is set: code that raises may have changed something by then.
+            self._before.append((each, copy_state(each.get())))
+            each.set(each.state)
+
+    def undo(self) -> list[str]:
+        """Set the earlier states, last first; return the objects that refused theirs."""
+        failed = []
+        while self._before:
+            each, before = self._before.pop()
+            try:
+                each.set(before)
+            except Exception as error:
+                failed.append(f"{each.name} ({type(error).__name__}: {error})")
+        return failed
+
+
+def copy_state(state: object) -> object:
+    """Return a copy of a state that its owner cannot change any more."""
+    if isinstance(state, Tensor):
+        return state.detach().clone()  # deepcopy refuses tensors with a history
+    if isinstance(state, dict):
+        result = copy.copy(state)  # keeps the class of the dict
+        for key, value in state.items():
+            result[key] = copy_state(value)
+        return result
+    if type(state) is list:
+        return [copy_state(each) for each in state]
+    if type(state) is tuple:
+        return tuple(copy_state(each) for each in state)
+    return copy.deepcopy(state)

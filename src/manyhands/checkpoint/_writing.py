@@ -37,13 +37,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 from torch.optim import Optimizer
 
-from manyhands._core.agreement import raise_if_different
+from manyhands._core.agreement import raise_if_different, run_on_all
+from manyhands._core.random_state import random_state
+from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import is_dtensor
 from manyhands.checkpoint import _folder, _index, _safetensors
 from manyhands.checkpoint._model import ModelNames, collect_model, find_names
-from manyhands.checkpoint._optimizer import collect_optimizer, prepare_optimizers
-from manyhands.checkpoint._random import random_state
-from manyhands.checkpoint._ranks import CheckpointRanks, Replica, find_replicas, merge_replicas
+from manyhands.checkpoint._optimizer import collect_optimizer
+from manyhands.checkpoint._ranks import Replica, find_replicas, join_ranks, merge_replicas
 from manyhands.checkpoint._slices import (
     Parts,
     SavePlanner,
@@ -79,11 +80,10 @@ def begin_save(
 
     Unless `wait` is True, that work does not look at the model or the optimizer any more.
     """
-    ranks = CheckpointRanks.join(process_group, "mh.save")
-    prepare_optimizers(optimizers, to_load=False)
+    ranks = join_ranks(process_group, "mh.save")
     replicas = find_replicas(optimizers, ranks)
-    own = ranks.run_on_all(
-        lambda: collect(model, optimizers, schedulers, values, ranks.rank, replicas)
+    own = run_on_all(
+        ranks, lambda: collect(model, optimizers, schedulers, values, ranks.rank, replicas)
     )
     arguments = {
         "step": step,
@@ -101,7 +101,7 @@ def begin_save(
     try:
         # `source` gives the writer its tensors: the run's own, or copies.
         source: TensorSource = (
-            planner if wait else ranks.run_on_all(lambda: StagedCopies(plan, planner))
+            planner if wait else run_on_all(ranks, lambda: StagedCopies(plan, planner))
         )
     except BaseException:
         _drop(partial, ranks)
@@ -109,15 +109,16 @@ def begin_save(
 
     def work() -> None:
         try:
-            written = ranks.run_on_all(lambda: _write_file(partial, ranks.rank, plan, source))
+            written = run_on_all(ranks, lambda: _write_file(partial, ranks.rank, plan, source))
             texts = ranks.all_gather_text(json.dumps(written))
             # Every rank waits here, so that none returns before the checkpoint is complete.
-            ranks.run_on_all(
+            run_on_all(
+                ranks,
                 lambda: (
                     _publish(partial, name, step, own, merged, metadata, texts, keep)
                     if ranks.rank == 0
                     else None
-                )
+                ),
             )
         except BaseException:
             _drop(partial, ranks)
@@ -191,7 +192,7 @@ def collect(
 
 
 def _plan_together(
-    arguments: Mapping[str, object], planner: SavePlanner, own: Contents, ranks: CheckpointRanks
+    arguments: Mapping[str, object], planner: SavePlanner, own: Contents, ranks: RankGroup
 ) -> tuple[SavePlan, Metadata, list[_index.OptimizerMeta]]:
     """Return what this rank is to write, and what all ranks have: tensors and optimizers."""
     # One all_gather carries all that ranks must know of each other.
@@ -206,14 +207,14 @@ def _plan_together(
 # -- begin -----------------------------------------------------------------------------------------
 
 
-def _begin(path: Path, step: int | None, ranks: CheckpointRanks) -> tuple[Path, str]:
+def _begin(path: Path, step: int | None, ranks: RankGroup) -> tuple[Path, str]:
     """Return the hidden folder, which all ranks see, and its final name."""
-    token = ranks.broadcast_text(uuid.uuid4().hex)
-    begun = ranks.run_on_all(lambda: _make_folder(path, step, token) if ranks.rank == 0 else None)
-    hidden, name = json.loads(ranks.broadcast_text(json.dumps(begun)))
+    token = ranks.all_gather_text(uuid.uuid4().hex)[0]
+    begun = run_on_all(ranks, lambda: _make_folder(path, step, token) if ranks.rank == 0 else None)
+    hidden, name = json.loads(ranks.all_gather_text(json.dumps(begun))[0])
     partial = path / hidden
     try:
-        ranks.run_on_all(lambda: _folder.check_shared(partial, token))
+        run_on_all(ranks, lambda: _folder.check_shared(partial, token))
     except BaseException:
         _drop(partial, ranks)
         raise
@@ -236,19 +237,14 @@ def _no_room_message(folder: Path, needed: int) -> str:
     free = shutil.disk_usage(parent).free + sum(
         path.lstat().st_size for path in folder.glob(f"*{SUFFIX}")
     )
-    why = f"this rank has {needed:,} bytes to write, and {free:,} were free for all ranks"
-    if free > needed:
-        files = os.statvfs(parent).f_favail if hasattr(os, "statvfs") else 1
-        why += ", so a limit on the size of files, or a quota, is reached"
-        if files == 0:
-            why = "the file system takes no more files (its inodes are used up)"
+    limit = "" if free <= needed else ": a quota, or a limit of files or their size, is reached"
     return (
-        f"there is no room for the checkpoint in {parent}: {why}. Earlier checkpoints are "
-        "unchanged. Make room, or keep fewer."
+        f"there is no room for the checkpoint in {parent}: this rank has {needed:,} bytes to "
+        f"write, and {free:,} were free for all ranks{limit}. Earlier checkpoints are unchanged."
     )
 
 
-def _drop(partial: Path, ranks: CheckpointRanks) -> None:
+def _drop(partial: Path, ranks: RankGroup) -> None:
     if ranks.rank == 0:
         _folder.remove(partial)
 

@@ -1,25 +1,26 @@
-"""The command line: `manyhands COMMAND ...`.
+"""Run the program `manyhands COMMAND ...`.
 
     plan.py         which sharding a model needs, before training
-    probe.py        the largest batch that loses nothing, from a checkpoint
     run.py          start the workers of a crew
     demo.py         train a small network at two batch sizes, and compare
     report.py       records to a page with figures
     watch.py        running jobs, on a live page or in the terminal
     checkpoint.py   show what a checkpoint holds, and convert it to plain files
-    _terminal.py    errors, and text of a stranger's file, on a terminal
 
 Each command is a module with a function of the same name (or a `typer.Typer` with several), and one
 entry in `COMMANDS`. typer reads the command's arguments off the function and its help off the
 docstring. `CONTEXT_SETTINGS`, if a module has them, are passed to click.
 No command is imported before `main` runs, so `import manyhands` needs no typer.
+
+`stop`, `printable` and `import_object` are for the commands.
 """
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import typer
@@ -28,7 +29,6 @@ COMMANDS = [
     "checkpoint",
     "demo",
     "plan",
-    "probe",
     "report",
     "run",
     "watch",
@@ -70,3 +70,53 @@ def app() -> typer.Typer:
             settings = getattr(module, "CONTEXT_SETTINGS", None)
             program.command(name, context_settings=settings)(found)
     return program
+
+
+def stop(command: str, *lines: str, code: int = 2) -> NoReturn:
+    """End a command with a message that says what to do, and an exit code that is not 0."""
+    import typer
+
+    message = "\n".join(map(printable, lines))
+    typer.echo(f"manyhands {command}: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def printable(text: str) -> str:
+    r"""Spell out all characters that a terminal would obey: escapes, returns, direction marks.
+
+    >>> print(printable("loss\x1b[2J"))
+    loss\x1b[2J
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
+
+
+def import_object(command: str, name: str) -> Any:
+    """Return what MODULE:NAME stands for, as seen from the present folder."""
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        stop(
+            command,
+            f"{name!r} is not MODULE:FUNCTION, such as my_module:build_model for my_module.py.",
+        )
+    sys.path.insert(0, str(Path.cwd()))  # the program's own folder is there instead
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise  # the module exists, and one that it imports is missing
+        stop(
+            command,
+            f"there is no module {module!r}. Run the command in the folder that has "
+            f"{error.name}.py, and leave out the .py.",
+        )
+    finally:
+        sys.path.pop(0)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            stop(command, f"{module} has no {attribute!r}.")
+        found = getattr(found, part)
+    return found

@@ -29,7 +29,7 @@ from manyhands.checkpoint import _folder, _index, _safetensors
 from manyhands.checkpoint._index import Reader
 from manyhands.checkpoint._safetensors import TensorEntry
 from manyhands.checkpoint._values import decode
-from manyhands.cli._terminal import printable, stop
+from manyhands.cli import printable, stop
 
 IN_A_FILE = 2**20  # bytes of a tensor that is put together in a mapped file
 

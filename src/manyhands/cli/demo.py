@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 import manyhands
-from manyhands.cli._terminal import stop
+from manyhands.cli import stop
 from manyhands.record import Run, read_record
 from manyhands.record._run import Line
 from manyhands.report import write_report

@@ -1,9 +1,10 @@
-"""`manyhands plan`: what each sharding costs a model, and the line to paste."""
+"""`manyhands plan`: compare the ways to train a model, and print the line to paste."""
 
 from __future__ import annotations
 
 import ast
 import re
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import torch
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from manyhands.cli._terminal import import_object, stop
+from manyhands.cli import import_object, stop
 from manyhands.planning import Plan
 from manyhands.planning import plan as make_plan
 
@@ -40,9 +41,6 @@ Inputs = Annotated[
         "activations; repeat for each argument of forward().",
     ),
 ]
-Dtype = Annotated[
-    str | None, typer.Option(metavar="DTYPE", help="Type of the parameters, such as bfloat16.")
-]
 Autocast = Annotated[
     str | None,
     typer.Option(metavar="DTYPE", help="Type to which autocast casts in the forward pass."),
@@ -50,32 +48,15 @@ Autocast = Annotated[
 RuleName = Annotated[
     str | None, typer.Option(metavar="NAME", help="A scaling rule, such as AdamScale.")
 ]
-BlocksName = Annotated[
-    str | None, typer.Option(metavar="NAME", help="A method of blocks, such as DiLoCo.")
-]
 Backend = Annotated[str, typer.Option(metavar="nccl|gloo", help="Communication backend.")]
-CodecName = Annotated[
+Network = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="A codec of sharded gradients: int8, int4 or fp4."),
+    typer.Option(metavar="RATE", help="Bandwidth of each worker, such as 50Mbit or 10Gbit/s."),
 ]
-LineRate = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RATE", help="Each worker's line to the others, such as 50Mbit or 10Gbit/s."
-    ),
-]
+Latency = Annotated[float, typer.Option(metavar="SECONDS", help="Latency of a collective.")]
 PassSeconds = Annotated[
-    float | None,
-    typer.Option(
-        metavar="SECONDS", help="Time of one pass on one worker, to compare with the line's."
-    ),
-]
-Speed = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RATE",
-        help="What a worker computes in a second, such as 30TFLOP/s: gives the time of a pass.",
-    ),
+    float,
+    typer.Option(metavar="SECONDS", help="Time of one forward and backward pass on one worker."),
 ]
 
 
@@ -86,44 +67,38 @@ def plan(
     workers: Workers = 8,
     memory: Memory = None,
     input: Inputs = None,
-    dtype: Dtype = None,
     autocast: Autocast = None,
     rule: RuleName = None,
-    blocks: BlocksName = None,
     backend: Backend = "nccl",
-    codec: CodecName = None,
-    line: LineRate = None,
-    pass_seconds: PassSeconds = None,
-    speed: Speed = None,
+    network: Network = None,
+    latency: Latency = 0.0,
+    pass_seconds: PassSeconds = 0.0,
 ) -> None:
     """Compare ways to train a model on several workers: bytes held, bytes sent, what fits.
 
     The model is built on torch's meta device, where tensors have no memory, so a laptop can plan a
-    model of any size. With --line it also says what a step takes on the line between the workers,
-    and whether to train at the small batch, with Ramp or in blocks. The exit code is 1 if nothing
-    fits.
+    model of any size. With --network the table has the time of a step. The exit code is 1 if
+    nothing fits.
     """
     builder = import_object("plan", model)
     options = dict(map(_parse_option, optimizer_option or []))
+    inputs = None if input is None else _parse_inputs(input)
+    casting = nullcontext() if autocast is None else torch.autocast("cpu", _dtype(autocast))
     try:
-        inputs = None if input is None else _parse_inputs(input)
-        found = make_plan(
-            builder,
-            optimizer,
-            workers,
-            memory=memory,
-            input=inputs,
-            backend=backend,
-            codec=codec,
-            line=line,
-            pass_seconds=pass_seconds,
-            speed=speed,
-            dtype=None if dtype is None else _parse_dtype("--dtype", dtype),
-            autocast=None if autocast is None else _parse_dtype("--autocast", autocast),
-            rule=rule,
-            blocks=blocks,
-            **options,
-        )
+        with casting:
+            found = make_plan(
+                builder,
+                optimizer,
+                workers,
+                memory=memory,
+                input=inputs,
+                backend=backend,
+                network=network,
+                latency=latency,
+                pass_seconds=pass_seconds,
+                rule=rule,
+                **options,
+            )
     except (TypeError, ValueError) as error:
         stop("plan", *str(error).splitlines())
     _print_plan(found)
@@ -141,37 +116,30 @@ def _parse_option(text: str) -> tuple[str, Any]:
         return name, value  # a bare word is text
 
 
-def _parse_dtype(option: str, name: str) -> torch.dtype:
+def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        stop("plan", f"{option} takes a type of torch, such as bfloat16, got {name!r}.")
+        stop("plan", f"torch has no type {name!r}; one is bfloat16.")
     return dtype
 
 
 def _parse_inputs(texts: list[str]) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]:
     """Return the arguments of forward() in their order, or by their names."""
-    pairs = [text.rpartition("=") for text in texts]
-    names = [name for name, equals, _ in pairs if equals]
-    if not names:
-        return tuple(_parse_input(text) for text in texts)
-    if len(set(names)) < len(texts) or not all(name.isidentifier() for name in names):
-        stop(
-            "plan",
-            "--input with names needs a name for each argument of forward(), such as "
-            f"--input input_ids=8x128:int64 --input labels=8x128:int64, got {', '.join(texts)}.",
-        )
-    return {name: _parse_input(shape) for name, _, shape in pairs}
+    inputs = [_parse_input(text) for text in texts]
+    named = {name: tensor for name, tensor in inputs if name}
+    if not named:
+        return tuple(tensor for _, tensor in inputs)
+    if len(named) < len(texts):
+        stop("plan", f"--input needs a name for each argument or for none, got {', '.join(texts)}.")
+    return named
 
 
-def _parse_input(text: str) -> torch.Tensor:
-    shape, colon, name = text.partition(":")
-    dtype = getattr(torch, name, None) if colon else torch.float32
-    if re.fullmatch(r"\d+([x,]\d+)*", shape) is None or not isinstance(dtype, torch.dtype):
-        stop(
-            "plan",
-            f"--input takes a shape and optionally a dtype, such as 8x128:int64, got {text!r}.",
-        )
-    return torch.empty([int(size) for size in re.split("[x,]", shape)], dtype=dtype, device="meta")
+def _parse_input(text: str) -> tuple[str, torch.Tensor]:
+    found = re.fullmatch(r"(?:(\w+)=)?(\d+(?:x\d+)*)(?::(\w+))?", text)
+    if found is None:
+        stop("plan", f"--input takes a shape and a type, such as 8x128:int64, got {text!r}.")
+    sizes = [int(size) for size in found[2].split("x")]
+    return found[1] or "", torch.empty(sizes, dtype=_dtype(found[3] or "float32"), device="meta")
 
 
 def _print_plan(found: Plan) -> None:
@@ -191,8 +159,6 @@ def _print_plan(found: Plan) -> None:
     console.print(f"\n[bold]{escape(found.verdict)}[/bold]", soft_wrap=True)
     if best is not None:
         console.print(f"\n{escape(best.code)}", soft_wrap=True)
-    if found.advice:
-        console.print("\n" + escape("\n".join(found.advice)), soft_wrap=True)
 
 
 def _break_heading(name: str) -> str:

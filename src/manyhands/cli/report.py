@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from manyhands.cli._terminal import printable, stop
+from manyhands.cli import printable, stop
 from manyhands.record import Run, read_record
 from manyhands.report import write_report
 
@@ -24,10 +24,7 @@ def report(
     """Compare recorded runs on one page with figures. The page opens without a network."""
     read = [_read_run(path) for path in runs]
     if any(out.resolve() == path.resolve() for path in runs):
-        stop(
-            "report",
-            f"--out {out} is one of the runs, and would be overwritten. Choose another file.",
-        )
+        stop("report", f"--out {out} is one of the runs, and would be overwritten.")
     try:
         page = write_report(read, out, title=title)
     except (OSError, ImportError) as error:
@@ -38,16 +35,6 @@ def report(
 
 
 def _read_run(path: Path) -> Run:
-    if not path.exists():
-        stop(
-            "report",
-            f"{path} does not exist. Give the path that was given to mh.Record(path).",
-        )
-    if path.is_dir():
-        stop(
-            "report",
-            f"{path} is a folder. Name the records in it, for example {path}/*.jsonl",
-        )
     try:
         return read_record(path)
     except (OSError, ValueError) as error:

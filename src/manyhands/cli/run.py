@@ -13,7 +13,7 @@ import typer
 
 from manyhands.blocks.crew import _launcher
 from manyhands.blocks.crew._store import SECRET_VARIABLE, parse_address, serve_store
-from manyhands.cli._terminal import stop
+from manyhands.cli import stop
 from manyhands.errors import StoreLost
 
 # Arguments after the script are passed to it, even if they look like options of ours.
@@ -141,28 +141,16 @@ def _check_patience(patience: str, stall: float) -> None:
 
 
 def _check_script(arguments: list[str], module: str | None) -> None:
-    if module is None and not arguments:
-        stop(
-            "run",
-            "there is no script to run. Such as: manyhands run --workers 4 train.py --steps 100",
-        )
-    if module is None and not Path(arguments[0]).is_file():
-        stop(
-            "run",
-            f"{arguments[0]} is not a file. The command runs Python scripts, and modules with -m.",
-        )
+    if module is None and not (arguments and Path(arguments[0]).is_file()):
+        given = arguments[0] if arguments else "nothing"
+        stop("run", f"{given} is not a file. Give a Python script, or a module with -m.")
 
 
 def _check_hosts(store: str | None, listen: str | None, numbers: str | None) -> None:
     if store is not None and listen is not None:
-        stop(
-            "run", "--listen serves a store and --store uses another host's: give only one of them."
-        )
+        stop("run", "--listen serves a store and --store uses another host's: give only one.")
     if store is not None and numbers is None:
-        stop(
-            "run",
-            "--store needs --numbers, such as 4-7: each worker of a run has a number of its own.",
-        )
+        stop("run", "--store needs --numbers, such as 4-7: each worker has a number of its own.")
     if (store or listen) and not os.environ.get(SECRET_VARIABLE):
         # Otherwise each host would draw its own, and ignore what the others write.
         stop(
@@ -184,7 +172,5 @@ def _parse_numbers(workers: int | None, numbers: str | None) -> list[int]:
     if last < first:
         stop("run", f"--numbers takes FIRST-LAST, such as 4-7, got {numbers!r}.")
     if workers not in (None, last - first + 1):
-        stop(
-            "run", f"--workers {workers} and --numbers {numbers} do not fit: leave one of them out."
-        )
+        stop("run", f"--workers {workers} and --numbers {numbers} do not fit: leave one out.")
     return list(range(first, last + 1))

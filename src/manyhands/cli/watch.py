@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from manyhands.cli._terminal import printable, stop
+from manyhands.cli import printable, stop
 from manyhands.watch import Jobs, JobState, serve
 
 STYLES = {"running": "green", "silent": "yellow", "died": "red", "failed": "red", "damaged": "red"}

@@ -16,9 +16,8 @@ import zlib
 from collections.abc import Mapping
 from typing import TypedDict
 
-from manyhands.data._ledger import Ledger, LedgerState
+from manyhands.data._ledger import Ledger, LedgerState, Spans, count, take
 from manyhands.data._rules import Rules
-from manyhands.data._spans import Spans, count, take
 
 
 class SavedAccount(TypedDict):

@@ -32,8 +32,8 @@ from manyhands._core.ranks import RankGroup
 from manyhands._core.wrappers import gradient_ranks, unwrap
 from manyhands.data._account import Account
 from manyhands.data._ledger import Ledger
-from manyhands.data._passes import Pass
-from manyhands.data._plan import LoaderPlan
+from manyhands.data._order import DataShards
+from manyhands.data._plan import LoaderPlan, Pass
 from manyhands.data._rules import (
     ADVICE,
     Arguments,
@@ -44,7 +44,6 @@ from manyhands.data._rules import (
     check_state,
     describe_order,
 )
-from manyhands.data._shards import DataShards
 from manyhands.scaling._weighted_mean import WeightedMean
 
 
@@ -244,8 +243,7 @@ class Cursor:
     def _iteration(self) -> Iterator[None]:
         if self._iterated:
             raise RuntimeError(
-                "this Cursor is iterated already: one loop over it at a time. For another loop "
-                "over the same data make another Cursor."
+                "this Cursor is iterated already. Make another one for another loop."
             )
         # What an earlier loop was given, but has not trained on, comes again.
         self._account.forget_step()
@@ -267,16 +265,13 @@ class Cursor:
         """
         if self._blocks is not None:
             raise ValueError(
-                "a Ramp changes how many samples a step takes, and in blocks each worker's samples "
-                "of a block are handed out before it begins. Iterate the Cursor itself, without the"
-                " Ramp; or give the Ramp a DataLoader of this worker's own samples, and count steps"
-                " instead of epochs."
+                "in blocks a Cursor hands out each block's samples before it begins, so a Ramp "
+                "cannot change the batch. Give the Ramp a DataLoader of this worker's samples."
             )
         if not self._one_pass:
             raise ValueError(
-                "a Ramp decides how many batches of a Cursor are the passes of a step, and so does "
-                "max_local_batch_size. Make the Cursor without max_local_batch_size: a batch of it "
-                "is then one micro-batch of all ranks together."
+                "a Ramp decides how many passes a step has: make the Cursor without "
+                "max_local_batch_size."
             )
         with self._iteration():
             yield self._fetch()
@@ -302,9 +297,9 @@ class Cursor:
                 continue
             if self._plan.ran_dry:
                 raise RuntimeError(
-                    "the samples that were handed out for a block are used up: this loop takes "
-                    "more than one batch for a step. Give the samples of a whole step as "
-                    "batch_size, and the most that fit into one pass as max_local_batch_size."
+                    "the samples handed out for a block are used up: a step took more than one "
+                    "batch. Give a step's samples as batch_size, and the most that fit into one "
+                    "pass as max_local_batch_size."
                 )
             # All workers come here after equally many steps. If one of them has died, the samples
             # that it held are handed out again in this round.
@@ -349,8 +344,7 @@ class Cursor:
             self._warned = True
             warnings.warn(
                 f"a step of {now.step_samples} samples is divided unevenly (a pass of this rank "
-                f"has {now.samples}), so the mean of the passes' mean losses is not the mean over "
-                "the samples. Write cursor.mean(sum of the losses).backward(), or choose a "
+                f"has {now.samples}). Write cursor.mean(sum of the losses).backward(), or choose a "
                 "batch_size that all ranks divide evenly, and drop_last=True.",
                 UserWarning,
                 stacklevel=3,
@@ -373,8 +367,7 @@ class Cursor:
         """Continue after the last sample that was trained on. Load the same on every rank."""
         if self._iterated:
             raise RuntimeError(
-                "this Cursor is iterated, and cannot go to another position. Load it before the "
-                "loop, or leave the loop first."
+                "this Cursor is iterated, and cannot go to another position: load it before."
             )
         check_state(state_dict, self._rules)
         ledger = Ledger.of_saved(self._rules["samples"], state_dict)

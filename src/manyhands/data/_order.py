@@ -1,7 +1,8 @@
-"""The order of an epoch: a permutation that is computed where it is needed, and stored nowhere.
+"""Map the positions of an epoch to samples, by a permutation or along data shards.
 
-The N positions of an epoch are laid out as a table of a x b >= N cells, and a position is a row l
-and a column r. Eight rounds stir them (a Feistel network; Black and Rogaway, 2002),
+**`Order`** is a permutation that is computed where it is needed, and stored nowhere. The N
+positions of an epoch are laid out as a table of a x b >= N cells, and a position is a row l and a
+column r. Eight rounds stir them (a Feistel network; Black and Rogaway, 2002),
 
     l <- (l + f(r)) mod a        and then        r <- (r + f(l)) mod b
 
@@ -11,22 +12,46 @@ of these cells) is stirred again.
 
 The same seed and epoch give the same order on every rank, on every machine and under every version
 of torch, so a saved position always means the same samples. torch.randperm promises none of that.
+
+**`DataShards`** is a dataset that is cut into shards, such as files, each of which is read front to
+back. An epoch has its own order of the shards, and reads some of them side by side, in *lanes*:
+
+    lane 0      shard 7  shard 2  ...        positions 0, K, 2K, ...
+    lane 1      shard 0  shard 5  ...        positions 1, K + 1, ...
+      :                                        :
+    lane K-1    shard 3  shard 6  ...        positions K - 1, ...
+
+When a lane has ended, the others go on taking turns. So a position determines a shard and a sample
+in it, before any shard is read, and a `Cursor` treats these samples like any others. Rank r of W
+has every W-th sample of a step. If W divides K, and K divides the batch, the rank reads only the
+lanes r, r + W, ...
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
-from manyhands.data._spans import Spans
+from manyhands._core.arguments import whole
+from manyhands.data._ledger import Spans
 
 ROUNDS = 8
 MASK = 0xFFFFFFFF  # products of 32 and 31 bits fit an int64
+Shard = TypeVar("Shard")
+Sample = TypeVar("Sample")
+
+SKIPPED = 64  # at most so many samples are read and dropped; for more, a shard is opened again
 
 
 @dataclass(frozen=True)
@@ -89,3 +114,123 @@ def _mix(values: Tensor, key: int) -> Tensor:
     bits.bitwise_xor_(bits >> 16).mul_(0x21F0AAAD).bitwise_and_(MASK)
     bits.bitwise_xor_(bits >> 15).mul_(0x735A2D97).bitwise_and_(MASK)
     return bits.bitwise_xor_(bits >> 15)
+
+
+class DataShards(Dataset[Sample], Generic[Shard, Sample]):
+    """A dataset for `Cursor` whose samples lie in shards, such as files, and are read in order.
+
+    >>> import manyhands as mh
+    >>> def read(path, start):  # a shard's samples, from number `start` on
+    ...     return iter([f"{path}: {number}" for number in range(start, 5)])
+    >>> data = mh.DataShards(["a.tar", "b.tar"], sizes=[5, 5], open=read)
+    >>> cursor = mh.Cursor(data, batch_size=4, shuffle=False, collate_fn=list)
+    >>> next(iter(cursor))
+    ['a.tar: 0', 'b.tar: 0', 'a.tar: 1', 'b.tar: 1']
+
+    Shuffling changes the order of the shards, and not the order inside a shard: shuffle the samples
+    when you write the shards. `lanes` of them are read side by side.
+
+    Each process of a loader reads all of its rank's shards, and drops the samples that other
+    processes load. So `num_workers` above 1 helps only if `open` can begin at a sample without
+    reading those before it.
+
+    Args:
+        shards: what `open` is given: paths, addresses, or numbers.
+        sizes: the number of samples in each shard.
+        open: a function of a shard and a number, that returns an iterator over the shard's samples
+            from this number on.
+        lanes: the shards that are read side by side. Choose a multiple of the numbers of ranks that
+            the run may have, which divides the batch: then each rank reads shards of its own.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        sizes: Sequence[int],
+        open: Callable[[Shard, int], Iterator[Sample]],
+        *,
+        lanes: int = 8,
+    ) -> None:
+        if not shards or len(shards) != len(sizes):
+            raise ValueError(
+                "DataShards needs at least one shard, and a size for each, got "
+                f"{len(shards)} shard(s) and {len(sizes)} size(s)."
+            )
+        sizes = [whole("each size", size) for size in sizes]
+        lanes = whole("lanes", lanes, 1)
+        self.shards, self.sizes, self.lanes = list(shards), list(sizes), min(lanes, len(shards))
+        self._starts = [0, *accumulate(self.sizes)]  # number of each shard's first sample
+        self._open = open
+        # The shards that are being read, each with the number of its next sample.
+        self._being_read: dict[int, tuple[Iterator[Sample], int]] = {}
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @property
+    def checksum(self) -> int:
+        """A checksum of sizes and lanes: positions mean other samples if one of them differs."""
+        return zlib.crc32(repr([self.sizes, self.lanes]).encode())
+
+    def order(self, seed: int, epoch: int, shuffle: bool) -> ShardOrder:
+        """Return the order of an epoch."""
+        shards = Order(len(self.shards), seed, epoch, shuffle).indices(((0, len(self.shards)),))
+        return ShardOrder([shards[lane :: self.lanes] for lane in range(self.lanes)], self.sizes)
+
+    def __getitem__(self, index: int) -> Sample:
+        shard = bisect_right(self._starts, index) - 1
+        number = index - self._starts[shard]
+        samples, there = self._being_read.pop(shard, (iter(()), -1))
+        if not 0 <= there <= number <= there + SKIPPED:
+            samples, there = iter(self._open(self.shards[shard], number)), number
+        for there in range(there, number + 1):  # noqa: B020
+            try:
+                sample = next(samples)
+            except StopIteration:
+                raise RuntimeError(
+                    f"shard {self.shards[shard]!r} should have {self.sizes[shard]} samples, and "
+                    f"ended after {there}. Give its true size, and begin the epoch again."
+                ) from None
+        if number + 1 < self.sizes[shard]:
+            self._being_read[shard] = (samples, number + 1)
+        return sample
+
+    def __getstate__(self) -> dict[str, object]:
+        # A loader's processes get a copy, and open the shards themselves.
+        return {**vars(self), "_being_read": {}}
+
+
+class ShardOrder:
+    """The order of one epoch over lanes of shards."""
+
+    def __init__(self, lanes: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
+        starts = [0, *accumulate(sizes)]
+        self._lanes = [[shard for shard in lane if sizes[shard]] for lane in lanes]
+        # The number, in its lane, of the first sample after each shard.
+        self._ends = [list(accumulate(sizes[shard] for shard in lane)) for lane in self._lanes]
+        # What to add to a number in the lane to get the sample's index in the dataset.
+        self._offsets = [
+            [starts[shard] + sizes[shard] - end for shard, end in zip(lane, ends, strict=True)]
+            for lane, ends in zip(self._lanes, self._ends, strict=True)
+        ]
+        # From position `_positions[i]` on, the lanes of `_turns[i]` take turns: each of them at the
+        # number in its lane that the turn begins with.
+        self._positions, self._turns = [0], []
+        lengths = [ends[-1] if ends else 0 for ends in self._ends]
+        begin = 0
+        for end in sorted(set(lengths) - {0}):
+            active = [lane for lane, length in enumerate(lengths) if length > begin]
+            self._turns.append((begin, active))
+            self._positions.append(self._positions[-1] + (end - begin) * len(active))
+            begin = end
+
+    def indices(self, spans: Spans) -> list[int]:
+        """Return the samples at these positions."""
+        return [self._index(position) for start, stop in spans for position in range(start, stop)]
+
+    def _index(self, position: int) -> int:
+        turn = bisect_right(self._positions, position) - 1
+        begin, active = self._turns[turn]
+        number, lane = divmod(position - self._positions[turn], len(active))
+        number, lane = begin + number, active[lane]
+        return number + self._offsets[lane][bisect_right(self._ends[lane], number)]

@@ -13,14 +13,15 @@ is refused where the order is another one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict, cast
 
 from torch.utils.data import IterableDataset
 
 from manyhands._core.agreement import agree
+from manyhands._core.arguments import one_of, whole
 from manyhands._core.ranks import RankGroup
 from manyhands.data._ledger import CommittedPart
-from manyhands.data._shards import DataShards
+from manyhands.data._order import DataShards
 from manyhands.errors import RanksDisagree
 
 FORMAT = 1
@@ -123,52 +124,32 @@ def _find_mistake(
             "in_order=False gives batches in the order in which they are ready, and then a Cursor "
             "cannot know which were trained on. Leave it out."
         )
-    if arguments["keep"] not in ("batch", "micro"):
-        return ValueError(f'keep must be "batch" or "micro", got {arguments["keep"]!r}.')
-    sizes: list[tuple[str, object, int]] = [
-        ("batch_size", arguments["batch_size"], 1),
-        ("max_local_batch_size", arguments["max_local_batch_size"] or 1, 1),
-        ("seed", arguments["seed"], 0),
-    ]
-    for name, value, least in sizes:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            return ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+    try:
+        one_of("keep", arguments["keep"], ["batch", "micro"])
+        whole("batch_size", arguments["batch_size"], 1)
+        whole("max_local_batch_size", arguments["max_local_batch_size"] or 1, 1)
+        whole("seed", arguments["seed"])
+    except ValueError as mistake:
+        return mistake
     if arguments["keep"] == "batch" and arguments["batch_size"] < ranks:
         return ValueError(
-            f"batch_size={arguments['batch_size']} is that of a whole step, and there are {ranks} "
-            'ranks. Give each rank a sample at least, or write keep="micro" to give it for one '
-            "rank."
+            f"batch_size={arguments['batch_size']} is less than a sample for each of {ranks} "
+            'ranks. keep="micro" gives it for one rank.'
         )
     return None
 
 
-def describe_order(rules: Rules) -> SavedOrder:
+def describe_order(rules: EpochOrder) -> SavedOrder:
     """Return what a saved position refers to."""
-    return {
-        "version": FORMAT,
-        "samples": rules["samples"],
-        "shards": rules["shards"],
-        "seed": rules["seed"],
-        "shuffle": rules["shuffle"],
-    }
+    order = {name: rules[name] for name in EpochOrder.__annotations__}  # type: ignore[literal-required]
+    return cast(SavedOrder, {"version": FORMAT, **order})
 
 
-def check_state(state: Mapping[str, object], rules: Rules) -> None:
+def check_state(state: Mapping[str, object], rules: EpochOrder) -> None:
     """Raise if a saved position is not one in this order."""
-    if state.get("version") != FORMAT:
-        raise ValueError(
-            f"the version of this Cursor's state must be {FORMAT}, got "
-            f"{state.get('version')!r}. Load it with the manyhands that saved it."
-        )
     for name, here in describe_order(rules).items():
-        saved = state[name]
-        if saved != here:
-            advice = {
-                "samples": "Give it the dataset that the run was begun with",
-                "shards": "Give it the shards and lanes that the run was begun with",
-            }.get(name, f"Make the Cursor with {name}={saved!r}")
+        if state.get(name) != here:
             raise ValueError(
-                f"the saved position is one in an order with {name}={saved!r}, and here it is "
-                f"{here!r}. {advice}, or leave the cursor out of the load and begin the epoch "
-                "again."
+                f"the saved position is one in an order with {name}={state.get(name)!r}, and here "
+                f"it is {here!r}. Make the Cursor as in that run, or leave it out of the load."
             )

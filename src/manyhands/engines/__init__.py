@@ -1,6 +1,6 @@
 """Engines: what starts a run's processes, gives them their ranks, and asks them to stop.
 
-An engine is torchrun, `manyhands run`, Ray Train, Slurm, submitit, Open MPI, Kubeflow or torchft.
+An engine is torchrun, `manyhands run`, Ray Train, Slurm, submitit, Open MPI or Kubeflow.
 A script names none of them:
 
     job = mh.start()                          who am I? Meet the other ranks

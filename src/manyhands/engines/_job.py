@@ -30,8 +30,6 @@ from manyhands._core.stop_notice import stop_notice
 from manyhands._core.wrappers import find_layer
 from manyhands.blocks._optimizer import Blocks
 from manyhands.blocks.crew._crew import Crew
-from manyhands.blocks.crew._membership import CrewBase
-from manyhands.blocks.crew._torchft import TorchftCrew
 from manyhands.checkpoint import load as load_checkpoint
 from manyhands.checkpoint import save as save_checkpoint
 from manyhands.checkpoint._values import HasState
@@ -55,7 +53,7 @@ def start(
     """Join the other ranks of this run, whichever engine has started them, and return the job.
 
     The engine is found by its environment variables: torchrun, `manyhands run`, Ray Train, Slurm,
-    submitit, mpirun, Kubeflow, torchft. Without any of them this process is a rank alone, so the
+    submitit, mpirun, Kubeflow. Without any of them this process is a rank alone, so the
     same script runs with `python train.py`. If a process group exists already, it is used.
 
     >>> import torch, manyhands as mh
@@ -135,7 +133,7 @@ class Job:
     @property
     def engine(self) -> str:
         """What has started this process: "torchrun", "manyhands", "ray", "slurm", "submitit",
-        "mpi", "kubeflow", "torchft", "none", or "variables" if nothing but RANK and WORLD_SIZE is
+        "mpi", "kubeflow", "none", or "variables" if nothing but RANK and WORLD_SIZE is
         known."""
         return self._place.engine
 
@@ -160,21 +158,15 @@ class Job:
         return self._place.local_world_size
 
     @cached_property
-    def crew(self) -> CrewBase | None:
-        """The crew that this worker belongs to, for blocks; None if its ranks are fixed.
+    def crew(self) -> Crew | None:
+        """The crew that this worker belongs to, for blocks, if there is a store (MANYHANDS_STORE).
 
-        A `Crew` if there is a store (`manyhands run`, MANYHANDS_STORE), and a `TorchftCrew` if
-        there is torchft's lighthouse (TORCHFT_LIGHTHOUSE).
+        `manyhands run` serves one. None if the ranks are fixed.
         """
-        number = find_worker_number(os.environ)
-        if os.environ.get("MANYHANDS_STORE"):
-            inner = dist.group.WORLD if self.world_size > 1 else None
-            return Crew(number=number, inner_group=inner)
-        if os.environ.get("TORCHFT_LIGHTHOUSE"):
-            if number is None and self.engine == "ray":
-                number = _ray.worker_number()
-            return TorchftCrew(number=number)
-        return None
+        if not os.environ.get("MANYHANDS_STORE"):
+            return None
+        inner = dist.group.WORLD if self.world_size > 1 else None
+        return Crew(number=find_worker_number(os.environ), inner_group=inner)
 
     @property
     def worker(self) -> int:
@@ -183,17 +175,8 @@ class Job:
 
     @property
     def workers(self) -> int:
-        """How many workers are expected: in the crew if there is one, and otherwise all ranks.
-
-        torchft's lighthouse does not know it. With torchft it is the number in the variable
-        MANYHANDS_WORKERS, or if that is not set, the number of present members.
-        """
-        crew = self.crew
-        if crew is None:
-            return self.world_size
-        if isinstance(crew, Crew):
-            return crew.expected
-        return read_number(os.environ, "MANYHANDS_WORKERS", max(1, crew.size))
+        """How many workers are expected: in the crew if there is one, and otherwise all ranks."""
+        return self.world_size if self.crew is None else self.crew.expected
 
     # -- checkpoints -----------------------------------------------------------------------------
 

@@ -61,8 +61,7 @@ def _check_rank(place: Place) -> None:
     if not 0 <= place.rank < place.world_size:
         raise ValueError(
             f"{place.engine} says that this process is rank {place.rank} of {place.world_size}. "
-            "A rank must be at least 0 and less than the number of ranks. Check the environment "
-            "variables that the engine sets."
+            "Check the environment variables that it sets."
         )
 
 
@@ -86,9 +85,8 @@ def _torch_variables(variables: Variables) -> Place | None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
     if missing and size > 1:
         raise ValueError(
-            f"RANK and WORLD_SIZE={size} are set without {' and '.join(missing)}. Ranks meet at "
-            "the address and a free port of rank 0's host. Set MASTER_ADDR and MASTER_PORT to the "
-            "same values on all ranks, or start the script with torchrun."
+            f"RANK and WORLD_SIZE={size} are set without {' and '.join(missing)}. Set MASTER_ADDR "
+            "and MASTER_PORT to the same values on all ranks, or start the script with torchrun."
         )
     return Place(
         engine,
@@ -102,10 +100,8 @@ def _torch_variables(variables: Variables) -> Place | None:
 
 
 def _crew_worker(variables: Variables) -> Place | None:
-    """Read whether this process is a worker of a crew, kept by a store or torchft's lighthouse."""
-    if variables.get("MANYHANDS_STORE"):
-        return Place("manyhands")
-    return Place("torchft") if variables.get("TORCHFT_LIGHTHOUSE") else None
+    """Read whether this process is a worker of a crew."""
+    return Place("manyhands") if variables.get("MANYHANDS_STORE") else None
 
 
 def _train_job(variables: Variables) -> Place | None:
@@ -115,8 +111,7 @@ def _train_job(variables: Variables) -> Place | None:
     processes = variables.get("PET_NPROC_PER_NODE", "1")
     if processes != "1":
         raise ValueError(
-            f"PET_NPROC_PER_NODE={processes}, as Kubeflow's TrainJob sets it, means that torchrun "
-            "starts the processes of this node, but torchrun has not started this one. Start the "
+            f"PET_NPROC_PER_NODE={processes}, and torchrun has not started this process. Start the "
             'script with torchrun (command: ["torchrun", "train.py"]), or set numProcPerNode: 1.'
         )
     return Place(
@@ -198,9 +193,8 @@ def _mpi(variables: Variables) -> Place | None:
         here, everywhere = read_number(variables, local_size, 1), read_number(variables, size)
         if not variables.get("MASTER_ADDR") and here < everywhere:
             raise ValueError(
-                f"mpirun has started {everywhere} ranks, {here} of them on this host, and does not "
-                "say where rank 0 is. Pass MASTER_ADDR, the host of rank 0: mpirun -x "
-                "MASTER_ADDR=$(hostname -i) ... (Hydra: -genv MASTER_ADDR ...)."
+                f"mpirun has started {everywhere} ranks, {here} of them here. Pass MASTER_ADDR: "
+                "mpirun -x MASTER_ADDR=$(hostname -i) ... on rank 0 (Hydra: -genv MASTER_ADDR ...)."
             )
         job = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid") or ""
         own, local = read_number(variables, rank), read_number(variables, local_rank, 0)
@@ -249,6 +243,5 @@ def read_number(variables: Variables, name: str, default: int | None = None) -> 
         return int(text or "")
     except ValueError as error:
         raise ValueError(
-            f"the environment variable {name} has to be a whole number, got {text!r}. Correct it "
-            "where it is set, by the engine or in your own shell or job file, or unset it."
+            f"the environment variable {name} has to be a whole number, got {text!r}."
         ) from error

@@ -21,8 +21,6 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch.distributed as dist
-
 from manyhands._core.stop_notice import stop_notice
 
 
@@ -43,16 +41,7 @@ def place_of_ray() -> tuple[int, int, int, int]:
 
     context = ray.train.get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
-    if dist.is_initialized():  # with `TorchftConfig` the group has the ranks of one worker only
-        rank, size = dist.get_rank(), dist.get_world_size()
     return rank, size, context.get_local_rank(), context.get_local_world_size()
-
-
-def worker_number() -> int:
-    """Return the number of this worker, if each worker has a process group of its own."""
-    import ray.train
-
-    return int(ray.train.get_context().get_world_rank()) // dist.get_world_size()
 
 
 def notice_of_ray() -> str:
@@ -74,9 +63,8 @@ def folder_in_storage(name: str) -> Path:
     storage = ray.train.get_context().get_storage()
     if not isinstance(storage.storage_filesystem, pyarrow.fs.LocalFileSystem):
         raise ValueError(
-            f"mh.save writes into a folder that all workers share, and Ray's storage is "
-            f"{storage.storage_filesystem.type_name}. Give RunConfig(storage_path=...) a folder of "
-            "a shared file system (NFS, Lustre, a mounted bucket)."
+            f"mh.save needs a folder that all workers share, and Ray's storage is "
+            f"{storage.storage_filesystem.type_name}. Set RunConfig(storage_path=...) to one."
         )
     return Path(storage.experiment_fs_path, name)
 

@@ -134,8 +134,7 @@ def _grace() -> float | None:
         return float(text) if text else None
     except ValueError as error:
         raise ValueError(
-            f"the environment variable {GRACE_VARIABLE} has to be a number of seconds, got "
-            f"{text!r}. It says how long this process may still run after a stop notice."
+            f"the variable {GRACE_VARIABLE} has to be a number of seconds, got {text!r}."
         ) from error
 
 

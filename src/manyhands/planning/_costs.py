@@ -1,9 +1,9 @@
-"""What each sharding costs a worker: sizes in, bytes and collectives out. Integers only.
+"""What each way to train costs a worker: sizes in, bytes and collectives out. Integers only.
 
 With N workers, P bytes of parameters, G of gradients (of trained parameters) and S of optimizer
 state:
 
-                          parameters  gradients  state   sent in a step
+                          parameters  gradients  state   sent per step
     DDP                   P           G          S       2 G (N-1)/N            all-reduce
     OSS + DDP             P           G          S / N   (2 G + P) (N-1)/N      and new parameters
     ShardedDataParallel   P           G / N      S / N   (G + P) (N-1)/N        slices, parameters
@@ -13,110 +13,462 @@ These are the formulas. The numbers come from the layout that the library uses
 (`sharding/zero/_layout.py`; for FSDP the rows of each parameter, in wraps), with its padding and
 its uneven shards, for the worker that holds most. `sent` is the mean over the workers.
 
-`in_flight` is the most that a worker holds on top of its gradients while they are made and sent.
+`in_flight` is the most that a worker holds on top of its gradients during a backward pass.
 
-With a codec, sharded gradients travel as messages of fewer bytes, and a worker keeps a residual of
-(N-1)/N of them in float32.
-
-Two things may come on top. `AdamScale` reads the second moments of all parameters: where they are
-sharded, every worker holds a replica of them, in one tensor of the trained parameters' size (two
-with RMSprop's `centered`), and gathers it after each step. In blocks (`blocks_cost`) nothing is
-sharded: a worker holds P + G + S, an anchor of the trained parameters in float32, the outer step's
-memories of the same size, and in a sync round a few chunks; it sends 2 P (N-1)/N in a round.
+`AdamScale` reads the second moments of all parameters: where they are sharded, every worker holds a
+replica of them, in one tensor of the trained parameters' size (two with RMSprop's `centered`), and
+gathers it after each step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 
-from manyhands._core.codec import Codec
-from manyhands.blocks.averaging._chunks import SMALLEST
-from manyhands.blocks.averaging._payload import LARGEST
-from manyhands.blocks.averaging._round import IN_FLIGHT as CHUNKS_IN_FLIGHT
-from manyhands.planning._bucket_costs import ddp_cost, lay_out, oss_cost, sharded_ddp_cost
-from manyhands.planning._fsdp_costs import fsdp_cost
-from manyhands.planning._sizes import Cost, ModelSizes, ParamSize, sent_per_worker
 from manyhands.scaling._preconditioned import MESSAGE
+from manyhands.sharding.fsdp._whole_tensors import BUCKET, bucket_ranges
+from manyhands.sharding.zero import _layout
+from manyhands.sharding.zero._reducer import IN_FLIGHT
 
-CHUNKS_HELD = CHUNKS_IN_FLIGHT + 1  # of a sync round at once: those in flight, and the newest
+DDP_BUCKETS = (2**20, 25 * 2**20)  # the size of torch's first bucket, and of all others
 
 
-def costs(
-    sizes: ModelSizes,
-    workers: int,
-    bucket_size: int | None,
-    gloo: bool,
-    replicas: int = 0,
-    codec: Codec | None = None,
-) -> tuple[Cost, ...]:
+# -- a model in integers ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParamSize:
+    """A parameter's size, and the size of its optimizer state.
+
+    Each shard of the parameter has `state_fixed` bytes of state, and `state_per_element` bytes for
+    each of its elements.
+    """
+
+    elements: int
+    itemsize: int
+    kind: Hashable = "float32"  # dtype and device; only parameters of one kind share a bucket
+    trained: bool = True
+    state_fixed: int = 0
+    state_per_element: int = 0
+    rows: int = 1  # the first dimension, along which FSDP shards
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.itemsize
+
+    def state_bytes(self, elements: int) -> int:
+        return self.state_fixed + self.state_per_element * elements
+
+    def shard_elements(self, workers: int) -> int:
+        """Elements of FSDP's largest shard, to which all other shards are padded."""
+        return -(-self.rows // workers) * (self.elements // max(1, self.rows))
+
+
+@dataclass(frozen=True)
+class OptimizerParams:
+    """The parameters of one optimizer."""
+
+    params: tuple[ParamSize, ...]
+    elementwise: bool = True  # each element is updated by itself
+    owned_whole: bool = False  # under FSDP ranks own tensors whole to step them
+
+    @property
+    def trained(self) -> list[ParamSize]:
+        return [param for param in self.params if param.trained and param.elements]
+
+
+@dataclass(frozen=True)
+class WrapParams:
+    """The parameters of one FSDP wrap, and the number of the wrap around it."""
+
+    params: tuple[ParamSize, ...]
+    outer: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The sizes of a model: the parameters of its optimizers, all others, and its buffers."""
+
+    optimizers: tuple[OptimizerParams, ...]
+    others: tuple[ParamSize, ...] = ()
+    wraps: tuple[WrapParams, ...] = ()  # in the order in which a forward pass finishes them
+    buffers: int = 0  # bytes
+    buffer_messages: int = 0  # broadcasts of buffers from rank 0 before each forward
+
+    @property
+    def trained(self) -> list[ParamSize]:
+        return [param for optimizer in self.optimizers for param in optimizer.trained]
+
+    @property
+    def parameter_bytes(self) -> int:
+        optimized = sum(param.bytes for one in self.optimizers for param in one.params)
+        return optimized + sum(param.bytes for param in self.others)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes that one worker holds, and its bytes and collectives in one step."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    in_flight: int = 0
+    sent: int = 0
+    collectives: int = 0
+    scaling: int = 0  # AdamScale's replica of the second moments
+
+
+def _sent_per_worker(size: int, workers: int) -> int:
+    """Return the bytes each worker sends in one all-gather or reduce-scatter of `size` bytes."""
+    return round(size * (workers - 1) / workers)
+
+
+def costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int = 0) -> tuple[Cost, ...]:
     """Return the costs of the four ways, in the order of the table above.
 
-    `replicas` is how many of the sharded state's entries every worker needs whole. `codec` encodes
-    the gradients that are sharded.
+    `replicas` is how many of the sharded state's entries every worker needs whole.
     """
+    alone = Cost(
+        sizes.parameter_bytes,
+        sum(param.bytes for param in sizes.trained),
+        sum(param.state_bytes(param.elements) for param in sizes.trained),
+    )
     if workers == 1:  # nothing is sharded or sent, and no bucket is made
-        alone = Cost(sizes.parameter_bytes, sizes.gradient_bytes, sizes.state_bytes, 0, 0, 0)
         return alone, alone, alone, alone
-    layout = lay_out(sizes, workers, bucket_size, gloo, codec)
-    ddp = ddp_cost(sizes, workers)
-    oss = oss_cost(ddp, layout, workers)
-    sharded = sharded_ddp_cost(sizes, layout, workers)
-    fsdp = fsdp_cost(sizes, workers, gloo, codec)
+    ddp = replace(
+        alone,
+        # Gradients are views of DDP's buckets, so only autograd's newest gradient is extra.
+        in_flight=max((param.bytes for param in sizes.trained), default=0),
+        # An all-reduce is a reduce-scatter and an all-gather, hence twice the gradients.
+        sent=_sent_per_worker(2 * alone.gradients + sizes.buffers, workers),
+        collectives=ddp_buckets(sizes.trained) + sizes.buffer_messages,
+    )
+    layout = _lay_out(sizes, workers, gloo)
+    oss = replace(
+        ddp,
+        parameters=layout.parameters,
+        optimizer=max(layout.state) + layout.state_on_every_rank,
+        sent=ddp.sent + _sent_per_worker(layout.bucket_bytes, workers),
+        collectives=ddp.collectives + layout.parameter_messages,
+    )
+    sharded, fsdp = _sharded_ddp_cost(sizes, layout, workers), _fsdp_cost(sizes, workers, gloo)
     if not replicas:
         return ddp, oss, sharded, fsdp
     # The counts of all parameters come by an all-reduce, the moments bucket by bucket.
-    counts = 2 * 4 * len(sizes.trained)
-    copy = layout.bucket_bytes
-    sent = sent_per_worker(replicas * copy + counts, workers)
+    held = replicas * layout.bucket_bytes
+    sent = _sent_per_worker(held + 2 * 4 * len(sizes.trained), workers)
     messages = 1 + replicas * layout.parameter_messages
-    padded = sum(
-        workers * param.shard_elements(workers) * param.itemsize for param in sizes.trained
-    )
-    gathers = replicas * _messages(sizes.trained, workers) * (workers if gloo else 1)
-    return (
-        ddp,
-        _with_replicas(oss, replicas * copy, sent, messages),
-        _with_replicas(sharded, replicas * copy, sent, messages),
-        _with_replicas(
-            fsdp,
-            replicas * sizes.gradient_bytes,
-            sent_per_worker(replicas * padded, workers),
-            gathers,
-        ),
+    shards = [param.shard_elements(workers) for param in sizes.trained]
+    padded = sum(n * p.itemsize for n, p in zip(shards, sizes.trained, strict=True)) * workers
+    of_fsdp = _sent_per_worker(replicas * padded, workers)
+    gathers = replicas * _moment_messages(shards) * (workers if gloo else 1)
+    buckets, wraps = (held, sent, messages), (replicas * alone.gradients, of_fsdp, gathers)
+    more = (0, 0, 0), buckets, buckets, wraps
+    return tuple(
+        replace(one, scaling=a, sent=one.sent + b, collectives=one.collectives + c)
+        for one, (a, b, c) in zip((ddp, oss, sharded, fsdp), more, strict=True)
     )
 
 
-def _with_replicas(cost: Cost, held: int, sent: int, messages: int) -> Cost:
-    return replace(
-        cost, replicas=held, sent=cost.sent + sent, collectives=cost.collectives + messages
-    )
-
-
-def _messages(params: Sequence[ParamSize], workers: int) -> int:
+def _moment_messages(shards: Sequence[int]) -> int:
     """Return how many messages bring one entry of FSDP's state (`_split_into_messages`)."""
     messages, size = 1, 0
-    for number, param in enumerate(params):
-        size += param.shard_elements(workers)
+    for number, elements in enumerate(shards):
+        size += elements
         if number and size > MESSAGE:
-            messages, size = messages + 1, param.shard_elements(workers)
+            messages, size = messages + 1, elements
     return messages
 
 
-def blocks_cost(sizes: ModelSizes, workers: int, every: int, memories: int) -> Cost:
-    """Return the costs of a worker in blocks of `every` steps, whose outer step has `memories`."""
-    # 16-bit parameters have an anchor in float32
-    anchor = sum(param.elements * max(4, param.itemsize) for param in sizes.trained)
-    elements = sum(param.elements for param in sizes.trained)
-    chunk = max(SMALLEST, min(LARGEST, elements // 16))
-    chunks = -(-elements // chunk)
-    alone = workers == 1
+# -- gradients in buckets: DDP, OSS, ShardedDataParallel -------------------------------------------
+
+
+def ddp_buckets(params: Sequence[ParamSize]) -> int:
+    """Return how many buckets DistributedDataParallel reduces in a step.
+
+    Parameters are taken from the last to the first, about as backward reaches them.
+    """
+    closed_buckets, filled, closed = 0, dict[Hashable, int](), dict[Hashable, int]()
+    for param in reversed(params):
+        kind = param.kind
+        filled[kind] = filled.get(kind, 0) + param.bytes
+        if filled[kind] >= DDP_BUCKETS[min(closed.get(kind, 0), 1)]:
+            closed[kind], filled[kind] = closed.get(kind, 0) + 1, 0
+            closed_buckets += 1
+    return closed_buckets + sum(size > 0 for size in filled.values())
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """A bucket of gradients.
+
+    While a bucket is reduced, a rank holds `received` times its slice on top of the bucket, and
+    `summed` times its slice for the oldest bucket.
+    """
+
+    size: int
+    slices: list[int]  # bytes of gradients that each rank owns, or one number for all ranks
+    received: int
+    summed: int
+    gradients: dict[int, int]  # bytes of each gradient that lies in the bucket, by id of ParamSize
+    is_view: bool  # the bucket is a range of one gradient, so nothing is copied into it
+
+
+@dataclass
+class _Buckets:
+    """All parameters in buckets, and what every rank owns of them."""
+
+    state: list[int]  # bytes of state by rank
+    parameters: int  # bytes, with padding
+    state_on_every_rank: int = 0  # bytes that come on top of `state`, equal on all ranks
+    parameter_messages: int = 0  # collectives that bring the new parameters
+    buckets: list[_Bucket] = field(default_factory=list)
+
+    @property
+    def bucket_bytes(self) -> int:
+        return sum(bucket.size for bucket in self.buckets)
+
+
+def _sharded_ddp_cost(sizes: ModelSizes, layout: _Buckets, workers: int) -> Cost:
+    # With equal slices all ranks hold the same, so one of them is enough.
+    ranks = 1 if all(optimizer.elementwise for optimizer in sizes.optimizers) else workers
+    held, most = _gradients_held(layout.buckets, ranks)
+    held, most = held * (workers // ranks), most * (workers // ranks)
+    worst = max(range(workers), key=lambda rank: held[rank] + layout.state[rank])
+    # The peak may be another rank's than the one that holds most after backward.
+    peak = max(map(sum, zip(most, layout.state, strict=True)))
+    used_flags = sum(len(optimizer.params) for optimizer in sizes.optimizers)  # one byte each
+    sent = 2 * layout.bucket_bytes + 2 * used_flags + sizes.buffers
     return Cost(
-        parameters=sizes.parameter_bytes,
-        gradients=sizes.gradient_bytes,
-        optimizer=sizes.state_bytes,
-        in_flight=0 if alone else min(chunks, CHUNKS_HELD) * min(chunk, elements) * 4,
-        sent=0 if alone else sent_per_worker(2 * anchor + sizes.buffers, workers) // every,
-        collectives=0 if alone else -(-chunks // every),
-        blocks=(1 + memories) * anchor,
+        parameters=layout.parameters,
+        gradients=held[worst],
+        optimizer=layout.state[worst] + layout.state_on_every_rank,
+        in_flight=peak - held[worst] - layout.state[worst],
+        sent=_sent_per_worker(sent, workers),
+        # The one is the all-reduce of the flags that say which parameters were used.
+        collectives=len(layout.buckets) + layout.parameter_messages + 1 + sizes.buffer_messages,
     )
+
+
+def _gradients_held(buckets: Sequence[_Bucket], ranks: int) -> tuple[list[int], list[int]]:
+    """Return each rank's bytes of gradients after a backward pass, and the most during it.
+
+    The most is over the buckets: while one is filled, the `IN_FLIGHT` before it are whole, with
+    what has arrived for them, and of all earlier ones a rank holds its slice.
+    """
+    places = []
+    for place in range(len(buckets) + 1):  # at the last one all are full
+        first = max(0, place - IN_FLIGHT)
+        window = buckets[first : place + 1]
+        viewed = {i: size for one in window if one.is_view for i, size in one.gradients.items()}
+        # One autograd node makes the gradients of a weight and its bias together, so a gradient
+        # of the next bucket may be there already.
+        newest = buckets[place : place + 2]
+        arriving = [s for one in newest for i, s in one.gradients.items() if i not in viewed]
+        copied = sum(one.size for one in window if not one.is_view)
+        whole = copied + sum(viewed.values()) + max(arriving, default=0)
+        reduced = [
+            (one, one.received + one.summed * (not n)) for n, one in enumerate(buckets[first:place])
+        ]
+        places.append((first, whole, reduced))
+    held, most = [], []
+    for rank in range(ranks):
+        done = [0, *accumulate(one.slices[rank % len(one.slices)] for one in buckets)]
+        held.append(done[-1])
+        most.append(
+            max(
+                done[first]
+                + whole
+                + sum(times * one.slices[rank % len(one.slices)] for one, times in reduced)
+                for first, whole, reduced in places
+            )
+        )
+    return held, list(map(max, held, most))
+
+
+def _lay_out(sizes: ModelSizes, workers: int, gloo: bool) -> _Buckets:
+    """Put all parameters into buckets, as `OSS` does (see `_flat_params.py`)."""
+    frozen = [param for one in sizes.optimizers for param in one.params if not param.trained]
+    layout = _Buckets([0] * workers, sum(param.bytes for param in (*frozen, *sizes.others)))
+    for optimizer in sizes.optimizers:
+        kinds: dict[Hashable, list[tuple[int, int]]] = {}  # (index, elements) of its parameters
+        for i, param in reversed(list(enumerate(optimizer.params))):
+            if param.trained and param.elements:
+                kinds.setdefault(param.kind, []).append((i, param.elements))
+        for indices in kinds.values():
+            largest = _layout.bucket_size(workers, sum(elements for _, elements in indices))
+            if optimizer.elementwise:
+                buffers = _layout.even_layout(indices, workers, largest)
+            else:
+                buffers = _layout.whole_layout(indices, workers, largest, [0] * workers)
+            for buffer in buffers:
+                for bucket in buffer.buckets:
+                    _add_bucket(layout, optimizer, bucket, gloo)
+    return layout
+
+
+def _add_bucket(
+    layout: _Buckets, optimizer: OptimizerParams, bucket: _layout.BucketLayout, gloo: bool
+) -> None:
+    """Count what `RankGroup.reduce_scatter_slices` does with a bucket.
+
+    It receives the other ranks' slices one by one (gloo), calls NCCL's reduce-scatter for even
+    slices, or an all-to-all for uneven ones.
+    """
+    workers, even = len(layout.state), optimizer.elementwise
+    params = [optimizer.params[each.param] for each in bucket.ranges]
+    itemsize = params[0].itemsize
+    if even:
+        slices = [bucket.cuts[1]]
+        layout.parameter_messages += workers if gloo else 1  # N broadcasts, or one all-gather
+    else:
+        slices = [b - a for a, b in pairwise(bucket.cuts)]
+        layout.parameter_messages += sum(length > 0 for length in slices)
+    full_precision = itemsize >= 4  # half precision is summed in float32, in memory of its own
+    received = workers - 1 if gloo else 1 if even and full_precision else workers
+    one = _Bucket(
+        size=bucket.size * itemsize,
+        slices=[elements * itemsize for elements in slices],
+        received=received,
+        summed=3 if not full_precision else 1 if received == workers else 0,
+        gradients={id(param): param.bytes for param in params},
+        is_view=bucket.ranges[0].size == bucket.size,
+    )
+    layout.buckets.append(one)
+    layout.parameters += one.size
+    if even and one.is_view:
+        # A huge parameter has many such buckets; counting them rank by rank would be slow.
+        layout.state_on_every_rank += params[0].state_bytes(bucket.cuts[1])
+        return
+    for rank, index, elements in _owned_ranges(bucket):
+        layout.state[rank] += optimizer.params[index].state_bytes(elements)
+
+
+def _owned_ranges(bucket: _layout.BucketLayout) -> Iterator[tuple[int, int, int]]:
+    """Yield (rank, parameter, elements), as `BucketLayout.owned` does for one rank."""
+    cuts = bucket.cuts
+    for each in bucket.ranges:
+        at, end = each.offset, each.offset + each.size
+        rank = bisect_right(cuts, at) - 1
+        while at < end:
+            stop = min(end, cuts[rank + 1])
+            if stop > at:
+                yield rank, each.param, stop - at
+            at, rank = stop, rank + 1
+
+
+# -- FSDP: the rows of each parameter, in wraps ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Wrap:
+    """Bytes of one wrap, with padding wherever tensors travel."""
+
+    gathered: int  # its whole parameters
+    gradients: int  # its whole gradients, as autograd makes them
+    reduced: int  # its gradients in the memory of the reduce-scatter
+    received: int  # what arrives for this rank and is not summed in place
+    outer: int | None
+
+
+def _fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool) -> Cost:
+    state = sum(
+        param.state_bytes(param.shard_elements(workers))
+        for optimizer in sizes.optimizers
+        if not optimizer.owned_whole
+        for param in optimizer.trained
+    )
+    owned = [_owned_whole(one.params, workers) for one in sizes.optimizers if one.owned_whole]
+    wraps = [_wrap_bytes(wrap, workers, gloo) for wrap in sizes.wraps]
+    gathered = sum(wrap.gathered for wrap in wraps)
+    reduced = sum(wrap.reduced for wrap in wraps)
+    # The outermost wrap stays gathered from forward to backward; all others are gathered twice.
+    stays = sum(wrap.gathered for wrap in wraps if wrap.outer is None)
+    all_gathers = sum(1 if wrap.outer is None else 2 for wrap in sizes.wraps if wrap.params)
+    used_flags = sum(len(wrap.params) for wrap in sizes.wraps)  # one byte each
+    most = _most_in_fsdp_backward(wraps, workers)
+    return Cost(
+        parameters=gathered // workers,
+        gradients=reduced // workers,
+        optimizer=state + sum(one.optimizer for one in owned),
+        in_flight=max(0, most - reduced // workers, *(one.in_flight for one in owned)),
+        sent=_sent_per_worker(2 * gathered - stays + reduced + 2 * used_flags, workers)
+        + sum(one.sent for one in owned),
+        collectives=all_gathers * (workers if gloo else 1)  # on gloo N broadcasts
+        + sum(wrap.reduced > 0 for wrap in wraps)
+        + 1  # the flags
+        + sum(one.collectives for one in owned),
+    )
+
+
+def _owned_whole(params: Sequence[ParamSize], workers: int) -> Cost:
+    """Return what a `WholeTensorOptimizer` adds, for the rank with most.
+
+    Its rank owns P / N of the parameters whole, with their state. The shards of a gradient go to
+    one owner, and those of the result come back from there: 2 G (N-1)/N² more are sent.
+    """
+    owners = _layout.deal_out([(n, p.elements) for n, p in enumerate(params)], [0] * workers)
+    held, gradients = [0] * workers, [0] * workers
+    for number, param in enumerate(params):
+        held[owners[number]] += param.bytes
+        if param.trained and param.elements:
+            held[owners[number]] += param.state_bytes(param.elements)
+            gradients[owners[number]] += param.bytes
+    trained = [param for param in params if param.trained]
+    total = sum(param.bytes for param in trained)
+    bucket = min(total, BUCKET * max((param.itemsize for param in trained), default=0))
+    buckets = bucket_ranges([(param.kind, param.elements) for param in trained])
+    # Each message goes to one rank. And a byte of each tensor says whether it has moved.
+    flags = _sent_per_worker(2 * len(params), workers)
+    arriving = _sent_per_worker(min(max(gradients), -(-bucket // workers)), workers)
+    return Cost(
+        parameters=0,
+        gradients=0,
+        optimizer=max(held),
+        in_flight=max(gradients) + arriving,
+        sent=2 * _sent_per_worker(total, workers) // workers + flags,
+        collectives=2 * len(buckets) + 1,
+    )
+
+
+def _wrap_bytes(wrap: WrapParams, workers: int, gloo: bool) -> _Wrap:
+    trained = [param for param in wrap.params if param.trained]
+    elements = sum(param.shard_elements(workers) for param in trained)
+    itemsize = max((param.itemsize for param in trained), default=0)
+    in_place = itemsize >= 4  # half precision is summed in float32
+    return _Wrap(
+        gathered=sum(workers * p.shard_elements(workers) * p.itemsize for p in wrap.params),
+        gradients=sum(param.bytes for param in trained),
+        reduced=workers * itemsize * elements,
+        received=(workers - 1 - in_place) * itemsize * elements if gloo else 0,
+        outer=wrap.outer,
+    )
+
+
+def _most_in_fsdp_backward(wraps: Sequence[_Wrap], workers: int) -> int:
+    """Return the most bytes of gradients, their shards and whole parameters in a backward pass.
+
+    A wrap is whole while any wrap inside it computes. Its gradients are reduced once all wraps
+    inside it are done. Meanwhile the parameters of the next wrap arrive, and the gradients of the
+    last one are still being reduced, until the next ones are laid out.
+    """
+    most = owned = leaving = 0
+    open_wraps: list[_Wrap] = []
+    for number in reversed(range(len(wraps))):
+        open_wraps.append(wraps[number])
+        arriving = wraps[number - 1].gathered if number else 0  # prefetched
+        present = sum(wrap.gathered + wrap.gradients for wrap in open_wraps)
+        most = max(most, owned + leaving + arriving + present)
+        next_outer = wraps[number - 1].outer if number else None
+        # Close every wrap that does not contain the next one.
+        while open_wraps and (next_outer is None or open_wraps[-1] is not wraps[next_outer]):
+            done = open_wraps.pop()
+            present -= done.gathered
+            owned += done.reduced // workers
+            # Gradients and the reduce-scatter's copy of them are there together for a moment.
+            most = max(most, owned + arriving + present + done.reduced)
+            present -= done.gradients
+            leaving = done.reduced + done.received if done.reduced else leaving
+    return most

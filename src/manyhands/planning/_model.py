@@ -1,41 +1,129 @@
-"""From a module and its optimizers to sizes (`ModelSizes`). The module is not changed.
-
-**Optimizer state** is read off a small stand-in. It has as many dimensions as the parameter, and
-their lengths are different primes. After two steps, the lengths of a state tensor tell which
-dimensions of the parameter it has: Adam's averages of a 5 × 7 parameter are 5 × 7, Adafactor's rows
-5 × 1, a matrix over the columns 7 × 7, and a step count is one number for any parameter. So no
-tensor of the parameter's size is needed.
+"""Read a module and its optimizers as sizes (`ModelSizes`). The module is not changed.
 
 **Activations** are what a forward pass keeps for the backward pass. torch's FakeTensorMode runs the
-forward with shapes alone, and a hook sees each tensor that autograd saves. Every storage counts
-once. Parameters and buffers do not count here, as they are counted anyway.
+forward with shapes alone, and a hook sees each tensor that autograd saves.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import combinations
-from math import prod
-from typing import Any, NamedTuple, TypeVar
+from functools import cached_property, partial
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Adam, Optimizer, RMSprop
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
 
+from manyhands._core.arguments import one_of
+from manyhands._core.optimizers import StateSizes, traits_of
 from manyhands._core.ranks import SENT_ALONE
-from manyhands.planning._arguments import PlannedOptimizer
-from manyhands.planning._sizes import ModelSizes, OptimizerParams, ParamSize, WrapParams
-from manyhands.sharding.wrapping._policies import Policy, default_auto_wrap_policy, pick_modules
+from manyhands._core.state_parts import ShardedOptimizer, options_of
+from manyhands._core.trees import tree_map_tensors
+from manyhands._core.wrappers import unwrap
+from manyhands.planning._costs import ModelSizes, OptimizerParams, ParamSize, WrapParams
+from manyhands.sharding._wrapping import Policy, default_auto_wrap_policy, pick_modules
+from manyhands.sharding.zero._slice_optimizer import choose_layout
 
-T = TypeVar("T")
+OneOptimizer: TypeAlias = str | type[Optimizer] | Optimizer
 
-PRIMES = (5, 7, 11, 13, 17, 19)
 LARGEST_WRAP = 10**8  # elements of an FSDP wrap; of a smaller model, a 50th of its elements
-TRIAL_STEPS = 2  # the first step may make less state than the second
+
+
+# -- a module and its optimizers -------------------------------------------------------------------
+
+
+def build_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """Return the module, or build it on the meta device.
+
+    A function that fails there, because it reads values out of tensors, is called again for a real
+    module.
+    """
+    made: object = model
+    if not isinstance(model, nn.Module) and callable(model):
+        try:
+            with torch.device("meta"):
+                made = model()
+        except (RuntimeError, NotImplementedError):
+            made = model()
+    if not isinstance(made, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, or a function of one, got {made!r}.")
+    return made
+
+
+@dataclass(frozen=True)
+class PlannedOptimizer:
+    """An optimizer: its class, its arguments, and groups of parameters with their options."""
+
+    kind: type[Optimizer]
+    arguments: dict[str, Any]
+    groups: list[tuple[dict[str, Any], list[Tensor]]]
+
+    @staticmethod
+    def of(optimizer: Optimizer) -> PlannedOptimizer:
+        """Read an existing optimizer: a plain one, an OSS, or one in a scaling rule or blocks."""
+        groups = [(options_of(group), group["params"]) for group in optimizer.param_groups]
+        optimizer = unwrap(optimizer)[-1]
+        if isinstance(optimizer, ShardedOptimizer):  # the class that it shards is what has state
+            arguments = dict(optimizer.optimizer_arguments)
+            return PlannedOptimizer(optimizer.optimizer_class, arguments, groups)
+        # Defaults also hold options that a class sets for itself and its constructor refuses.
+        accepted = inspect.signature(type(optimizer)).parameters
+        arguments = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+        return PlannedOptimizer(type(optimizer), arguments, groups)
+
+    @cached_property
+    def all_options(self) -> list[dict[str, Any]]:
+        return [{**self.arguments, **options} for options, _ in self.groups] or [self.arguments]
+
+    @cached_property
+    def elementwise(self) -> bool:
+        return choose_layout(self.kind, None, self.all_options) == "even"
+
+    @property
+    def wants_whole_tensors(self) -> bool:
+        """Whether FSDP's parameters are stepped by a `WholeTensorOptimizer`."""
+        return not self.elementwise or traits_of(self.kind).on_full_tensors
+
+
+def planned_optimizers(
+    optimizer: object, options: Mapping[str, object], model: nn.Module
+) -> list[PlannedOptimizer]:
+    """Accept the name or the class of an optimizer, an optimizer, or a list of optimizers."""
+    several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    made = [one for one in several if isinstance(one, Optimizer)]
+    if len(made) == len(several):
+        existing = [PlannedOptimizer.of(one) for one in made]
+        check_covers(existing, model)
+        return existing
+    if isinstance(optimizer, str):
+        known = {
+            name.lower(): kind
+            for name, kind in vars(optim).items()
+            if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+        }
+        one_of("optimizer", optimizer.lower(), sorted(known), "Give the class of any other.")
+        optimizer = known[optimizer.lower()]
+    if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
+        raise TypeError(f"optimizer must be a name, a class or an optimizer, got {optimizer!r}.")
+    return [PlannedOptimizer(optimizer, dict(options), [({}, list(model.parameters()))])]
+
+
+def check_covers(optimizers: Sequence[PlannedOptimizer], model: nn.Module) -> None:
+    """Raise unless the optimizers hold the model's parameters, and all that are trained, once."""
+    held = Counter(id(param) for one in optimizers for _, params in one.groups for param in params)
+    named = {id(param): (name, param) for name, param in model.named_parameters()}
+    wrong = [name for key, (name, p) in named.items() if held[key] != 1 and p.requires_grad]
+    if foreign := len(held.keys() - named):
+        wrong = [f"{foreign} parameter(s) that are not in the model"]
+    if wrong:
+        raise ValueError(
+            "each trained parameter of the model, and no other, must be in one optimizer: look at "
+            f"{', '.join(wrong[:4])}. Give a list of all optimizers, or freeze parameters."
+        )
 
 
 # -- sizes -------------------------------------------------------------------------------------
@@ -46,7 +134,7 @@ def measure(model: nn.Module, optimizers: list[PlannedOptimizer], wrap_size: int
     sizes: dict[int, ParamSize] = {}  # by id: tied parameters are one
     by_optimizer = []
     for one in optimizers:
-        states, elementwise = OptimizerStateSizes(one.kind, one.arguments), one.elementwise
+        states, elementwise = StateSizes(one.kind, one.arguments), one.elementwise
         own = []
         for options, params in one.groups:
             for param in params:
@@ -75,7 +163,7 @@ def measure(model: nn.Module, optimizers: list[PlannedOptimizer], wrap_size: int
 
 def _param_size(
     param: Tensor,
-    states: OptimizerStateSizes | None = None,
+    states: StateSizes | None = None,
     options: Mapping[str, object] | None = None,
     elementwise: bool = True,
 ) -> ParamSize:
@@ -93,7 +181,6 @@ def _param_size(
         state_fixed=fixed,
         state_per_element=per_element,
         rows=param.shape[0] if param.dim() else 1,
-        real=not param.is_complex(),
     )
 
 
@@ -101,13 +188,9 @@ def wrap_size_of(model: nn.Module) -> int:
     """Return how many elements a wrap of the plan's FSDP has at least."""
     elements = sum(param.numel() for param in model.parameters())
     # A wrap of a 50th keeps the whole tensors of a backward pass small beside the shards.
-    return _round_down(min(LARGEST_WRAP, max(1, elements // 50)))
-
-
-def _round_down(number: int) -> int:
-    """Return the number with all digits but the first set to zero: easier to read in code."""
-    power = 10 ** (len(str(number)) - 1)
-    return number // power * power
+    size = min(LARGEST_WRAP, max(1, elements // 50))
+    power = 10 ** (len(str(size)) - 1)
+    return size // power * power  # one digit, which is easier to read
 
 
 def wrap_params(model: nn.Module, least: int) -> list[tuple[list[Tensor], int | None]]:
@@ -115,7 +198,8 @@ def wrap_params(model: nn.Module, least: int) -> list[tuple[list[Tensor], int | 
 
     Each has the parameters that no wrap inside it has, and the number of the wrap around it.
     """
-    wraps = [module for module in pick_by_size(model, least) if module is not model] + [model]
+    wraps = [module for module in pick_modules(model, by_size(least), ()) if module is not model]
+    wraps.append(model)
     numbers = {module: number for number, module in enumerate(wraps)}
     outers: dict[int, int] = {}
     params: list[list[Tensor]] = [[] for _ in wraps]
@@ -136,159 +220,20 @@ def wrap_params(model: nn.Module, least: int) -> list[tuple[list[Tensor], int | 
     return [(held, outers.get(number)) for number, held in enumerate(params)]
 
 
-def pick_by_size(model: nn.Module, least: int) -> list[nn.Module]:
-    """Return the modules that `auto_wrap` wraps by size, from `least` parameters on."""
-    return pick_modules(model, by_size(least), ())
-
-
 def by_size(least: int) -> Policy:
     """Return the policy of the plan's FSDP: wrap modules of at least so many parameters."""
     return partial(default_auto_wrap_policy, min_num_params=least, skip_params_check_for_root=True)
 
 
-# -- optimizer state ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StateTensor:
-    """A state tensor: `constant` elements for each index into the parameter's `dims`."""
-
-    constant: int
-    dims: tuple[int, ...]
-    itemsize: int
-
-    def bytes(self, shape: Sequence[int]) -> int:
-        return self.constant * prod(shape[dim] for dim in self.dims) * self.itemsize
-
-
-class OptimizerStateSizes:
-    """The size of one optimizer class's state, for parameters of any shape.
-
-    Each combination of dimensions, dtype and options is tried once.
-    """
-
-    def __init__(self, kind: type[Optimizer], arguments: Mapping[str, object]) -> None:
-        self._kind = kind
-        self._arguments: dict[str, Any] = dict(arguments)
-        self._known: dict[tuple[int, torch.dtype, str], list[StateTensor]] = {}
-
-    def bytes(self, shape: Sequence[int], dtype: torch.dtype, options: Mapping[str, object]) -> int:
-        """Return the bytes of state of a parameter that is not cut."""
-        return sum(tensor.bytes(shape) for tensor in self._tensors(len(shape), dtype, options))
-
-    def by_element(self, dtype: torch.dtype, options: Mapping[str, object]) -> tuple[int, int]:
-        """Return the bytes for each flat shard, and for each element of it."""
-        tensors = self._tensors(1, dtype, options)
-        fixed = sum(tensor.bytes(()) for tensor in tensors if not tensor.dims)
-        return fixed, sum(tensor.bytes((1,)) for tensor in tensors if tensor.dims)
-
-    def _tensors(
-        self, dims: int, dtype: torch.dtype, options: Mapping[str, object]
-    ) -> list[StateTensor]:
-        # Options may hold lists or tensors, which cannot be keys; their text can.
-        key = (dims, dtype, repr(sorted(options.items(), key=lambda option: option[0])))
-        if key not in self._known:
-            self._known[key] = self._try(dims, dtype, options)
-        return self._known[key]
-
-    def _try(
-        self, dims: int, dtype: torch.dtype, options: Mapping[str, object]
-    ) -> list[StateTensor]:
-        """Step the optimizer on a small parameter, and read the shapes of its state."""
-        if dims > len(PRIMES):
-            raise ValueError(
-                f"a parameter has {dims} dimensions; the planner supports up to {len(PRIMES)}."
-            )
-        shape = PRIMES[:dims]
-        # With a generator of its own, and so without a change of the user's random numbers.
-        generator = torch.Generator(device="cpu").manual_seed(0)
-        random = torch.randn(shape, generator=generator, device="cpu")
-        param = torch.nn.Parameter(random.to(dtype))
-        # capturable=True raises for a parameter on the CPU, and changes no size.
-        options = {**options, **({"capturable": False} if "capturable" in options else {})}
-        try:
-            optimizer = self._kind([{**options, "params": [param]}], **self._arguments)
-            for _ in range(TRIAL_STEPS):
-                param.grad = random.to(dtype)
-                optimizer.step()
-        except Exception as error:  # any class may be planned, and may raise anything
-            raise ValueError(
-                f"{self._kind.__name__} failed on a {dtype} parameter with {dims} dimension(s), "
-                f"such as the model has: {error} If it needs other options, give them to plan(). "
-                "If it is for some of the parameters only, make the optimizers as for training "
-                "and give plan() a list of them."
-            ) from error
-        state = optimizer.state.get(param, {})
-        return [_describe_state(value, shape) for value in _state_tensors(state)]
-
-
-def _state_tensors(value: object) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [tensor for each in value for tensor in _state_tensors(each)]
-    return []
-
-
-def _describe_state(tensor: Tensor, shape: Sequence[int]) -> StateTensor:
-    """Find the parameter's dimensions in the tensor's; any other length is a constant."""
-    # Every product of different primes is unique, so a flattened dimension is recognised, too.
-    products = {
-        prod(shape[dim] for dim in chosen): chosen
-        for count in range(1, len(shape) + 1)
-        for chosen in combinations(range(len(shape)), count)
-    }
-    constant, dims = 1, list[int]()
-    for length in tensor.shape:
-        if length in products:
-            dims += products[length]
-        else:
-            constant *= length
-    return StateTensor(constant, tuple(dims), tensor.element_size())
-
-
-def replicated_entries(optimizers: Sequence[PlannedOptimizer]) -> int:
-    """Return how many tensors like the parameters AdamScale needs whole, or raise."""
-    (one, *others) = optimizers
-    if others:
-        raise ValueError(
-            "AdamScale wraps one optimizer, and the model has several. Leave out rule=, or plan "
-            "the parts of the model by themselves."
-        )
-    if not issubclass(one.kind, Adam | RMSprop):
-        raise ValueError(
-            f"AdamScale works with Adam, AdamW and RMSprop, got {one.kind.__name__}. "
-            "Plan AdaScale for SGD."
-        )
-    centered = any({**one.arguments, **options}.get("centered") for options, _ in one.groups)
-    return 2 if centered else 1
-
-
 # -- activations -------------------------------------------------------------------------------
 
 
-class ForwardCosts(NamedTuple):
-    """What a forward pass keeps for the backward pass, and what it computes."""
-
-    saved_bytes: int
-    operations: int  # floating-point, of matrix products, convolutions and attention
-
-
-def forward_costs(
-    model: nn.Module, input: object, autocast: torch.dtype | None = None
-) -> ForwardCosts:
-    """Return the costs of a forward pass with one worker's `input`."""
+def activation_bytes(model: nn.Module, input: object) -> int:
+    """Return the bytes that a forward pass keeps for the backward pass, for one worker's input."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
-    from torch.utils.flop_counter import FlopCounterMode
 
-    under_autocast: AbstractContextManager[object] = (
-        nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
-    )
-    counter = FlopCounterMode(display=False)
-
-    args, kwargs = _forward_arguments(input)
+    kwargs = dict(input) if isinstance(input, Mapping) else {}
+    args = () if kwargs else tuple(input) if isinstance(input, list | tuple) else (input,)
     # The storages themselves are kept, or a freed one's address could be counted for another.
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -298,59 +243,29 @@ def forward_costs(
         return tensor
 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), torch.enable_grad():
-        state = {
-            name: _fake_tensor(tensor)
-            for named in (model.named_parameters(), model.named_buffers())
-            for name, tensor in named
-        }
+        named = (*model.named_parameters(), *model.named_buffers())
+        state = {name: _fake_tensor(tensor) for name, tensor in named}
         of_model = {tensor.untyped_storage()._cdata for tensor in state.values()}
+        args, kwargs = tree_map_tensors(_fake_tensor, (args, kwargs))
+        noting = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+        logger = logging.getLogger("torch._subclasses.fake_tensor")
+        before, logger.disabled = logger.disabled, True  # torch 2.15 logs what it raises
         try:
-            noting = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-            with counter, noting, under_autocast, _silent("torch._subclasses.fake_tensor"):
-                torch.func.functional_call(
-                    model,
-                    state,
-                    tuple(map(_fake_tensor, args)),
-                    {name: _fake_tensor(value) for name, value in kwargs.items()},
-                )
+            with noting:
+                torch.func.functional_call(model, state, args, kwargs)
         except Exception as error:  # a model's forward may raise anything
             raise ValueError(
                 f"the forward pass could not be run on tensors without memory: {error}\n"
                 "The forward must not read values out of tensors, and the model's tensors must be "
                 "parameters or buffers. Without an input, activations are not counted."
             ) from error
-    saved = sum(storage.nbytes() for key, storage in storages.items() if key not in of_model)
-    return ForwardCosts(saved, counter.get_total_flops())
+        finally:
+            logger.disabled = before
+    return sum(storage.nbytes() for key, storage in storages.items() if key not in of_model)
 
 
-@contextmanager
-def _silent(name: str) -> Iterator[None]:
-    """Silence a logger: torch 2.15 logs an error with its traceback, and raises it as well."""
-    logger = logging.getLogger(name)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-def _forward_arguments(input: object) -> tuple[tuple[object, ...], dict[str, object]]:
-    args: tuple[object, ...] = tuple(input) if isinstance(input, list | tuple) else ()
-    kwargs = dict(input) if isinstance(input, Mapping) else {}
-    if isinstance(input, Tensor):
-        args = (input,)
-    if not any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
-        raise TypeError(
-            "input must be a tensor, a tuple of the forward's arguments or a dict of them by "
-            f"name, got {input!r}. Only shapes matter: torch.empty(8, 128, device='meta')."
-        )
-    return args, kwargs
-
-
-def _fake_tensor(value: T) -> T | Tensor:
+def _fake_tensor(value: Tensor) -> Tensor:
     """Return a tensor of the same kind without memory. Call this inside FakeTensorMode."""
-    if not isinstance(value, Tensor):
-        return value
     tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu")
     if isinstance(value, nn.Parameter):
         return nn.Parameter(tensor, requires_grad=value.requires_grad)

@@ -1,7 +1,7 @@
-"""Plan the training of a model: the four ways to do it on N workers, and the cheapest that fits.
+"""Plan the training of a model: the ways to do it on N workers in one table, and the cheapest.
 
-Each way is a row: its bytes and collectives (`_costs.py`), the reason why it cannot be used, if
-there is one, and the lines of code to paste (`_table.py`).
+Each way is a `Row`: its bytes and collectives (`_costs.py`), its time on a network, the reason why
+it cannot be used, if there is one, and the line to paste.
 """
 
 from __future__ import annotations
@@ -9,52 +9,155 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core.codec import Codec
-from manyhands._core.encoded_slices import find_gradient_codec
-from manyhands.planning._arguments import (
-    BlockMethod,
-    OneOptimizer,
-    build_module,
-    check_dtypes,
-    find_method,
-    find_rule,
-    parse_optimizers,
-)
-from manyhands.planning._costs import blocks_cost, costs
-from manyhands.planning._line import (
-    LinePlan,
-    PassPlan,
-    parse_pass_seconds,
+from manyhands._core.arguments import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    one_of,
+    parse_bytes,
     parse_rate,
-    parse_speed,
+    real,
+    whole,
 )
+from manyhands._core.wrappers import unwrap
+from manyhands.planning._costs import Cost, ModelSizes, costs
 from manyhands.planning._model import (
-    ForwardCosts,
-    forward_costs,
+    OneOptimizer,
+    PlannedOptimizer,
+    activation_bytes,
+    build_module,
     measure,
-    replicated_entries,
+    planned_optimizers,
     wrap_params,
     wrap_size_of,
 )
-from manyhands.planning._sizes import Cost, ModelSizes
-from manyhands.planning._table import (
-    Plan,
-    Row,
-    blocks_code,
-    explain_layouts,
-    explain_wraps,
-    leanest,
-    names_and_code,
-    parse_bytes,
-    wrap_code,
-)
+from manyhands.scaling._rule_base import ScalingRuleBase
 
-MOST_WORKERS = 2**13  # the search for a number of workers that would do ends here
-BACKENDS = ("nccl", "gloo")
+FSDP_NAME = "FullyShardedDataParallel"
+NAMES = ("DDP", "OSS + DDP", "OSS + ShardedDataParallel", FSDP_NAME)  # by level
+RULES = ("AdaScale", "AdamScale", "LinearScale", "SqrtScale", "LEGWScale")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Cost):
+    """One way to train, and its cost to the worker that holds most; sizes in bytes.
+
+    `parameters`, `gradients` and `optimizer` are held after `backward` and after `step`;
+    `in_flight` is the most that is held on top, while gradients are made and sent; `scaling` is
+    what a scaling rule holds. `sent`, the mean over the workers, and `collectives` count one step.
+    `activations` is None without an input, and `fits` without a memory. `obstacle` says why the
+    model cannot be trained in this way.
+
+    `seconds` is the time of a step on the network that was given, without overlap and without the
+    optimizer:
+
+        seconds = pass_seconds + 8 sent / network + latency collectives
+    """
+
+    name: str
+    code: str
+    buffers: int
+    activations: int | None
+    seconds: float | None
+    obstacle: str | None
+    fits: bool | None = None
+
+    @property
+    def available(self) -> bool:
+        """Whether the model and its optimizers can be trained in this way."""
+        return self.obstacle is None
+
+    @property
+    def total(self) -> int:
+        """The sum of all bytes that are counted, for one worker."""
+        held = self.parameters + self.gradients + self.optimizer + self.scaling
+        return held + self.in_flight + self.buffers + (self.activations or 0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The result of `mh.plan`: a row for each way to train. Print it to see the table.
+
+    >>> import torch, manyhands as mh
+    >>> plan = mh.plan(torch.nn.Linear(1000, 1000), torch.optim.AdamW, workers=4, memory="1GiB")
+    >>> plan.cheapest.name, len(plan.rows)
+    ('DDP', 4)
+    """
+
+    rows: tuple[Row, ...]
+    optimizer: str
+    elements: int
+    workers: int
+    notes: tuple[str, ...]  # sentences that explain the table
+    memory: int | None = None
+    network: float | None = None  # bits per second
+    rule: str | None = None
+
+    @property
+    def cheapest(self) -> Row | None:
+        """The way that fits and sends the fewest bytes; of equal ones the simplest."""
+        # Rows are ordered from the simplest to the most sharded, and min() returns the first.
+        fitting = [row for row in self.rows if row.available and row.fits is not False]
+        return min(fitting, key=lambda row: row.sent, default=None)
+
+    @property
+    def title(self) -> str:
+        """The model's size, its optimizers and the number of workers."""
+        counted = f"{self.elements:,} parameters, {self.optimizer}, {self.workers} worker"
+        return counted + "s" * (self.workers > 1)
+
+    @property
+    def cells(self) -> list[list[str]]:
+        """The table: a heading, and a line for each kind of cost with a cell for each way."""
+        cells = [["", *(row.name for row in self.rows)]]
+        for label, name in (
+            ("parameters", "parameters"),
+            ("gradients", "gradients"),
+            ("optimizer state", "optimizer"),
+            ("in flight", "in_flight"),
+            (f"{self.rule}", "scaling"),
+            ("module buffers", "buffers"),
+            ("activations", "activations"),
+            ("bytes per worker", "total"),
+            ("sent per step", "sent"),
+        ):
+            sizes = [getattr(row, name) or 0 for row in self.rows]
+            if any(sizes):
+                cells.append([label, *map(format_bytes, sizes)])
+        cells.append(["collectives", *(f"{row.collectives:,}" for row in self.rows)])
+        if self.network is not None:
+            times = [format_seconds(row.seconds or 0) for row in self.rows]
+            cells.append([f"at {format_rate(self.network)}", *times])
+        if (memory := self.memory) is not None:
+            over = [f"{format_bytes(row.total - memory)} over" for row in self.rows]
+            fits = ["yes" if row.fits else more for row, more in zip(self.rows, over, strict=True)]
+            cells.append([f"fits {format_bytes(memory)}", *fits])
+        return cells
+
+    @property
+    def verdict(self) -> str:
+        """The way to take, or how much memory is missing."""
+        best = self.cheapest
+        fits = "" if self.memory is None else f" that fits {format_bytes(self.memory)}"
+        if best is not None:
+            return f"The cheapest{fits}: {best.name}"
+        usable = [row for row in self.rows if row.available]
+        least = min(reversed(usable), key=lambda row: row.total)  # of equal ones the most sharded
+        over = format_bytes(least.total - (self.memory or 0))
+        return f"Nothing fits. {least.name} is {over} over. Use more workers, or a smaller input."
+
+    def __str__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(*self.cells, strict=True)]
+        table = [
+            f"{label:<{widths[0]}}  "
+            + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+            for label, *cells in self.cells
+        ]
+        code = [] if self.cheapest is None else ["", f"    {self.cheapest.code}"]
+        return "\n".join([self.title, "", *table, "", *self.notes, "", self.verdict, *code])
 
 
 def plan(
@@ -65,15 +168,10 @@ def plan(
     memory: float | str | None = None,
     input: Tensor | Sequence[object] | Mapping[str, object] | None = None,
     backend: str = "nccl",
-    bucket_size: int | None = None,
-    codec: str | None = None,
-    line: float | str | None = None,
-    pass_seconds: float | None = None,
-    speed: float | str | None = None,
-    dtype: torch.dtype | None = None,
-    autocast: torch.dtype | None = None,
-    rule: str | type | None = None,
-    blocks: str | type | None = None,
+    network: float | str | None = None,
+    latency: float = 0.0,
+    pass_seconds: float = 0.0,
+    rule: str | None = None,
     **options: object,
 ) -> Plan:
     """Compare the ways to train a model on N workers: bytes held, bytes sent, and which way fits.
@@ -85,197 +183,95 @@ def plan(
     >>> found.cheapest.name
     'OSS + ShardedDataParallel'
     >>> print(found.cheapest.code)
-    optimizer = mh.OSS(model.parameters(), optim=torch.optim.AdamW, lr=lr)
-    model = mh.ShardedDataParallel(model, optimizer)
+    model, optimizer = mh.shard(model, optimizer, level=2)
 
-    The numbers come from the layout that the library will use, for the worker that holds most.
-    For `FullyShardedDataParallel` the model is wrapped as in the row's `code`. Not counted are
-    the memory that operations need while they run, and the copies that the optimizer's `foreach`
-    implementation makes within a step.
+    The numbers come from the layout that the library will use, for the worker that holds most. Not
+    counted are the memory that operations need while they run, and the copies that the optimizer's
+    `foreach` implementation makes within a step.
 
     Args:
         model: a module, on any device, or a function that builds one. A function is called
             under `torch.device("meta")`, so that no memory is needed (or, if that fails, as it is).
-        optimizer: the name or the class of an optimizer, a `functools.partial` of it, or the
-            existing optimizer; a list, if there are several.
+        optimizer: the name or the class of an optimizer, or the existing one, or a list of several.
         workers: the number of workers.
         memory: the memory of each worker, such as "24GiB".
         input: one worker's input, to measure activations: a tensor, a tuple of the forward's
-            arguments, or a dict of them. Only shapes matter, so meta tensors will do.
+            arguments, or a dict of them. Only shapes matter, so meta tensors will do. To plan for
+            autocast, call `plan` within `torch.autocast`.
         backend: "nccl" or "gloo"; it decides the number of collectives and the buckets in flight.
-        bucket_size: elements that travel together, as for `OSS`.
-        codec: the codec of sharded gradients: "int8", "int4" or "fp4", as for `ShardedDataParallel`
-            and `FullyShardedDataParallel`.
-        line: the rate of each worker's line to the others, in bits a second or as a text such as
-            "50Mbit" or "10Gbit/s". Then the plan says what a step takes on it, and whether to
-            train at the small batch, with `Ramp`, or in blocks.
-        pass_seconds: how long one pass takes on one worker, forward and backward, if it is known.
-        speed: the operations that a worker does in a second, such as "30TFLOP/s": with an `input`
-            the plan computes how long a pass takes. What a model reaches is often a third to a half
-            of what a GPU is sold with.
-        dtype: the type of the parameters, such as `torch.bfloat16`, of a model that is built here.
-        autocast: the type to which `torch.autocast` casts in the forward pass, for activations.
+        network: the bandwidth of each worker to the others, in bits per second or as a text such
+            as "50Mbit"; then each row has the `seconds` of a step.
+        latency: the seconds that each collective takes on top.
+        pass_seconds: the seconds of one pass on one worker, forward and backward.
         rule: the scaling rule, such as "AdamScale", whose memory is counted then. That of an
-            existing optimizer is found.
-        blocks: a method of blocks, such as "DiLoCo": its costs are one more row. That of an
             existing optimizer is found.
         **options: options of the optimizer, such as momentum.
     """
-    _check_numbers(workers, backend, bucket_size)
+    workers = whole("workers", workers, least=1)
+    one_of("backend", backend, ("nccl", "gloo"))
     budget = None if memory is None else parse_bytes(memory)
-    line_plan = _parse_line(line, pass_seconds)
-    _check_speed(speed, input, pass_seconds)
-    check_dtypes(dtype=dtype, autocast=autocast)
-    encoding = find_gradient_codec(codec)
-    codec = None if encoding is None else codec
-    module = build_module(model, dtype)
-    optimizers = parse_optimizers(optimizer, options, module)
-    rule_name = find_rule(rule, optimizer)
-    method = find_method(blocks, optimizer)
-    replicas = replicated_entries(optimizers) if rule_name == "AdamScale" else 0
-    wrap_size = wrap_size_of(module)
-    sizes = measure(module, optimizers, wrap_size)
-    forward = None if input is None else forward_costs(module, input, autocast)
-    compute = _time_of_a_pass(speed, forward)
-    if line_plan is not None and compute is not None:
-        line_plan = replace(line_plan, pass_seconds=compute.seconds)
-    several = isinstance(optimizer, list | tuple)
-    wraps = wrap_code(module, wrap_size, codec)
-    names, codes = names_and_code(optimizers, several, bucket_size, codec, wraps)
-    obstacle, gloo = wrapping_obstacle(module, wrap_size), backend == "gloo"
-    ways = Ways(
-        sizes, names, codes, obstacle, forward, budget, bucket_size, gloo, replicas, encoding
+    rate = None if network is None else parse_rate(network)
+    latency, pass_seconds = (
+        real("latency", latency, least=0),
+        real("pass_seconds", pass_seconds, least=0),
     )
-    rows = ways.rows(workers)
-    enough = ways.enough_workers(workers, rows)
-    if method is not None:
-        code = blocks_code(optimizers, several, method.name)
-        rows = (*rows, ways.blocks_row(workers, method, code))
+    layers = unwrap(optimizer, every_layer=True) if isinstance(optimizer, Optimizer) else []
+    if rule is not None:
+        one_of("rule", rule, RULES)
+    rules = (type(one).__name__ for one in layers if isinstance(one, ScalingRuleBase))
+    rule = rule or next(rules, None)
+    module = build_module(model)
+    optimizers = planned_optimizers(optimizer, options, module)
+    wrap_size = wrap_size_of(module)
+    centered = any(one.get("centered") for each in optimizers for one in each.all_options)
+    sizes = measure(module, optimizers, wrap_size)
+    activations = None if input is None else activation_bytes(module, input)
+    found_costs = costs(sizes, workers, backend == "gloo", (1 + centered) * (rule == "AdamScale"))
+    obstacle = wrapping_obstacle(module, wrap_size)
+    made = "optimizers" if isinstance(optimizer, list | tuple) else "optimizer"
+    rows = []
+    for level, cost in enumerate(found_costs):
+        seconds = rate and pass_seconds + 8 * cost.sent / rate + latency * cost.collectives
+        row = Row(
+            name=NAMES[level],
+            code=f"model, {made} = mh.shard(model, {made}, level={level})",
+            buffers=sizes.buffers,
+            activations=activations,
+            seconds=seconds,
+            # On one worker FSDP shards nothing, and so has no obstacle.
+            obstacle=obstacle if level == 3 and workers > 1 else None,
+            **vars(cost),
+        )
+        rows.append(replace(row, fits=None if budget is None else row.total <= budget))
     return Plan(
-        rows=rows,
+        rows=tuple(rows),
         optimizer=" and ".join(dict.fromkeys(one.kind.__name__ for one in optimizers)),
-        layout=explain_layouts(optimizers),
-        wraps=explain_wraps(sizes, wrap_size),
         elements=sum(param.numel() for param in module.parameters()),
         workers=workers,
+        notes=_notes(rows, optimizers, sizes, wrap_size),
         memory=budget,
-        enough=enough,
-        line=line_plan,
-        rule=rule_name,
-        compute=compute,
-        codec=codec,
+        network=rate,
+        rule=rule,
     )
 
 
-def _check_numbers(workers: int, backend: str, bucket_size: int | None) -> None:
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise ValueError(f"workers must be a number of at least 1, got {workers!r}.")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}.")
-    if bucket_size is not None and bucket_size < 1:
-        raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}.")
-
-
-def _check_speed(speed: object, input: object, pass_seconds: float | None) -> None:
-    if speed is not None and (input is None or pass_seconds is not None):
-        raise ValueError(
-            "speed says how long the operations of a pass take: give input as well, and leave "
-            "pass_seconds out."
-        )
-
-
-def _time_of_a_pass(speed: float | str | None, forward: ForwardCosts | None) -> PassPlan | None:
-    if speed is None or forward is None:
-        return None
-    return PassPlan(forward.operations, parse_speed(speed))
-
-
-def _parse_line(line: float | str | None, pass_seconds: float | None) -> LinePlan | None:
-    if line is None:
-        if pass_seconds is not None:
-            raise ValueError(
-                "pass_seconds is compared with the time on the line: give line as well, such as "
-                'line="50Mbit".'
-            )
-        return None
-    rate = parse_rate(line)
-    return LinePlan(rate, None if pass_seconds is None else parse_pass_seconds(pass_seconds))
-
-
-@dataclass(frozen=True)
-class Ways:
-    """The four ways to train one model, on any number of workers."""
-
-    sizes: ModelSizes
-    names: list[str]
-    codes: list[str]
-    fsdp_obstacle: str | None
-    forward: ForwardCosts | None
-    budget: int | None
-    bucket_size: int | None
-    gloo: bool
-    replicas: int  # how many entries of the optimizer's state every worker needs whole
-    codec: Codec | None  # of gradients that are sharded
-
-    def rows(self, workers: int) -> tuple[Row, ...]:
-        """Return a row for each way, the most sharded one last."""
-        found = costs(self.sizes, workers, self.bucket_size, self.gloo, self.replicas, self.codec)
-        # On one worker FSDP shards nothing, and so has no obstacle.
-        obstacles = (None, None, None, self.fsdp_obstacle if workers > 1 else None)
-        return tuple(map(self.row, self.names, found, self.codes, obstacles))
-
-    def row(self, name: str, cost: Cost, code: str, obstacle: str | None = None) -> Row:
-        """Return a way's costs as a row."""
-        row = Row(
-            name=name,
-            parameters=cost.parameters,
-            gradients=cost.gradients,
-            optimizer=cost.optimizer,
-            in_flight=cost.in_flight,
-            buffers=self.sizes.buffers,
-            activations=None if self.forward is None else self.forward.saved_bytes,
-            sent=cost.sent,
-            collectives=cost.collectives,
-            fits=None,
-            obstacle=obstacle,
-            code=code,
-            scaling=cost.replicas,
-            blocks=cost.blocks,
-            residuals=cost.residuals,
-        )
-        return row if self.budget is None else replace(row, fits=row.total <= self.budget)
-
-    def blocks_row(self, workers: int, method: BlockMethod, code: str) -> Row:
-        """Return the row of a method of blocks."""
-        cost = blocks_cost(self.sizes, workers, method.every, method.memories)
-        row = self.row(f"{method.name}, every={method.every}", cost, code)
-        return replace(row, every=method.every)
-
-    def enough_workers(self, workers: int, rows: Sequence[Row]) -> int | None:
-        """Return the fewest workers on which the way that holds least fits, to 1 in 64, or None.
-
-        It is None if a row fits on these workers, and if no number of workers was found. The number
-        is doubled until it fits, then the gap to the last failure is halved.
-        """
-        if self.budget is None or any(row.available and row.fits for row in rows):
-            return None
-        low, high = workers, 2 * workers
-        before, after = leanest(self.rows(low)), leanest(self.rows(high))
-        while not after.fits:
-            # What every worker holds whole is too much already: more workers do not change it.
-            whole = after.total - after.gradients - after.optimizer - after.in_flight
-            stuck = whole > self.budget and after.parameters == before.parameters
-            if stuck or after.total >= before.total or high >= MOST_WORKERS:
-                return None
-            low, high = high, 2 * high
-            before, after = after, leanest(self.rows(high))
-        while high - low > max(1, low // 64):
-            middle = (low + high) // 2
-            if leanest(self.rows(middle)).fits:
-                high = middle
-            else:
-                low = middle
-        return high
+def _notes(
+    rows: Sequence[Row], optimizers: Sequence[PlannedOptimizer], sizes: ModelSizes, wrap_size: int
+) -> tuple[str, ...]:
+    """Return sentences that explain the table."""
+    layouts = {
+        f"{one.kind.__name__} updates each element by itself: every worker owns an equal shard."
+        if one.elementwise
+        else f"{one.kind.__name__} needs whole tensors: each parameter has one owner."
+        for one in optimizers
+    }
+    wraps = sum(bool(wrap.params) for wrap in sizes.wraps)
+    number = "one wrap" if wraps == 1 else f"{wraps:,} wraps of at least {wrap_size:,} parameters"
+    notes = [*sorted(layouts), f"{FSDP_NAME}: {number}."]
+    if rows[0].activations is None:
+        notes.append("Activations are not counted: no input was given.")
+    notes += [f"{row.name} cannot be used: {row.obstacle}" for row in rows if row.obstacle]
+    return tuple(notes)
 
 
 def wrapping_obstacle(model: nn.Module, wrap_size: int | None) -> str | None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from torch.optim.optimizer import StateDict
 
+from manyhands._core.arguments import whole
 from manyhands._core.state_parts import SavedState
 from manyhands.ramp._micro_batches import StepLoader, StepSize, step_size
 from manyhands.ramp._ramp import Ramp
@@ -44,8 +45,9 @@ class AdaptiveDataLoader(StepLoader):
     With a ramp, which takes each step's micro-batches from it:
 
     >>> import torch, manyhands as mh
+    >>> from manyhands.adaptdl import AdaptiveDataLoader
     >>> data = torch.utils.data.TensorDataset(torch.randn(512, 4), torch.randn(512, 1))
-    >>> loader = mh.AdaptiveDataLoader(data, batch_size=8, shuffle=True, max_local_batch_size=32)
+    >>> loader = AdaptiveDataLoader(data, batch_size=8, shuffle=True, max_local_batch_size=32)
     >>> model = torch.nn.Linear(4, 1)
     >>> optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
     >>> ramp = mh.Ramp(optimizer, max_scale=16)
@@ -58,8 +60,8 @@ class AdaptiveDataLoader(StepLoader):
 
     adaptdl's loop, with `AdaptiveDataParallel`, works too: see `autoscale_batch_size`.
 
-    Every rank has an equally large part of each step. The order of the samples depends on `seed`
-    and on how often the data was gone through before, and not on the number of ranks. If a loop is
+    Every rank has an equally large part of each step. The samples come in the order of a `Cursor`
+    with this `seed`, whatever the number of ranks and the size of the steps. If a loop is
     left early, the next loop over the loader continues after the last step's samples.
 
     Args:
@@ -95,14 +97,14 @@ class AdaptiveDataLoader(StepLoader):
         A loop over the loader then ends when the run has made as much progress as one epoch at the
         small batch. So it may go through the data more than once.
 
-        >>> import torch, manyhands as mh
+        >>> import torch, manyhands.adaptdl as adl
         >>> data = torch.utils.data.TensorDataset(torch.randn(256, 4), torch.randn(256, 1))
-        >>> loader = mh.AdaptiveDataLoader(data, batch_size=8, shuffle=True)
+        >>> loader = adl.AdaptiveDataLoader(data, batch_size=8, shuffle=True)
         >>> loader.autoscale_batch_size(64, local_bsz_bounds=(8, 32), gradient_accumulation=True)
         >>> model = torch.nn.Linear(4, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model = mh.AdaptiveDataParallel(model, optimizer)
-        >>> for epoch in mh.remaining_epochs_until(2):
+        >>> model = adl.AdaptiveDataParallel(model, optimizer)
+        >>> for epoch in adl.remaining_epochs_until(2):
         ...     for inputs, targets in loader:
         ...         optimizer.zero_grad()
         ...         torch.nn.functional.mse_loss(model(inputs), targets).backward()
@@ -114,20 +116,19 @@ class AdaptiveDataLoader(StepLoader):
                 be None.
             gradient_accumulation: whether a step may have several passes.
         """
-        if isinstance(max_batch_size, bool) or not isinstance(max_batch_size, int):
-            raise ValueError(f"max_batch_size must be a whole number, got {max_batch_size!r}.")
-        if max_batch_size < self.samples_per_unit:
-            raise ValueError(
-                f"max_batch_size={max_batch_size} is below the small batch of "
-                f"{self.samples_per_unit} samples (batch_size={self._small_batch}, divided among "
-                f"{self._ranks.size} rank(s) and rounded up)."
-            )
+        max_batch_size = whole(
+            "max_batch_size",
+            max_batch_size,
+            self.samples_per_unit,
+            f"The small batch is batch_size={self._small_batch}, divided among "
+            f"{self._ranks.size} rank(s) and rounded up.",
+        )
         low, high = local_bsz_bounds or (None, None)
-        most = max(self._small_batch, self._unit)
-        if low is not None and not (type(low) is int and 1 <= low <= most):
+        low = 1 if low is None else whole("local_bsz_bounds", low, 1)
+        if low > max(self._small_batch, self._unit):
             raise ValueError(
-                f"local_bsz_bounds={local_bsz_bounds}: the first must be None, or a whole number "
-                f"from 1 to the batch_size, which is {self._small_batch}."
+                f"local_bsz_bounds={local_bsz_bounds}: the first must be at most the batch_size, "
+                f"which is {self._small_batch}."
             )
         most_units = max_batch_size // self.samples_per_unit
         most_per_pass = most_units if high is None else min(most_units, self._units_within(high))
@@ -135,7 +136,7 @@ class AdaptiveDataLoader(StepLoader):
             max_scale=(most_units if gradient_accumulation else most_per_pass)
             * self.scale_per_unit,
             most_per_pass=most_per_pass,
-            least_per_pass=1 if low is None else min(-(-low // self._unit), most_per_pass),
+            least_per_pass=min(-(-low // self._unit), most_per_pass),
             accumulate=gradient_accumulation,
         )
         self._most_per_pass = most_per_pass
@@ -306,8 +307,8 @@ def remaining_epochs_until(epoch: int) -> Iterator[int]:
     After an `AdaptiveDataLoader`'s `load_state_dict`, the epochs that the saved run had finished
     are skipped. A second loop goes on where the first one ended.
 
-    >>> import manyhands as mh
-    >>> epochs = mh.remaining_epochs_until(0)
+    >>> from manyhands.adaptdl import remaining_epochs_until
+    >>> epochs = remaining_epochs_until(0)
     >>> list(epochs)
     []
 

@@ -4,7 +4,7 @@ All ranks know the same numbers, and so they decide the same. This file counts i
 `AdaptiveDataLoader`, "pass" means one of its units here: a rank's part of the small batch
 (`_micro_batches.py`).
 
-Time      a step of p passes takes         t(p) = a + b p              seconds (`_step_times.py`)
+Time      a step of p passes takes         t(p) = a + b p              seconds (`_observed.py`)
 Scale     its batch is, in small batches,  S(p) = u p                  u: one pass on all workers
 Worth     in steps of scale 1              r(S) = (v + s) / (v / S + s)       the gain, `_noise.py`
 Goodput   worth per second                 r(u p) / t(p)
@@ -32,7 +32,6 @@ noise: with c = 0.8 at least 0.85.
     grow       towards the best number, by at most the factor `growth` at a time
     shrink     towards the best number, likewise
     stay       the best number is not better by more than `margin` (so the batch does not flutter)
-    decay      the schedule has lowered the rate, and the batch grows instead (`Decay`)
     wait       no decision was made yet
 
 `goal` says what is best:
@@ -41,13 +40,11 @@ noise: with c = 0.8 at least 0.85.
     "samples"   few steps and few samples, at `PRICE_OF_A_STEP`; with `efficiency`, the largest
                 batch whose efficiency is at least that
     "steps"     the largest batch that is allowed
-    None        the batch as it is
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,8 +53,8 @@ from manyhands.scaling._noise import gain
 PRICE_OF_A_STEP = 0.8  # in small batches, with goal="samples"
 CAUTION = 0.7  # standard errors
 
-Goal = Literal["time", "samples", "steps"] | None
-Reason = Literal["explore", "grow", "shrink", "stay", "decay", "wait"]
+Goal = Literal["time", "samples", "steps"]
+Reason = Literal["explore", "grow", "shrink", "stay", "wait"]
 
 
 @dataclass(frozen=True)
@@ -188,8 +185,6 @@ def decide(
     Decision(passes=3, reason='grow', target=16)
     """
     passes_here = min(passes, limits.most)
-    if limits.goal is None:
-        return Decision(passes_here, "stay", passes_here)
     if limits.goal == "steps" or limits.most == 1:
         target = limits.most
     elif noise is None:
@@ -245,56 +240,3 @@ def _neighbour(passes: int, most: int) -> int:
     if passes + distance <= most:
         return passes + distance
     return passes - distance if passes > distance else (1 if passes > 1 else most)
-
-
-@dataclass
-class Decay:
-    """Grow the batch by a factor a when the schedule divides the learning rate by a.
-
-    Smith et al. (2018) do so for SGD, Seesaw (Meterez et al. 2025) for Adam with the rate times
-    sqrt(a). Here the rule multiplies the lowered rate by its factor for the larger batch. If noise
-    dominates, that factor is nearly a for AdaScale, and sqrt(a) for AdamScale and SqrtScale.
-    """
-
-    highest: float = 0.0  # the highest rate so far, as the sum over parameter groups
-    units: float = 1.0  # size of the batch when the rate began to fall
-    rate: float = 0.0  # the present rate
-    grown: float = 0.0  # size to which the batch has grown because the rate has fallen
-
-    def see(self, units: int, rates: Sequence[float]) -> None:
-        """Record the rates of a step, and the units of its batch."""
-        self.rate = float(sum(rates))
-        if self.rate >= self.highest:
-            self.highest = self.rate
-            if units != self.grown:  # at a warm restart the batch still has its grown size
-                self.units = float(units)
-
-    def hold(self, decision: Decision, most: int) -> Decision:
-        """Return the decision, or a larger batch if the rate has fallen further than that.
-
-        >>> decay = Decay()
-        >>> for rate in (0.1, 0.1, 0.025):
-        ...     decay.see(units=4, rates=[rate])
-        >>> decay.hold(Decision(4, "stay", 4), most=64)
-        Decision(passes=16, reason='decay', target=16)
-
-        If the rate rises again, the batch goes back:
-
-        >>> decay.see(units=16, rates=[0.1])
-        >>> decay.hold(Decision(16, "stay", 16), most=64)
-        Decision(passes=4, reason='decay', target=4)
-        """
-        if self.highest == 0.0:
-            return decision
-        fallen = self.highest / self.rate if self.rate > 0.0 else math.inf
-        # the tolerance keeps a whole number that rounding made a little smaller
-        held = most if fallen * self.units >= most else math.floor(fallen * self.units + 1e-9)
-        only_grown = decision.reason == "stay" and decision.passes == self.grown
-        if held > decision.passes or (only_grown and held < decision.passes):
-            self.grown = float(held)
-            return Decision(held, "decay", held)
-        return decision
-
-    def to_list(self) -> list[float]:
-        """Return the numbers, in the order of the arguments."""
-        return [self.highest, self.units, self.rate, self.grown]

@@ -14,10 +14,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from manyhands._core.arguments import parse_bytes, whole
+from manyhands._core.random_state import random_state, set_random_state
 from manyhands._core.ranks import RankGroup
 from manyhands._core.trees import tensors_in, tree_map_tensors
-from manyhands.checkpoint._random import random_state, set_random_state
-from manyhands.planning._table import parse_bytes
 
 Batch = TypeVar("Batch")
 PRECISION = 8  # the answer is at most 1/8 below the largest size that fits
@@ -61,7 +61,18 @@ def largest_micro_batch(
     """
     ranks = RankGroup.of(process_group)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    _check_trial(model, batch, most, memory, device)
+    least = len(tensors_in(batch)[0])
+    whole("most", most, max(least, 1), "It may not be below the example's number of samples.")
+    if memory is None and device.type == "cpu":
+        raise ValueError(
+            'memory= is needed on a CPU, such as memory="6 GiB": trying more than there is would '
+            "kill the process."
+        )
+    if any(hasattr(module, "no_sync") for module in model.modules()):
+        raise ValueError(
+            "largest_micro_batch() needs the plain model: call it before you wrap it. Collectives "
+            "would wait forever for a rank that has run out of memory."
+        )
     allowed = (_free(device) if memory is None else parse_bytes(memory)) - (
         parse_bytes(reserve) if reserve else 0
     )
@@ -75,7 +86,7 @@ def largest_micro_batch(
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     random = random_state()
     try:
-        return _largest(fits, len(tensors_in(batch)[0]), most)
+        return _largest(fits, least, most)
     finally:
         set_random_state(random)
         with torch.no_grad():
@@ -87,9 +98,8 @@ def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
     """Return the largest size that fits, or a little less."""
     if not fits(least):
         raise ValueError(
-            f"not even the example's {least} sample(s) fit into one pass in the memory allowed. "
-            "Begin with a smaller batch and the learning rate that fits it, shard the model "
-            "(mh.plan() says what that saves), or allow more memory."
+            f"not even the example's {least} sample(s) fit into the memory allowed. Begin with a "
+            "smaller batch, shard the model (mh.plan() says what that saves), or allow more memory."
         )
     low, high = least, most + 1  # low fits, high does not
     while low * 2 < high:
@@ -160,30 +170,3 @@ def _resized(batch: Batch, samples: int) -> Batch:
 def _free(device: torch.device) -> int:
     """Nine tenths of the bytes that are free: allocators round up."""
     return int(0.9 * torch.accelerator.get_memory_info(device)[0])
-
-
-def _check_trial(
-    model: nn.Module, batch: object, most: int, memory: float | str | None, device: torch.device
-) -> None:
-    sizes = {0 if tensor.dim() == 0 else len(tensor) for tensor in tensors_in(batch)}
-    if len(sizes) != 1 or sizes == {0}:
-        raise ValueError(
-            "batch must be an example from the loader: tensors, nested as there, with the same "
-            f"number of samples as their first dimension, got {sorted(sizes)}."
-        )
-    (least,) = sizes
-    if isinstance(most, bool) or not isinstance(most, int) or most < least:
-        raise ValueError(
-            f"most must be a whole number of at least the example's {least} samples, got {most!r}."
-        )
-    if memory is None and device.type == "cpu":
-        raise ValueError(
-            'memory= is needed on a CPU, such as memory="6 GiB": a process that takes more memory '
-            "than the machine has is killed, so that sizes cannot simply be tried."
-        )
-    if any(hasattr(module, "no_sync") for module in model.modules()):
-        raise ValueError(
-            "largest_micro_batch() needs the plain model: call it before you wrap the model with "
-            "DistributedDataParallel or a sharding. Their collectives would wait forever for a "
-            "rank that has run out of memory."
-        )

@@ -1,4 +1,4 @@
-"""The micro-batches of a step: from any loop's loader, or from a loader whose micro-batches grow.
+"""Hand out the micro-batches of a step: from any loader, or from one whose micro-batches grow.
 
 **Any loader** (`Supply`). A step takes as many micro-batches as it has passes, and more are kept
 ready for the steps to come. All ranks take equally many, and end together: a rank whose data has
@@ -13,19 +13,27 @@ each rank. They come in as few passes as memory allows:
                          a compiled model sees few shapes
     units > most         passes of `most` units each
 
-All ranks draw the same order of the samples, and take neighbouring parts of it. So every sample
-comes once in a pass over the data, and a run that is continued on other ranks begins after the last
-step's samples. At the end of the data a step has as many whole units as are left.
+Order and position are those of `Cursor` (`data/_order.py`, `data/_ledger.py`): all ranks know them,
+and take neighbouring parts of a step. So every sample comes once in an epoch, and a run that is
+continued on other ranks begins after the last step's samples. At the end of an epoch a step has as
+many whole units as are left.
 
 With worker processes (`num_workers`) micro-batches are ordered ahead, so a new size comes a few
 steps later: on all ranks at the same step.
+
+**A trainer's own loader** (`StepPasses`). Lightning and the Hugging Face Trainer step whenever
+`batches % passes == 0`, counted from the beginning of the epoch. If a 2 is replaced by a 3 after
+the first step, the next step has batch 3 only, and the one after it 4 to 6.
+
+`StepPasses(p, start=s)` answers that modulo for a step of p passes that begins after s batches. The
+trainer then divides the losses and steps as it would with a plain number.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -33,10 +41,14 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
+from manyhands._core.arguments import whole
 from manyhands._core.ranks import RankGroup
 from manyhands._core.state_parts import SavedState
+from manyhands.data._ledger import Ledger
+from manyhands.data._order import Order
+from manyhands.data._rules import EpochOrder, check_state, describe_order
 from manyhands.scaling._optimizer import ScaledOptimizer
 from manyhands.scaling._step_stats import RankReport
 from manyhands.scaling._weighted_mean import WeightedMean
@@ -109,9 +121,8 @@ class MicroBatches(Generic[Batch]):
         """
         if self._mean is None:
             raise RuntimeError(
-                "mean() needs to know how many tokens each micro-batch has: write "
-                "ramp.over(loader, count=lambda batch: ...), or divide the mean loss by "
-                "len(micro_batches)."
+                "mean() needs the tokens of each micro-batch: ramp.over(loader, count=...). Or "
+                "divide the mean loss by len(micro_batches)."
             )
         return self._mean(loss_sum)
 
@@ -138,7 +149,7 @@ class Supply:
         self._ready = 0  # micro-batches that this rank has ready
         self._left = 0  # micro-batches that every rank has left, by the last reports
         # Micro-batches handed out so far: now, at the last report, and at the report before it.
-        self._handed_out, self._reported_at, self._reported_before = 0, 0, 0
+        self._handed_out, self._reported_at = 0, 0
 
     def steps(
         self,
@@ -177,13 +188,9 @@ class Supply:
 
     def step_ended(self, reports: Sequence[RankReport]) -> None:
         """Update how many micro-batches every rank has left, from all ranks' reports."""
-        # With delayed statistics these are the reports of the step before.
-        delayed = self._optimizer._delayed
-        reported_at = self._reported_before if delayed else self._reported_at
-        self._reported_before = self._reported_at
         self._steps += 1
         if reports:
-            used_since = self._handed_out - reported_at
+            used_since = self._handed_out - self._reported_at
             self._left = int(min(report.batches for report in reports)) - used_since
 
     def _agree(self, ready: int) -> int:
@@ -209,7 +216,7 @@ def _fill(ready: deque[Batch], batches: Iterator[Batch], count: int) -> None:
 
 
 class StepLoader(DataLoader[Any]):
-    """Base class of `AdaptiveDataLoader`: whole steps of micro-batches, of a planned size."""
+    """Base class of `AdaptiveDataLoader`: whole steps, in the order of `Cursor`."""
 
     def __init__(
         self,
@@ -222,16 +229,19 @@ class StepLoader(DataLoader[Any]):
         process_group: torch.distributed.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        _check_arguments(dataset, batch_size, options)
         self._ranks = RankGroup.of(process_group)
-        self._small_batch = batch_size
+        self._small_batch = whole("batch_size", batch_size, 1)
         self._samples = len(dataset)  # type: ignore[arg-type]
-        self._shuffle, self._seed = shuffle, seed
+        self._order: EpochOrder = {
+            "samples": self._samples,
+            "shards": None,
+            "seed": seed,
+            "shuffle": bool(shuffle),
+        }
         self._drop_last = bool(options.pop("drop_last", False))
         self._unit = math.ceil(batch_size / self._ranks.size)
         self._most_per_pass = self._units_within(max_local_batch_size)
-        self._turn = 0  # how often the data was gone through
-        self._position = 0  # samples that all ranks together were given this time
+        self._ledger = Ledger(self._samples)
         self._plan: Callable[[], StepSize] = lambda: StepSize(1, 1)
         self._ordered: deque[StepSize] = deque()  # sizes of steps whose samples were ordered
         self.size = StepSize(1, 1)  # of the step that was handed out last
@@ -241,18 +251,11 @@ class StepLoader(DataLoader[Any]):
         """Return how many units fit into one pass of at most this many samples on one rank."""
         if local_batch_size is None:
             return 1
-        if isinstance(local_batch_size, bool) or not isinstance(local_batch_size, int):
-            raise ValueError(
-                "the most samples in one pass on one rank must be a whole number, got "
-                f"{local_batch_size!r}."
-            )
-        if local_batch_size < self._unit:
-            raise ValueError(
-                f"a rank's part of the small batch is {self._unit} samples, and at most "
-                f"{local_batch_size} are allowed in one pass. Allow at least {self._unit}, or "
-                "begin with a smaller batch_size and the learning rate that fits it."
-            )
-        return local_batch_size // self._unit
+        why = (
+            "It is the most samples of one pass on one rank, whose part of the small batch is "
+            f"{self._unit}. Or begin with a smaller batch_size and the learning rate that fits it."
+        )
+        return whole("max_local_batch_size", local_batch_size, self._unit, why) // self._unit
 
     @property
     def samples_per_unit(self) -> int:
@@ -277,10 +280,12 @@ class StepLoader(DataLoader[Any]):
         return step_size(units, self._most_per_pass, 2 if self._ranks.size == 1 else 1)
 
     def __len__(self) -> int:
-        """Return how many micro-batches of the present size a pass over the data has."""
-        units = self._samples / self.samples_per_unit
-        whole = math.floor(units) if self._drop_last else math.ceil(units)
-        return math.ceil(whole / self.size.per_pass)
+        """Return how many micro-batches of the present size an epoch has."""
+        return math.ceil(self._whole_units(self._samples) / self.size.per_pass)
+
+    def _whole_units(self, samples: int) -> int:
+        units = samples / self.samples_per_unit
+        return math.floor(units) if self._drop_last else math.ceil(units)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -303,53 +308,46 @@ class StepLoader(DataLoader[Any]):
                 break
             self.size = self._ordered.popleft()
             taken = _first_and(first, batches, self.size.passes)
-            # Counted as soon as it is handed out: a run that is saved in mid-step and continued
+            # Committed as soon as it is handed out: a run that is saved in mid-step and continued
             # repeats none of its samples.
-            self._position += self.size.units * self.samples_per_unit
+            samples = min(self.size.units * self.samples_per_unit, self._ledger.left)
+            self._ledger = self._ledger.hand_out({0: samples}).commit({0: samples})
             yield taken
-        self._turn, self._position = self._turn + 1, 0
+        self._ledger = self._ledger.next_epoch()
 
     def indices(self) -> Iterator[list[int]]:
         """Yield the samples of each of this rank's micro-batches, planning step by step."""
-        order = self._order_of(self._turn)
-        position = self._position
-        while position < self._samples:
-            left = (self._samples - position) / self.samples_per_unit
-            units = math.floor(left) if self._drop_last else math.ceil(left)
-            if units == 0:
-                return
+        rules, ledger = self._order, self._ledger
+        order = Order(rules["samples"], rules["seed"], ledger.epoch, rules["shuffle"])
+        samples = order.indices(ledger.hand_out({0: ledger.left}).held_by(0))
+        position = 0
+        while units := self._whole_units(len(samples) - position):
             size = self._plan()
             if size.units > units:
                 size = step_size(units, size.per_pass)
             self._ordered.append(size)
+            stop = position + size.units * self.samples_per_unit
+            while stop > len(samples):
+                # Samples from the beginning fill the last micro-batches.
+                samples += order.indices(((0, min(stop - len(samples), self._samples)),))
             count = size.per_pass * self._unit
-            for _ in range(size.passes):
-                start = position + self._ranks.rank * count
-                # Beyond the end, samples from the beginning fill the last micro-batches.
-                yield [order[i % self._samples] for i in range(start, start + count)]
-                position += count * self._ranks.size
-
-    def _order_of(self, turn: int) -> list[int]:
-        if not self._shuffle:
-            return list(range(self._samples))
-        generator = torch.Generator().manual_seed(self._seed + turn)
-        return torch.randperm(self._samples, generator=generator).tolist()
+            for start in range(position + self._ranks.rank * count, stop, count * self._ranks.size):
+                yield samples[start : start + count]
+            position = stop
 
     # -- saving --------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
-        """Return how far the data was handed out. Take it between two steps."""
-        return {"version": 1, "turn": self._turn, "position": self._position}
+        """Return the order, and the position in it, as `Cursor` does. Take it between two steps."""
+        return {**describe_order(self._order), **self._ledger.saved()}
 
     def load_state_dict(self, state_dict: SavedState) -> None:
         """Continue after the last step's samples, on any number of ranks.
 
         The rest of the data comes first, in the order that it had.
         """
-        version = state_dict.get("version")
-        if version != 1:
-            raise ValueError(f"the state dict's version is {version!r}, this loader's is 1.")
-        self._turn, self._position = int(state_dict["turn"]), int(state_dict["position"])
+        check_state(state_dict, self._order)
+        self._ledger = Ledger.of_saved(self._samples, state_dict)
 
 
 class _Order:
@@ -371,16 +369,25 @@ def _first_and(first: Batch, others: Iterator[Batch], count: int) -> Iterator[Ba
         yield next(others)
 
 
-def _check_arguments(
-    dataset: Dataset[object], batch_size: int, options: Mapping[str, object]
-) -> None:
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise TypeError(
-            f"AdaptiveDataLoader needs a dataset with a length, whose samples are found by index, "
-            f"got {type(dataset).__name__}. For a stream, give Ramp.over() an ordinary DataLoader."
-        )
-    for name in ("sampler", "batch_sampler"):
-        if options.get(name) is not None:
-            raise ValueError(f"{name} must be None: AdaptiveDataLoader orders the samples itself.")
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}.")
+class StepPasses(int):
+    """The number of passes of the step under way.
+
+    >>> passes = StepPasses(3, start=2)
+    >>> [batches % passes == 0 for batches in (2, 3, 4, 5)]
+    [True, False, False, True]
+    """
+
+    start: int
+
+    def __new__(cls, passes: int, *, start: int) -> StepPasses:
+        made = super().__new__(cls, passes)
+        made.start = start
+        return made
+
+    # Python asks the right operand first, if its class is derived from the left one's.
+    def __rmod__(self, batches: int) -> int:
+        return (batches - self.start) % int(self)
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        """Save a plain number: trainers save their settings."""
+        return int, (int(self),)

@@ -17,20 +17,22 @@ All ranks end a pass over the data together, with the last whole step (`_micro_b
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._core.modules import no_sync_of
+from manyhands._core.arguments import one_of, real, whole
+from manyhands._core.modules import modules_holding, no_sync_of
 from manyhands._core.state_parts import SavedState
 from manyhands.data._cursor import Cursor
 from manyhands.ramp._decision import (
-    Decay,
     Decision,
     Goal,
     Limits,
@@ -38,31 +40,19 @@ from manyhands.ramp._decision import (
     decide,
     efficiency,
 )
-from manyhands.ramp._evidence import NoiseWatch
 from manyhands.ramp._micro_batches import MicroBatches, StepLoader, StepSize, Supply
-from manyhands.ramp._mistakes import (
-    ScheduleWatch,
-    check_goal_and_numbers,
-    check_parts,
-    check_rule,
-    warn_of_batch_norm,
-)
-from manyhands.ramp._step_times import StepTimer
-from manyhands.scaling._settings import parse_passes
+from manyhands.ramp._observed import NoiseWatch, ScheduleWatch, StepTimer
+from manyhands.scaling._rule_base import ScalingRuleBase
+from manyhands.scaling._settings import PASSES, PER_STEP
 from manyhands.scaling._step_stats import RankReport
 from manyhands.scaling._weighted_mean import WeightedMean
 
 Batch = TypeVar("Batch")
 
+GOALS = ("time", "samples", "steps")
+EVERY = 3  # steps between two decisions, where the best batch is known and near
+GROWTH = 2.0  # the largest factor by which one decision changes the batch
 SKIPPED = 2  # first steps, whose times do not count: they compile, allocate and connect
-
-
-class Probed(Protocol):
-    """What a probe has found (`ProbeResult`)."""
-
-    @property
-    def largest(self) -> int:
-        """The largest batch that loses nothing, in batches of the present size."""
 
 
 class Ramp:
@@ -94,25 +84,13 @@ class Ramp:
         max_scale: the largest batch (all workers, all passes) in small batches, as the rule's
             `scale`. Set it lower if larger batches cost quality.
         goal: "time", the most progress in a second; "samples", few steps and few samples, where a
-            step counts as much as 0.8 small batches; "steps", the largest batch; None, the batch
-            as it is (with `decay="batch"`).
+            step counts as much as 0.8 small batches; "steps", the largest batch.
         efficiency: with `goal="samples"`, choose the largest batch at which a sample is still
             worth this fraction of a sample at the small batch, such as 0.8.
-        decay: what a lower learning rate of the schedule means. "rate": a lower rate. "batch": a
-            batch that is larger by as much, up to `max_scale`. The rule's factor for that batch
-            then makes up for the lower rate.
-        every: steps between two decisions. With `goal="time"` there is a decision after every step
-            while the best batch is unknown, or at least `growth` times the present one.
-        growth: the largest factor by which one decision changes the batch.
         model: the module around which gradients are averaged (`DistributedDataParallel`,
             `ShardedDataParallel`, `FullyShardedDataParallel`). `over` then averages them once a
             step, and not once a pass.
         loader: the `AdaptiveDataLoader` that `over` will be given; `over` takes it from there.
-        probe: a function that tries larger batches, such as
-            `lambda: mh.probe_batch(..., budget=2000 * ramp.passes)`. `over` calls it between two
-            steps, on every rank. Until the next probe the batch grows no further than `largest`
-            times the batch of that moment.
-        probe_every: steps from one probe to the next.
 
     Unless you give the rule a `smoothing`, its averages look back between 50 and 1,000 small
     batches: as few as the estimate allows, so that they follow the noise while the batch grows.
@@ -128,26 +106,18 @@ class Ramp:
         *,
         goal: Goal = "time",
         efficiency: float | None = None,
-        decay: Literal["rate", "batch"] = "rate",
-        every: int = 3,
-        growth: float = 2.0,
         model: nn.Module | None = None,
         loader: StepLoader | None = None,
-        probe: Callable[[], Probed] | None = None,
-        probe_every: int = 1000,
     ) -> None:
-        limits = Limits(goal=goal, efficiency=efficiency, growth=growth)
-        check_goal_and_numbers(
-            max_scale, limits, decay, {"every": every, "probe_every": probe_every}
-        )
-        check_parts(loader, probe)
-        optimizer = check_rule(optimizer)
+        limits = Limits(goal=goal, efficiency=efficiency, growth=GROWTH)
+        self.max_scale = real("max_scale", max_scale, above=0.0)
+        one_of("goal", goal, GOALS)
+        if efficiency is not None:
+            one_of("goal", goal, ["samples"], "efficiency= is for this goal.")
+            real("efficiency", efficiency, above=0.0, below=1.0)
+        optimizer = _check_rule(optimizer)
         self.optimizer = optimizer
-        self.max_scale = float(max_scale)
         self._model, self._no_sync = model, _no_sync_of(model)
-        self._every = every
-        self._probe, self._probe_every = probe, probe_every
-        self._probed_scale = math.inf  # the largest batch that a probe has found to be level
         self._loader: StepLoader | None = None
         batch = optimizer._batch
         if batch.scale is not None:  # of the whole batch; from now on the batch changes
@@ -159,10 +129,8 @@ class Ramp:
         self._schedule = ScheduleWatch()
         self._moments_scale = self.scale  # of the batch that Adam's second moments belong to
         self._first_units = self._units
-        self._decay = Decay() if decay == "batch" else None
         self._steps = 0  # since this object was made
         self._supply = Supply(optimizer)
-        self._probed_at = 0  # the step after which a probe ran last
         if loader is not None:
             self._bind(loader)
         optimizer._observer = self
@@ -197,11 +165,10 @@ class Ramp:
             optimizer = self.optimizer
             model = optimizer._model if self._model is None else self._model
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            warn_of_batch_norm(model, params, *loader.local_batch_sizes)
+            _warn_of_batch_norm(model, params, *loader.local_batch_sizes)
         elif self._loader is not loader:
             raise ValueError(
-                "this Ramp has another AdaptiveDataLoader already, and counts its batch in that "
-                "loader's units. Make one Ramp and one loader for a training run."
+                "this Ramp has another AdaptiveDataLoader already: make one of each for a run."
             )
 
     # -- what a loop asks for ------------------------------------------------------------------
@@ -257,7 +224,6 @@ class Ramp:
             self._bind(loader)
             self._timer.skip()  # the time between two passes over the data is not a step's
             for step in loader.steps(lambda: self._size):
-                self._run_probe()
                 self._begin_step(loader.size)
                 yield self._micro_batches(step, count)
             return
@@ -265,7 +231,7 @@ class Ramp:
         if isinstance(loader, Cursor):
             yield from self._over_cursor(loader, count)
             return
-        for step in self._supply.steps(loader, self._next_passes, self._look_ahead):
+        for step in self._supply.steps(loader, lambda: self._units, self._look_ahead):
             self._begin_step(StepSize(len(step), 1))
             yield self._micro_batches(step, count)
 
@@ -274,7 +240,7 @@ class Ramp:
     ) -> Iterator[MicroBatches[Any]]:
         """Yield steps of a cursor's batches, each counted when it is handed out."""
         with cursor._ahead() as batches:
-            for step in self._supply.steps(batches, self._next_passes, self._look_ahead):
+            for step in self._supply.steps(batches, lambda: self._units, self._look_ahead):
                 passes = [cursor._begin() for _ in step]
                 self._begin_step(StepSize(len(step), 1))
                 if count is None:
@@ -291,26 +257,6 @@ class Ramp:
                     mean = WeightedMean(counts, self.optimizer)
                 yield MicroBatches(step, self._no_sync, mean)
 
-    def _next_passes(self) -> int:
-        self._run_probe()
-        return self._units
-
-    def _run_probe(self) -> None:
-        """Run the probe if it is due. The batch may then grow as far as the largest level one."""
-        due = self._steps % self._probe_every == 0 and self._steps != self._probed_at
-        if self._probe is None or not due:
-            return
-        self._probed_at = self._steps  # once, also where the data begins anew
-        self._probed_scale = self._probe().largest * self.optimizer.scale
-        self._units = min(self._units, self._most)
-        self._timer.skip()  # the time of a probe is not a step's
-
-    @property
-    def _most(self) -> int:
-        """The largest number of units, by the arguments and by the last probe."""
-        probed = self._probed_scale / self._scale_per_unit + 1e-9
-        return self._limits.most if probed >= self._limits.most else max(1, math.floor(probed))
-
     def _micro_batches(
         self, step: list[Batch], count: Callable[[Batch], int | float | Tensor] | None
     ) -> MicroBatches[Batch]:
@@ -320,8 +266,7 @@ class Ramp:
     def _look_ahead(self) -> int:
         """Return how many micro-batches to keep ready: enough for the steps until ranks report."""
         largest = math.ceil(self._units * max(self._limits.growth, 2.0)) + 1
-        # With delayed statistics the reports are one step late.
-        return min(largest, self._most) * (3 if self.optimizer._delayed else 2)
+        return min(largest, self._limits.most) * 2
 
     # -- what the rule calls -------------------------------------------------------------------
 
@@ -340,12 +285,8 @@ class Ramp:
         rates = [group["lr"] for group in self.optimizer.param_groups]
         if not self.optimizer._schedule_counts_progress:
             self._schedule.see(rates, growth=units / self._first_units)
-        if self._decay is not None:
-            self._decay.see(self._units, rates)
-        if not reports:  # delayed statistics, and this was the first step
-            return
         self._timer.add_reports(reports)
-        if self._steps % self._every == 0 or self._is_far_away():
+        if self._steps % EVERY == 0 or self._is_far_away():
             self._decide()
         if self._loader is None:
             self._begin_step(StepSize(self._units, 1))
@@ -370,21 +311,18 @@ class Ramp:
         """Choose the units of the next steps."""
         fit = self._timer.times.fit()
         self._noise.forget_old()
-        if self._limits.goal is not None:
-            self._noise.set_memory()
+        self._noise.set_memory()
         self._decision = decide(
             self._units,
             self._noise.measured(),
             fit,
             self._scale_per_unit,
-            replace(self._limits, most=self._most),
+            self._limits,
             # The first number of passes need not be timed: any two others do as well.
             timed_here=fit is not None
             or self._steps == 1
             or self._size.units in self._timer.times.levels(),
         )
-        if self._decay is not None:
-            self._decision = self._decay.hold(self._decision, self._most)
         self._units = self._decision.passes
 
     def begin_step(self, passes: int) -> None:
@@ -397,9 +335,9 @@ class Ramp:
         if self._loader is not None or self.optimizer._batch.accumulation is not None:
             raise RuntimeError(
                 "begin_step() is for a loop that fetches its own data and declares its passes. "
-                "Here the AdaptiveDataLoader, or the trainer's loop, says how many there are."
+                "Here the AdaptiveDataLoader or the trainer's loop does."
             )
-        passes = parse_passes(passes)
+        passes = whole(PASSES, passes, least=1, why=PER_STEP)
         self.optimizer._check_between_steps("begin_step()")
         self._begin_step(StepSize(passes, 1))
 
@@ -456,15 +394,11 @@ class Ramp:
     def state_dict(self) -> StateDict:
         """Return what a continued run needs: the batch, and the times that were measured."""
         return {
-            "version": 1,
             "scale": self.scale,
             "workers": self.optimizer._batch.workers,
             "steps": self._steps,
-            "decay": None if self._decay is None else self._decay.to_list(),
-            "probed_scale": None if self._probed_scale == math.inf else self._probed_scale,
             "memory": self.optimizer._batch.memory,
             "moments_scale": self._moments_scale,
-            "probed_at": self._probed_at,
             **self._timer.state_dict(),
             **self._noise.state_dict(),
         }
@@ -474,20 +408,12 @@ class Ramp:
 
         With another number of workers a step takes a different time, which is measured anew.
         """
-        version = state_dict.get("version")
-        if version != 1:
-            raise ValueError(f"the state dict's version is {version!r}, this Ramp's is 1.")
-        probed = state_dict["probed_scale"]
-        self._probed_scale = math.inf if probed is None else float(probed)
         units = max(1, round(float(state_dict["scale"]) / self._scale_per_unit))
-        self._units = min(units, self._most)
+        self._units = min(units, self._limits.most)
         self._decision = Decision(self._units, "wait", self._units)
-        if self._decay is not None and state_dict["decay"] is not None:
-            self._decay = Decay(*map(float, state_dict["decay"]))
         self._steps = int(state_dict["steps"])
         self.optimizer._batch.memory = float(state_dict["memory"])
         self._moments_scale = float(state_dict["moments_scale"])
-        self._probed_at = int(state_dict["probed_at"])
         self._noise.load_state_dict(state_dict)
         self._timer = StepTimer()
         if int(state_dict["workers"]) == self.optimizer._batch.workers:
@@ -504,8 +430,7 @@ def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[
     if no_sync is None:
         raise TypeError(
             f"model={type(model).__name__} has no no_sync(). Give the module that averages the "
-            "gradients (DistributedDataParallel, ShardedDataParallel, FullyShardedDataParallel), "
-            "or leave model=... out if nothing averages them."
+            "gradients, such as DistributedDataParallel, or leave it out if none does."
         )
     if getattr(model, "static_graph", False):
         return _after_first_pass(no_sync)
@@ -525,3 +450,39 @@ def _after_first_pass(
         return next(passes, no_sync)()
 
     return after_first_pass
+
+
+def _check_rule(optimizer: Optimizer) -> ScalingRuleBase:
+    """Return the optimizer. Raise if it is no scaling rule, or if another `Ramp` has it."""
+    if not isinstance(optimizer, ScalingRuleBase):
+        raise TypeError(
+            f"Ramp needs an optimizer under a scaling rule, got {type(optimizer).__name__}. Write "
+            "mh.AdaScale(optimizer) for SGD, mh.AdamScale(optimizer) for Adam and AdamW."
+        )
+    if optimizer._observer is not None:
+        raise ValueError("this optimizer has a Ramp already: use that one.")
+    return optimizer
+
+
+def _warn_of_batch_norm(
+    model: nn.Module | None, params: Sequence[Tensor], smallest: int, largest: int
+) -> None:
+    """Warn if a model's normalisation would see micro-batches of several sizes.
+
+    Without the model its layers are found by their parameters.
+    """
+    if largest <= smallest:
+        return
+    if model is None:
+        found = modules_holding(params, lambda module: isinstance(module, _BatchNorm))
+        names = [type(module).__name__ for module, _ in found]
+    else:
+        names = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    if names:
+        warnings.warn(
+            f"the statistics of {names[0] or type(model).__name__} "
+            f"({len(names)} layer(s) of batch normalisation) are those of a micro-batch, which may "
+            f"grow from {smallest} to {largest} samples on each rank. Leave max_local_batch_size "
+            "out to keep micro-batches as they are: then only their number grows.",
+            stacklevel=2,
+        )

@@ -1,9 +1,7 @@
 """Write a run's values, one line for each step, and read them back as one run.
 
-    _timing.py   a source of values: what the time of a step goes into
     _record.py   sources, numbers and tensors → lines of a file, without waiting for a GPU
-    _process.py  which process writes, and whether it still runs
-    _run.py      a file, perhaps of several starts → one run
+    _run.py      a file, perhaps of several starts → one run; whether its process still runs
 
 A record is a text file of JSON lines. A header says what the file is; each further line is one
 optimizer step:
@@ -25,8 +23,9 @@ JSON has no numbers that are not finite. They are the strings "nan", "inf" and "
 in the file, and floats again when it is read.
 """
 
-from manyhands.record._record import Record, Source
+from manyhands.record._record import Record, StepTiming
 from manyhands.record._run import Run, read_record
-from manyhands.record._timing import StepTiming
 
-__all__ = ["Record", "Run", "Source", "StepTiming", "read_record"]
+__all__ = ["Record", "Run", "StepTiming", "read_record"]
+
+Run.__module__ = __name__  # what tracebacks and help() show

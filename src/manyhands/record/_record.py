@@ -1,10 +1,23 @@
-"""Writing a record: one line for each step, by one rank, without waiting for a GPU.
+"""Write a record: one line for each step, by one rank, without waiting for a GPU.
 
 The file is only ever appended to, one whole line in one call. `close()` appends the header once
 more, with the date of the end, so that a reader of a growing file knows that nothing will follow.
 
 A user may record numbers, and tensors of one element on any device. A tensor on a GPU is copied
 without a synchronization; its line waits in a queue until the copy is there.
+
+`StepTiming` is a source of such numbers: what the time of a step goes into.
+
+    loading   waiting for the next batch, if the batches are taken through `loading`
+    compute   from the last line (or the last step) to the end of the step's last backward pass
+    sync      from there to the optimizer's step: DDP waits for gradients, a rule for its numbers
+    update    the optimizer's step itself
+
+All are seconds of this rank, since the last look. What is left of a line's time is something else:
+an evaluation, a checkpoint, a sync round of blocks.
+
+There are four looks at the clock in a step, one hook on one parameter, and two on the optimizer.
+On a GPU the host runs ahead, and its clock shows where it waits for the GPU.
 """
 
 from __future__ import annotations
@@ -14,17 +27,22 @@ import json
 import math
 import os
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, Protocol, SupportsFloat
+from typing import Any, Literal, Protocol, SupportsFloat, TypeVar
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.optim import Optimizer
 
+from manyhands._core.arguments import one_of, real, whole
+from manyhands._core.backward import BackwardPasses, current_task
 from manyhands._core.ranks import RankGroup
-from manyhands.record._process import this_process
 from manyhands.record._run import (
     FORMAT_VERSION,
     HEADER,
@@ -33,6 +51,7 @@ from manyhands.record._run import (
     not_a_record,
     open_file,
     parse_line,
+    this_process,
     to_columns,
 )
 
@@ -40,6 +59,9 @@ _OUR_KEYS = ("step", "time", HEADER)
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 _LONGEST_TEXT = 4000  # characters of a source's description, or of an error, in a header
 _MOST_WAITING = 4  # lines that may wait for a GPU's numbers; with more, we wait for the GPU
+T = TypeVar("T")
+
+KINDS = ("loading", "compute", "sync", "update")
 
 
 class Source(Protocol):
@@ -112,8 +134,16 @@ class Record:
         self.path = Path(path)
         self.name = self.path.stem if name is None else name
         ranks = RankGroup.of()
-        _check_writing(every, rank, mode, writer, ranks)
-        _check_positive(batch_size=batch_size, until=until)
+        every = whole("every", every, least=1)
+        one_of("rank", rank, range(ranks.size), "It is the rank that writes.")
+        one_of("mode", mode, ("continue", "new", "overwrite"))
+        for option, value in (("batch_size", batch_size), ("until", until)):
+            if value is not None:
+                real(option, value, above=0)
+        if not (writer is None or hasattr(writer, "add_scalar") or hasattr(writer, "log")):
+            raise TypeError(
+                f"writer needs a method add_scalar or log, and {writer!r:.80} has none."
+            )
         keys = _collect_keys(sources)
 
         self._sources = sources
@@ -198,20 +228,13 @@ class Record:
     def _check(self, values: Mapping[str, object]) -> None:
         """Check the values on every rank, so that a mistake raises on all of them."""
         if self._closed:
-            raise RuntimeError(
-                f"the record {self.path} is closed and takes no more steps. "
-                "Call close() after the last step(), or make a new Record: it continues the file."
-            )
+            raise RuntimeError(f"{self.path} is closed. Make a new Record: it continues the file.")
         for key, value in values.items():
             if key in self._reserved:
-                raise ValueError(
-                    f"step() got a value for {key!r}, which is already a key of the record. "
-                    f"Choose another name, for example my_{key}."
-                )
+                raise ValueError(f"step() got {key!r}, a key of the record. Choose another name.")
             if type(value) is not float and not is_number(value):
                 raise TypeError(
-                    f"step() takes numbers and one-element tensors, got {key}={describe(value)}. "
-                    f"Give one number for {key!r}, or leave {key!r} out of this step."
+                    f"step() takes numbers and one-element tensors, got {key}={value!r:.50}."
                 )
 
     def _seconds(self) -> float:
@@ -273,39 +296,6 @@ def _scalars(line: Line) -> Iterator[tuple[str, Real]]:
             yield f"manyhands/{key}", value
 
 
-# -- checks ----------------------------------------------------------------------------------------
-
-
-def _check_positive(**options: object) -> None:
-    for name, value in options.items():
-        if value is None:
-            continue
-        number = isinstance(value, Real) and not isinstance(value, bool)
-        if not number or not 0 < value < math.inf:  # type: ignore[operator]
-            raise ValueError(f"{name} must be a number above 0, got {value!r}. It may be left out.")
-
-
-def _check_writing(every: int, rank: int, mode: str, writer: object, ranks: RankGroup) -> None:
-    if every < 1:
-        raise ValueError(
-            f"every must be at least 1, got {every}. It is the number of steps from one line to "
-            "the next; 1 writes a line for each step."
-        )
-    if not 0 <= rank < ranks.size:
-        raise ValueError(
-            f"rank is the rank that writes and must be from 0 to {ranks.size - 1}, got {rank}. "
-            "Leave it out to let rank 0 write, and make the Record after init_process_group."
-        )
-    if mode not in ("continue", "new", "overwrite"):
-        raise ValueError(f'mode must be "continue", "new" or "overwrite", got {mode!r}.')
-    if not (writer is None or hasattr(writer, "add_scalar") or hasattr(writer, "log")):
-        raise TypeError(
-            "writer needs a method add_scalar(tag, value, step), like TensorBoard's SummaryWriter, "
-            "or log(dict, step=step), like a run of Weights & Biases; "
-            f"{type(writer).__name__} has neither."
-        )
-
-
 def _collect_keys(sources: tuple[Source, ...]) -> list[str]:
     """Return the keys of all sources. Raise if two sources have the same key."""
     owners = {"time": "the record", HEADER: "the record"}
@@ -313,16 +303,10 @@ def _collect_keys(sources: tuple[Source, ...]) -> list[str]:
     for source in sources:
         name = type(source).__name__
         if not hasattr(source, "snapshot"):
-            raise TypeError(
-                f"a source needs a method snapshot(), and {name} has none. Give an optimizer of "
-                "this library, for example mh.AdaScale(optimizer), or leave the source out."
-            )
+            raise TypeError(f"a source needs a method snapshot(), and {name} has none.")
         for key in source.snapshot():
             if key in owners:
-                raise ValueError(
-                    f"two sources have a value for {key!r}: {owners[key]} and {name}. "
-                    "Leave one of them out, or rename the key in its snapshot()."
-                )
+                raise ValueError(f"two sources have the key {key!r}: {owners[key]} and {name}.")
             owners[key] = name
             keys.append(key)
     return keys
@@ -364,12 +348,6 @@ def is_number(value: object) -> bool:
     return value.numel() == 1 and not value.is_complex() and not hasattr(value, "full_tensor")
 
 
-def describe(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__} of {value.dtype} and shape {list(value.shape)}"
-    return f"{value!r:.50} of type {type(value).__name__}"
-
-
 def to_plain_json(value: object) -> object:
     """Return numbers, texts, lists and dicts as they are, and the text of anything else."""
     if isinstance(value, Mapping):
@@ -388,13 +366,7 @@ def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     if mode == "new":
-        try:
-            return open_file(path, flags | os.O_EXCL), None
-        except FileExistsError as error:
-            raise FileExistsError(
-                f'{path} exists, and mode="new" writes to a new file only. Choose another path, '
-                'mode="continue" to go on with that run, or mode="overwrite" to drop it.'
-            ) from error
+        return open_file(path, flags | os.O_EXCL), None
     last, end = _last_line(path) if path.exists() else (None, 0)
     file = open_file(path, flags)
     os.ftruncate(file, 0 if mode == "overwrite" else end)  # also drops a line that was cut off
@@ -407,7 +379,7 @@ def _last_line(path: Path) -> tuple[Line | None, int]:
     with open(open_file(path), "rb") as file:
         for number, raw in enumerate(file, start=1):
             if number == 1 and not raw.startswith(f'{{"{HEADER}"'.encode()):
-                raise ValueError(not_a_record(path) + " It was not changed: choose another path.")
+                raise ValueError(not_a_record(path))
             if not raw.endswith(b"\n"):
                 number -= 1
                 break
@@ -430,11 +402,6 @@ def _to_json(line: Line) -> str:
         return _encode(line)
     except ValueError:  # a number is not finite; checking every line beforehand would cost more
         return _encode(_name_nonfinite(line))
-    except TypeError as error:
-        raise TypeError(
-            f"snapshot() must give plain Python values (numbers, strings, lists, None): {error}. "
-            "Convert them there, for example with float(value) or tensor.tolist()."
-        ) from error
 
 
 def _name_nonfinite(value: object) -> object:
@@ -444,3 +411,106 @@ def _name_nonfinite(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_name_nonfinite(entry) for entry in value]
     return value if not isinstance(value, float) or math.isfinite(value) else str(float(value))
+
+
+class StepTiming:
+    """Measure what the time of a step goes into: a source for `Record`.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> times = mh.StepTiming(optimizer)
+    >>> batches = [torch.ones(8, 4)] * 3
+    >>> with mh.Record("runs/times.jsonl", times) as record:
+    ...     for batch in times.loading(batches):
+    ...         model(batch).mean().backward()
+    ...         optimizer.step()
+    ...         record.step()
+    >>> list(times.snapshot())
+    ['loading_seconds', 'compute_seconds', 'sync_seconds', 'update_seconds']
+
+    `loading` is the wait for the next batch, `compute` forward and backward passes, `sync` the wait
+    for other ranks before the step, `update` the optimizer's step. Each is the seconds of this rank
+    since the last line. Nothing is sent, and no tensor is read.
+
+    Surprises. On a GPU these are the host's seconds: it runs ahead of the GPU, and the time of the
+    GPU's work shows where the host waits for it, mostly in `sync`. What DDP sends while the
+    backward pass still computes costs nothing, and is not in `sync`. With
+    `FullyShardedDataParallel` all sending is inside the passes: `sync` is part of `compute`.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        trained = [param for param in params if param.requires_grad]
+        if not trained:
+            raise ValueError("the optimizer has no parameter that requires a gradient.")
+        self._seconds = dict.fromkeys(KINDS, 0.0)
+        self._mark = time.perf_counter()  # the end of the last step, or the last look
+        self._pass_ended: float | None = None
+        self._step_began = 0.0
+        this = weakref.ref(self)  # hooks must not keep it alive
+
+        def ended() -> None:
+            if (times := this()) is not None:
+                times._pass_ended = time.perf_counter()
+
+        def began(*_: object) -> None:
+            if (times := this()) is not None:
+                times._begin_step()
+
+        def stepped(*_: object) -> None:
+            if (times := this()) is not None:
+                times._end_step()
+
+        # The last parameter's gradient is the first one in most backward passes. The callback that
+        # is queued then runs before DDP's own, which waits for the other ranks.
+        passes = BackwardPasses(lambda: None, ended, early=True)
+        node = get_gradient_edge(trained[-1]).node
+
+        def enter(_: tuple[Tensor, ...]) -> None:
+            passes.enter(current_task())
+
+        handles = [
+            node.register_prehook(enter),
+            optimizer.register_step_pre_hook(began),
+            optimizer.register_step_post_hook(stepped),
+        ]
+        self._node = node  # torch may drop a node that nobody holds, and its hooks with it
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        weakref.finalize(self, remove)
+
+    def loading(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield the batches, and count the time of waiting for each as `loading`."""
+        iterator = iter(batches)
+        while True:
+            begin = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._seconds["loading"] += time.perf_counter() - begin
+                self._mark += time.perf_counter() - begin  # it is not `compute` as well
+            yield batch
+
+    def snapshot(self) -> dict[str, float]:
+        """Return the seconds of each kind since the last call, for `Record`."""
+        seconds = {f"{kind}_seconds": round(self._seconds[kind], 6) for kind in KINDS}
+        self._seconds = dict.fromkeys(KINDS, 0.0)
+        self._mark, self._pass_ended = time.perf_counter(), None
+        return seconds
+
+    def _begin_step(self) -> None:
+        now = time.perf_counter()
+        computed = now if self._pass_ended is None else self._pass_ended
+        self._seconds["compute"] += max(0.0, computed - self._mark)
+        self._seconds["sync"] += now - max(computed, self._mark)
+        self._step_began = now
+
+    def _end_step(self) -> None:
+        self._mark, self._pass_ended = time.perf_counter(), None
+        self._seconds["update"] += self._mark - self._step_began

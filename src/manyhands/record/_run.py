@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import stat
 import time
 from collections.abc import Iterator
@@ -53,6 +54,7 @@ class Header(_CheckedHeader, total=False):
     error: str | None  # the exception that ended it
 
 
+_PROC = Path("/proc")
 _LARGEST = 2**53  # limit for a step and its seconds: floats are exact for whole numbers up to here
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -106,12 +108,8 @@ class Run:
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a `pandas.DataFrame` with a row for each line and the columns of `columns`."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError(
-                "to_pandas() needs pandas, which is not installed: pip install pandas"
-            ) from error
+        import pandas
+
         return pandas.DataFrame(
             [dict(to_columns(line)) for line in self.lines], columns=self.columns
         )
@@ -247,7 +245,7 @@ def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
     if stat.S_ISREG(os.fstat(file).st_mode):
         return file
     os.close(file)
-    raise ValueError(f"{path} is not a regular file, as a record must be. Choose another path.")
+    raise ValueError(f"{path} is not a regular file, as a record must be.")
 
 
 def parse_line(raw: bytes, path: Path, number: int) -> Line:
@@ -265,17 +263,12 @@ def parse_line(raw: bytes, path: Path, number: int) -> Line:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         complete = False
     if not complete or (number == 1 and HEADER not in line):
-        raise ValueError(
-            not_a_record(path)
-            if number == 1
-            else f"{path}, line {number} is damaged: it is not a line of a record. "
-            "The lines before it are complete. Delete it and all lines after it to continue from "
-            "there."
-        )
+        damaged = f"{path}, line {number} is damaged. Delete it and all lines after it."
+        raise ValueError(not_a_record(path) if number == 1 else damaged)
     if version != FORMAT_VERSION:
         raise ValueError(
-            f"{path}, line {number}: the record has format version {version!r:.40}, and this "
-            f"manyhands reads version {FORMAT_VERSION}. Read it with the version that wrote it."
+            f"{path}, line {number}: format version {version!r:.40}; this manyhands reads version "
+            f"{FORMAT_VERSION}."
         )
     return line
 
@@ -319,3 +312,53 @@ def to_positive(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if 0 < value < _LARGEST else None
+
+
+# -- the process that writes -----------------------------------------------------------------------
+
+# A process number alone may be another's by now, and another machine's processes cannot be seen. So
+# the identity has four parts: the boot of the kernel, the namespace of process numbers (a container
+# has its own), the number, and the moment at which the process began, in the kernel's clock ticks.
+# Linux has all of them in /proc. On other systems, and from another machine, nothing is known.
+
+
+def this_process() -> dict[str, object]:
+    """Return this process's identity, in plain JSON."""
+    return {
+        "host": platform.node(),
+        "pid": os.getpid(),
+        **_pid_space(),
+        "started": _start(os.getpid()),
+    }
+
+
+def is_alive(process: object) -> bool | None:
+    """Return whether a process of `this_process` runs; None if that cannot be seen from here."""
+    if not isinstance(process, dict):
+        return None
+    pid, started, here = process.get("pid"), process.get("started"), _pid_space()
+    if type(pid) is not int or type(started) is not int or None in here.values():
+        return None
+    if any(process.get(key) != value for key, value in here.items()):
+        return None  # on another machine, in another container, or before this machine's start
+    return _start(pid) == started
+
+
+def _pid_space() -> dict[str, str | None]:
+    """Return within what process numbers are unique: this boot, and this namespace."""
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return {"boot": boot, "namespace": os.readlink(_PROC / "self/ns/pid")}
+    except OSError:
+        return {"boot": None, "namespace": None}
+
+
+def _start(pid: int) -> int | None:
+    """Return when a process began, in clock ticks since the machine's start; None if it is gone."""
+    try:
+        stat = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # "1234 (name) S ...": the name may have spaces and brackets of its own
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])  # a zombie has ended

@@ -5,7 +5,6 @@ Names and the order of arguments are adaptdl's, so that code written for it runs
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands._core.modules import ModuleWrapper
 from manyhands._core.wrappers import LossScaler, wrapped_attribute
-from manyhands.scaling._fsdp_params import fsdp_modules
+from manyhands.scaling._hooks import fsdp_modules
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._rules import AdamScale, AdaScale
 
@@ -56,11 +55,12 @@ class ScalarWriter(Protocol):
 class AdaptiveDataParallel(ModuleWrapper):
     """A data-parallel model whose optimizer follows a scaling rule.
 
-    >>> import torch, manyhands as mh
+    >>> import torch
+    >>> from manyhands.adaptdl import AdaptiveDataParallel, AdaScale
     >>> model = torch.nn.Linear(4, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> rule = mh.AdaScale()
-    >>> model = mh.AdaptiveDataParallel(model, optimizer, rule)
+    >>> rule = AdaScale()
+    >>> model = AdaptiveDataParallel(model, optimizer, rule)
     >>> with model.no_sync():  # every pass but the step's last
     ...     model(torch.randn(8, 4)).square().mean().backward()
     >>> model(torch.randn(8, 4)).square().mean().backward()
@@ -111,10 +111,8 @@ class AdaptiveDataParallel(ModuleWrapper):
         self.leading_dimension: int | None = None  # of the first training input
         self._fsdp_modules = fsdp_modules(model)  # fully_shard averages their gradients
         if self._fsdp_modules and ddp_arguments:
-            raise TypeError(
-                f"{', '.join(ddp_arguments)}: these are DistributedDataParallel's arguments, but "
-                "fully_shard averages this model's gradients. Leave them out."
-            )
+            names = ", ".join(ddp_arguments)
+            raise TypeError(f"fully_shard averages this model's gradients: leave out {names}.")
         ready = dist.is_available() and dist.is_initialized() and not self._fsdp_modules
         # In a list, so that it is no submodule: parameters keep the names `module.*`, as in DDP.
         self._parallel = [DistributedDataParallel(model, **ddp_arguments)] if ready else []
@@ -239,34 +237,17 @@ def _sort_arguments(third: object, fourth: object, fifth: object, sixth: object)
             raise TypeError(f"mp_scaler must be a GradScaler, got {type(value).__name__}.")
         else:
             raise TypeError(
-                f"the {'third' if position == 0 else 'sixth'} argument is the scaling rule, got "
-                f"{type(value).__name__}. Pass others by name: lr_scheduler=..., mp_scaler=..."
+                f"expected a scaling rule, got {type(value).__name__}. Pass others by name."
             )
         if kind in named:
-            raise TypeError(
-                "rule and scaling_rule are the same argument; pass one of them."
-                if kind == "rule"
-                else f"two arguments are a {kind}: {named[kind]!r} and {value!r}. Pass one of them."
-            )
+            raise TypeError(f"two arguments are a {kind}: pass one of them.")
         named[kind] = value
     return named
 
 
 def _check_names(ddp_arguments: Mapping[str, object]) -> None:
-    """Raise if a keyword is neither ours nor one of `DistributedDataParallel`'s.
-
-    Without a process group no DDP module is made, and nothing else would notice a misspelling.
-    """
-    theirs = [*inspect.signature(DistributedDataParallel.__init__).parameters][2:]  # self, module
-    # without `self` and `**ddp_arguments`
-    ours = [*inspect.signature(AdaptiveDataParallel.__init__).parameters][1:-1]
-    for name in ddp_arguments:
-        if name not in theirs:
-            near = difflib.get_close_matches(name, [*ours, *theirs], n=1)
-            raise TypeError(
-                f"AdaptiveDataParallel has no argument {name!r}, and neither has "
-                f"DistributedDataParallel.{f' Did you mean {near[0]}?' if near else ''}"
-            )
+    """Raise for a misspelt keyword: without a process group no DDP would notice it."""
+    inspect.signature(DistributedDataParallel.__init__).bind(None, None, **ddp_arguments)
 
 
 class GradientStatistics:

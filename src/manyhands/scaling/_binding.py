@@ -108,35 +108,25 @@ def check_bindable(optimizer: Optimizer, rule: str, rules: type[Optimizer]) -> N
     `rule` is the name of the rule's class, and `rules` the base of all of them.
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"{rule} wraps a torch.optim.Optimizer, got {type(optimizer).__name__}: write "
-            f"{rule}(SGD(parameters, lr=...))."
-        )
+        raise TypeError(f"{rule} wraps a torch.optim.Optimizer, got {type(optimizer).__name__}.")
     for each in unwrap(optimizer):
         if isinstance(each, rules):
-            raise TypeError(
-                f"{rule} got an optimizer that {type(each).__name__} wraps already. One rule "
-                "decides the learning rate: wrap the bare optimizer once."
-            )
+            raise TypeError(f"{type(each).__name__} wraps already: wrap the bare optimizer once.")
     other = vars(optimizer).get("_manyhands_rule", lambda: None)()
     if other is not None:
-        raise RuntimeError(
-            f"this {type(optimizer).__name__} is wrapped by a {type(other).__name__} already. "
-            "Use that one, or call its unhook() first."
-        )
+        name = type(other).__name__
+        raise RuntimeError(f"the optimizer is wrapped by a {name} already: unhook() that first.")
 
 
 def check_says_which_passes(module: object) -> None:
     """Raise unless a data-parallel module says which passes it averages."""
     if not hasattr(module, "require_backward_grad_sync"):
-        raise TypeError(
-            f"{type(module).__name__} does not say which passes are inside no_sync(), which "
-            "is needed to count them. Write AdaptiveDataParallel(model, optimizer, rule)."
-        )
+        name = type(module).__name__
+        raise TypeError(f"{name} does not say which passes it averages: use AdaptiveDataParallel.")
 
 
 def check_ranks_agree(
-    optimizer: Optimizer, ranks: RankGroup, batch: Batch, options: Options, examples: str
+    optimizer: Optimizer, ranks: RankGroup, batch: Batch, options: Options
 ) -> None:
     """Raise on every rank if they have other options or other parameters."""
     groups = optimizer.param_groups
@@ -153,8 +143,7 @@ def check_ranks_agree(
     }
     if not params:
         raise ValueError("the optimizer has no parameters: every group is empty.")
-    texts = {"parameters": describe_tensors(params), "examples": examples}
-    facts = {**claims, **texts, "short_step": batch.short_step}
+    facts = {**claims, "parameters": describe_tensors(params), "short_step": batch.short_step}
     agree(ranks, facts, "Build the same model, optimizer and rule on every rank.")
 
 

@@ -13,37 +13,58 @@ Tensors held, and when
     norms          parameter index -> |g|, from the pass's first gradient until `reset`
     partial_sums   parameter index -> the sum of its gradients, if one micro-batch has several:
                    inside `one_sample`, and for a parameter that several reentrant checkpoints share
+
+**Under `fully_shard`** the optimizer holds DTensors, on which no hook of autograd ever fires.
+Around forward and backward, `fully_shard` puts *unsharded* parameters into the modules in their
+place. Each of these is always the same object, although its memory is allocated and freed. Its
+gradient is that of one micro-batch on one rank.
+
+Only public interfaces are used to find them. While a module is sharded, its parameters *are* the
+optimizer's, by identity, so that names are certain. `unshard()` puts the unsharded ones in under
+the same names, and `reshard()` takes them out. That is an all-gather of the parameters, one module
+at a time, when the rule is made. Nothing stays behind in the modules: no forward hooks whose order,
+repetition in checkpoints or effect on torch.compile would matter.
+
+An optimizer does not know its modules. Unless the model is an argument, Python's garbage collector
+is asked for the instances of the classes that `fully_shard` makes, which are few. (A global forward
+hook would see the modules too, but only those that are called, and perhaps only after their
+parameters have been replaced.)
 """
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import compress
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
-from torch import Tensor, float32, strided
+from torch import Tensor, float32, nn, strided
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.linalg import vector_norm
 from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.backward import BackwardPasses, current_task
-from manyhands._core.flat import SHORT, are_rows, norm, norm_of_rows
-from manyhands._core.sharded import is_dtensor, local_shard
+from manyhands._core.flat import SHORT, norm
+from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands.scaling._step_stats import Norm
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
 # (parameter index, elements of its gradient that this rank holds, a function that takes the same
-# elements out of any tensor of the parameter's shape, where they begin in the flat parameter)
-GradientSlice = tuple[int, Tensor, Callable[[Tensor], Tensor], int]
+# elements out of any tensor of the parameter's shape)
+GradientSlice = tuple[int, Tensor, Callable[[Tensor], Tensor]]
 
 
-class Norms(Protocol):
-    """Norms of gradients; an index says which parameter a gradient belongs to.
+class NormKind(Protocol):
+    """Norms of gradients, which may depend on the optimizer; an index says whose gradient it is.
 
     Each is a tensor without dimensions, or on a CPU also a float: every operation on a small tensor
     costs some microseconds.
@@ -60,10 +81,6 @@ class Norms(Protocol):
 
     def slices(self, slices: Sequence[GradientSlice]) -> Sequence[Norm]:
         """Return the norm of each slice."""
-
-
-class NormKind(Norms, Protocol):
-    """Norms that may depend on the optimizer."""
 
     @property
     def norm_kind(self) -> str:
@@ -110,13 +127,7 @@ class PlainNorm:
         return [next(lengths) if is_simple else norm(grad) for grad, is_simple in pairs]
 
     def slices(self, slices: Sequence[GradientSlice]) -> list[Tensor]:
-        rows = [are_rows(elements) for _, elements, *_ in slices]
-        whole = [elements for (_, elements, *_), are in zip(slices, rows, strict=True) if not are]
-        norms = iter(self.many([], whole))
-        return [
-            norm_of_rows(elements) if are else next(norms)
-            for (_, elements, *_), are in zip(slices, rows, strict=True)
-        ]
+        return self.many([], [elements for _, elements, _ in slices])
 
     # A plain norm does not depend on the optimizer, so there is nothing to follow or to save.
 
@@ -142,7 +153,7 @@ class GradientHooks:
     Every hook calls `passes`, which finds out when a backward pass begins and ends.
     """
 
-    def __init__(self, norms: Norms, passes: BackwardPasses) -> None:
+    def __init__(self, norms: NormKind, passes: BackwardPasses) -> None:
         self.passes = passes
         self.norms: dict[int, Norm] = {}
         self.partial_sums: dict[int, Tensor] = {}
@@ -152,17 +163,11 @@ class GradientHooks:
         self.first_index = 0  # of the parameter whose gradient came first in the pass
         self.trainable: list[int] = []
         self._params: Sequence[Tensor] = []
-        self.measure_with(norms)
+        self._kind = norms
         self._paused = False
         # parameters whose gradient has come in several parts, ever
         self._repeated: set[int] = set()
         self._handles: list[tuple[RemovableHandle, Node]] = []
-
-    def measure_with(self, norms: Norms) -> None:
-        """Take these norms from now on."""
-        self._kind = norms
-        short = (i for i, param in enumerate(self._params) if param.numel() <= SHORT)
-        self._plain_and_short = set(filter(norms.is_plain, short))
 
     def attach(self, params: Sequence[Tensor], unsharded: dict[int, Tensor]) -> None:
         """Measure the gradients of these parameters, and no others.
@@ -174,7 +179,8 @@ class GradientHooks:
         self._on_cpu = all(param.device.type == "cpu" for param in params)
         self._params = [unsharded.get(i, p) for i, p in enumerate(params)]
         self.trainable = [i for i, p in enumerate(self._params) if p.requires_grad]
-        self.measure_with(self._kind)
+        short = (i for i, param in enumerate(self._params) if param.numel() <= SHORT)
+        self._plain_and_short = set(filter(self._kind.is_plain, short))
         receive = partial(_on_gradient, weakref.ref(self))
         self._handles = []  # with its node, which is compared in `parameters_moved`
         for index, param in enumerate(self._params):
@@ -276,6 +282,7 @@ def _on_gradient(
         hooks.first_index = index
         hooks.passes.enter(task)
     if hooks.idle:
+        hooks.norms[index] = 0.0  # that there is a gradient is all that counts
         return
     if grad.requires_grad:  # with create_graph=True
         grad = grad.detach()
@@ -353,3 +360,136 @@ def _has_values(grad: Tensor) -> bool:
     if isinstance(grad, ShardedGradient):  # this rank may hold no element of it
         return not grad.zeroed
     return bool((grad.coalesce().values() if grad.layout == torch.sparse_coo else grad).any())
+
+
+# -- under `fully_shard` --------------------------------------------------------------------------
+
+
+ParameterName = tuple[nn.Module, str]  # a module, and the name of a parameter in it
+
+
+def unsharded_parameters(
+    params: Sequence[Tensor], model: nn.Module | None = None
+) -> dict[int, Tensor]:
+    """Return index in `params` -> the unsharded parameter that the model computes with.
+
+    Call it on every rank: it gathers the parameters.
+    """
+    index_of: dict[int, int] = {}
+    for i, param in enumerate(params):
+        if is_dtensor(param):
+            DTensorShards.of(param)  # raises before any collective if it cannot be measured
+            index_of[id(param)] = i
+    if not index_of:
+        return {}
+    modules = fsdp_modules(model)
+    owned = _names_by_module(modules, index_of)
+    if _missing(owned, index_of):
+        # After a forward without backward the outermost module is still unsharded.
+        for module in modules:
+            module.reshard()
+        owned = _names_by_module(modules, index_of)
+    _check_found(params, _missing(owned, index_of), len(index_of))
+    found: dict[int, Tensor] = {}
+    # Each unshard() is a collective, so the order must be the same on every rank. The garbage
+    # collector's is not; the parameters' is.
+    for module, names in sorted(owned.items(), key=lambda item: min(item[1])):
+        if found.keys() >= names.keys():  # several modules may form one group of fully_shard
+            continue
+        module.unshard()
+        for i, (holder, name) in names.items():
+            found[i] = _unsharded(params[i], holder._parameters[name])
+        module.reshard()
+    return found
+
+
+def find_unaveraged_gradients(
+    params: Sequence[Tensor], unsharded: dict[int, Tensor], measured: Collection[int]
+) -> str | None:
+    """Return an error message if `fully_shard` has not averaged all gradients of the last pass.
+
+    `measured` are the indices of the parameters that had a gradient in that pass.
+    """
+    if any(i in unsharded and params[i].grad is None for i in measured):
+        return (
+            "after the step's last backward() there are gradients that fully_shard has not "
+            "averaged. Was that pass inside no_sync(), or after "
+            "set_requires_gradient_sync(False)? Only the passes before it may be."
+        )
+    if any(param.grad is not None for param in unsharded.values()):
+        return (
+            "the step's last backward() has left gradients that fully_shard has not averaged: "
+            "a module that it was called on ran several times under reentrant checkpoints, "
+            "which torch's fully_shard does not support. Pass use_reentrant=False to "
+            "torch.utils.checkpoint.checkpoint, or wrap the module with mh.FSDP."
+        )
+    return None
+
+
+def fsdp_modules(model: nn.Module | None) -> list[FSDPModule]:
+    """Return the modules that `fully_shard` was called on: in the model, or, without one, all."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # never imported, and so never called
+        return []
+    if model is not None:
+        return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    # `fully_shard` gives each module a class of its own that derives from FSDPModule. An instance
+    # refers to its class, so the class's referrers are a short list to search.
+    classes = _with_subclasses(fsdp.FSDPModule)
+    return [thing for thing in gc.get_referrers(*classes) if type(thing) in classes]
+
+
+def _with_subclasses(cls: type) -> set[type]:
+    return {cls}.union(*map(_with_subclasses, cls.__subclasses__()))
+
+
+def _names_by_module(
+    modules: Sequence[FSDPModule], index_of: dict[int, int]
+) -> dict[FSDPModule, dict[int, ParameterName]]:
+    """Return, for each module that `fully_shard` was called on, the parameters that it shards.
+
+    These are our parameters in the module itself, and not in a sharded module further inside.
+    """
+    stops = set(map(id, modules))
+    owned: dict[FSDPModule, dict[int, ParameterName]] = {}
+    for fsdp_module in modules:
+        names = {
+            index_of[id(param)]: (module, name)
+            for module in _walk(cast(nn.Module, fsdp_module), stops)
+            for name, param in module._parameters.items()
+            if id(param) in index_of
+        }
+        if names:
+            owned[fsdp_module] = names
+    return owned
+
+
+def _walk(module: nn.Module, stops: set[int]) -> Iterator[nn.Module]:
+    """Yield the module and those inside it, without descending into `stops`."""
+    yield module
+    for child in module.children():
+        if id(child) not in stops:
+            yield from _walk(child, stops)
+
+
+def _missing(
+    owned: dict[FSDPModule, dict[int, ParameterName]], index_of: dict[int, int]
+) -> list[int]:
+    found = {i for names in owned.values() for i in names}
+    return [i for i in index_of.values() if i not in found]
+
+
+def _check_found(params: Sequence[Tensor], missing: Sequence[int], number: int) -> None:
+    if missing:
+        raise ValueError(
+            f"{len(missing)} of {number} sharded parameters (the first has shape "
+            f"{tuple(params[missing[0]].shape)}) are in no module that fully_shard was called on. "
+            "Make the optimizer after fully_shard, or pass the rule model=..."
+        )
+
+
+def _unsharded(param: Tensor, replacement: Tensor | None) -> Tensor:
+    """Return the parameter that `unshard()` has put in; raise if it is still a DTensor."""
+    if replacement is None or replacement is param or is_dtensor(replacement):
+        raise ValueError("scaling works over fully_shard, not over tensor parallelism.")
+    return replacement

@@ -20,7 +20,7 @@ between `backward` and `step`, because a gradient that no step follows must not 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -31,7 +31,7 @@ from manyhands._core.ranks import RankGroup, widest_float
 from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands._core.wrappers import ParamGroup
-from manyhands.scaling._hooks import GradientSlice, NormKind, Norms
+from manyhands.scaling._hooks import GradientSlice, NormKind
 from manyhands.scaling._step_stats import LocalNumbers, Norm, Numbers, StepFacts, to_tensor
 
 SHORT = 4_096  # elements of a parameter that every rank measures
@@ -48,7 +48,7 @@ class MeanGradient:
         self,
         param_groups: Sequence[ParamGroup],
         ranks: RankGroup,
-        norms: Norms,
+        norms: NormKind,
         previous: PreviousGradient,
         *,
         compare_at_scale_1: bool,
@@ -68,10 +68,6 @@ class MeanGradient:
         self._common_indices, self._own_indices = _assign_params(self._params, ranks)
         # group indices on the device, by their values: copying them there every step would cost
         self._group_tensors: dict[tuple[int, ...], Tensor] = {}
-
-    def measure_with(self, norms: Norms) -> None:
-        """Take these norms from now on."""
-        self._norms = norms
 
     def squares_per_group(self, norms: Mapping[int, Norm]) -> Tensor:
         """Return the sum of squared norms per parameter group, in the widest float there is."""
@@ -110,18 +106,16 @@ class MeanGradient:
         squares: Tensor | None,
         norms: Mapping[int, Norm],
         facts: StepFacts,
-        covered: Collection[int] | None = None,
     ) -> LocalNumbers:
         """Measure the mean gradient, and return this rank's numbers of the step.
 
-        `norms` are those of the last pass; `squares` are the sums over the passes before it. If
-        examples are measured, `norms` are theirs, and only `covered` parameters count.
+        `norms` are those of the last pass; `squares` are the sums over the passes before it.
         """
         small_batches: float = facts.passes * self._ranks.size
-        if small_batches == 1 and covered is None:
+        if small_batches == 1:
             return self._compare_with_previous(facts)
         self._previous.grads = []  # no longer needed: free the copy
-        numbers, shared_square = self._local_squares_and_mean(norms, covered)
+        numbers, shared_square = self._local_squares_and_mean(norms)
         if squares is not None or not facts.needs_no_correction:
             numbers = self._correct(to_tensor(numbers, self._device), squares, facts)
         if facts.small_batches is not None:
@@ -140,15 +134,12 @@ class MeanGradient:
             numbers *= torch.nan
         return numbers
 
-    def _local_squares_and_mean(
-        self, norms: Mapping[int, Norm], covered: Collection[int] | None
-    ) -> tuple[Numbers, Norm]:
+    def _local_squares_and_mean(self, norms: Mapping[int, Norm]) -> tuple[Numbers, Norm]:
         """Return sums per group (local squares, then this rank's part of |G|^2); the shared square.
 
         `norms` are those of this rank's last pass. All squares are summed in one call, because
         operations on small tensors cost the same whatever their size.
         """
-        every = range(len(self._params)) if covered is None else covered
         grads = [param.grad for param in self._params]
         whole = self._whole_gradients(grads)
         common = {i: whole[i] for i in self._common_indices if i in whole}
@@ -156,14 +147,13 @@ class MeanGradient:
         compared = common or self._shortest_of(whole)
         measured = {**compared, **own}
         mean_norms = self._norms.many(list(measured), list(measured.values()))
-        slices = [slice for slice in self._sharded_slices(grads) if slice[0] in every]
+        slices = self._sharded_slices(grads)
         if slices:
             mean_norms = [*mean_norms, *self._norms.slices(slices)]
         squares = self._square_all([*norms.values(), *mean_norms])
         groups, group_of = self._groups, self._group_of
         # Every rank has measured the common ones; rank 0 alone adds them to the sum over ranks.
         counted = {**common, **own} if self._ranks.rank == 0 else own
-        counted = {i: grad for i, grad in counted.items() if i in every}
         uncounted = 2 * groups  # one group more, to be dropped
         sum_into = [
             *[group_of[i] for i in norms],
@@ -194,7 +184,7 @@ class MeanGradient:
     def _sharded_slices(self, grads: Sequence[Tensor | None]) -> list[GradientSlice]:
         """Return the slices of sharded gradients that this rank holds."""
         slices: list[GradientSlice] = [
-            (i, piece, partial(_flat_slice, start, piece.numel()), start)
+            (i, piece, partial(_flat_slice, start, piece.numel()))
             for i, grad in enumerate(grads)
             if isinstance(grad, ShardedGradient)
             for piece, start in zip(grad.slices, grad.starts, strict=True)
@@ -203,8 +193,7 @@ class MeanGradient:
             grad = grads[i]
             # under HSDP several ranks hold the same slice, and one of them counts it
             if grad is not None and share.first_replica and share.own.length:
-                start = share.own.flat_start(self._params[i])
-                slices.append((i, local_shard(grad), share.own.narrow, start))
+                slices.append((i, local_shard(grad), share.own.narrow))
         return slices
 
     def _shortest_of(self, whole: dict[int, Tensor]) -> dict[int, Tensor]:

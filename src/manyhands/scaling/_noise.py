@@ -14,7 +14,7 @@ scale S is worth. It is 1 if the gradients agree and S if they are pure noise.
 
 One step's estimate is unbiased and very noisy. A rule acts on the average over roughly the last
 1 / (1 - smoothing) steps. A measured step may stand for k steps, of which the others were not
-measured (`_measured_steps.py`). Its estimate then counts as k equal ones in a row do:
+measured (`_step_in_progress.py`). Its estimate then counts as k equal ones in a row do:
 
     average = smoothing^k average + (1 - smoothing^k) estimate
 
@@ -54,10 +54,10 @@ class NormSums:
 
     small_squares: tuple[float, ...]
     mean_square: tuple[float, ...]
-    small_batches: float  # a fraction, if passes have different numbers of examples
+    small_batches: float  # a fraction, if a step had fewer passes than others
     scale: float
     consecutive: bool = False  # the "small batches" are the gradients of two consecutive steps
-    norm_kind: str = "plain"  # or "preconditioned": see `NormKind` in `_hooks.py`; or "examples"
+    norm_kind: str = "plain"  # or "preconditioned": see `NormKind` in `_hooks.py`
     steps: int = 1  # that this one stands for
 
     def unscale(self, loss_scale: float) -> NormSums:
@@ -239,8 +239,8 @@ def load_average(
 class NoiseAverage:
     """|true gradient|^2 and the noise at scale 1, per parameter group, smoothed.
 
-    Floors are applied to the averages. `floor_each_step` applies them to every step's estimate
-    as well, as fairscale does; that biases both averages upwards if single steps are noisy.
+    Floors are applied to the averages. (fairscale applies them to every step's estimate, which
+    biases both averages upwards if single steps are noisy.)
 
     A rule's `noise` is one:
 
@@ -261,7 +261,6 @@ class NoiseAverage:
     var: AnyAverage = DebiasedAverage()
     consecutive: bool = False
     norm_kind: str = "plain"
-    floor_each_step: bool = False
     mix_norm_kinds: bool = False
     var_floor: float = VAR_FLOOR
 
@@ -276,8 +275,6 @@ class NoiseAverage:
         then.
         """
         new = estimate(sums)
-        if self.floor_each_step:
-            new = Estimate(apply_floor(new.sqr, SQR_FLOOR), apply_floor(new.var, self.var_floor))
         kinds_must_match = sums.norm_kind != "preconditioned" or not self.mix_norm_kinds
         kind_changed = sums.norm_kind != self.norm_kind and kinds_must_match
         restart = kind_changed or (self.consecutive and not sums.consecutive)
@@ -295,7 +292,6 @@ class NoiseAverage:
         *,
         debiased: bool,
         smoothing: float,
-        floor_each_step: bool,
         mix_norm_kinds: bool,
         var_floor: float,
     ) -> NoiseAverage:
@@ -305,7 +301,6 @@ class NoiseAverage:
             self,
             sqr=convert_average(self.sqr, kind, smoothing),
             var=convert_average(self.var, kind, smoothing),
-            floor_each_step=floor_each_step,
             mix_norm_kinds=mix_norm_kinds,
             var_floor=var_floor,
         )

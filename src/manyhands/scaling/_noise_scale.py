@@ -10,24 +10,25 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors
-from manyhands._core.ranks import RankGroup, rank_group_of
+from manyhands._core.arguments import real, whole
+from manyhands._core.ranks import rank_group_of
 from manyhands._core.state_parts import SavedState
 from manyhands._core.wrappers import LossScale, LossScaler, find_prepared, unwrap
-from manyhands.scaling._example_squares import Examples, parse_examples
-from manyhands.scaling._examples import Coverage
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._noise import NoiseMoments, estimate
-from manyhands.scaling._rotation import check_share, default_share, parse_measured
 from manyhands.scaling._settings import (
+    PASSES,
+    PER_STEP,
     Accumulation,
     Batch,
     Option,
@@ -36,9 +37,7 @@ from manyhands.scaling._settings import (
     check_smoothing,
     describe_mismatches,
     load_options,
-    parse_accumulation,
-    parse_passes,
-    parse_short_step,
+    passes_and_loop,
     save_options,
 )
 from manyhands.scaling._step_stats import StepStats
@@ -68,10 +67,7 @@ class NoiseScale:
     scale"): the batch size, in samples, at which noise and signal are equal. Well below it a
     larger batch saves steps almost in proportion; well above it, nothing. With one worker and no
     accumulation, consecutive gradients are compared, at the price of a copy of the gradient. The
-    estimate then counts the change of the parameters between them as noise. `examples=True`
-    compares the examples of each micro-batch instead, with any number of workers and passes:
-
-    >>> noise = mh.NoiseScale(optimizer, model=model, examples=True)
+    estimate then counts the change of the parameters between them as noise.
 
     Args:
         parameters: an optimizer, whose steps are then watched (also those with closures), or the
@@ -86,13 +82,7 @@ class NoiseScale:
         process_group: the workers that share gradients; all, by default. Make a NoiseScale on
             each of them.
         grad_scaler: the `GradScaler` in use; required if its scale changes.
-        model: the model whose layers measure examples, and the module that `fully_shard` was
-            called on. Without examples it is needed only after `gc.freeze()`.
-        examples: True, or an `Examples`, to measure the gradients of single examples in the layers
-            that allow it. Results are of those layers, and in samples even without `batch_size`,
-            which then only says what `variance` is of (one sample by default).
-        measured: the share of each long gradient that a step measures, 1/8 by default: see
-            `AdaScale`.
+        model: the module that `fully_shard` was called on; needed only after `gc.freeze()`.
     """
 
     def __init__(
@@ -106,16 +96,12 @@ class NoiseScale:
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: LossScaler | None = None,
         model: nn.Module | None = None,
-        examples: bool | Examples = False,
-        measured: float | None = None,
     ) -> None:
         self._options: Options = {
-            "batch_size": Option(None, batch_size, check=_check_batch_size),
+            "batch_size": Option(None, batch_size, check=partial(real, "batch_size", above=0.0)),
             "smoothing": Option(0.99, smoothing, check=check_smoothing),
-            "measured": Option(default_share(examples), measured, check=parse_measured),
         }
-        declared, accumulation = parse_accumulation(num_gradients_to_accumulate)
-        passes = parse_passes(declared)
+        passes, accumulation = passes_and_loop(num_gradients_to_accumulate)
         optimizer = parameters if isinstance(parameters, Optimizer) else None
         prepared = None if optimizer is None else find_prepared(optimizer)
         if prepared is not None:
@@ -128,10 +114,12 @@ class NoiseScale:
         self._params = params
         self._begin_measurement()
         ranks = rank_group_of(params, process_group or getattr(optimizer, "group", None))
-        chosen = parse_examples(examples, model)
-        share = self._options["measured"].number
-        check_share(share, chosen)
-        _check_ranks_agree(ranks, params, passes, share, chosen)
+        facts = {
+            PASSES: passes,
+            "number of parameters": len(params),
+            "parameters": describe_tensors(params),
+        }
+        agree(ranks, facts, "Build the same model and NoiseScale on every rank.")
         self._optimizer = optimizer
         owner = weakref.proxy(self)  # weak: the tap must not keep this object alive
         self._tap = GradientTap(
@@ -143,15 +131,13 @@ class NoiseScale:
                 passes,
                 smoothing=self._options["smoothing"].number,
                 accumulation=accumulation,
-                short_step=parse_short_step(None, accumulation is not None),
+                short_step="error" if accumulation is None else "count",
                 loss_is_divided=is_scaled_loss,
             ),
             LossScale(grad_scaler),
             on_last_pass=lambda: owner._complete_step(),
             changes_gradients=False,
             model=model,
-            examples=chosen,
-            measured=share,
         )
         if optimizer is not None:  # a backward that no step follows then leaves no trace
             self._watch(optimizer, prepared)
@@ -159,7 +145,6 @@ class NoiseScale:
     def _begin_measurement(self) -> None:
         self._moments = NoiseMoments()
         self._consecutive = False  # whether the moments are of consecutive gradients
-        self._of_examples = False  # whether they are of single examples, and of covered layers
         self._in_flight: StepStats | None = None  # the last step's, on their way to the host
         self._steps = 0
         self._nonfinite = 0
@@ -217,7 +202,6 @@ class NoiseScale:
             return
         stats = tap.complete()
         if self._optimizer is None:  # then a step is assumed to follow
-            tap.count_step()
             if tap.step.problem is not None:
                 self._leave_out_step(tap.step.problem)
             else:
@@ -274,16 +258,11 @@ class NoiseScale:
         if not sums.all_finite:
             self._nonfinite += 1
             return
-        of_examples = sums.norm_kind == "examples"
-        # the better measurement, or one of other parameters: start anew
-        if (self._consecutive and not sums.consecutive) or self._of_examples != of_examples:
+        if self._consecutive and not sums.consecutive:  # the better measurement: start anew
             self._moments, self._steps = NoiseMoments(), 0
-        self._consecutive, self._of_examples = sums.consecutive, of_examples
+        self._consecutive = sums.consecutive
         new, smoothing = estimate(sums), self._options["smoothing"].number
-        var = sum(new.var)
-        if of_examples:  # the noise of as many examples as `batch_size`, however many these were
-            var *= sums.small_batches / sums.scale / self._batch_size
-        self._moments = self._moments.add(sum(new.sqr), var, smoothing)
+        self._moments = self._moments.add(sum(new.sqr), sum(new.var), smoothing)
         self._steps += 1
 
     @property
@@ -309,10 +288,7 @@ class NoiseScale:
 
     @property
     def variance(self) -> float:
-        """Trace of the covariance of one worker's micro-batch gradient.
-
-        With `examples`: of the covered layers' gradient, for `batch_size` samples.
-        """
+        """Trace of the covariance of one worker's micro-batch gradient."""
         return self._moments.var / self._moments.weight if self.steps else math.nan
 
     @property
@@ -334,14 +310,6 @@ class NoiseScale:
             return math.nan if self.steps < 2 else math.inf
         return self._batch_size * self._moments.ratio_error
 
-    @property
-    def coverage(self) -> Coverage | None:
-        """Which layers measure examples, and which do not; None without `examples`.
-
-        Layers that turn out not to be measurable are left out in the first backward pass.
-        """
-        return None if self._tap.examples is None else self._tap.examples.coverage
-
     def one_sample(self) -> AbstractContextManager[None]:
         """Treat the backward passes inside as one (see `AdaScale.one_sample`)."""
         return self._tap.one_sample()
@@ -351,7 +319,7 @@ class NoiseScale:
 
         Call it on every worker, between two steps.
         """
-        passes = parse_passes(num_gradients_to_accumulate)
+        passes = whole(PASSES, num_gradients_to_accumulate, least=1, why=PER_STEP)
         self._tap.check_between_steps("set_num_gradients_to_accumulate()")
         batch = self._tap.batch
         self._tap.exchange.announce(passes, batch.scale_for(passes))
@@ -366,7 +334,6 @@ class NoiseScale:
             "options": save_options(self._options),
             "moments": asdict(self._moments),
             "consecutive": self._consecutive,
-            **({"examples": True} if self._of_examples else {}),
             "steps": self._steps,
             "nonfinite": self._nonfinite,
             **{k: v for k, v in self._tap.to_state().items() if k != "norms"},  # plain: no state
@@ -389,20 +356,17 @@ class NoiseScale:
             options, mismatches = load_options(self._options, state_dict["options"])
             moments = NoiseMoments(**{k: float(v) for k, v in state_dict["moments"].items()})
             consecutive = bool(state_dict["consecutive"])
-            of_examples = bool(state_dict.get("examples", False))
             steps, nonfinite = int(state_dict["steps"]), int(state_dict["nonfinite"])
             tap = self._tap.parse_state({"norms": [], **state_dict})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"the state dict is damaged: {error!r}.") from error
-        saved = options["batch_size"].recorded or (1.0 if of_examples else None)
+        saved = options["batch_size"].recorded
         if saved is not None:
             moments = moments.rescale((options["batch_size"].value or 1.0) / saved)
-        self._tap.measure_share(options["measured"].number)
         self._tap.batch.smoothing = options["smoothing"].number
         self._tap.load_state(tap)
         self._in_flight = None
         self._options, self._moments, self._consecutive = options, moments, consecutive
-        self._of_examples = of_examples
         self._steps, self._nonfinite = steps, nonfinite
         if mismatches:
             warnings.warn(describe_mismatches(mismatches, "NoiseScale"), stacklevel=2)
@@ -422,7 +386,7 @@ class NoiseScale:
             self._stop_watching()
 
     def __repr__(self) -> str:
-        known = self._options["batch_size"].value is not None or self._tap.examples is not None
+        known = self._options["batch_size"].value is not None
         unit = "samples" if known else "small batches"
         return (
             f"NoiseScale({self.noise_scale:.4g} ± {self.standard_error:.2g} {unit}, "
@@ -435,23 +399,3 @@ def _too_few_passes(passes: int, declared: int) -> str:
         f"step() after {passes} of {declared} backward passes. If every step has {passes}, pass "
         f"num_gradients_to_accumulate={passes}, or call set_num_gradients_to_accumulate({passes})."
     )
-
-
-def _check_ranks_agree(
-    ranks: RankGroup, params: Sequence[Tensor], passes: int, share: float, examples: Examples | None
-) -> None:
-    """Raise on every rank if they have other options or other parameters."""
-    facts = {
-        "num_gradients_to_accumulate": passes,
-        "number of parameters": len(params),
-        "measured": share,
-        "parameters": describe_tensors(params),
-        "examples": str(examples),
-    }
-    agree(ranks, facts, "Build the same model and NoiseScale on every rank.")
-
-
-def _check_batch_size(batch_size: float) -> float:
-    if not batch_size > 0:
-        raise ValueError(f"batch_size must be above 0, got {batch_size}.")
-    return batch_size

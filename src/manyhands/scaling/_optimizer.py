@@ -19,6 +19,7 @@ import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from manyhands._core.arguments import real
 from manyhands._core.ranks import RankGroup, rank_group_of
 from manyhands._core.state_parts import OptimizerLayers
 from manyhands._core.stop_notice import stop_notice
@@ -50,25 +52,19 @@ from manyhands.scaling._binding import (
     check_says_which_passes,
     overridden,
 )
-from manyhands.scaling._example_squares import Examples, parse_examples
 from manyhands.scaling._hooks import NormKind, PlainNorm
 from manyhands.scaling._noise import NoiseAverage, ratio_of_squares
-from manyhands.scaling._noise_tracker import NoiseTracker
+from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts
 from manyhands.scaling._preconditioned import rescale_second_moments
-from manyhands.scaling._rotation import check_share
 from manyhands.scaling._settings import (
     Batch,
     GatedAccumulation,
     Options,
     ShortStep,
     accumulation_of,
-    check_divided,
     check_prepared,
-    check_scale,
     parse_factors,
-    parse_short_step,
 )
-from manyhands.scaling._step_counts import StepCounts
 from manyhands.scaling._step_stats import NO_REPORT, StepObserver
 from manyhands.scaling._tap import Averager, GradientTap
 
@@ -107,9 +103,7 @@ class ScaledOptimizer(OptimizerWrapper):
         world_size: int | None,
         process_group: dist.ProcessGroup | None,
         grad_scaler: LossScaler | None,
-        delayed: bool,
         model: nn.Module | None,
-        examples: bool | Examples,
     ) -> None:
         # `Optimizer.__init__` is not called: groups, state and hooks are the inner optimizer's.
         self._inner: Optimizer | None = None
@@ -119,8 +113,6 @@ class ScaledOptimizer(OptimizerWrapper):
         self._process_group = process_group
         self._loss_scale = LossScale(grad_scaler)
         self._model = model
-        self._examples = examples
-        self._delayed = delayed
         self._options = options
         self._batch = batch
         self._counts = StepCounts()
@@ -176,12 +168,11 @@ class ScaledOptimizer(OptimizerWrapper):
         if adp is not None:
             check_says_which_passes(adp)
             if self._batch.accumulation is not None:
-                raise TypeError(
-                    "with a data-parallel module the passes are counted, not declared: leave "
-                    "num_gradients_to_accumulate out."
-                )
+                raise TypeError("the passes are counted: leave num_gradients_to_accumulate out.")
             self.adp = adp
             self._batch.counts_passes = True
+            every = self._options["measure_every"]
+            self._options["measure_every"] = replace(every, default=1)  # as in adaptdl
             self._process_group = self._process_group or getattr(adp, "process_group", None)
             self._model = self._model or _module(adp)
         self._bind(optimizer)
@@ -191,14 +182,6 @@ class ScaledOptimizer(OptimizerWrapper):
     def _bind(self, optimizer: Optimizer) -> None:
         check_bindable(optimizer, type(self).__name__, ScaledOptimizer)
         norms = self._make_norm(optimizer)
-        examples = parse_examples(self._examples, self._model)
-        if examples is not None and self._norm_kind != "plain":
-            raise ValueError(
-                f"{type(self).__name__} measures gradients as the optimizer divides them, and "
-                "examples= can measure plain gradients only. Leave examples= out, or use a rule "
-                "that measures plain gradients, such as SqrtScale."
-            )
-        check_share(self._options["measured"].number, examples)
         prepared = None if self.adp is not None else find_prepared(optimizer)
         if prepared is not None:
             self._follow_prepared(prepared)
@@ -213,7 +196,7 @@ class ScaledOptimizer(OptimizerWrapper):
             if not self._batch.counts_passes:  # else the scale is known only at the step
                 scale = self._check_own_scale(scale)
             self._check_optimizer_supports(scale)
-            check_ranks_agree(optimizer, self._ranks, self._batch, self._options, str(examples))
+            check_ranks_agree(optimizer, self._ranks, self._batch, self._options)
             self._start_measuring(norms, NoiseAverage(len(optimizer.param_groups)))
         except BaseException:
             self._inner = None  # so that the mistake can be corrected, and the rule bound again
@@ -233,18 +216,10 @@ class ScaledOptimizer(OptimizerWrapper):
             batch.accumulation = found
             batch.begin_step()
             if self._short_step is None:
-                batch.short_step = parse_short_step(None, found=True)
-                check_divided(batch)
-        scaler = getattr(prepared, "scaler", None)
-        if scaler is None:
-            return
-        if batch.short_step == "drop":
-            raise ValueError(
-                "short_step='drop' does not work with the gradient scaler of a prepared optimizer, "
-                "which has to step. Use short_step='count', or drop_last=True in the DataLoader."
-            )
+                batch.short_step = "count"
+                batch.check_divided()
         if not self._loss_scale.known:
-            self._loss_scale.scaler = scaler
+            self._loss_scale.scaler = getattr(prepared, "scaler", None)
 
     def _start_measuring(self, norms: NormKind, average: NoiseAverage) -> None:
         """Make the parts that a rule has once it has an optimizer."""
@@ -261,21 +236,16 @@ class ScaledOptimizer(OptimizerWrapper):
             averager=self.adp,
             compare_at_scale_1=self._batch.counts_passes,
             model=self._model,
-            examples=parse_examples(self._examples, self._model),
-            measured=self._options["measured"].number,
         )
-        self._noise_tracker = NoiseTracker(tap, average, self._options, delayed=self._delayed)
+        self._noise_tracker = NoiseTracker(tap, average, self._options)
         self._binding = Binding(self._inner_optimizer)
         self._binding.claim(self)
 
     @YieldingProperty
     def _inner_optimizer(self) -> Optimizer:
         if self._inner is None:
-            raise RuntimeError(
-                f"this {type(self).__name__} has no optimizer yet. Give it one, "
-                f"{type(self).__name__}(optimizer), or bind it with "
-                "AdaptiveDataParallel(model, optimizer, rule) or rule.initialize(...)."
-            )
+            name = type(self).__name__
+            raise RuntimeError(f"this {name} has no optimizer yet. Give it one: {name}(optimizer).")
         return self._inner
 
     @YieldingProperty
@@ -312,8 +282,7 @@ class ScaledOptimizer(OptimizerWrapper):
         if len(self.param_groups) != self._tracker.average.groups:
             raise RuntimeError(
                 f"the inner optimizer has {len(self.param_groups)} parameter groups, of which "
-                f"{self._tracker.average.groups} are measured. Add groups through the wrapper: "
-                f"{type(self).__name__}.add_param_group(...)."
+                f"{self._tracker.average.groups} are measured. Call the rule's add_param_group()."
             )
 
     def __deepcopy__(self, memo: dict[int, object]) -> ScaledOptimizer:
@@ -327,8 +296,7 @@ class ScaledOptimizer(OptimizerWrapper):
         vars(twin)[SHARED] = dict(vars(self)[SHARED])
         twin._observer = None  # it observes the original
         twin._inner, twin.adp = copy.deepcopy(self._inner, memo), copy.deepcopy(self.adp, memo)
-        # `fully_shard`'s modules cannot be copied; a model whose examples are measured can
-        twin._model = copy.deepcopy(self._model, memo) if self._examples else _module(twin.adp)
+        twin._model = _module(twin.adp)  # `fully_shard`'s modules cannot be copied
         twin._batch, twin._loss_scale = copy.copy(self._batch), copy.copy(self._loss_scale)
         twin._options, twin._counts = dict(self._options), copy.copy(self._counts)
         if twin._inner is not None:
@@ -371,14 +339,15 @@ class ScaledOptimizer(OptimizerWrapper):
         if self._inner is not None:
             self._tap.check_between_steps(what)
 
-    def _check_own_scale(self, scale: float, details: str = "") -> float:
-        return check_scale(scale, self._min_scale, type(self).__name__, details)
+    def _check_own_scale(self, scale: float) -> float:
+        why = f"It is {type(self).__name__}'s whole batch, in small batches."
+        if self._min_scale:
+            return real("scale", scale, least=self._min_scale, why=why)
+        return real("scale", scale, above=0.0, why=why)
 
     def _check_batch(self, batch: Batch, passes: int) -> float:
         """Return the scale of a step of so many passes, if rule and optimizer support it."""
-        per_pass = batch.scale_per_pass
-        details = "" if per_pass is None else f" ({passes} pass(es) of {per_pass})"
-        scale = self._check_own_scale(batch.scale_for(passes), details)
+        scale = self._check_own_scale(batch.scale_for(passes))
         if self._inner is not None:
             self._check_optimizer_supports(scale)
         return scale
@@ -411,28 +380,19 @@ class ScaledOptimizer(OptimizerWrapper):
             self._check_batch(batch, batch.passes)
         if tracker.complete(inner):
             self._counts.short += 1
-            if batch.short_step == "drop":
-                self.zero_grad()
-                return self._end_step(None)
+        tracker.measures_every_step = self._observer is not None
         outcome = tracker.finish_step(signals, self.scale)
         self._decide_once()
         self._counts.steps += 1
-        self._counts.add(outcome, late=self._delayed)
         if not (signals.present or self._loss_scale.known):
             tracker.check_not_stuck()  # a scaler skips steps that overflow, and they do no harm
-        if self._delayed:
-            # `outcome` is the previous step's. Reading `found_inf` waits for the device, so it is
-            # left to an optimizer that reads it there.
-            reads_found_inf = signals.found_inf is not None and not binding.supports_amp
-            skipped = reads_found_inf and bool(signals.found_inf)
-        else:
-            skipped = outcome is not None and outcome.skipped
-        if skipped:
+        if outcome.skipped:
+            self._counts.skipped += 1
             report_skip(self)
             return self._end_step(None)
         scale = self.scale
         factors = self.scale_lr(scale)
-        self._factors = parse_factors(factors, len(inner.param_groups), type(self).__name__, scale)
+        self._factors = parse_factors(factors, len(inner.param_groups), type(self).__name__)
         pairs = zip(inner.param_groups, self._factors, strict=True)
         overrides = [self._overrides(group, factor) for group, factor in pairs]
         positional = () if closure is None else (closure,)
@@ -442,11 +402,10 @@ class ScaledOptimizer(OptimizerWrapper):
         # torch's schedulers warn unless they find this on the optimizer they were made for
         vars(inner)["_opt_called"] = True
         if getattr(inner, "step_was_skipped", False):  # by Accelerate's scaler, inside
-            self._counts.skipped += 0 if self._delayed else 1  # delayed: when its numbers are read
+            self._counts.skipped += 1
             return self._end_step(result)
         tap.norms.optimizer_stepped()
-        if outcome is not None and not self._delayed:
-            self._counts.progress += outcome.gain
+        self._counts.progress += outcome.gain
         return self._end_step(result)
 
     # torch wraps the `step` of every subclass to run step hooks, unless it has this attribute. The
@@ -483,18 +442,13 @@ class ScaledOptimizer(OptimizerWrapper):
         tap = self._tap
         if tap.step.too_many:
             raise RuntimeError(tap.describe_excess())
-        if not tap.schedule.sends:
-            tap.pass_over()
-            return
         report = NO_REPORT if self._observer is None else self._observer.report()
         micro_batch = float(getattr(self.adp, "leading_dimension", None) or 0)
         stop = float(stop_notice.received)
         report = report._replace(micro_batch=micro_batch, stop=stop)
-        period = self._tracker.steps_to_next(every_step=self._observer is not None)
-        tap.complete(checksum=self._checksum(), report=report, period=period)
+        tap.complete(checksum=self._checksum(), report=report)
 
     def stop_agreed(self) -> bool:
-        # With `measure_every` this is known a few steps later, and on all ranks at the same step.
         return any(report.stop for report in self._tracker.reports)
 
     def _checksum(self) -> float:

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer, RMSprop
 
-from manyhands._core.flat import are_rows, flatten, norm
+from manyhands._core.flat import flatten, norm
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
 from manyhands._core.state_parts import ReplicatedState, ShardedOptimizer, plain_optimizer
@@ -101,11 +101,8 @@ class PreconditionedNorm:
         optimizer = unwrap(optimizer)[-1]  # it may be in a trainer's wrapper
         plain = plain_optimizer(optimizer)
         if not isinstance(plain, Adam | RMSprop):
-            raise TypeError(
-                "AdamScale divides gradients as the optimizer does and knows how for Adam, AdamW "
-                f"and RMSprop (and subclasses), got {type(plain).__name__}. "
-                "Use AdaScale for SGD, or SqrtScale for other adaptive optimizers."
-            )
+            name = type(plain).__name__
+            raise TypeError(f"AdamScale is for Adam, AdamW and RMSprop, got {name}.")
         self._optimizer = optimizer
         # the state of all parameters, if each rank holds only a shard of it
         self._replica: ReplicatedState | None = None
@@ -195,7 +192,7 @@ class PreconditionedNorm:
         return [self.one(index, grad) for index, grad in zip(indices, grads, strict=True)]
 
     def slices(self, slices: Sequence[GradientSlice]) -> Sequence[Norm]:
-        return [self.one(index, grad, take_slice) for index, grad, take_slice, _ in slices]
+        return [self.one(index, grad, take_slice) for index, grad, take_slice in slices]
 
     def one(
         self, index: int, grad: Tensor, take_slice: Callable[[Tensor], Tensor] | None = None
@@ -289,9 +286,6 @@ class PreconditionedNorm:
 
 def _split_into_blocks(tensor: Tensor) -> Sequence[Tensor]:
     """Return blocks of at most `BLOCK` elements, each in one piece of memory."""
-    if are_rows(tensor):
-        rows = tensor.unbind()  # no copy
-        return rows if tensor.size(1) <= BLOCK else [b for row in rows for b in row.split(BLOCK)]
     # Short tensors come one after the other, and each operation costs as much as their arithmetic.
     flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else flatten(tensor)
     return (flat,) if flat.numel() <= BLOCK else flat.split(BLOCK)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands._core.arguments import real
 from manyhands._core.state_parts import SavedState
 from manyhands.scaling._optimizer import rule_of
 from manyhands.scaling._rule_base import ScalingRuleBase
@@ -56,19 +57,13 @@ class ProgressScheduler(LRScheduler):
         every: float = 1.0,
         end: float | None = None,
     ) -> None:
-        if not every > 0.0:
-            raise ValueError(
-                f"every must be above 0, got {every}: with 1 the schedule steps once for every "
-                "small-batch step."
-            )
-        if end is not None and not end > 0.0:
-            raise ValueError(f"end must be above 0, got {end}. It is the progress to train for.")
+        every = real("every", every, above=0.0)
+        end = None if end is None else real("end", end, above=0.0)
         rule = rule_of(optimizer) if isinstance(optimizer, Optimizer) else None
         if not isinstance(rule, ScalingRuleBase):
+            name = type(optimizer).__name__
             raise TypeError(
-                f"ProgressScheduler needs an optimizer under a scaling rule, whose progress it "
-                f"counts, got {type(optimizer).__name__}: write mh.AdaScale(optimizer) for SGD, "
-                "mh.AdamScale(optimizer) for Adam and AdamW."
+                f"ProgressScheduler needs an optimizer under a scaling rule, not {name}."
             )
         # `LRScheduler.__init__` is not called: the schedule is the other scheduler's, which has
         # set the first learning rates.

@@ -12,44 +12,39 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
+from manyhands._core.arguments import flag, one_of, real, whole
 from manyhands._core.state_parts import SavedState, plain_optimizer
 from manyhands._core.wrappers import LossScaler, unwrap
 from manyhands.scaling._binding import KEY
-from manyhands.scaling._example_squares import Examples
-from manyhands.scaling._examples import Coverage
-from manyhands.scaling._measured_steps import parse_measure_every
 from manyhands.scaling._noise import VAR_FLOOR
-from manyhands.scaling._noise_tracker import NoiseTracker, TrackerState
+from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts, TrackerState
 from manyhands.scaling._optimizer import ScaledOptimizer
-from manyhands.scaling._rotation import default_share, parse_measured
 from manyhands.scaling._settings import (
+    PASSES,
+    PER_STEP,
     Accumulation,
     Batch,
     Option,
     OptionMismatch,
     Options,
     ShortStep,
-    check_divided,
-    check_scale,
-    check_var_floor,
     describe_mismatches,
     load_options,
-    parse_accumulation,
-    parse_passes,
-    parse_short_step,
+    passes_and_loop,
     save_options,
 )
-from manyhands.scaling._step_counts import StepCounts, check_progress
 from manyhands.scaling._tap import TapState
 
 VERSION = 2  # of the entry's format
+_EVERY = partial(whole, "measure_every", least=1)
 
 
 class ScalingRuleBase(ScaledOptimizer):
@@ -60,7 +55,8 @@ class ScalingRuleBase(ScaledOptimizer):
     the optimizer:
 
     >>> import torch, manyhands as mh
-    >>> class Cautious(mh.ScalingRuleBase):
+    >>> from manyhands.scaling import ScalingRuleBase
+    >>> class Cautious(ScalingRuleBase):
     ...     def scale_lr(self, scale):
     ...         return scale**0.25
     >>> model = torch.nn.Linear(2, 1)
@@ -91,40 +87,24 @@ class ScalingRuleBase(ScaledOptimizer):
             optimizer that `accelerator.prepare` has returned.
         is_scaled_loss: whether each pass's loss is divided by that number. If not, call
             `scale_grad_by_num_grads_to_accum()` before `step`.
-        debias_ewma: True, the default, for moving averages like Adam's; False for those of the
-            AdaScale paper's appendix B.3.
+        debias_ewma: True for moving averages like Adam's; False for those of the AdaScale paper's
+            appendix B.3. A state dict of a run with False continues with False.
         process_group: the workers that share gradients; all, by default.
         grad_scaler: the `torch.amp.GradScaler` in use. It is required if you call its `unscale_`
             or read `gain()` before `step()`; otherwise `scaler.step(optimizer)` passes on the
             loss scale.
-        delayed: use the statistics up to the previous step, so that `step` never waits for a
-            GPU. `gain()` and `progress` are then one step behind.
-        floor_each_step: apply fairscale's floors to every step's estimate, for comparisons. This
-            biases the gain. By default only the averages have floors.
         var_floor: the smallest noise that an average can have, 1e-6 by default. Gradients whose
             squared norms are nearly as small seem to be pure noise: lower the floor for them, or
             multiply the loss.
-        measured: the share of each long gradient that a step measures. 1/8, the default,
-            measures an eighth in each step, and all of it in eight: less work, for a small
-            error. 1 measures all of it, as is done with `examples`. Tensors below 131,072
-            elements are measured whole, and so are gradients that are compared with those of the
-            step before.
-        measure_every: 1, the default, measures every step. 4 measures one step in four, once the
-            averages have seen as many steps as they look back over, and fewer only if at least 100
-            measured steps are left in them: at scale 2 one in four, at scale 8 and above all. In
-            the steps between nothing is measured or sent. The gain is then a little noisier, and
-            a mistake of one rank is reported at the next measured step. Every step is measured
-            under a `Ramp`, in `AdaptiveDataParallel`, with `examples`, where a loop decides about
-            passes, with another `short_step` than "error", and on one worker with one pass.
+        measure_every: 4, the default, measures one step in four, once the averages have seen as
+            many steps as they look back over. 1 measures every step, as is done under a `Ramp` and
+            on one worker with one pass, and is the default in `AdaptiveDataParallel`. More steps
+            are measured where the averages would hold less than 100 small batches or four steps.
         short_step: what a step with fewer passes does, as at the end of an epoch: "count" divides
             the gradient by the passes that there were, and takes a smaller step, of their scale;
-            "drop" throws the gradient away; "error" raises one. "count" is the default where the
-            loop decides about passes, "error" where they are declared.
-        model: the model whose layers measure examples, and the module that `fully_shard` was
-            called on. Without examples it is needed only after `gc.freeze()`.
-        examples: True, or an `Examples`, to compare the gradients of single examples in the layers
-            that allow it. Without it, one worker with one pass compares consecutive gradients.
-            AdamScale does not have it: the norms are those of plain gradients.
+            "error" raises one. "count" is the default where the loop decides about passes, "error"
+            where they are declared.
+        model: the module that `fully_shard` was called on; needed only after `gc.freeze()`.
     """
 
     def __init__(
@@ -135,35 +115,31 @@ class ScalingRuleBase(ScaledOptimizer):
         smoothing: float | None = None,
         num_gradients_to_accumulate: int | Accumulation = 1,
         is_scaled_loss: bool = True,
-        debias_ewma: bool | None = None,
+        debias_ewma: bool = True,
         *,
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: LossScaler | None = None,
-        delayed: bool = False,
-        floor_each_step: bool | None = None,
         var_floor: float | None = None,
-        measured: float | None = None,
         measure_every: int | None = None,
         short_step: ShortStep | None = None,
         model: nn.Module | None = None,
-        examples: bool | Examples = False,
     ) -> None:
         options = {
-            "debias_ewma": Option(True, debias_ewma, check=bool),
-            "floor_each_step": Option(False, floor_each_step, check=bool),
-            "var_floor": Option(VAR_FLOOR, var_floor, check=check_var_floor),
-            "measured": Option(default_share(examples), measured, check=parse_measured),
-            "measure_every": Option(1, measure_every, check=parse_measure_every),
+            "debias_ewma": Option(True, None if flag("debias_ewma", debias_ewma) else False),
+            "var_floor": Option(VAR_FLOOR, var_floor, check=partial(real, "var_floor", least=0.0)),
+            "measure_every": Option(4, measure_every, check=_EVERY),
             **self._extra_options(),
         }
-        declared, accumulation = parse_accumulation(num_gradients_to_accumulate)
+        passes, accumulation = passes_and_loop(num_gradients_to_accumulate)
+        policy: ShortStep = short_step or ("error" if accumulation is None else "count")
+        one_of("short_step", policy, get_args(ShortStep))
         batch = Batch(
-            passes=parse_passes(declared),
+            passes=passes,
             accumulation=accumulation,
-            short_step=parse_short_step(short_step, accumulation is not None),
+            short_step=policy,
             loss_is_divided=is_scaled_loss,
         )
-        check_divided(batch)
+        batch.check_divided()
         batch.set_smoothing(smoothing)
         if scale is not None:
             batch.set_scale(scale=self._check_own_scale(scale))
@@ -173,9 +149,7 @@ class ScalingRuleBase(ScaledOptimizer):
             world_size=world_size,
             process_group=process_group,
             grad_scaler=grad_scaler,
-            delayed=delayed,
             model=model,
-            examples=examples,
         )
         self._short_step = short_step
         if optimizer is not None:
@@ -206,12 +180,7 @@ class ScalingRuleBase(ScaledOptimizer):
 
     def set_progress(self, progress: float) -> None:
         """Set the progress, after a phase that was trained without the rule."""
-        self._counts.progress = check_progress(progress)
-
-    @property
-    def coverage(self) -> Coverage | None:
-        """Which layers measure examples, and which do not; None without `examples`."""
-        return None if self._tap.examples is None else self._tap.examples.coverage
+        self._counts.progress = real("progress", progress, least=0.0)
 
     @property
     def factors(self) -> tuple[float, ...]:
@@ -279,7 +248,7 @@ class ScalingRuleBase(ScaledOptimizer):
         """
         self._check_between_steps("set_scale_per_pass()")
         changed = replace(self._batch)  # checked before anything is changed
-        changed.set_scale(per_pass=check_scale(scale, 0.0, "one pass"))
+        changed.set_scale(per_pass=real("scale", scale, above=0.0))
         # if passes are counted, the scale is known, and checked, only at the step
         if self._inner is not None and not self._batch.counts_passes:
             self._check_batch(changed, self._batch.passes)
@@ -300,17 +269,10 @@ class ScalingRuleBase(ScaledOptimizer):
         `update_smoothing=False`.
         """
         if self._batch.counts_passes:
-            raise RuntimeError(
-                "with a data-parallel module the passes are counted, not declared: run all but "
-                "the step's last one inside its no_sync()."
-            )
+            raise RuntimeError("AdaptiveDataParallel counts the passes: there is no number to set.")
         if self._batch.accumulation is not None:
-            raise RuntimeError(
-                "the loop decides how many passes a step has, and a number that is set here would "
-                f"not last: it is asked before each step. Change it there: "
-                f"{type(self._batch.accumulation).__name__}.gradient_accumulation_steps."
-            )
-        passes = parse_passes(num_gradients_to_accumulate)
+            raise RuntimeError("the loop decides how many passes a step has: change it there.")
+        passes = whole(PASSES, num_gradients_to_accumulate, least=1, why=PER_STEP)
         self._check_between_steps("set_num_gradients_to_accumulate()")
         if self._inner is not None:
             # a scale that was set explicitly stays, whatever the passes
@@ -351,11 +313,7 @@ class ScalingRuleBase(ScaledOptimizer):
         keeps its proportion to workers x passes, as the micro-batch stays the same.
         """
         if KEY not in state_dict:
-            raise ValueError(
-                f"this state dict has no {KEY!r} entry: it is a bare optimizer's, or from another "
-                "library. To continue a bare run under a scaling rule, load it before wrapping: "
-                f"optimizer.load_state_dict(...), then mh.{type(self).__name__}(optimizer)."
-            )
+            raise ValueError(f"no {KEY!r} entry: a bare optimizer's? Then load it before wrapping.")
         # parsed first: a state dict that does not fit changes nothing
         state = self.check_scaling_state(state_dict[KEY])
         self._binding.load_state_dict(dict(state_dict))
@@ -367,8 +325,6 @@ class ScalingRuleBase(ScaledOptimizer):
         Use it if the optimizer's state is saved in another way, as by
         torch.distributed.checkpoint, which is given `.optimizer`.
         """
-        # statistics still on their way to the host would be lost
-        self._counts.add(self._tracker.finish_in_flight(), late=self._delayed)
         return {
             **_describe_origin(self._norm_kind, self._inner_optimizer),
             **self._counts.to_state(),
@@ -401,7 +357,6 @@ class ScalingRuleBase(ScaledOptimizer):
         self._batch.load_state(state.batch)
         self._options.update(state.options)  # in place: a trainer's proxy holds this dict
         self._apply_options()
-        self._tap.measure_share(self._options["measured"].number)
         self._tap.load_state(state.tap)
         self._tracker.load_state(state.tracker)
         self._counts.load_state(state.counts)
@@ -436,21 +391,10 @@ def _describe_origin(norm_kind: str, optimizer: Optimizer) -> dict[str, object]:
 def _parse_entry(
     entry: SavedState, origin: Mapping[str, object], tracker: NoiseTracker, options: Options
 ) -> ScalingState:
-    """Return the parsed entry; raise a ValueError if it does not fit this wrapper.
-
-    `origin` describes this wrapper; its parts and options have what was set in this run.
-    """
-    for name, what, advice in (
-        ("version", "format version", "Load it with the release that wrote it."),
-        ("optimizer", "optimizer", "Build the optimizer that the run was saved with."),
-        ("gradients", "kind of gradients", "Wrap with a rule that measures the same kind."),
-        ("group_sizes", "numbers of parameters per group", "Build the same parameter groups."),
-    ):
-        if entry.get(name) != origin[name]:
-            raise ValueError(
-                f"the state dict's {what} is {entry.get(name)!r}, this wrapper's is "
-                f"{origin[name]!r}. {advice}"
-            )
+    """Return the parsed entry; raise a ValueError if it does not fit the wrapper of `origin`."""
+    for name, here in origin.items():
+        if (came := entry.get(name)) != here:
+            raise ValueError(f"the state dict's {name} is {came!r}, this wrapper's is {here!r}.")
     try:
         batch, batch_mismatches = tracker.tap.batch.parse_state(entry["batch"])
         loaded_options, mismatches = load_options(options, entry["options"])

@@ -20,12 +20,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
+from manyhands._core.arguments import real
+from manyhands._core.state_parts import SavedState
 from manyhands._core.wrappers import ParamGroup, YieldingProperty
 from manyhands.scaling._hooks import NormKind
 from manyhands.scaling._preconditioned import PreconditionedNorm
@@ -34,6 +35,8 @@ from manyhands.scaling._settings import Accumulation, Option, Options, RuleOptio
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+T = TypeVar("T")
 
 
 def legw_factor(
@@ -61,12 +64,8 @@ def sde_beta(beta: float, scale: float) -> float:
     """
     forgotten = scale * (1.0 - beta)
     if forgotten >= 1.0:
-        raise ValueError(
-            f"the square-root rule for Adam scales 1 - beta with the batch, and beta={beta:g} at "
-            f"scale {scale:g} would give 1 - beta = {forgotten:.3g}, which must stay below 1: "
-            f"at this beta the largest scale is below {1.0 / (1.0 - beta):.4g}. "
-            "Use a smaller scale, a beta nearer to 1, or SqrtScale(..., rescale_adam=False)."
-        )
+        largest = 1.0 / (1.0 - beta)
+        raise ValueError(f"at beta={beta:g} the scale must be below {largest:.4g}, got {scale:g}.")
     return 1.0 - forgotten
 
 
@@ -101,13 +100,38 @@ class AdaScale(ScalingRuleBase):
         noise = self.noise
         return [noise.gain(scale, group) for group in range(noise.groups)]
 
+    # `pg` and `data` are fairscale's names of these arguments, beside torch's.
+
+    def add_param_group(
+        self, param_group: ParamGroup | None = None, *, pg: ParamGroup | None = None
+    ) -> None:
+        """Add parameters: they are measured from the next backward pass on."""
+        super().add_param_group(_either("param_group", param_group, "pg", pg))
+
+    def load_state_dict(
+        self, state_dict: SavedState | None = None, *, data: SavedState | None = None
+    ) -> None:
+        """Continue from a `state_dict`, as `ScalingRuleBase.load_state_dict` says."""
+        super().load_state_dict(_either("state_dict", state_dict, "data", data))
+
+
+def _either(name: str, value: T | None, other_name: str, other: T | None) -> T:
+    """Return the argument that was given, under one of its two names."""
+    if value is not None and other is not None:
+        raise TypeError(f"{name} and {other_name} are one argument: give it once.")
+    given = other if value is None else value
+    if given is None:
+        raise TypeError(f"missing argument: {name}")
+    return given
+
 
 class AdaScaleWrapper(AdaScale):
     """`AdaScale` that makes its optimizer itself, for code that takes the class of an optimizer.
 
-    >>> import torch, manyhands as mh
+    >>> import torch
+    >>> from manyhands.fairscale import AdaScaleWrapper
     >>> model = torch.nn.Linear(4, 1)
-    >>> optimizer = mh.AdaScaleWrapper(
+    >>> optimizer = AdaScaleWrapper(
     ...     model.parameters(), optim_cls=torch.optim.SGD, lr=0.1, num_gradients_to_accumulate=8
     ... )
 
@@ -128,7 +152,7 @@ class AdaScaleWrapper(AdaScale):
         scale: float | None = None,
         smoothing: float | None = None,
         num_gradients_to_accumulate: int | Accumulation = 1,
-        debias_ewma: bool | None = None,
+        debias_ewma: bool = True,
         optim_cls: type[Optimizer] = SGD,
         **additional_optim_args: Any,
     ) -> None:
@@ -180,9 +204,8 @@ class AdamScale(AdaScale):
         super().__init__(optimizer, **options)
 
     def _extra_options(self) -> Options:
-        floor = Option(
-            SECOND_MOMENT_FLOOR, self._second_moment_floor, check=_check_second_moment_floor
-        )
+        check = partial(real, "second_moment_floor", least=0.0, below=1.0)
+        floor = Option(SECOND_MOMENT_FLOOR, self._second_moment_floor, check=check)
         return {"second_moment_floor": floor}
 
     def _make_norm(self, optimizer: Optimizer) -> NormKind:
@@ -198,15 +221,6 @@ class AdamScale(AdaScale):
 
     def scale_lr(self, scale: float, power: float = 0.5) -> Sequence[float]:
         return [gain**power for gain in super().scale_lr(scale)]
-
-
-def _check_second_moment_floor(floor: float) -> float:
-    if not 0.0 <= floor < 1.0:
-        raise ValueError(
-            f"second_moment_floor must be at least 0 and below 1, got {floor}. "
-            "It is a fraction of the mean second moment; 0 is no floor."
-        )
-    return floor
 
 
 class LinearScale(ScalingRuleBase):
@@ -260,10 +274,7 @@ class SqrtScale(ScalingRuleBase):
     def _make_norm(self, optimizer: Optimizer) -> NormKind:
         # Adam and AdamW have betas, RMSprop has alpha; any subclass with either will do.
         if self._rescales_adam and not {"betas", "alpha"} & set(optimizer.defaults):
-            raise TypeError(
-                "rescale_adam=True is for Adam, AdamW and RMSprop, whose betas (or alpha) it "
-                f"changes, got {type(optimizer).__name__}. Leave it out."
-            )
+            raise TypeError(f"rescale_adam=True is not for {type(optimizer).__name__}.")
         return super()._make_norm(optimizer)
 
     def _check_optimizer_supports(self, scale: float) -> None:
@@ -318,8 +329,10 @@ class LEGWScale(ScalingRuleBase):
         super().__init__(optimizer, **options)
 
     def _extra_options(self) -> Options:
+        # (It is a mistake that is easily made: the optimizer is the third argument.)
+        why = "Write LEGWScale(base_warmup_epochs, data_size, optimizer, batch_size=...)."
         return {
-            name: Option(None, value, check=partial(_check_legw_number, name, least))
+            name: Option(None, value, check=partial(real, name, least=least, why=why))
             for name, value, least in (
                 ("base_warmup_epochs", self._warmup_epochs, 0.0),
                 ("data_size", self._data_size, 1.0),
@@ -330,20 +343,14 @@ class LEGWScale(ScalingRuleBase):
     def _check_optimizer_supports(self, scale: float) -> None:
         batch_size = self._options["batch_size"].value
         if batch_size is None and not hasattr(self.adp, "leading_dimension"):
-            raise ValueError(
-                "LEGWScale does not know the baseline's batch size. Pass it: batch_size=... "
-                "(AdaptiveDataParallel finds it from the first input's leading dimension.)"
-            )
+            raise ValueError("LEGWScale needs the baseline's batch size: batch_size=...")
 
     @property
     def batch_size(self) -> float:
         """The baseline's batch size: an argument, or determined once by the first step."""
         known = self._options["batch_size"].value
         if known is None:
-            raise RuntimeError(
-                "the baseline's batch size is not known yet: LEGWScale finds it in the first "
-                "step of AdaptiveDataParallel. To have it before that, pass it: batch_size=..."
-            )
+            raise RuntimeError("batch_size is not known before the first step: batch_size=...")
         return float(known)
 
     def _decide_once(self) -> None:
@@ -352,10 +359,7 @@ class LEGWScale(ScalingRuleBase):
             return
         micro_batch = self._tracker.micro_batch
         if micro_batch == 0.0:
-            raise RuntimeError(
-                "LEGWScale finds the baseline's batch size from the model's first input, and "
-                "no tensor came into the model. Pass it: batch_size=..."
-            )
+            raise RuntimeError("no tensor came into the model, so pass LEGWScale batch_size=...")
         small_batch = micro_batch * self._batch.workers * self.passes / self.scale
         self._options["batch_size"] = replace(batch_size, recorded=small_batch)
 
@@ -372,12 +376,3 @@ class LEGWScale(ScalingRuleBase):
             "batch_size": "from the first input" if known is None else f"{known:g}",
             **super()._settings(),
         }
-
-
-def _check_legw_number(name: str, least: float, value: object) -> None:
-    # Also catches LEGWScale(optimizer, ...): the optimizer is the third argument.
-    if not isinstance(value, Real) or not float(value) >= least:
-        raise ValueError(
-            f"LEGWScale's {name} must be a number of at least {least:g}, got {value!r}. "
-            "Write LEGWScale(base_warmup_epochs, data_size, optimizer, batch_size=...)."
-        )

@@ -8,7 +8,7 @@ first of these places that has one:
     default    used if neither of the two exists
 
 An `Option` is one such number. What describes this process and its loop (passes, the process group,
-the gradient scaler, `delayed`, `Examples`) is never taken from a state dict.
+the gradient scaler) is never taken from a state dict.
 
 **Passes.** In a loop of one's own, the number of passes is declared, and every step has it. The
 loops of trainers decide it themselves, and take the last step of an epoch with the passes that are
@@ -27,7 +27,6 @@ averaged. Its scale and smoothing come from the same places as an option.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import (
@@ -37,7 +36,6 @@ from typing import (
     SupportsIndex,
     TypeAlias,
     TypedDict,
-    get_args,
     runtime_checkable,
 )
 
@@ -45,11 +43,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from manyhands._core.arguments import real, whole
 from manyhands._core.state_parts import SavedState
 from manyhands._core.wrappers import LossScaler, find_prepared
-from manyhands.scaling._example_squares import Examples
 
-ShortStep: TypeAlias = Literal["error", "count", "drop"]
+ShortStep: TypeAlias = Literal["error", "count"]
+PASSES = "num_gradients_to_accumulate"
+PER_STEP = "It is the number of backward() calls between two step() calls."
 
 
 # -- options ---------------------------------------------------------------------------------------
@@ -63,17 +63,13 @@ class RuleOptions(TypedDict, total=False):
     smoothing: float | None
     num_gradients_to_accumulate: int | Accumulation
     is_scaled_loss: bool
-    debias_ewma: bool | None
+    debias_ewma: bool
     process_group: dist.ProcessGroup | None
     grad_scaler: LossScaler | None
-    delayed: bool
-    floor_each_step: bool | None
     var_floor: float | None
-    measured: float | None
     measure_every: int | None
     short_step: ShortStep | None
     model: nn.Module | None
-    examples: bool | Examples
 
 
 @dataclass(frozen=True)
@@ -140,11 +136,8 @@ def load_options(options: Options, state: SavedState) -> tuple[Options, list[Opt
 
 def describe_mismatches(mismatches: list[OptionMismatch], rule: str) -> str:
     """Return the text of the warning about mismatches."""
-    return (
-        f"{rule} was given options that differ from the state dict's: "
-        f"{'; '.join(map(str, mismatches))}. The values given here are used. Leave an option out "
-        "to take it from the state dict."
-    )
+    listed = "; ".join(map(str, mismatches))
+    return f"{rule} uses options that differ from the state dict's: {listed}."
 
 
 # -- passes ----------------------------------------------------------------------------------------
@@ -205,16 +198,9 @@ def check_prepared(prepared: Optimizer, rule: str) -> None:
     """Raise if the gradients of a prepared optimizer cannot be measured."""
     state = getattr(prepared, "accelerator_state", None)
     kind = getattr(getattr(state, "distributed_type", None), "value", None)
-    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
-        raise TypeError(
-            f"{rule} cannot measure gradients under {kind}, which reduces them and steps by "
-            "itself. Use Accelerate with DDP or FSDP2, or OSS and ShardedDataParallel."
-        )
-    if kind == "FSDP" and getattr(state.fsdp_plugin, "fsdp_version", 2) == 1:  # type: ignore[union-attr]
-        raise TypeError(
-            f"{rule} needs the gradients of single parameters, and version 1 of FSDP has them in "
-            "flat tensors. Use FullyShardedDataParallelPlugin(fsdp_version=2)."
-        )
+    first_fsdp = kind == "FSDP" and state.fsdp_plugin.fsdp_version == 1  # type: ignore[union-attr]
+    if first_fsdp or kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
+        raise TypeError(f"{rule} cannot measure gradients under {kind}. Use DDP, FSDP2 or OSS.")
 
 
 def accumulation_of(optimizer: Optimizer, declared: int) -> GatedAccumulation | None:
@@ -232,31 +218,17 @@ def accumulation_of(optimizer: Optimizer, declared: int) -> GatedAccumulation | 
         if passes == 1:
             return None
         raise ValueError(
-            f"num_gradients_to_accumulate={declared}, but the Accelerator that has prepared this "
-            f"optimizer accumulates {passes} passes. Leave the argument out: the number is found."
+            f"{PASSES}={declared}, but the Accelerator accumulates {passes} passes. "
+            "Leave the argument out."
         )
     return found
 
 
-def parse_accumulation(
-    passes: SupportsIndex | Accumulation,
-) -> tuple[SupportsIndex, Accumulation | None]:
-    """Return the declared number of passes, and the loop that decides it, if one was given."""
+def passes_and_loop(passes: SupportsIndex | Accumulation) -> tuple[int, Accumulation | None]:
+    """Return how many passes a step has, and the loop that decides it, if one was given."""
     if isinstance(passes, Accumulation):
         return passes.gradient_accumulation_steps, passes
-    return passes, None
-
-
-def parse_short_step(short_step: str | None, found: bool) -> ShortStep:
-    """Return what a step with too few passes does; by default "count" if a loop decides."""
-    if short_step is None:
-        return "count" if found else "error"
-    if short_step not in get_args(ShortStep):
-        raise ValueError(
-            f"short_step must be 'error', 'count' or 'drop', got {short_step!r}. It is what a step "
-            "with fewer passes than declared does."
-        )
-    return short_step  # type: ignore[return-value]
+    return whole(PASSES, passes, least=1, why=PER_STEP), None
 
 
 # -- the batch -------------------------------------------------------------------------------------
@@ -335,11 +307,10 @@ class Batch:
 
     def set_smoothing(self, smoothing: float | None) -> None:
         """Set the smoothing as the user asked; None restores the default."""
-        self.smoothing = check_smoothing(smoothing)
-        if smoothing is None:
-            self.set_by_user = self.set_by_user - {"smoothing"}
-        else:
-            self.set_by_user = self.set_by_user | {"smoothing"}
+        self.smoothing = None if smoothing is None else check_smoothing(smoothing)
+        self.set_by_user = self.set_by_user - {"smoothing"}
+        if smoothing is not None:
+            self.set_by_user |= {"smoothing"}
 
     def to_state(self) -> dict[str, float | None]:
         """Return the numbers for a state dict."""
@@ -354,13 +325,10 @@ class Batch:
     def parse_state(self, state: SavedState) -> tuple[Batch, list[OptionMismatch]]:
         """Return this run's batch with the saved settings, and where the two runs disagree.
 
-        Workers and passes are this run's. (Counted passes are assumed to be as many as in the
-        saved run until a step has been counted.) A saved scale keeps its proportion to workers x
-        passes, because the micro-batch stays the same. Settings of this run win over saved ones;
-        if they differ, that is a mismatch for the caller to warn about.
+        Workers and passes are this run's. A saved scale keeps its proportion to workers x passes.
         """
         passes = int(state["passes"]) if self.counts_passes else self.passes
-        scale, per_pass = state["scale"], state["scale_per_pass"]
+        scale, per_pass, smoothing = (state[k] for k in ("scale", "scale_per_pass", "smoothing"))
         saved = replace(
             self,
             workers=int(state["workers"]),
@@ -372,11 +340,9 @@ class Batch:
         ours = replace(self, passes=passes, short=None)
         loaded = replace(
             ours,
-            scale=None
-            if scale is None
-            else float(scale) * self.workers * passes / saved_micro_batches,
-            scale_per_pass=None if per_pass is None else float(per_pass),
-            smoothing=check_smoothing(state["smoothing"]),
+            scale=scale and float(scale) * self.workers * passes / saved_micro_batches,
+            scale_per_pass=per_pass and float(per_pass),
+            smoothing=None if smoothing is None else check_smoothing(smoothing),
             saved_scale=saved.scale_for(saved.passes),
         )
         mismatches = []
@@ -392,73 +358,29 @@ class Batch:
             loaded = replace(loaded, smoothing=self.smoothing)
         return loaded, mismatches
 
+    def check_divided(self) -> None:
+        """Raise if the gradient of a short step could not be made the mean of its passes."""
+        if self.short_step == "count" and not self.loss_is_divided:
+            raise ValueError("short_step='count' needs losses that are divided by the passes.")
+
     def load_state(self, loaded: Batch) -> None:
         """Become `loaded`, in place: the tap and the noise tracker hold this object."""
         vars(self).update(vars(loaded))
 
 
-def check_divided(batch: Batch) -> None:
-    """Raise if the gradient of a short step could not be made the mean of its passes."""
-    if batch.short_step == "count" and not batch.loss_is_divided:
-        raise ValueError(
-            "short_step='count' needs losses that are divided by the passes of a whole step. "
-            "Divide each, as trainers do, and leave is_scaled_loss=True."
-        )
+def check_smoothing(smoothing: float) -> float:
+    """Return the weight of the past, or raise if no average can be made with it."""
+    return real("smoothing", smoothing, least=0.0, below=1.0, why="It is the weight of the past.")
 
 
-def check_scale(scale: float, smallest: float, rule: str, details: str = "") -> float:
-    """Return the scale, or raise if the rule cannot work with a batch of that size."""
-    if not (math.isfinite(scale) and scale > 0.0 and scale >= smallest):
-        least = "at least 1" if smallest == 1.0 else "above 0"
-        raise ValueError(
-            f"scale must be finite and {least} for {rule}, got {scale}{details}. It is the size of "
-            "the whole batch (all workers, all passes) in small batches."
-        )
-    return float(scale)
-
-
-def parse_passes(passes: SupportsIndex) -> int:
-    """Return the number of passes as an int, or raise."""
-    try:
-        # operator.index takes numpy's integers and rejects floats; True is an int, but a mistake
-        number = 0 if isinstance(passes, bool) else operator.index(passes)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise ValueError(
-            f"num_gradients_to_accumulate must be a whole number of at least 1, got {passes!r}. It "
-            "is the number of backward() calls between two step() calls; 1 means no accumulation."
-        )
-    return number
-
-
-def check_smoothing(smoothing: float | None) -> float | None:
-    """Return the smoothing, or raise if no average can be made with it."""
-    if smoothing is not None and not 0.0 <= smoothing < 1.0:
-        raise ValueError(
-            f"smoothing must be at least 0 and below 1, got {smoothing}. It is the weight of "
-            "the past; 0 uses the newest step only."
-        )
-    return smoothing
-
-
-def check_var_floor(var_floor: float) -> float:
-    """Return the floor of the noise, or raise if it is negative."""
-    # `not >=` instead of `<`, so that NaN is rejected too
-    if not var_floor >= 0.0:
-        raise ValueError(f"var_floor must not be negative, got {var_floor}.")
-    return float(var_floor)
-
-
-def parse_factors(factors: Any, groups: int, rule: str, scale: float) -> tuple[float, ...]:
-    """Return what `scale_lr(scale)` returned as one float per parameter group, or raise."""
+def parse_factors(factors: Any, groups: int, rule: str) -> tuple[float, ...]:
+    """Return what `scale_lr` returned as one float per parameter group, or raise."""
     if hasattr(factors, "tolist"):  # a tensor or an array
         factors = factors.tolist()
-    each = factors if hasattr(factors, "__len__") else [factors] * groups
-    values = tuple(map(float, each))
+    values = tuple(map(float, factors if hasattr(factors, "__len__") else [factors] * groups))
     if len(values) != groups or not all(math.isfinite(v) and v >= 0.0 for v in values):
         raise ValueError(
-            f"scale_lr must return one factor, or one for each of the {groups} parameter "
-            f"groups, finite and not negative; {rule}.scale_lr({scale:g}) returned {values}."
+            f"{rule}.scale_lr must return one factor, or one for each of the {groups} parameter "
+            f"groups, finite and not negative; it returned {values}."
         )
     return values

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from manyhands._core.agreement import raise_if_different
 from manyhands._core.modules import modules_holding
 from manyhands._core.ranks import PendingSums, RankGroup, widest_float
 from manyhands.scaling._noise import NormSums
@@ -39,6 +40,7 @@ from manyhands.scaling._noise import NormSums
 Norm = Tensor | float
 Numbers = Tensor | list[float]
 
+ANNOUNCES = "set_num_gradients_to_accumulate()"
 SQUARE_TOLERANCE = 1e-5
 CHECKSUM_TOLERANCE = 1e-9
 
@@ -65,7 +67,7 @@ class StepObserver(Protocol):
     def after_step(self, reports: Sequence[RankReport]) -> None:
         """Act at the end of `optimizer.step()`; each rank is given the same reports.
 
-        They are those of this step, or with `delayed=True` of the step before; none at first.
+        They are those of this step.
         """
 
     def after_sync(self, seconds: float) -> None:
@@ -80,11 +82,9 @@ class RankClaims:
     passes           backward passes of a whole step
     passes_seen      passes that this rank has seen; fewer if its losses in the other passes used
                      none of the parameters, which is allowed on some ranks, but not on all
-    covered          parameters whose layers measure single examples (`_examples.py`)
-    inverse_batches  sum over its passes of 1 / examples, if examples are measured
     scale            size of the whole batch in small batches
     checksum         of the progress, the averages so far and the last factors
-    next_measured    in how many steps the next one is measured (`_measured_steps.py`)
+    unmeasured_left  steps until the next one that is measured; 0: this one is
     report           what the rank says about itself: see `RankReport`
     shared_square    squared norm of some averaged gradients that every rank holds whole: equal on
                      all ranks, unless the gradients were not averaged
@@ -95,13 +95,11 @@ class RankClaims:
     passes_seen: float
     scale: float
     checksum: float
-    covered: float
-    inverse_batches: float
-    next_measured: float
+    unmeasured_left: float
     report: RankReport
     shared_square: float
 
-    SIZE: ClassVar[int] = 9 + len(RankReport._fields)
+    SIZE: ClassVar[int] = 7 + len(RankReport._fields)
 
     @classmethod
     def parse_table(cls, numbers: Sequence[float]) -> list[RankClaims]:
@@ -109,10 +107,9 @@ class RankClaims:
         table = []
         for i in range(0, len(numbers), cls.SIZE):
             *common, shared_square = numbers[i : i + cls.SIZE]
-            announced, passes, seen, scale, checksum, covered, inverse, following, *own = common
+            announced, passes, seen, scale, checksum, left, *own = common
             report = RankReport(*own)
-            common_claims = announced, passes, seen, scale, checksum, covered, inverse, following
-            table.append(cls(*common_claims, report, shared_square))
+            table.append(cls(announced, passes, seen, scale, checksum, left, report, shared_square))
         return table
 
     @staticmethod
@@ -125,52 +122,32 @@ class RankClaims:
         seen equally many passes.
         """
         # The order of the checks matters: an announcement leaves most other entries at zero.
-        if len({claims.is_announcement for claims in table}) > 1:
-            some = ", ".join(str(rank) for rank, c in enumerate(table) if c.is_announcement)
-            raise RuntimeError(
-                f"set_num_gradients_to_accumulate() was called on rank(s) {some}, while others "
-                "finished a step. Call it on every worker."
-            )
-        for name, values in (
-            ("backward passes per step", [claims.passes for claims in table]),
-            ("scale", [claims.scale for claims in table]),
-        ):
-            if max(values) != min(values):
-                raise RuntimeError(
-                    f"workers disagree on the {name}: {_list_by_rank(values)}. "
-                    "Set the same on every worker."
-                )
+        calls = [ANNOUNCES if claims.is_announcement else "step()" for claims in table]
+        raise_if_different([{"calls": call} for call in calls], "Call it on every worker.")
+        raise_if_different(
+            [{"backward passes per step": c.passes, "scale": c.scale} for c in table],
+            "Set the same on every worker.",
+        )
         seen = [claims.passes_seen for claims in table]
         complete = max(seen) >= table[0].passes
         if not complete and not (counts_short and max(seen)):
             return False  # the caller of `step` knows why, and raises or leaves the step out
-        if (must_see_alike or not complete) and max(seen) != min(seen):
-            raise RuntimeError(
-                f"workers ran different numbers of backward passes in a step of up to "
-                f"{table[0].passes:g}: {_list_by_rank(seen)}. Give all workers equally many "
-                "batches. (A pass counts if it reached a parameter of this optimizer.) With "
-                "short_step='error' a pass may be without gradients on some of the workers."
+        if must_see_alike or not complete:
+            raise_if_different(
+                [{"numbers of backward passes in a step": number} for number in seen],
+                f"Give all workers as many batches; a whole step has {table[0].passes:g} passes.",
             )
         checksums = [claims.checksum for claims in table]
         if max(checksums) - min(checksums) > CHECKSUM_TOLERANCE * abs(max(checksums)):
-            raise RuntimeError(
-                "ranks have different statistics, progress or factors (checksums: "
-                f"{_list_by_rank(checksums)}). Load the state dict on every worker, not on "
-                "some, and let scale_lr() depend only on what all workers know."
+            raise_if_different(
+                [{"statistics, progress or factors (checksums)": each} for each in checksums],
+                "Load the state dict on every worker, and let scale_lr() depend only on what all "
+                "workers know.",
             )
-        following = [claims.next_measured for claims in table]
-        if max(following) != min(following):
-            raise RuntimeError(
-                "workers would measure different steps with measure_every= (the next is so many "
-                f"steps ahead: {_list_by_rank(following)}). Is there a Ramp on some workers only?"
-            )
-        covered = [claims.covered for claims in table]
-        if len({number for number in covered if number}) > 1:  # 0: without a pass, not known yet
-            raise RuntimeError(
-                "ranks measure the examples of different layers (parameters that are covered: "
-                f"{_list_by_rank(covered)}). A layer that a rank cannot measure is left out there. "
-                "Choose layers that all ranks use alike: examples=mh.Examples(layers=...)."
-            )
+        raise_if_different(
+            [{"numbers of steps until the next measured one": c.unmeasured_left} for c in table],
+            "Is there a Ramp on some workers only?",
+        )
         _check_averaged([claims.shared_square for claims in table])
         return complete
 
@@ -216,23 +193,9 @@ def describe_missing(missing: Sequence[int], expected: int) -> str:
     """Return the text for parameters that had no gradient in the step's last pass."""
     listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     return (
-        f"{len(missing)} of {expected} parameters had no gradient in the step's last "
-        f"backward() (in the optimizer's order: {listed}). Were they frozen on this rank, or not "
-        "used by its loss? DistributedDataParallel waits for all of them, unless it is made with "
-        "find_unused_parameters=True"
+        f"{len(missing)} of {expected} parameters had no gradient in the step's last backward() "
+        f"(numbers {listed}): frozen, or not used? Use find_unused_parameters=True"
     )
-
-
-@dataclass(frozen=True)
-class ExampleFacts:
-    """What a rank knows of a step whose small batches are single examples.
-
-    `covered_groups` says of each parameter group whether any of its parameters is covered.
-    """
-
-    covered: int  # parameters; 0 if this rank ran no pass
-    inverse_batches: float  # sum over its passes of 1 / examples
-    covered_groups: Sequence[bool]
 
 
 @dataclass
@@ -246,18 +209,15 @@ class StepStats:
     passes_seen: int  # by this rank
     small_batches: float  # 1 if there was nothing to compare the gradient with
     scale: float
-    examples: ExampleFacts | None = None  # if the small batches are single examples
     consecutive: bool = False
     norm_kind: str = "plain"
     reports: Sequence[RankReport] = ()  # this rank's own, and after `read` every rank's
     counts_short: bool = False  # whether a step that is short on all ranks counts
     must_see_alike: bool = False  # whether all ranks must have seen equally many passes
-    measured: bool = True  # False: the ranks have only compared their claims
     stands_for: int = 1  # steps
     anomaly: GradientAnomaly | None = None  # if any, an error instead of waiting forever
     incomplete_everywhere: bool = False  # after `read`: no rank has seen all passes
     most_passes_seen: float = 0.0  # after `read`: by the rank that has seen the most
-    missed_somewhere: bool = False  # after `read`: some rank has not seen all passes
     share: float = 1.0  # after `read`: of the passes of a whole step, if a short one counts
     _host: Tensor | None = None  # the numbers on the host, or on their way there
     _copied: torch.cuda.Event | None = None
@@ -291,8 +251,7 @@ class StepStats:
             numbers = self._join_extras(extras).tolist() if extras else self.pending.read()
         groups, end = self.groups, len(numbers) - (self._extra_count or len(extras))
         small, mean = numbers[:groups], numbers[groups : 2 * groups]
-        small_batches, examples = self.small_batches, self.examples
-        inverse, seen = examples.inverse_batches if examples else 0.0, float(self.passes_seen)
+        small_batches = self.small_batches
         self.most_passes_seen = self.passes_seen
         if self.ranks > 1:
             table = RankClaims.parse_table(numbers[2 * groups : end])
@@ -301,20 +260,12 @@ class StepStats:
             )
             self.most_passes_seen = max(claims.passes_seen for claims in table)
             self.reports = [claims.report for claims in table]
-            inverse = sum(claims.inverse_batches for claims in table)
-            seen = sum(claims.passes_seen for claims in table)
         self.incomplete_everywhere = self.most_passes_seen < self.passes
-        self.missed_somewhere = seen < self.passes * self.ranks
-        passes: float = self.passes
         if self.incomplete_everywhere and self.counts_short and self.most_passes_seen:
-            passes, self.share = self.most_passes_seen, self.most_passes_seen / self.passes
+            self.share = self.most_passes_seen / self.passes
             # The losses were divided by the passes of a whole step, and their sum is the gradient.
             mean = [square / self.share**2 for square in mean]
             small_batches *= self.share
-        if examples is not None and inverse > 0.0:
-            small_batches, small, mean = _count_examples(
-                passes * self.ranks, seen / inverse, small, mean, examples.covered_groups
-            )
         if small_batches < 2:
             return None, numbers[end:]
         sums = NormSums(
@@ -359,13 +310,11 @@ class StepFacts:
     small_batch_divided_by: int
     mean_multiplied_by: int
     valid: bool
-    examples: ExampleFacts | None = None
     small_batches: float | None = None
     counts_short: bool = False
     must_see_alike: bool = False
-    measured: bool = True
+    unmeasured_left: int = 0
     stands_for: int = 1
-    next_measured: int = 1
 
     @property
     def needs_no_correction(self) -> bool:
@@ -401,9 +350,7 @@ class StepExchange:
         """Start the step's collective and return the statistics that will come of it."""
         # in the order of the fields of `RankClaims`, whose last one is added in `_payload`
         common = facts.passes, facts.passes_seen, facts.scale, facts.checksum
-        examples = facts.examples
-        covered = (examples.covered, examples.inverse_batches) if examples else (0.0, 0.0)
-        claims = 0.0, *common, *covered, float(facts.next_measured), *facts.report
+        claims = 0.0, *common, float(facts.unmeasured_left), *facts.report
         payload = self._payload(local.numbers, claims, local.shared_square)
         # Kept until the next step's has begun: see `PendingSums`.
         self._last_sent = self.ranks.sum_and_gather(payload, 2 * self._groups)
@@ -415,14 +362,12 @@ class StepExchange:
             passes_seen=facts.passes_seen,
             counts_short=facts.counts_short,
             must_see_alike=facts.must_see_alike,
-            measured=facts.measured,
             stands_for=facts.stands_for,
             small_batches=local.small_batches,
             # two consecutive gradients stand for one step of twice the size
             scale=2.0 * facts.scale if local.consecutive else facts.scale,
-            examples=examples,
             consecutive=local.consecutive,
-            norm_kind=norm_kind if examples is None else "examples",
+            norm_kind=norm_kind,
             reports=[facts.report],
         )
 
@@ -446,7 +391,7 @@ class StepExchange:
         paired with whatever the other ranks send next.
         """
         if self.ranks.own_group:
-            claims = [1.0, passes, passes, scale, checksum, 0.0, 0.0, 0.0, *NO_REPORT, 0.0]
+            claims = [1.0, passes, passes, scale, checksum, 0.0, *NO_REPORT, 0.0]
             payload = to_tensor([0.0] * (2 * self._groups) + claims, self._device)
             self._announcements.append(self.ranks.sum_and_gather(payload, 2 * self._groups))
 
@@ -460,26 +405,6 @@ class StepExchange:
                 return
             numbers = self._announcements.pop(0).read()
             RankClaims.check(RankClaims.parse_table(numbers[2 * self._groups :]))
-
-
-def _count_examples(
-    passes: float,
-    batch: float,
-    small: Sequence[float],
-    mean: Sequence[float],
-    covered_groups: Sequence[bool],
-) -> tuple[float, list[float], list[float]]:
-    """Return how many small batches of one example a step has, and the sums for so many.
-
-    `small` has the sum over the passes of the mean |g_i|^2 of their examples, and `batch` is the
-    harmonic mean of their numbers of examples B_k: the mean gradient of n passes has the noise
-    var sum 1/B_k / n^2 = var / (n batch). A group that no layer covers gets the sums of all, so
-    that its gain, and the gain of all groups together, are those of the covered parameters.
-    """
-    total_small, total_mean = sum(small), sum(mean)
-    pairs = zip(small, mean, covered_groups, strict=True)
-    sums = [(s, m) if covered else (total_small, total_mean) for s, m, covered in pairs]
-    return passes * batch, [s * batch for s, _ in sums], [m for _, m in sums]
 
 
 def to_tensor(numbers: Numbers, device: torch.device) -> Tensor:
@@ -497,27 +422,8 @@ def _check_averaged(shared_squares: list[float]) -> None:
         return  # the noise tracker counts non-finite gradients and leaves them out
     # a reduction may round differently on each rank
     if largest - smallest > SQUARE_TOLERANCE * abs(largest):
-        norms = [math.sqrt(max(value, 0.0)) for value in shared_squares]
-        raise RuntimeError(
-            f"after the step's last backward() the workers' gradients still differ (norms of the "
-            f"compared ones: {_list_by_rank(norms)}). Was that pass inside no_sync()? Only the "
-            "passes before it may be. Is the model averaged in another process group? Pass it: "
-            "process_group=... Without DistributedDataParallel around the model, gradients must "
-            "be averaged before backward() returns; or let each worker train on its own with "
-            "world_size=1."
+        raise_if_different(
+            [{"gradients (norms after backward())": max(v, 0.0) ** 0.5} for v in shared_squares],
+            "Was the step's last backward() inside no_sync()? If the model is averaged in another "
+            "group, pass process_group=...; if each worker trains on its own, world_size=1.",
         )
-
-
-def _list_by_rank(values: Sequence[float]) -> str:
-    """Return `rank 0: 1, ranks 1-3: 2`, with at most eight entries."""
-    ranges: list[list[int]] = []  # [first rank, last rank] with equal values
-    for rank, value in enumerate(values):
-        if ranges and values[ranges[-1][0]] == value:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    entries = [
-        f"rank {a}: {values[a]:.6g}" if a == b else f"ranks {a}-{b}: {values[a]:.6g}"
-        for a, b in ranges[:8]
-    ]
-    return ", ".join(entries) + (", ..." if len(ranges) > 8 else "")

@@ -3,8 +3,7 @@
 A hook on every parameter takes |g|^2 when autograd has computed the gradient: before it is added
 to `.grad`, and before any reduction over the ranks (`_hooks.py`). After the step's last backward
 pass, when the gradients have been averaged, |G|^2 is taken once (`_mean_gradient.py`). Both travel
-in one `StepStats` (`_step_stats.py`). Under `fully_shard`, gradients are computed on other tensors
-than the optimizer's (`_fsdp_params.py`).
+in one `StepStats` (`_step_stats.py`).
 
 Tensors held, and when
     hooks.norms      |g| by parameter, of the pass under way (`_hooks.py`)
@@ -12,9 +11,8 @@ Tensors held, and when
     step.stats       the finished numbers, from the step's last pass until `clear`
     previous.grads   the gradient of the last step, if consecutive ones are compared
 
-With `measured` below 1, each step measures another part of the gradients (`_rotation.py`). With
-`measure_every`, some steps are not measured (`_measured_steps.py`): their passes are counted, and
-they have no `StepStats`.
+In a step that is not measured (`_step_in_progress.py`) no norm is taken. The ranks still exchange
+their claims, so it has a `StepStats` too.
 
 The tap counts passes and makes no decisions. It has a *holder*, a rule or a `NoiseScale`, of which
 it knows only a function to call after a step's last pass. The holder then calls `complete`, which
@@ -39,22 +37,28 @@ from manyhands._core.backward import BackwardPasses
 from manyhands._core.ranks import RankGroup
 from manyhands._core.state_parts import SavedState
 from manyhands._core.wrappers import LossScale, ParamGroup, unwrap
-from manyhands.scaling._example_squares import Examples
-from manyhands.scaling._examples import ExampleNorms
-from manyhands.scaling._fsdp_params import find_unaveraged_gradients, unsharded_parameters
-from manyhands.scaling._gradient_division import GradientDivision
-from manyhands.scaling._hooks import GradientHooks, GradientVersion, NormKind, any_values
+from manyhands.scaling._hooks import (
+    GradientHooks,
+    GradientVersion,
+    NormKind,
+    any_values,
+    find_unaveraged_gradients,
+    unsharded_parameters,
+)
 from manyhands.scaling._mean_gradient import MeanGradient, PreviousGradient, parse_previous
-from manyhands.scaling._measured_steps import MeasuredSteps, NoSync
-from manyhands.scaling._rotation import RotatingNorms, parse_measured
-from manyhands.scaling._settings import Batch
-from manyhands.scaling._step_in_progress import PassWeight, StepInProgress
+from manyhands.scaling._settings import PASSES, Batch
+from manyhands.scaling._step_in_progress import (
+    GradientDivision,
+    MeasuredSteps,
+    NoSync,
+    PassWeight,
+    StepInProgress,
+)
 from manyhands.scaling._step_stats import (
     NO_BACKWARD,
     NO_REPORT,
     NOT_AVERAGED,
     PATIENCE,
-    ExampleFacts,
     GradientAnomaly,
     Norm,
     RankReport,
@@ -79,7 +83,6 @@ class TapState:
 
     previous: list[Tensor | None]  # the last step's gradient, by parameter
     norms: list[list[float]]  # of the norm kind: see `NormKind.to_state`
-    rotated: int = 0  # steps: see `_rotation.py`
     schedule: MeasuredSteps = field(default_factory=MeasuredSteps)
 
 
@@ -106,8 +109,6 @@ class GradientTap:
         compare_at_scale_1: bool = True,
         changes_gradients: bool = True,
         model: nn.Module | None = None,
-        examples: Examples | None = None,
-        measured: float = 1.0,
     ) -> None:
         self.ranks = ranks
         self.norms = norms
@@ -123,12 +124,6 @@ class GradientTap:
         self._compare_at_scale_1 = compare_at_scale_1
         self._changes_gradients = changes_gradients  # of a short step, to be their mean
         self._model = model
-        self._examples_option = examples
-        self.examples: ExampleNorms | None = None
-        self.measured = measured  # the share of the gradients that a step measures
-        self.rotated = 0  # steps, if that share is not all
-        self._rotation: RotatingNorms | None = None
-        self._compared_examples = False  # whether any pass had several
         # Weak, so that there is no cycle: dropping the optimizer then drops the hooks at once.
         tap = weakref.proxy(self)
         passes = BackwardPasses(lambda: tap._begin_pass(), lambda: tap._end_pass())
@@ -152,21 +147,7 @@ class GradientTap:
         self._in_no_sync = NoSync(self._params)
         self._unsharded = unsharded_parameters(self._params, self._model)
         self.hooks.attach(self._params, self._unsharded)
-        self._measure_examples(param_groups)
-        self.measure_share(self.measured)
         self.clear()
-
-    def measure_share(self, measured: float) -> None:
-        """Measure this share of the gradients in each step from now on (`_rotation.py`)."""
-        self.measured, k = measured, parse_measured(measured)
-        self._rotation = None
-        if k > 1:
-            rotation = RotatingNorms(self.norms, self._params, self._unsharded, k)
-            # Without long tensors it would only add a Python call to each parameter's hook.
-            self._rotation = rotation if rotation.rotates else None
-        norms = self._rotation or self.norms
-        self.hooks.measure_with(norms)
-        self._mean.measure_with(norms)
 
     def _begin_step(self) -> None:
         """Find out how many passes this step will have, and choose what it measures.
@@ -175,26 +156,6 @@ class GradientTap:
         """
         self.batch.begin_step()
         self.hooks.idle = not self.schedule.due
-        if self._rotation is not None:
-            # in measured steps, because the others have no turn
-            memory = self.batch.memory_in_steps / self.schedule.stands_for
-            self._rotation.begin_step(self.rotated, memory)
-
-    def _measure_examples(self, param_groups: Sequence[ParamGroup]) -> None:
-        """Measure the gradients of single examples, if that was asked for."""
-        self._group_of = [i for i, group in enumerate(param_groups) for _ in group["params"]]
-        if self._examples_option is None:
-            return
-        if self.examples is not None:
-            self.examples.remove()
-        assert self._model is not None
-        hooks = weakref.ref(self.hooks)
-        self.examples = ExampleNorms(
-            self._model,
-            self._params,
-            self._examples_option,
-            paused=lambda: (now := hooks()) is None or now.is_paused,
-        )
 
     def measures(self, param_groups: Sequence[ParamGroup]) -> bool:
         """Return whether these are the parameters that are measured."""
@@ -204,16 +165,12 @@ class GradientTap:
     def unhook(self) -> None:
         """Stop measuring."""
         self.hooks.remove()
-        if self.examples is not None:
-            self.examples.remove()
 
     # -- one step ----------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Forget what was measured and not used: the gradients were cleared."""
         self.hooks.passes.forget()
-        if self.examples is not None:
-            self.examples.forget()
         self._gradient_at_step = None
         if self._unsharded and self._lacks_last_pass:
             for param in self._unsharded.values():
@@ -227,18 +184,17 @@ class GradientTap:
         """Whether passes were measured and the step's last pass is still to come."""
         return self.step.passes > 0 and not self.step.complete
 
-    def finish_step(self) -> None:
-        """Prepare for the next step: the optimizer is about to step along these gradients."""
+    def finish_step(self, period: int = 1) -> None:
+        """Prepare for the next step: the optimizer is about to step along these gradients.
+
+        The next measured step is to stand for `period` steps.
+        """
         if self.previous.candidates:
             self.previous.remember()
         last_gradient = self.step.last_gradient
-        self.count_step()
+        self.schedule.count(period)
         self.clear()
         self._gradient_at_step = last_gradient
-
-    def count_step(self) -> None:
-        """Count a step that was measured; the next one that is has another turn."""
-        self.rotated += self._rotation is not None and not self.hooks.idle
 
     def _start_over(self) -> None:
         if self.previous.candidates:
@@ -251,8 +207,7 @@ class GradientTap:
         if self._lacks_last_pass and not self._gradients_cleared():
             raise RuntimeError(
                 f"{what} in the middle of a step, after {self.step.passes} of its backward passes. "
-                "Call it between step() and the next backward(). If no step will follow these "
-                "passes, as at the end of an epoch, call zero_grad() first."
+                "If no step will follow these, call zero_grad() first."
             )
 
     def _gradients_cleared(self) -> bool:
@@ -316,11 +271,6 @@ class GradientTap:
         hooks = self.hooks
         if self.in_one_sample:
             raise RuntimeError("one_sample() is open already; leave it before entering it again.")
-        if self.examples is not None:
-            raise RuntimeError(
-                "examples= does not work with one_sample(): an example's gradient is spread over "
-                "its passes. Add the losses up and call backward() once, or leave examples= out."
-            )
         hooks.sums_gradients = True
         passes_before = hooks.passes.count
         try:
@@ -364,18 +314,8 @@ class GradientTap:
             weight, self.next_weight = self.next_weight, None
             norms = hooks.multiply_norms(math.sqrt(weight.squares))
             step.small_batches, step.announced = weight.small_batches, weight.passes
-            if self.examples is not None:
-                step.problem = (
-                    "examples= does not work with WeightedMean, whose examples have different "
-                    "weights. Leave examples= out."
-                )
         step.valid = step.valid and hooks.valid
-        if self.examples is None:
-            return norms
-        if hooks.idle:  # a check, after a state was loaded
-            self.examples.forget()
-            return norms
-        return self._norms_of_examples(self.examples, norms)
+        return norms
 
     @property
     def _is_last_pass(self) -> bool:
@@ -386,56 +326,11 @@ class GradientTap:
             return self._loop_ends_step
         return self.step.passes == self.batch.passes
 
-    def _norms_of_examples(
-        self, examples: ExampleNorms, norms: Mapping[int, Norm]
-    ) -> Mapping[int, Norm]:
-        """Return the root mean square of the examples' norms in a pass with these gradients."""
-        measured = examples.take(norms)
-        if measured is None:
-            self.step.valid = False
-            if not examples.skipped:
-                self.step.problem = f"examples= has nothing to measure: {examples.problem}"
-            return {}
-        self.step.inverse_batches += 1.0 / measured.examples
-        self._compared_examples |= measured.examples > 1
-        return {i: square**0.5 for i, square in measured.mean_squares.items()}
-
-    def _example_facts(self, passes: int) -> ExampleFacts | None:
-        """Return what this rank knows about the step's examples, if they are measured."""
-        step, examples = self.step, self.examples
-        if examples is None:
-            return None
-        if step.inverse_batches == 1.0 == passes * self.ranks.size and not self._compared_examples:
-            step.problem = (
-                "this batch has one example, whose gradient cannot be compared with another's. "
-                "Use larger micro-batches, or leave examples= out."
-            )
-        covered = examples.covered
-        groups = {self._group_of[index] for index in covered}
-        return ExampleFacts(
-            len(covered) if step.passes else 0,
-            step.inverse_batches,
-            [group in groups for group in range(self._group_of[-1] + 1)],
-        )
-
-    def pass_over(self) -> None:
-        """Complete a step of which nothing is measured and nothing sent."""
-        problem = self._find_unaveraged()
-        if problem is None:  # a pass that was not averaged is not in lockstep
-            self._count_in_schedule(None)
-        self.step.problem = problem or self.step.problem
-        self.step.complete = True
-
-    def _count_in_schedule(self, next_measured: int | None) -> None:
-        self.step.before = self.schedule.to_state()
-        self.schedule.count(next_measured)
-
     def _find_unaveraged(self) -> str | None:
         """Return an error message if this rank knows by itself that gradients were not averaged."""
         step, hooks = self.step, self.hooks
         if self._unsharded:
-            measured = [hooks.first_index] if hooks.idle and step.passes else hooks.norms
-            return find_unaveraged_gradients(self._params, self._unsharded, measured)
+            return find_unaveraged_gradients(self._params, self._unsharded, hooks.norms)
         # In a measured step the ranks compare their gradients.
         if hooks.idle and step.passes and self.ranks.size > 1 and self._in_no_sync():
             return f"{NOT_AVERAGED}."
@@ -447,12 +342,10 @@ class GradientTap:
         *,
         checksum: float = 0.0,
         report: RankReport = NO_REPORT,
-        period: int = 1,
     ) -> StepStats:
         """Measure the mean gradient and send the step's numbers to the other ranks.
 
-        `checksum` and `report` are what the holder of the tap claims: see `RankClaims`. The next
-        measured step is to stand for `period` steps.
+        `checksum` and `report` are what the holder of the tap claims: see `RankClaims`.
         """
         step, batch = self.step, self.batch
         passes = step.passes if batch.counts_passes else batch.passes
@@ -460,8 +353,6 @@ class GradientTap:
         if step.passes == 0:
             self._begin_step()
         step.problem = self._find_unaveraged() or step.problem
-        measured = self.schedule.due
-        next_measured = self.schedule.next_measured(period)
         small_batches: float | None = step.small_batches
         if small_batches is not None and 0 < step.passes < passes:
             small_batches *= passes / step.passes  # `StepStats.read` takes a short step's share
@@ -470,30 +361,26 @@ class GradientTap:
             passes_seen=step.passes,
             scale=batch.scale_for(passes),
             loss_scale=self.loss_scale.in_backward(),
-            checksum=checksum + self.rotated,
+            checksum=checksum,
             report=report,
             small_batch_divided_by=passes if by_user else 1,
             mean_multiplied_by=1 if by_user else max(passes, 1),
             valid=step.valid,
-            examples=self._example_facts(passes),
             small_batches=small_batches,
             counts_short=batch.short_step == "count",
             # else a rank may have seen fewer, if a loss of its used none of the parameters
             must_see_alike=batch.short_step == "count" and batch.accumulation is not None,
-            measured=measured,
+            unmeasured_left=self.schedule.left,
             stands_for=self.schedule.stands_for,
-            next_measured=next_measured,
         )
         self.exchange.check_announcements()
-        covered = None if self.examples is None else self.examples.covered
         numbers = (
-            self._mean.measure(step.squares, step.norms, facts, covered)
-            if measured
+            self._mean.measure(step.squares, step.norms, facts)
+            if self.schedule.due
             else self._mean.no_numbers()
         )
         step.stats = self.exchange.send(numbers, facts, self.norms.norm_kind)
         step.stats.anomaly = self._find_anomaly()
-        self._count_in_schedule(next_measured)
         step.complete = True
         if batch.counts_passes and passes > 1:
             self.division.multiply(1 / passes)
@@ -519,11 +406,9 @@ class GradientTap:
         """Return the error message for a pass that is one too many."""
         passes = self.batch.passes
         return (
-            f"this is backward pass {passes + 1} since the last step(), and "
-            f"num_gradients_to_accumulate={passes}. Clear the gradients of passes that no "
-            "step will follow (as at the end of an epoch) with zero_grad(); declare more "
-            "passes, if there are more; or, if several losses of the same samples have a "
-            "backward each, run them inside `with ....one_sample():`."
+            f"this is backward pass {passes + 1} since the last step(), and {PASSES}={passes}. If "
+            "no step follows the passes before it, call zero_grad(); run several losses of the "
+            "same samples inside `with ....one_sample():`."
         )
 
     def _find_anomaly(self) -> GradientAnomaly | None:
@@ -536,9 +421,7 @@ class GradientTap:
         if step.passes == 0:
             has_gradient = any(param.grad is not None for param in self._params)
             return None if has_gradient else anomaly(NO_BACKWARD)
-        if hooks.idle:
-            return None
-        alone = step.passes == 1 and self._mean.not_averaged
+        alone = step.passes == 1 and not hooks.idle and self._mean.not_averaged
         missing = [index for index in hooks.trainable if index not in hooks.norms]
         if missing:
             text = describe_missing(missing, len(hooks.trainable))
@@ -549,29 +432,21 @@ class GradientTap:
 
     def to_state(self) -> dict[str, object]:
         """Return the tap's part of a state dict."""
-        parts: dict[str, object] = {
+        return {
             "previous": self.previous.to_state(),
             "norms": self.norms.to_state(),
+            "schedule": self.schedule.to_state(),
         }
-        if self._rotation is not None:
-            parts["rotated"] = self.rotated
-        between = self.step.before or self.schedule.to_state()
-        if any(between):
-            parts["between"] = between
-        return parts
 
     def parse_state(self, entry: SavedState) -> TapState:
         """Return the tap's part of a state dict, or raise; nothing is changed."""
         norms = [[float(number) for number in numbers] for numbers in entry["norms"]]
         previous = parse_previous(entry["previous"], self._params)
-        rotated = int(entry.get("rotated", 0))
-        return TapState(previous, norms, rotated, MeasuredSteps.parse_state(entry))
+        return TapState(previous, norms, MeasuredSteps(*map(int, entry["schedule"])))
 
     def load_state(self, state: TapState) -> None:
         """Continue from a parsed state; measurements under way are dropped."""
         self.clear()
-        self.rotated = state.rotated
-        if not self.schedule.checked or self.ranks.size == 1:
-            self.schedule = replace(state.schedule)
+        self.schedule = replace(state.schedule)
         self.norms.load_state(state.norms)
         self.previous.load_state(state.previous, self._params)

@@ -172,10 +172,7 @@ class WeightedMean:
     def _begin_pass(self) -> float:
         """Return the next micro-batch's count, and pass its weight on to the rule."""
         if not self._left:
-            raise RuntimeError(
-                "this WeightedMean was called more often than it has counts. Make one for each "
-                "step, with one count for each of the step's micro-batches."
-            )
+            raise RuntimeError("this WeightedMean was called more often than it has counts.")
         count = self._left.pop()
         if self._rule is not None:
             # The tap multiplies the pass's squared norm by it, when the pass is over.

@@ -2,8 +2,7 @@
 
 zero/            optimizer state (`OSS`) and gradients (`ShardedDataParallel`)
 fsdp/            parameters too (`FullyShardedDataParallel`)
-wrapping/        which submodules of a model to wrap
+_wrapping.py     which submodules of a model to wrap
 _agreement.py    what ranks must have in common to shard a model, and waiting for all of them
-_clip.py         the norm of sharded gradients, and their clipping
-_grad_scaler.py  loss scaling: an overflow on one rank skips the step on all
+_gradients.py    clip sharded gradients; loss scaling: an overflow on one rank skips the step on all
 """

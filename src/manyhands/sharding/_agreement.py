@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from numbers import Real
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from torch import Tensor
 from manyhands._core.agreement import Describer
 from manyhands._core.ranks import RankGroup
 
-Made = TypeVar("Made")
 Facts = dict[str, object]
 
 
@@ -91,31 +90,6 @@ def _comparable(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(key): _comparable(each) for key, each in sorted(value.items(), key=str)}
     return None
-
-
-def make_on_all_ranks(
-    workers: RankGroup,
-    make: Callable[[], Made],
-    problem_of: str = "the optimizer does not take the parameters that {ranks} would keep",
-) -> Made:
-    """Call `make` on every rank; if it raises on one, raise on all.
-
-    `problem_of` tells the others what is wrong on which ranks.
-    """
-    try:
-        made, problem = make(), None
-    except Exception as error:
-        made, problem = None, error
-    if workers.size > 1:
-        failed = workers.all_gather([float(problem is not None)], workers.any_device)
-        ranks = ", ".join(str(rank) for rank, flag in enumerate(failed) if flag[0])
-        if ranks and problem is None:
-            where = problem_of.format(ranks=f"rank(s) {ranks}")
-            raise ValueError(f"{where}: see the error there.")
-    if problem is not None:
-        raise problem
-    assert made is not None
-    return made
 
 
 def wait_for_all_ranks(workers: RankGroup, what: str, seconds: float = PATIENCE) -> None:

@@ -27,8 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from manyhands.record._process import is_alive
-from manyhands.record._run import HEADER, GrowingRecord, Header, Line, to_positive
+from manyhands.record._run import HEADER, GrowingRecord, Header, Line, is_alive, to_positive
 from manyhands.watch._points import MOST, Curves, Points
 
 State = Literal["waiting", "running", "silent", "died", "failed", "ended", "damaged"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, TypedDict
 
-from manyhands.record._timing import KINDS
+from manyhands.record._record import KINDS
 
 MOST = 150
 RATE_POINTS = 5  # over which the curve of the speed is measured

@@ -2,8 +2,7 @@
 
 In the order in which a tensor meets them:
 
-_extras.py   the buffers and the optimizer state that are due at the end of a block
-_payload.py  what a worker contributes: payloads and a note
+_payload.py  what a worker contributes: payloads, buffers, optimizer state, and a note
 _round.py    what runs a round: its thread, the chunks in flight, the decision of all workers
 _chunks.py   a range of a payload on its way: all_reduce, shared memory, or encoded, in pairs
 

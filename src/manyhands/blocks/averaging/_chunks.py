@@ -1,15 +1,12 @@
 """A chunk: a range of a payload on its way to the other workers, and the mean on its way back.
 
-Five kinds of chunks do the same work:
+Three kinds of chunks do the same work:
 
     AllReduceChunk      values as they are: one all_reduce
     SharedMemoryChunk   values as they are, among workers that read each other's memory
     PairwiseChunk       encoded values: two messages between each pair of workers
-    SparseChunk         few of the values: one message between each pair of workers
-    PatchChunk          the values that are not 0: first how many bytes, and then they themselves
-
-With an all_reduce, or in pairs, each of N workers sends 2 (N-1)/N of the encoded payload, and
-N-1 of it where few of the values are sent. A note travels with each chunk.
+With an all_reduce, or in pairs, each of N workers sends 2 (N-1)/N of the encoded payload. A note
+travels with each chunk.
 """
 
 from __future__ import annotations
@@ -73,10 +70,6 @@ def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> Iterator
                 yield SharedMemoryChunk(payload, start, stop, workers)
             elif summable and workers.has_backend(payload.device):
                 yield AllReduceChunk(payload, start, stop, workers, spare)
-            elif payload.codec.varies:
-                yield PatchChunk(payload, start, stop, workers)
-            elif payload.codec.sparse:
-                yield SparseChunk(payload, start, stop, workers)
             else:
                 yield PairwiseChunk(payload, start, stop, workers)
 
@@ -444,97 +437,6 @@ class PairwiseChunk(_EncodedChunk):
         if self.payload.codec.rounds:
             return torch.empty(elements, dtype=dtype, device=self.payload.device)
         return message[MESSAGE_HEAD : MESSAGE_HEAD + elements * dtype.itemsize].view(dtype)
-
-
-class SparseChunk(_EncodedChunk):
-    """A chunk of which each worker sends few of the values: all workers get all that is sent.
-
-    Workers send different places, so that their mean has up to N times as many values. It would
-    cost as much to send as all that it comes from, so each worker computes it.
-
-    The squared lengths are those of what is sent. Of the values themselves they would say that
-    the workers' mean is far behind each of them.
-    """
-
-    has_mean = True
-
-    def __init__(self, payload: Payload, start: int, stop: int, workers: RankGroup) -> None:
-        super().__init__(payload, start, workers)
-        self.length = stop - start
-
-    def send_values(self, note: Note) -> None:
-        payload, start = self.payload, self.start
-        values = torch.empty(self.length, dtype=payload.dtype, device=payload.device)
-        payload.read(start, values)
-        residual = payload.residual
-        if not note.included:
-            values.zero_()  # codecs take finite numbers only, and these are not added
-            residual = None
-        if residual is not None:
-            residual = residual[start : start + self.length]
-        exact = square_of(values) if self.measured else 0.0
-        data, self._own = encode_with_residual(payload.codec, values, residual)
-        square = square_of(self._own) if self.measured else 0.0
-        own_note = [*note.numbers(), square, exact]
-        self._notes = [own_note] * self.workers.size
-        message = self._first_message(data)
-        _write_note(own_note, message)
-        self._send_to_all(message, [len(message)] * self.workers.size, VALUES_TAG)
-
-    def _first_message(self, data: Tensor) -> Tensor:
-        """Return what all others receive, with room for a note."""
-        message = self._new_message(self.length)
-        _write_data(data, message)
-        return message
-
-    def send_mean(self, result: RoundResult) -> None:
-        """Do nothing: each worker has all that the mean is computed from."""
-
-    def write_mean(self, result: RoundResult) -> float:
-        mean = torch.zeros_like(self._own)
-        weights = result.weights(result.included)
-        for rank, weight in zip(result.included, weights, strict=True):
-            own = rank == self.workers.rank
-            mean.add_(self._own if own else self._decode(rank, self.length), alpha=weight)
-        if len(weights) > 1:
-            mean.div_(sum(weights))
-        if self.length:
-            self.payload.write(self.start, mean, result)
-        return square_of(mean) if self.measured else 0.0
-
-
-class PatchChunk(SparseChunk):
-    """A chunk of which each worker sends as many values as have changed.
-
-    The others have to know how many bytes they will receive, so these come first, with the note:
-
-        values    [ note: NOTE float64 | bytes: int64 ]
-        mean      the encoded values themselves, from which each worker computes the mean
-    """
-
-    has_mean = False
-
-    def _first_message(self, data: Tensor) -> Tensor:
-        self._data = data
-        message = torch.empty(MESSAGE_HEAD + 8, dtype=torch.uint8, device=data.device)
-        message[MESSAGE_HEAD:].view(torch.int64).fill_(data.numel())
-        return message
-
-    def send_mean(self, result: RoundResult) -> None:
-        """Send the values to all others, who know their size now."""
-        sizes = [
-            int(message[MESSAGE_HEAD:].view(torch.int64)) if rank != self.workers.rank else 0
-            for rank, message in enumerate(self._incoming)
-        ]
-        self._send_to_all(self._data, sizes, MEAN_TAG)
-
-    def write_mean(self, result: RoundResult) -> float:
-        self._wait()
-        return super().write_mean(result)
-
-    def _decode(self, rank: int, elements: int, head: int = 0) -> Tensor:
-        data = self._incoming[rank][head:].to(self.payload.device)
-        return self.payload.codec.decode(data, elements, self.payload.dtype)
 
 
 def _to_sendable(data: Tensor, workers: RankGroup) -> Tensor:

@@ -6,9 +6,11 @@ RoundResult      everyone's notes and the squared lengths; equal on all workers
 TensorPayload    tensors that are averaged as they are: buffers, optimizer state, gradients
 GradientPayloads all gradients as such payloads, for the steps of a shared warm-up
 ArrivedMean      the mean of a `TensorPayload`, kept apart from the tensors
+Buffers          the buffers of the model whose parameters are trained
+Extras           these and the optimizer state, as far as they are averaged, as payloads
+InitialState     the optimizer state to which state="reset" goes back
 
-Parameters come as differences from the anchor; those payloads are in `blocks/_anchor.py`. Which
-buffers and which optimizer state are averaged, and when, is in `_extras.py`.
+Parameters come as differences from the anchor; those payloads are in `blocks/_anchor.py`.
 
 A worker whose numbers are not all finite is left out of the mean. A norm reads the memory once, and
 it is finite only if all numbers are. The reverse does not hold: in float32 the square of 3e19 is
@@ -22,26 +24,31 @@ may have been replaced meanwhile, or belong to a run that was resumed from a che
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol, TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.codec import CODECS, Codec
 from manyhands._core.flat import FlatTensors, accumulation_dtype, group_by_type, norm
+from manyhands._core.modules import modules_holding
 from manyhands._core.sharded import local_shard
+from manyhands._core.wrappers import unwrap
 from manyhands.blocks._block_state import Work
+
+STATES = ("keep", "average", "reset", "average_moments")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's: what fairseq's `average_sync` averages
 
 LARGEST = 1 << 20  # elements in one chunk at most: 4 MiB of float32 stay in the cache
 
 # Values of `Note.status` other than 1.
 NOT_FINITE = 0.0  # a NaN or an infinity: leave this worker out, and report it
 NOTHING_YET = -1.0  # a worker that has just joined has nothing to contribute
-
-NAMES_UNKNOWN = -1.0  # of `Note.state_elements`: state={name: period} of a name that is in no state
 
 # Values of `Note.samples` below 0: the samples of no step are known, or only those of some steps.
 SAMPLES_UNKNOWN, SAMPLES_INCOMPLETE = -1.0, -2.0
@@ -296,3 +303,126 @@ def by_index(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
 def trainable_params(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters that are not frozen."""
     return [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+
+
+# -- what is averaged at the end of a block -------------------------------------------------------
+
+
+def state_tensors(optimizer: Optimizer, only: Sequence[str] | None = None) -> dict[str, Tensor]:
+    """Return the state tensors that have their parameter's shape, in one order on all workers.
+
+    Steps and other scalars are not averaged: they are equal, or each worker's own.
+    """
+    found = {}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in enumerate(params):
+        state = optimizer.state.get(param, {}) if param.requires_grad else {}
+        for name in sorted(state):
+            value = state[name]
+            if not isinstance(value, Tensor) or value.shape != param.shape:
+                continue
+            if only is None or name in only:
+                found[f"{number}.{name}"] = value
+    return found
+
+
+def drop_nonfinite_state(optimizer: Optimizer) -> bool:
+    """Delete the state of each parameter whose state is not all finite; return if there was one."""
+    dropped = False
+    for param in [p for p in optimizer.state if isinstance(p, Tensor)]:
+        values = [v for v in optimizer.state[param].values() if isinstance(v, Tensor)]
+        numeric = [v for v in values if v.is_floating_point() or v.is_complex()]
+        if not are_finite(numeric):
+            del optimizer.state[param]
+            dropped = True
+    return dropped
+
+
+class Buffers:
+    """The buffers of the model that an optimizer trains.
+
+    An optimizer does not know its model. Without `model`, the garbage collector is searched for
+    the smallest module that has all of the parameters, or for those that have some of them.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module | None) -> None:
+        params = [p for g in optimizer.param_groups for p in g["params"]]
+        modules = [model] if model is not None else _find_modules(params)
+        # Weak references: an optimizer must not keep the model's memory alive.
+        self._modules = [weakref.ref(module) for module in modules]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that the buffers belong to, as far as they still exist."""
+        return [module for reference in self._modules if (module := reference()) is not None]
+
+    def tensors(self) -> list[Tensor]:
+        """Return all buffers, each once."""
+        found: dict[int, Tensor] = {}
+        for module in self.modules:
+            found.update((id(buffer), buffer) for buffer in module.buffers())
+        return list(found.values())
+
+
+@dataclass
+class Extras:
+    """The buffers and the optimizer state that are averaged at the end of a block."""
+
+    optimizer: Optimizer
+    model_buffers: Buffers
+    buffers: str  # the option: "average", "broadcast" or "keep"
+    state: str  # the option: one of STATES
+
+    @property
+    def averages_state(self) -> bool:
+        """Whether optimizer state is averaged at the end of a block."""
+        return self.state not in ("keep", "reset")
+
+    def buffer_tensors(self) -> list[Tensor]:
+        """Return the model's buffers; none if each worker keeps its own."""
+        return [] if self.buffers == "keep" else self.model_buffers.tensors()
+
+    def buffer_payloads(self) -> list[TensorPayload]:
+        first_only = self.buffers == "broadcast"
+        return make_payloads(by_index(self.buffer_tensors()), first_only)
+
+    def state_payloads(self) -> list[TensorPayload]:
+        if not self.averages_state:
+            return []
+        only = MOMENTS if self.state == "average_moments" else None
+        return make_payloads(state_tensors(self.optimizer, only))
+
+
+def _find_modules(params: Sequence[Tensor]) -> list[nn.Module]:
+    """Return the smallest module with all parameters, or the outermost ones with some of them."""
+    candidates = list(modules_holding(params))
+    complete = [module for module, found in candidates if len(found) == len(set(map(id, params)))]
+    if complete:
+        return [min(complete, key=lambda module: sum(1 for _ in module.modules()))]
+    children = {id(child) for module, _ in candidates for child in module.children()}
+    roots = [(module, found) for module, found in candidates if id(module) not in children]
+    # The collector's order differs between workers; the parameters' order does not.
+    roots.sort(key=lambda pair: min(pair[1]))
+    return [module for module, _ in roots]
+
+
+class InitialState:
+    """The inner optimizer's state before its first step (Adagrad has some, most have none)."""
+
+    def __init__(self, optimizer: Optimizer, needed: bool) -> None:
+        self._optimizer = optimizer
+        bare = self._bare()
+        state = bare.state_dict()["state"] if needed and bare.state else {}
+        self.state: dict[object, object] = copy.deepcopy(state)
+
+    def _bare(self) -> Optimizer:
+        # The innermost optimizer: a scaling rule around it keeps its own statistics.
+        return unwrap(self._optimizer)[-1]
+
+    def restore(self) -> None:
+        """Reset the inner optimizer's state; options such as `lr` stay as they are."""
+        bare = self._bare()
+        bare.state.clear()
+        if self.state:
+            groups = bare.state_dict()["param_groups"]
+            bare.load_state_dict({"state": copy.deepcopy(self.state), "param_groups": groups})

@@ -33,11 +33,11 @@ from typing import Protocol
 
 import torch
 
+from manyhands._core.agreement import raise_if_different
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks._schedule import Drift
 from manyhands.blocks.averaging._chunks import PayloadChunk, cut_into_chunks
 from manyhands.blocks.averaging._payload import (
-    NAMES_UNKNOWN,
     NOT_FINITE,
     NOTE,
     SAMPLES_INCOMPLETE,
@@ -399,24 +399,16 @@ class _SyncRound:
 
 def _check_notes(notes: Sequence[Note]) -> None:
     """Raise on every worker unless all are at the same step of the same training."""
-    steps = [note.step for note in notes]
-    if len(set(steps)) > 1:
-        listed = ", ".join(f"rank {rank}: {step:.0f}" for rank, step in enumerate(steps[:8]))
-        raise RanksDisagree(
-            "workers came to a sync round after different numbers of steps "
-            f"({listed}). Every worker has to call step() as often as the others: give them "
-            "equally many batches, or stop together.",
-            steps,
-        )
-    if len({note.options for note in notes}) > 1:
-        differ = [r for r, note in enumerate(notes) if note.options != notes[0].options]
-        raise RanksDisagree(
-            f"ranks {differ[:8]} came to a sync round with other options than rank 0 (the "
-            "interval, the codec, the outer step, ...), with other parameters frozen, or with "
-            "another Cursor, or another position of it. Build the same optimizer and the same "
-            "Cursor on every worker, and change or load them on all of them at once.",
-            [note.options for note in notes],
-        )
+    raise_if_different(
+        [{"numbers of steps at a sync round": note.step} for note in notes],
+        "Every worker has to call step() as often as the others: give them equally many batches, "
+        "or stop together.",
+    )
+    raise_if_different(
+        [{"options, frozen parameters or positions of a Cursor": note.options} for note in notes],
+        "(These are checksums.) Build the same optimizer and the same Cursor on every worker, and "
+        "change or load them on all of them at once.",
+    )
     counting = {note.samples >= 0.0 for note in notes if note.included and note.taken > 0}
     if len(counting) > 1 or any(note.samples == SAMPLES_INCOMPLETE for note in notes):
         raise RanksDisagree(
@@ -427,20 +419,10 @@ def _check_notes(notes: Sequence[Note]) -> None:
             "never.",
             [min(note.samples, 0.0) for note in notes],
         )
-    unknown = [r for r, note in enumerate(notes) if note.state_elements == NAMES_UNKNOWN]
-    if unknown:
-        raise ValueError(
-            "state= gives a period to a name that the inner optimizer's state does not have (on "
-            f"rank(s) {', '.join(map(str, unknown[:8]))}). Use names of tensors in "
-            "optimizer.state[param]: 'exp_avg' and 'exp_avg_sq' of Adam, 'momentum_buffer' of SGD "
-            "and Muon."
-        )
     if len({note.state_elements for note in notes if note.state_elements > 0}) > 1:
-        counts = (f"rank {rank}: {n.state_elements:.0f}" for rank, n in enumerate(notes[:8]))
-        raise RanksDisagree(
-            f"workers have different optimizer states to average: elements {', '.join(counts)}. "
+        raise_if_different(
+            [{"numbers of elements of optimizer state": note.state_elements} for note in notes],
             'Use the same inner optimizer and model on every worker, or state="keep".',
-            [note.state_elements for note in notes],
         )
 
 

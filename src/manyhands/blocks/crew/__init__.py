@@ -6,12 +6,9 @@ _launcher.py       `manyhands run`: start workers, and start again those that di
 _processes.py      the launcher forwards what workers print, and leaves none behind
 _membership.py     a crew as the blocks see it; state transfer to joiners
 _crew.py           `Crew`: join, settle rounds, regroup, leave
-_grace.py          how long a late member is waited for, by what the members took before
 _enrollment.py     what a worker must have in common with the others, and how it gets in
-_reach.py          which other workers this one can reach
 _roster.py         the roster as a value: who takes part, and every way it may change
-_shared_roster.py  the roster in the store: read, changed, repaired; heartbeats; arrivals
+_shared_roster.py  the roster in the store: read, changed, repaired; heartbeats; late members
 _store.py          the store: calls that cannot hang, signed values
 _transport.py      the gloo group of a generation, which can be aborted
-_torchft.py        `TorchftCrew`: torchft's lighthouse in place of store and roster
 """

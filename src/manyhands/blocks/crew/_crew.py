@@ -41,25 +41,33 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from manyhands._core.arguments import real, whole
 from manyhands._core.ranks import RankGroup
-from manyhands.blocks._checks import real, whole
 from manyhands.blocks.crew._enrollment import NO_TERMS, Enrollment, Terms, check_not_failed
-from manyhands.blocks.crew._grace import GraceWindow
-from manyhands.blocks.crew._membership import JOINED_ALREADY, CrewBase
 from manyhands.blocks.crew._roster import Roster
-from manyhands.blocks.crew._shared_roster import PREFIX, HeartbeatMonitor, SharedRoster
+from manyhands.blocks.crew._shared_roster import PREFIX, GraceWindow, HeartbeatMonitor, SharedRoster
 from manyhands.blocks.crew._store import Signer, StoreClient, parse_address
-from manyhands.blocks.crew._transport import FIRST_PAUSE, LONGEST_PAUSE, StoreConnection
+from manyhands.blocks.crew._transport import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    GlooTransport,
+    StoreConnection,
+)
 from manyhands.errors import StoreLost, WorkerLost
 
 PATIENCE = 600.0  # seconds, unless others are given
 AUTO = "auto"
 REPEAT_ARRIVAL = 1.0  # seconds until a worker reports its arrival again
+JOINED_ALREADY = (
+    "this worker has joined the crew already. A crew carries one optimizer: for a model that has "
+    "several, such as Muon and AdamW, use one that takes both kinds of steps. To change the "
+    "members, call regroup()."
+)
 
 Number = TypeVar("Number", int, float)
 
 
-class Crew(CrewBase):
+class Crew:
     """The workers of a run, and this worker's place among them.
 
     `store` is "host:port" of a torch TCPStore. `number` identifies this worker; a restarted worker
@@ -100,7 +108,14 @@ class Crew(CrewBase):
         inner_group: dist.ProcessGroup | None = None,
         secret: str | None = None,
     ) -> None:
-        super().__init__()
+        self.generation = 0
+        self.members: tuple[int, ...] = ()  # worker numbers, in rank order
+        self.rank = 0
+        self.source = 0  # the rank that sends joiners the state
+        self.joiners: tuple[int, ...] = ()  # the ranks that need the state
+        self.regroup_due = False
+        self._round = 0  # index of the current round of this generation
+        self._transport: GlooTransport | None = None
         self.inner = RankGroup() if inner_group is None else RankGroup.of(inner_group)
         self.store = store or os.environ.get("MANYHANDS_STORE") or None
         if self.store:
@@ -139,6 +154,15 @@ class Crew(CrewBase):
             self._signer = Signer.from_environment(secret)
             self._connection = StoreConnection(self.store, self._signer)
         self._pid = 0  # of the process that joined; a fork of it must not leave in its name
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The members' gloo group (a ProcessGroupGloo); None for a worker that is alone."""
+        return None if self._transport is None else self._transport.group
 
     @property
     def ignored(self) -> int:
@@ -241,6 +265,15 @@ class Crew(CrewBase):
         """Leave as if dead, so that the others do not wait for this worker."""
         self._depart()
 
+    def abort(self) -> None:
+        """Make every message that waits in the group fail, here and on the other members.
+
+        The group is unusable afterwards. Threads that wait in it end within milliseconds, with
+        rare exceptions (_transport.py): do not wait for them.
+        """
+        if self._transport is not None:
+            self._transport.abort()
+
     def _depart(self, left: bool = False) -> None:
         enrollment, self._enrollment, self.members = self._enrollment, None, ()
         atexit.unregister(self._depart)
@@ -278,6 +311,7 @@ class Crew(CrewBase):
             pause = min(1.5 * pause, LONGEST_PAUSE)
 
     def begin_blocks(self) -> None:
+        """Forget how long rounds took: those of a warm-up come after each step."""
         if self._grace is not None:
             self._grace.forget_rounds()
 
@@ -440,13 +474,35 @@ class Crew(CrewBase):
                     RuntimeWarning,
                     stacklevel=2,
                 )
-            prefix = f"{PREFIX}group/{self.generation}/{self.inner.rank}"
-            if not self._connect(self._connection, prefix):
+            if not self._connect():
                 shared.change(lambda roster: roster.undo(self.generation, 0))
             # Each inner rank has a group of its own, and one of these may have failed. So a round
             # decides, for all processes of all workers, whether everything is connected.
             elif self.inner.size == 1 or self.settle(True, sync_round=False):
                 return
+
+    def _disconnect(self) -> None:
+        if self._transport is not None:
+            self._transport.release()
+            self._transport = None
+
+    def _connect(self) -> bool:
+        """Connect the members; return False if that failed, or if a member was lost meanwhile."""
+        if self.size == 1:
+            return True
+        prefix = f"{PREFIX}group/{self.generation}/{self.inner.rank}"
+        self._transport = GlooTransport(
+            self._connection, prefix, self.rank, self.size, self.patience
+        )
+        try:
+            # Not a plain join of the transport's thread: a member may die before it connects.
+            self.wait(self._transport.wait)
+            connected = self._transport.group is not None
+        except WorkerLost:
+            connected = False
+        if not connected:
+            self._disconnect()
+        return connected
 
     def _take_place(self, roster: Roster) -> None:
         """Take over the members of the generation that this worker is in now."""

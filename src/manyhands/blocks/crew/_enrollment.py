@@ -21,6 +21,11 @@ members are never all present at one time.
 Tensors are averaged by position, so their order matters, and only names can reveal a different
 order. If names are unknown, or if two workers have no name in common (one model is wrapped), names
 are not compared.
+
+With a quorum each worker tries, before it asks to join, to connect to every other one at its
+*door*: a port that accepts connections and closes them. Its request names the workers that it
+cannot reach, and the next generation is the largest set of workers that all reach each other
+(`Roster.together`).
 """
 
 from __future__ import annotations
@@ -28,8 +33,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
@@ -38,12 +47,14 @@ from torch import Tensor, nn
 
 from manyhands._core.agreement import describe_tensors, names_in
 from manyhands._core.ranks import RankGroup
-from manyhands.blocks.crew._reach import Door, unreachable
 from manyhands.blocks.crew._roster import Member, Roster, number_of
 from manyhands.blocks.crew._shared_roster import PREFIX, SharedRoster
+from manyhands.blocks.crew._store import parse_address
 from manyhands.blocks.crew._transport import FIRST_PAUSE, LONGEST_PAUSE, own_address
 from manyhands.errors import CrewFinished, JoinRefused
 
+ANSWER = 2.0  # seconds in which a door must answer
+PAUSE = 0.2  # seconds until a door that could not accept a connection tries again
 START_PATIENCE = 30.0  # seconds that the first workers wait for the other expected ones
 log = logging.getLogger("manyhands")
 
@@ -404,3 +415,52 @@ def _tensor_differences(
 def _format_tensor(tensor: DescribedTensor) -> str:
     """Return a text such as "encoder.weight (4, 3) float32 on cpu"."""
     return " ".join(filter(None, tensor))
+
+
+# -- which other workers this one can reach --------------------------------------------------------
+
+
+class Door:
+    """A port at which others see that this worker can be reached."""
+
+    def __init__(self, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listening = socket.create_server((host, 0), family=family, backlog=1024)
+        port = self._listening.getsockname()[1]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._closed = threading.Event()
+        threading.Thread(target=self._accept, name="manyhands door", daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._listening.accept()[0].close()
+            except OSError:
+                # Closed, or an error that passes: the caller has gone (ECONNABORTED), too many
+                # files are open (EMFILE, ENFILE), no memory (ENOBUFS, ENOMEM), ... Connections that
+                # are opened meanwhile wait in the backlog: to the other side that is an answer.
+                self._closed.wait(PAUSE)
+
+    def close(self) -> None:
+        self._closed.set()
+        # A thread that waits in accept() notices a shutdown, but not a close.
+        with suppress(OSError):  # some systems have no shutdown of a listening socket
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
+
+def unreachable(addresses: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the ids whose doors do not answer; `addresses` has the door of each id."""
+    if not addresses:
+        return ()
+    with ThreadPoolExecutor(len(addresses)) as threads:
+        answers = threads.map(_answers, addresses.values())
+        return tuple(id for id, answered in zip(addresses, answers, strict=True) if not answered)
+
+
+def _answers(address: str) -> bool:
+    try:
+        socket.create_connection(parse_address(address), ANSWER).close()
+    except OSError:
+        return False
+    return True

@@ -1,6 +1,5 @@
 """The members of a crew, as the blocks see them.
 
-CrewBase         a generation: its members and their group. `Crew` and `TorchftCrew` extend it
 ElasticMembers   a crew as the `Membership` that `Sync` works with (`averaging/_round.py`)
 StateTransfer    one of the members sends the joiners the common state
 """
@@ -15,108 +14,12 @@ import torch.distributed as dist
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks.averaging._payload import RoundResult
 from manyhands.blocks.averaging._round import BackgroundSync
-from manyhands.blocks.crew._enrollment import NO_TERMS, Terms
-from manyhands.blocks.crew._transport import GlooTransport, StoreConnection
-from manyhands.errors import RanksDisagree, WorkerLost
+from manyhands.blocks.crew._crew import Crew
+from manyhands.blocks.crew._enrollment import Terms
+from manyhands.errors import RanksDisagree
 
 MESSAGE = 1 << 26  # bytes in one message of a state transfer at most
 PERSISTENT = 5  # failures among the same members: the cause is not a lost worker
-JOINED_ALREADY = (
-    "this worker has joined the crew already. A crew carries one optimizer: for a model that has "
-    "several, such as Muon and AdamW, use one that takes both kinds of steps. To change the "
-    "members, call regroup()."
-)
-
-
-class CrewBase:
-    """A generation: its members by number, this worker's rank, and their process group."""
-
-    number: int  # this worker's
-    inner: RankGroup  # the processes that make up this worker
-    patience: float  # seconds that a living member is waited for
-
-    def __init__(self) -> None:
-        self.generation = 0
-        self.members: tuple[int, ...] = ()  # worker numbers, in rank order
-        self.rank = 0
-        self.source = 0  # the rank that sends joiners the state
-        self.joiners: tuple[int, ...] = ()  # the ranks that need the state
-        self.regroup_due = False
-        self._round = 0  # index of the current round of this generation
-        self._transport: GlooTransport | None = None
-
-    @property
-    def size(self) -> int:
-        return len(self.members)
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The members' gloo group (a ProcessGroupGloo); None for a worker that is alone."""
-        return None if self._transport is None else self._transport.group
-
-    def join(self, version: int = -1, terms: Terms = NO_TERMS) -> None:
-        """Join the crew: return when this worker is in a generation."""
-        raise NotImplementedError
-
-    def regroup(self, version: int) -> None:
-        """Form the next generation with all living members and all waiting processes."""
-        raise NotImplementedError
-
-    def leave(self) -> None:
-        """Leave because this worker is done. The others go on without waiting for it."""
-        raise NotImplementedError
-
-    def wait(self, done: Callable[[float], bool]) -> None:
-        """Call `done(seconds)`, which waits up to that long, until it returns True.
-
-        Raise WorkerLost as soon as it is known that the round cannot be kept.
-        """
-        raise NotImplementedError
-
-    def settle(self, arrived: bool, sync_round: bool = True) -> bool:
-        """Return whether this round is kept: whether every member `arrived`. One answer for all."""
-        raise NotImplementedError
-
-    def begin_blocks(self) -> None:
-        """Forget how long rounds took: those of a warm-up come after each step."""
-
-    def close(self, steps: int) -> bool:
-        """Return whether to hold a last round: whether all finished after equally many steps."""
-        return True
-
-    def drop_out(self) -> None:
-        """Leave as if dead, so that the others do not wait for this worker."""
-        raise NotImplementedError
-
-    def abort(self) -> None:
-        """Make every message that waits in the group fail, here and on the other members.
-
-        The group is unusable afterwards. Threads that wait in it end within milliseconds, with
-        rare exceptions (_transport.py): do not wait for them.
-        """
-        if self._transport is not None:
-            self._transport.abort()
-
-    def _disconnect(self) -> None:
-        if self._transport is not None:
-            self._transport.release()
-            self._transport = None
-
-    def _connect(self, connection: StoreConnection, prefix: str) -> bool:
-        """Connect the members; return False if that failed, or if a member was lost meanwhile."""
-        if self.size == 1:
-            return True
-        self._transport = GlooTransport(connection, prefix, self.rank, self.size, self.patience)
-        try:
-            # Not a plain join of the transport's thread: a member may die before it connects.
-            self.wait(self._transport.wait)
-        except WorkerLost:
-            self._disconnect()
-            return False
-        if self._transport.group is None:
-            self._disconnect()
-            return False
-        return True
 
 
 class ElasticMembers:
@@ -124,7 +27,7 @@ class ElasticMembers:
 
     elastic = True
 
-    def __init__(self, crew: CrewBase) -> None:
+    def __init__(self, crew: Crew) -> None:
         self.crew = crew
         self.inner: RankGroup = crew.inner
         self.workers = RankGroup()

@@ -7,7 +7,7 @@ All keys begin with "manyhands/":
     heartbeat/ID      a counter that a living process increases, and the revision that it knows
     arrived/G/ID      the latest round of generation G at which this member has arrived
     terms/P           what inner rank P of all workers must have in common (_enrollment.py)
-    door/ID           where others see whether they reach a process (_reach.py); with a quorum
+    door/ID           where others see whether they reach a process (_enrollment.py); with a quorum
     expected          how many workers the first round waits for
     group/G/P/...     where inner rank P of each member of generation G publishes its addresses
 
@@ -23,14 +23,32 @@ between hosts. Each worker reads the others' counters, and measures with its own
 it has *watched* a counter stand still. The time between two observations counts for no more than an
 observation should take. So workers that were all stopped together, as on a laptop that sleeps, do
 not consider each other lost when they wake up.
+
+`GraceWindow` says how long to wait for a late member, judged by the time that earlier rounds took.
+Waiting has a cost: each of the other n - 1 members loses a second for every second. Going on
+without the late member has one, too: it loses its block, and all members regroup twice, to go on
+without it and to let it in again. Members that wait until the first cost equals the second, and
+then go on, lose at most twice as much as if they had known how late the member would be.
+
+    usual      median + 4 MAD of the last waits; MAD is the median distance from the median
+    worth      (block + 2 n regroup) / (n - 1): so long waiting costs less than going on
+    window     the larger of the two, and at least SHORTEST
+
+    block      median time of this member's last blocks
+    regroup    median time of its last regroupings
+
+These are plain floats: no clock, no store.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from manyhands.blocks.crew._roster import Roster
 from manyhands.blocks.crew._store import SECRET_VARIABLE, STORE_TIMEOUT, UNSIGNED, StoreClient
@@ -39,6 +57,9 @@ from manyhands.errors import StoreLost
 PREFIX = "manyhands/"
 ROSTER, REVISION = PREFIX + "roster", PREFIX + "revision"
 REPAIR_DELAY = 2.5  # seconds in which every living process has at least two heartbeats
+SHORTEST = 1.0  # seconds; on a busy host living members may be late by less than that
+KNOWN = 3  # waits that are needed to say what is usual
+REGROUP = 1.0  # seconds that a regrouping is assumed to take until one was timed
 
 
 @dataclass
@@ -267,3 +288,42 @@ class SharedRoster:
                 kind == "arrived" and int(number) < generation
             ):
                 self.client.call("delete_key", key)
+
+
+class GraceWindow:
+    """The times that one member has seen, and how long it waits because of them."""
+
+    def __init__(self) -> None:
+        self._waits: deque[float] = deque(maxlen=32)  # from its arrival until a round was kept
+        self._blocks: deque[float] = deque(maxlen=8)  # from a kept round until its next arrival
+        self._regroups: deque[float] = deque(maxlen=8)
+
+    def add_round(self, block: float, waited: float) -> None:
+        """Add the times of a round that was kept."""
+        self._blocks.append(block)
+        self._waits.append(waited)
+
+    def add_regroup(self, seconds: float) -> None:
+        self._regroups.append(seconds)
+
+    def forget_rounds(self) -> None:
+        """Forget earlier rounds, because later ones will take a different time."""
+        self._waits.clear()
+        self._blocks.clear()
+
+    def seconds(self, members: int) -> float:
+        """Return how long a crew of this size waits, in seconds; infinity if too little is known.
+
+        >>> window = GraceWindow()
+        >>> for waited in (0.1, 0.3, 0.2):
+        ...     window.add_round(block=12.0, waited=waited)
+        >>> window.seconds(5)  # (12 + 2 * 5 * 1) / 4
+        5.5
+        """
+        if len(self._waits) < KNOWN or members < 2:
+            return math.inf
+        middle = median(self._waits)
+        usual = middle + 4 * median(abs(wait - middle) for wait in self._waits)
+        regroup = median(self._regroups) if self._regroups else REGROUP
+        worth = (median(self._blocks) + 2 * members * regroup) / (members - 1)
+        return max(usual, worth, SHORTEST)

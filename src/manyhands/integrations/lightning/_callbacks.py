@@ -4,14 +4,13 @@ In a loop of your own you give a rule these things. A callback finds them in the
 
     passes      how many batches a step has: Trainer's number, or fewer at the end of an epoch
     loss scale  the precision plugin's gradient scaler
-    model       the LightningModule, for `examples=`
     progress    if asked, Trainer's limits and the schedulers are counted in it
 
 The optimizer of `configure_optimizers` is replaced by the rule around it in `on_fit_start`: after
 the strategy has made the optimizers, and before Lightning loads a checkpoint.
 
 `BatchRamp` adds a `Ramp`, which says how many batches the next step has. Lightning counts
-`accumulate_grad_batches` from the beginning of an epoch; `_step_passes.py` makes it count from the
+`accumulate_grad_batches` from the beginning of an epoch; `StepPasses` makes it count from the
 beginning of a step.
 """
 
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, TypedDict, cast
+from typing import TypedDict, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import SGD, Adam, Optimizer, RMSprop
@@ -29,12 +28,8 @@ from torch.optim.optimizer import StateDict
 from manyhands._core.state_parts import OptimizerLayers
 from manyhands._core.wrappers import find_layer
 from manyhands.blocks._optimizer import Blocks
-from manyhands.integrations._step_passes import StepPasses
 from manyhands.integrations.lightning._trainer import (
     LightningAccumulation,
-    check_callbacks,
-    check_manual,
-    check_passes,
     check_schedules,
     check_strategy,
     only_optimizer,
@@ -43,6 +38,7 @@ from manyhands.integrations.lightning._trainer import (
 )
 from manyhands.ramp import Ramp
 from manyhands.ramp._decision import Goal
+from manyhands.ramp._micro_batches import StepPasses
 from manyhands.scaling._binding import KEY
 from manyhands.scaling._progress import ProgressScheduler, is_by_progress
 from manyhands.scaling._rule_base import ScalingRuleBase
@@ -99,11 +95,6 @@ class Scaling(Callback):
         log: bool = True,
         **options: object,
     ) -> None:
-        if rule is not None and (isinstance(rule, Optimizer) or not callable(rule)):
-            raise TypeError(
-                f"rule must be a class such as mh.AdaScale, got {type(rule).__name__}. The "
-                "optimizer is made in configure_optimizers."
-            )
         self._make, self._options = rule, options
         self._by_progress, self._log = by_progress, log
         self._rule: ScalingRuleBase | None = None
@@ -130,13 +121,19 @@ class Scaling(Callback):
         name = type(self).__name__
         module = trainer.lightning_module
         check_strategy(trainer, name)
-        check_callbacks(trainer, name)
-        check_manual(module, self._by_progress, name)
-        check_passes(module, self._options, name)
-        if self._rule is not None:  # of an earlier fit
-            self._rule.unhook()
         # In manual optimization only training_step knows, so the user gives the number of passes.
         automatic = module.automatic_optimization
+        if self._by_progress and not automatic:
+            raise ValueError(
+                "by_progress=True steps the schedulers, and here training_step does: use "
+                "mh.ProgressScheduler in training_step."
+            )
+        if automatic and "num_gradients_to_accumulate" in self._options:
+            raise ValueError(
+                "leave num_gradients_to_accumulate out: it is Trainer's accumulate_grad_batches."
+            )
+        if self._rule is not None:  # of an earlier fit
+            self._rule.unhook()
         found = {
             "num_gradients_to_accumulate": LightningAccumulation(trainer) if automatic else 1,
             "grad_scaler": getattr(trainer.precision_plugin, "scaler", None),
@@ -180,8 +177,8 @@ class Scaling(Callback):
         rule = self.rule
         if find_layer(trainer.strategy.optimizers[0], Blocks) is not None:
             raise ValueError(
-                f"{type(self).__name__}(by_progress=True) would end the training at another step "
-                "on each device: in blocks each has a progress of its own. Leave by_progress out."
+                "in blocks each has a progress of its own, and would end at another step. Leave "
+                "by_progress out."
             )
         trainer.fit_loop.setup_data()  # so that the number of batches is known
         epoch = trainer.num_training_batches * rule.scale / rule.passes
@@ -192,8 +189,8 @@ class Scaling(Callback):
         by_epoch = any(config.interval == "epoch" for config in trainer.lr_scheduler_configs)
         if not math.isfinite(epoch) and (by_epoch or self._end == math.inf):
             raise ValueError(
-                f"{type(self).__name__}(by_progress=True) needs the length of an epoch, and the "
-                'data has none. Give the Trainer max_steps, and schedulers with interval="step".'
+                "by_progress=True needs the length of an epoch, and the data has none. Give the "
+                'Trainer max_steps, and schedulers with interval="step".'
             )
         # No limits of Lightning's: its count of steps includes those that the scaler has skipped.
         self._limits = trainer.max_steps, trainer.max_epochs
@@ -266,8 +263,7 @@ def _default_rule(optimizer: Optimizer) -> MakeRule:
         return AdaScale
     raise TypeError(
         f"Scaling() has rules for SGD, Adam, AdamW and RMSprop, got {type(plain).__name__}. Name "
-        "a rule: Scaling(mh.SqrtScale) multiplies the learning rate by the root of the scale, "
-        "Scaling(mh.AdaScale) by the gain."
+        "one: Scaling(mh.SqrtScale)."
     )
 
 
@@ -279,9 +275,6 @@ class RampOptions(TypedDict, total=False):
 
     goal: Goal
     efficiency: float | None
-    decay: Literal["rate", "batch"]
-    every: int
-    growth: float
 
 
 class BatchRamp(Scaling):
@@ -302,7 +295,7 @@ class BatchRamp(Scaling):
         rule: as in `Scaling`.
         by_progress: as in `Scaling`.
         log: as in `Scaling`.
-        options: arguments of `Ramp` (`goal`, `efficiency`, `decay`, `every`, `growth`); all others
+        options: arguments of `Ramp` (`goal`, `efficiency`); all others
             are the rule's.
     """
 
@@ -339,15 +332,15 @@ class BatchRamp(Scaling):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not pl_module.automatic_optimization:
             raise ValueError(
-                "BatchRamp sets how many batches Lightning accumulates, and with "
-                "automatic_optimization=False training_step does that: use mh.Ramp in it."
+                "BatchRamp sets how many batches Lightning accumulates, and in manual optimization "
+                "training_step does that: use mh.Ramp in it."
             )
         self._own_passes = trainer.accumulate_grad_batches
         super().on_fit_start(trainer, pl_module)
         if find_layer(trainer.strategy.optimizers[0], Blocks) is not None:
             raise ValueError(
                 "BatchRamp would choose another number of steps for each device, and in blocks all "
-                "devices take equally many. Use Scaling and accumulate_grad_batches."
+                "take equally many. Use Scaling."
             )
         self._ramp = Ramp(self.rule, self._max_scale, **self._ramp_options)
 

@@ -1,4 +1,4 @@
-"""Strategies for Lightning's Trainer: who holds what, and when to talk.
+"""Strategies for Lightning's Trainer: sharding, and blocks.
 
 Each starts the ranks as Lightning's `DDPStrategy` does, and puts a wrapper of ours in the place of
 DistributedDataParallel. So each takes DDPStrategy's options (`timeout`, `start_method`, ...).
@@ -36,18 +36,16 @@ from manyhands.blocks._optimizer import Blocks
 from manyhands.integrations.lightning._callbacks import Scaling
 from manyhands.integrations.lightning._trainer import (
     callbacks_of,
-    check_automatic,
     check_no_averages,
     only_optimizer,
     replace_clipping,
     restore_clipping,
 )
 from manyhands.scaling._binding import KEY
-from manyhands.sharding._grad_scaler import ShardedGradScaler
+from manyhands.sharding._gradients import ShardedGradScaler
+from manyhands.sharding._wrapping import Classes, Policy, auto_wrap, enable_wrap
 from manyhands.sharding.fsdp._options import FSDPOptions
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
-from manyhands.sharding.wrapping._policies import Classes, Policy
-from manyhands.sharding.wrapping._wrap import auto_wrap, enable_wrap
 from manyhands.sharding.zero._ddp import ShardedDataParallel
 from manyhands.sharding.zero._oss import OSS
 
@@ -157,19 +155,6 @@ class ShardedDDPStrategy(OSSStrategy):
         use_sharded_scaler(self.precision_plugin)
         self.model = ShardedDataParallel(self.model, self.optimizers, **self._of_wrapper)
 
-    def lightning_module_state_dict(self) -> StateDict:
-        """Return the model's state, once all parameters of the last step have arrived."""
-        self._settle()
-        return super().lightning_module_state_dict()
-
-    def on_train_end(self) -> None:
-        """Wait until all parameters of the last step have arrived."""
-        self._settle()
-
-    def _settle(self) -> None:
-        if isinstance(self.model, ShardedDataParallel):
-            self.model.settle()
-
 
 class FullyShardedStrategy(OwnStrategy):
     """`FullyShardedDataParallel`: each device holds 1/N of everything.
@@ -198,9 +183,8 @@ class FullyShardedStrategy(OwnStrategy):
         _check_options_known(options, type(self).__name__, "FullyShardedDataParallel")
         if options.get("start_method", "popen") != "popen":
             raise ValueError(
-                f"start_method={options['start_method']!r} hands the trained model back to this "
-                "process, and here each rank has a shard of it. Leave start_method out, or use "
-                "ShardedDDPStrategy."
+                "start_method= hands the trained model back to this process, and each rank has a "
+                "shard of it. Leave start_method out, or use ShardedDDPStrategy."
             )
         self._root: FullyShardedDataParallel | None = None
         super().__init__(**options)
@@ -208,12 +192,12 @@ class FullyShardedStrategy(OwnStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Wrap the model, also to evaluate it; then set up the optimizers."""
         if trainer.state.fn == TrainerFn.FITTING:
-            check_automatic(trainer.lightning_module, type(self).__name__)
-            check_no_averages(
-                trainer,
-                "it copies whole parameters, and under FullyShardedStrategy each device has "
-                "shards. Use ShardedDDPStrategy, or leave the callback out.",
-            )
+            if not trainer.lightning_module.automatic_optimization:
+                raise ValueError(
+                    "training_step runs inside the forward of the sharded model, and manual "
+                    "optimization would call backward() there. Use ShardedDDPStrategy."
+                )
+            check_no_averages(trainer, "each device has shards. Use ShardedDDPStrategy.")
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         Strategy.setup(self, trainer)
@@ -313,9 +297,8 @@ class BlocksStrategy(OwnStrategy):
     def __init__(self, blocks: MakeBlocks = DiLoCo, **options: Any) -> None:
         if options.get("crew") is not None:
             raise ValueError(
-                "BlocksStrategy is for the devices of one Trainer, which begin and end together. "
-                "Workers of a crew come and go: give each a Trainer of its own (devices=1), and "
-                "return mh.DiLoCo(optimizer, crew=mh.Crew()) from configure_optimizers."
+                "give each worker of a crew a Trainer of its own (devices=1), and return "
+                "mh.DiLoCo(optimizer, crew=mh.Crew()) from configure_optimizers."
             )
         of_strategy = {name: options.pop(name) for name in OF_DDP_STRATEGY & options.keys()}
         self._make, self._options = blocks, options
@@ -323,11 +306,7 @@ class BlocksStrategy(OwnStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Set up model and optimizers."""
-        check_no_averages(
-            trainer,
-            "in blocks the parameters of the devices differ between sync rounds, and so would "
-            "their averages. Leave the callback out: a sync round averages over the devices.",
-        )
+        check_no_averages(trainer, "in blocks the devices' parameters differ between sync rounds.")
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
@@ -341,8 +320,7 @@ class BlocksStrategy(OwnStrategy):
         if find_layer(optimizer, Blocks) is not None:
             if self._options:
                 raise ValueError(
-                    f"configure_optimizers returned blocks already, and {name} was given "
-                    f"{', '.join(self._options)}. Give the options to one of the two."
+                    f"configure_optimizers returned blocks already, and {name} was given options."
                 )
             return
         for callback in callbacks_of(trainer):
@@ -378,37 +356,21 @@ def as_oss(optimizer: Optimizer, options: Mapping[str, Any]) -> Optimizer:
     """Return an OSS of this plain optimizer's class, arguments and parameter groups."""
     if find_layer(optimizer, OSS) is not None:
         if options:
-            raise ValueError(
-                f"configure_optimizers returned an OSS already, and the strategy was given "
-                f"{', '.join(options)}. Give the options to one of the two."
-            )
+            raise ValueError(f"configure_optimizers returned an OSS already. Give it {[*options]}.")
         return optimizer
     kind = type(optimizer)
-    advice = (
-        f"Return the OSS itself from configure_optimizers: mh.OSS(self.parameters(), "
-        f"optim={kind.__name__}, lr=...)."
-    )
     if optimizer.state:
         raise ValueError(f"this {kind.__name__} has state already, which an OSS would lose.")
     accepted = list(inspect.signature(kind).parameters.values())[1:]  # without the parameters
-    hidden = [
-        each.name
-        for each in accepted
-        if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
-        and each.name not in optimizer.defaults
-    ]
-    if hidden:
-        raise ValueError(
-            f"{kind.__name__} does not keep its argument(s) {', '.join(hidden)} among its "
-            f"defaults, so they cannot be passed on to an OSS. {advice}"
-        )
-    names = {each.name for each in accepted}
-    arguments = {name: value for name, value in optimizer.defaults.items() if name in names}
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    named = [each.name for each in accepted if each.kind not in variable]
+    arguments = {name: value for name, value in optimizer.defaults.items() if name in named}
     # OSS gets the same dicts of the groups, into which schedulers write the learning rate.
     oss = OSS(optimizer.param_groups, optim=kind, **options, **arguments)
-    if oss.optim.defaults != optimizer.defaults:
+    if set(named) - arguments.keys() or oss.optim.defaults != optimizer.defaults:
         raise ValueError(
-            f"an OSS of {kind.__name__} would have other defaults than this one has. {advice}"
+            f"not all arguments of {kind.__name__} are among its defaults. Return the OSS itself: "
+            f"mh.OSS(self.parameters(), optim={kind.__name__}, lr=...)."
         )
     # torch's schedulers warn unless the optimizer that they were made for has stepped. It never
     # steps now: the OSS does.
@@ -446,6 +408,5 @@ def _check_options_known(options: Mapping[str, object], name: str, wrapper: str)
     unknown = sorted(options.keys() - OF_DDP_STRATEGY)
     if unknown:
         raise TypeError(
-            f"{name} takes no {', '.join(unknown)}: options are those of {wrapper}, and of "
-            "Lightning's DDPStrategy."
+            f"{name} takes no {', '.join(unknown)}: options are those of {wrapper} and DDPStrategy."
         )

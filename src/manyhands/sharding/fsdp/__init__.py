@@ -3,13 +3,10 @@
 _options.py          the options, named once, and what follows from them
 _wrapper.py          FullyShardedDataParallel: what a training loop calls
 _transparent.py      a wrap in place of the module inside: attributes, names, state dicts
-_places.py           where a wrap's parameters are; with one rank, casts that stand there
-_checks.py           what is refused: modules, parameters, ranks that differ, optimizers
+_places.py           where a wrap's parameters are, and what is refused; casts on one rank
 _engine.py           shard one wrap; the only file that calls `fully_shard`
 _root.py             what all wraps do together: which is gathered next, which parameters are used
 _collectives.py      all_gather and reduce_scatter on gloo
 _gradient.py         the DTensor in `param.grad`, with a cheap norm
-_full_tensors.py     from slices to full tensors and back
 _whole_tensors.py    an optimizer that steps whole tensors, each on one rank: Muon, Shampoo, LAMB
-_owners.py           which rank owns which tensor; from shards to owners and back
 """

@@ -9,10 +9,6 @@ gloo's reduce_scatter moves twice the bytes that are needed, and its collectives
 The engine assumes that the mean is complete when the call returns. In most cases it only makes
 views of it, so the mean may arrive later. If the engine has to convert the mean, or to add it to
 existing gradients, the call waits. With NCCL the engine's own collectives are used, on its streams.
-
-With a codec gradients travel as codes (`_core/encoded_slices.py`), on any backend, and each wrap
-has its residuals. They start at zero when parameters freeze or thaw. A parameter without a gradient
-sends its residual all the same.
 """
 
 from __future__ import annotations
@@ -27,16 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands._core.backward import BackwardPasses, current_task
-from manyhands._core.codec import Codec
-from manyhands._core.encoded_slices import EncodedSlices, PendingEncodedReduceScatter
 from manyhands._core.ranks import RankGroup
-from manyhands._core.shared_memory import SharedMemoryReduceScatter
-from manyhands._core.slices import PendingReduceScatter
+from manyhands._core.slices import PendingReduceScatter, SharedMemoryReduceScatter
 
 IN_FLIGHT = 1  # wraps whose gradients are sent while the next wrap's are computed
 
 
-Pending: TypeAlias = PendingReduceScatter | SharedMemoryReduceScatter | PendingEncodedReduceScatter
+Pending: TypeAlias = PendingReduceScatter | SharedMemoryReduceScatter
 
 
 class _Allocator:
@@ -92,27 +85,15 @@ class ReduceQueue:
         # rule measures the mean.
         self._passes = BackwardPasses(begin, lambda: proxy._end_pass(), early=True)
 
-    def send(
-        self,
-        total: Tensor,
-        grads: Tensor,
-        divisor: float,
-        *,
-        wait: bool,
-        encoded: EncodedSlices | None = None,
-    ) -> None:
+    def send(self, total: Tensor, grads: Tensor, divisor: float, *, wait: bool) -> None:
         """Begin to fill `total` with this rank's slice of the sum of `grads`, over `divisor`.
 
         `total` has 1/N of the elements of `grads`. The memory of `grads` is freed afterwards.
         """
         cuts = range(0, grads.numel() + 1, total.numel()) if total.numel() else [0, 0]
-        pending: Pending
-        if encoded is not None:
-            pending = encoded.reduce_scatter(self.ranks, grads, cuts)
-        else:
-            # Half-precision gradients for a float32 mean are summed elsewhere, and copied.
-            into = total if total.dtype == grads.dtype else None
-            pending = self.ranks.reduce_scatter_slices(grads, cuts, into)
+        # Half-precision gradients for a float32 mean are summed elsewhere, and copied.
+        into = total if total.dtype == grads.dtype else None
+        pending = self.ranks.reduce_scatter_slices(grads, cuts, into)
         self._in_flight.append((pending, total, divisor))
         if wait:
             self._complete_all()
@@ -170,13 +151,8 @@ class ReduceScatter(_Allocator):
         divide: Callable[[], tuple[float, float] | None],
         on_gloo: bool,
         overlap: bool,
-        codec: Codec | None = None,
-        sent: Callable[[], list[bool]] = list,
     ) -> None:
-        self._sent = sent  # for each parameter, whether this pass sends its gradient
         self._overlap = overlap
-        self._encoded = EncodedSlices(codec) if codec is not None else None
-        self._sent_before: list[bool] = []  # whose gradients the residuals are of
         self._to_send = 0  # elements of the buffer allocated last, until its slice is allocated
         self._queue = queue
         self._params = params
@@ -212,39 +188,16 @@ class ReduceScatter(_Allocator):
             after, we_divide = after / ranks.size, True
         if before != 1:
             input_tensor.div_(before)
-        # Complex numbers travel as they are.
-        encoded = self._encoder() if input_tensor.is_floating_point() else None
         if self._on_gloo:
             # The engine's own division would read the mean at once.
             wait = not self._overlap or op != dist.ReduceOp.AVG or self._used_at_once(output_tensor)
             divisor = after if we_divide else 1.0
-            self._queue.send(output_tensor, input_tensor, divisor, wait=wait, encoded=encoded)
-        elif encoded is not None:
-            size = output_tensor.numel()
-            pending = encoded.reduce_scatter(
-                ranks, input_tensor, [size * rank for rank in range(ranks.size + 1)]
-            )
-            mean = pending.mean(after if we_divide else 1.0, output_tensor.dtype)
-            output_tensor.copy_(mean)
+            self._queue.send(output_tensor, input_tensor, divisor, wait=wait)
         elif divide is None:
             ranks.reduce_scatter(output_tensor, input_tensor, op)
         else:
             ranks.reduce_scatter(output_tensor, input_tensor, dist.ReduceOp.SUM)
             output_tensor.div_(after)
-
-    def _encoder(self) -> EncodedSlices | None:
-        """Return what encodes this wrap's gradients, with residuals of the same parameters."""
-        if self._encoded is not None:
-            sent = self._sent()
-            if sent != self._sent_before:
-                self._encoded.clear()
-                self._sent_before = sent
-        return self._encoded
-
-    def forget_residuals(self) -> None:
-        """Drop what a codec has left out."""
-        if self._encoded is not None:
-            self._encoded.clear()
 
     def _used_at_once(self, total: Tensor) -> bool:
         """Return whether the engine converts the mean, adds it up, or passes it to a hook."""

@@ -17,7 +17,7 @@ too, because until torch 2.12 the engine does not cast those of a recomputation:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,18 +25,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.backward import current_task
-from manyhands._core.codec import Codec
-from manyhands._core.encoded_slices import find_gradient_codec
+from manyhands._core.optimizers import problem_on_shards
 from manyhands._core.ranks import RankGroup
+from manyhands._core.sharded import is_dtensor
 from manyhands._core.trees import as_type, tensors_in, tree_map_tensors
-from manyhands.sharding.fsdp._checks import check_same_model, guard_optimizers
 from manyhands.sharding.fsdp._collectives import AllGather, ReduceQueue, ReduceScatter
 from manyhands.sharding.fsdp._options import FSDPOptions, Precision
 from manyhands.sharding.fsdp._places import (
+    REPLACED,
     Place,
     Places,
+    check_same_model,
     copy_from_rank_0,
     make_contiguous,
     named_params,
@@ -65,8 +69,9 @@ class TrainingState(Enum):
     """The state of a `FullyShardedDataParallel`, in its attribute `training_state`.
 
     >>> import torch, manyhands as mh
+    >>> from manyhands.fairscale import TrainingState
     >>> model = mh.FSDP(torch.nn.Linear(2, 2))
-    >>> model.assert_state(mh.TrainingState.IDLE)
+    >>> model.assert_state(TrainingState.IDLE)
     >>> with model.summon_full_params():
     ...     print(model.training_state.name)
     SUMMON_FULL_PARAMS
@@ -110,7 +115,6 @@ class Engine:
         reshard_after_forward: bool | None,
         offload: bool,
         overlap: bool,
-        codec: Codec | None,
         ignored: set[nn.Parameter],
     ) -> None:
         from torch.distributed.fsdp import (
@@ -140,7 +144,7 @@ class Engine:
         module.register_forward_pre_hook(flatten_inputs, prepend=True, with_kwargs=True)
         module.register_forward_pre_hook(_begin_another_run, prepend=True)
         module.register_forward_hook(eager(_nest_output))
-        self.overlap, self.codec = overlap, codec
+        self.overlap = overlap
         if not overlap:
             # By default the engine prefetches the next wrap in backward. Naming the wrap itself,
             # which is gathered already, switches that off.
@@ -175,13 +179,11 @@ class Engine:
         queue: ReduceQueue,
         watch: Callable[[Sequence[Place]], None],
         run: Callable[[], None],
-        used: Callable[[], list[bool]],
     ) -> None:
-        """Send gradients through `queue`. The others say and ask what happens in a pass.
+        """Send gradients through `queue`. The others learn what happens in a pass.
 
         When parameters are gathered, `watch` gets their places in each forward that a backward may
-        follow, and `run` is called in each forward outside of a backward. `used` returns which of
-        them have a gradient.
+        follow, and `run` is called in each forward outside of a backward.
         """
         # The engine keeps what is registered here, so a strong reference would be a cycle.
         reference = weakref.ref(self)
@@ -193,8 +195,6 @@ class Engine:
             divide=lambda: dereference(reference).divide,
             on_gloo=self.on_gloo,
             overlap=self.overlap,
-            codec=self.codec,
-            sent=lambda: dereference(reference).sent(used),
         )
         self.module.set_custom_reduce_scatter(reduce_scatter)
         places = self.places
@@ -203,21 +203,12 @@ class Engine:
         def gathered(_: nn.Module, __: object) -> None:
             if torch.is_grad_enabled():
                 watch(places)
-            if not any(param.requires_grad for param in dereference(reference).params):
-                reduce_scatter.forget_residuals()  # frozen: nothing is sent in its backward
             # A recomputation in a backward says nothing about the order of the next forward.
             if current_task() == -1:
                 run()
 
         # Registered last, so that it runs after the engine's own hook has gathered.
         self.module.register_forward_pre_hook(gathered)
-
-    def sent(self, used: Callable[[], list[bool]]) -> list[bool]:
-        """Return for each parameter whether a backward pass sends its gradient."""
-        trained = [param.requires_grad for param in self.params]
-        if hasattr(self.module, "set_reduce_scatter_unused_params"):
-            return trained
-        return [a and b for a, b in zip(trained, used(), strict=True)]
 
     def set_gradient_sync(self, on: bool) -> None:
         """Set whether backward passes average gradients."""
@@ -250,10 +241,8 @@ class Engine:
             ):
                 raise RuntimeError(
                     f"the backward pass has left a gradient of {each._param_fqn} unreduced: its "
-                    "wrap ran several times under reentrant checkpoints, and this torch's "
-                    "fully_shard does not support that. The step would be wrong. Pass "
-                    "use_reentrant=False to torch.utils.checkpoint.checkpoint (for "
-                    "checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)."
+                    "wrap ran several times under reentrant checkpoints, which this torch's "
+                    "fully_shard does not support. Use checkpoint(..., use_reentrant=False)."
                 )
 
     def _engine_params(self) -> Iterator[Any]:
@@ -307,10 +296,9 @@ def shard_wrap(
     distinct = {id(m._parameters[name]): (m, name) for m, name in places.values()}
     plain = [param for _, param in named_params(places)]
     shared = {name: each for name, each in module.named_modules() if each not in private}
-    check_same_model(ranks, [(places, compared)], device, shared)
+    check_same_model(ranks, [(places, compared)], shared)
     # After the check, because a broadcast between different models would hang or crash.
-    if options.sync_module_states:
-        copy_from_rank_0(shared.values(), ranks, device)
+    copy_from_rank_0(shared.values(), ranks, device)
     # The engine's None means "free after forward, except on the root".
     root_keeps = options.disable_reshard_on_root and options.reshard_after_forward
     engine = Engine(
@@ -322,7 +310,6 @@ def shard_wrap(
         reshard_after_forward=None if root_keeps else options.reshard_after_forward,
         offload=offload,
         overlap=options.overlap,
-        codec=find_gradient_codec(options.codec),
         ignored={param for each in private for param in each.parameters(recurse=False)},
     )
     guard_optimizers(plain, engine.params)
@@ -421,9 +408,8 @@ def _flatten_output(
     if output is None:
         if torch.is_grad_enabled():
             raise TypeError(
-                f"the forward of a wrapped {type(module).__name__} returned None, and a backward "
-                "through what it has computed would not be seen. Return the output or the loss, or "
-                "call it under torch.no_grad()."
+                f"the forward of a wrapped {type(module).__name__} returned None: a backward would "
+                "not be seen. Return the output or the loss, or call it under torch.no_grad()."
             )
         return None  # from a hook, None means that the output stays, so it could not be restored
     tensors = tensors_in(output, _check_output(module))
@@ -468,8 +454,58 @@ def _check_output(module: nn.Module) -> Callable[[object], None]:
                 raise TypeError(
                     f"the output of a wrapped {type(module).__name__} is a "
                     f"{type(leaf).__name__}, and its tensor {name!r} would not be seen. Return "
-                    "tensors, or tuples, lists, dicts and dataclasses of them, or register the "
+                    "tensors, or tuples, lists, dicts or dataclasses of them, or register the "
                     "class with torch.utils._pytree.register_pytree_node."
                 )
 
     return check
+
+
+# -- optimizers, at their first step --------------------------------------------------------------
+
+# torch calls a hook of ours before the step of any optimizer; each is checked once. A
+# class that is not torch's is tried on a small example, sharded and not: the results must agree.
+
+SHARDED = "_manyhands_sharded"  # marks a parameter that a wrap has sharded
+
+# The number of parameters with which an optimizer was checked; add_param_group() changes it.
+_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_problems: dict[type, str | None] = {}  # by class; None: it works
+_hook: list[RemovableHandle] = []  # the handle of the hook, once there is one
+
+
+def guard_optimizers(before: Iterable[Tensor], after: Iterable[Tensor]) -> None:
+    """Mark parameters that were replaced by sharded ones, and check optimizers from now on.
+
+    `before` are the plain parameters, `after` the sharded ones.
+    """
+    # Marked on the tensors: an optimizer has no other link to the model.
+    for param in before:
+        setattr(param, REPLACED, True)
+    for param in after:
+        setattr(param, SHARDED, True)
+    if not _hook:
+        _hook.append(register_optimizer_step_pre_hook(_check_at_step))
+
+
+def _check_at_step(optimizer: Optimizer, *_: object) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if _checked.get(optimizer) == len(params):
+        return
+    if any(getattr(param, REPLACED, False) for param in params):
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} was made before the model was wrapped, and holds "
+            "parameters that are no longer used. Make it after wrapping, from model.parameters()."
+        )
+    if any(getattr(param, SHARDED, False) for param in params):
+        kind = type(optimizer)
+        if kind not in _problems:
+            _problems[kind] = problem_on_shards(optimizer, next(p for p in params if is_dtensor(p)))
+        if _problems[kind] is not None:
+            raise TypeError(
+                f"{kind.__name__} cannot train parameters that FullyShardedDataParallel has "
+                f"sharded: {_problems[kind]}. Use manyhands.WholeTensorOptimizer("
+                f"model.parameters(), optim={kind.__name__}), which gives each full tensor to one "
+                "rank."
+            )
+    _checked[optimizer] = len(params)

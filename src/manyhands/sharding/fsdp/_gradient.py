@@ -3,8 +3,8 @@
 `torch.nn.utils.clip_grad_norm_` takes the norm of each gradient, stacks the norms, and takes the
 norm of these. With plain DTensors that is right, but costs one all_reduce for each parameter, and
 the result is a DTensor, which cannot be formatted as a number. Here the norm of one gradient is a
-`LocalNorm` (`_core/local_norm.py`): one small all_reduce, and a plain tensor. All other functions
-treat the gradient as a DTensor.
+`LocalNorm` (`_core/sharded_gradient.py`): one small all_reduce, and a plain tensor. All other
+functions treat the gradient as a DTensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from manyhands._core.local_norm import LocalNorm, norm_of_slices
+from manyhands._core.sharded_gradient import LocalNorm, norm_of_slices
 
 
 class DTensorGradient(DTensor):

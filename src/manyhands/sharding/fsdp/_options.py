@@ -1,13 +1,10 @@
 """The options of FullyShardedDataParallel, and what they mean for torch's `fully_shard`.
 
-`FSDPOptions` names every option once, with its default and its description. The wrapper takes its
-signature and the "Args" of its docstring from there (`takes_options`), and `resolve` replaces
-defaults such as None by the values in effect.
+`FSDPOptions` names every option once, with its default. The wrapper takes its signature from there
+(`takes_options`), and `resolve` replaces defaults such as None by the values in effect.
 
-The options are those documented by fairscale, and three of ours: `sync_module_states`, `overlap`
-and `codec`.
-Four options say *how* fairscale did its work. They change no result, so they are kept as attributes
-and have no effect here:
+The options are those documented by fairscale, and one of ours, `overlap`. Four options say *how*
+fairscale did its work. They change no result, so they are attributes without an effect here:
 
     flatten_parameters, bucket_cap_mb      the engine always sends a wrap's parameters together
     process_group_reduce_scatter           gradients travel apart from parameters anyway
@@ -38,50 +35,12 @@ W = TypeVar("W", bound=nn.Module)
 NOT_COMPARED = {
     *("process_group", "process_group_reduce_scatter", "no_broadcast_optim_state"),
     *("verbose", "cpu_offload", "allow_reset_parameters"),
-    "codec",  # is compared, but is no attribute of the wrap
 }
 
 
 @dataclass(frozen=True)
 class FSDPOptions:
-    """Options of one wrap.
-
-    Args:
-        process_group: the ranks that shard the parameters; by default all. A group of one rank
-            inside a wrap of several keeps its parameters whole and private to the rank, as an
-            expert of a mixture needs.
-        process_group_reduce_scatter: has no effect; gradients travel apart anyway.
-        reshard_after_forward: free the full parameters after each forward and gather them again
-            in backward. Uses less memory and sends 1.5 times the bytes.
-        disable_reshard_on_root: the root keeps its own full parameters until backward even so.
-        mixed_precision: compute with parameters and inputs in `compute_dtype`, by default
-            float16 (bfloat16 needs no loss scaling). The optimizer's parameters keep their type.
-        fp32_reduce_scatter: with mixed precision, average gradients in float32.
-        flatten_parameters: has no effect; a wrap's parameters always travel together.
-        move_params_to_cpu: keep shards of parameters, gradients and optimizer state in CPU memory.
-        compute_dtype: type to compute in.
-        buffer_dtype: type of floating-point buffers, by default `compute_dtype`.
-        move_grads_to_cpu: must have the value of `move_params_to_cpu`.
-        bucket_cap_mb: has no effect.
-        compute_device: by default the parameters' device, or the group's accelerator.
-        no_broadcast_optim_state: has no effect; the state of a group of one stays with its rank.
-        state_dict_device: device on which `state_dict()` puts full parameters.
-        clear_autocast_cache: clear autocast's cache of casts after each forward.
-        force_input_to_fp32: cast inputs to float32 in a wrap without mixed precision.
-        verbose: show every option in `print(model)`.
-        cpu_offload: older name of `move_params_to_cpu`.
-        state_dict_on_rank_0_only: make `state_dict()` empty on all other ranks.
-        gradient_predivide_factor: divide gradients by this factor before they are summed, and by
-            N / factor after. By default they are divided after.
-        allow_reset_parameters: let `reset_parameters()` call the wrapped module's method.
-        sync_module_states: start from rank 0's parameters and buffers.
-        overlap: gather the next wrap's parameters, and send the previous wrap's gradients, while
-            one wrap computes. False needs about two wraps' memory less, and is slower.
-        codec: send gradients as codes: "int8", "int4" or "fp4" (signs and powers of two). They are
-            summed in float32. What rounding leaves out is added to the next gradient, and takes
-            (N - 1)/N of the full gradients' size in float32 on each rank. It is not saved.
-            Parameters travel as they are.
-    """
+    """Options of one wrap; the docstring of FullyShardedDataParallel describes them."""
 
     process_group: GroupLike | None = None
     process_group_reduce_scatter: GroupLike | None = None
@@ -105,16 +64,10 @@ class FSDPOptions:
     state_dict_on_rank_0_only: bool = False
     gradient_predivide_factor: float | None = None
     allow_reset_parameters: bool = False
-    sync_module_states: bool = field(default=True, kw_only=True)
     overlap: bool = field(default=True, kw_only=True)
-    codec: str | None = field(default=None, kw_only=True)
 
     def precision(self) -> Precision:
         """Return the types to compute, reduce and keep buffers in, or raise a ValueError."""
-        for name in ("compute_dtype", "buffer_dtype"):
-            dtype = getattr(self, name)
-            if dtype is not None and not dtype.is_floating_point:
-                raise ValueError(f"{name} must be a floating type such as torch.bfloat16: {dtype}.")
         if self.fp32_reduce_scatter and not self.mixed_precision:
             raise ValueError(
                 "fp32_reduce_scatter=True requires mixed_precision=True: without it gradients are "
@@ -123,12 +76,6 @@ class FSDPOptions:
         compute = self.compute_dtype or (torch.float16 if self.mixed_precision else None)
         reduce = torch.float32 if self.fp32_reduce_scatter else None
         return Precision(compute, reduce, self.buffer_dtype or compute)
-
-    def check_divide_factor(self) -> None:
-        """Raise a ValueError unless gradients can be divided by the factor."""
-        factor = self.gradient_predivide_factor
-        if factor is not None and not factor > 0:  # also refuses nan
-            raise ValueError(f"gradient_predivide_factor must be positive, got {factor}.")
 
     def resolve(self, precision: Precision, device: torch.device) -> FSDPOptions:
         """Replace defaults by the values in effect, as a wrap shows them in its attributes."""
@@ -187,37 +134,19 @@ def takes_options(
     return decorate
 
 
-def add_options_to(text: str | None) -> str | None:
-    """Return the wrapper's docstring with the "Args" of the options' docstring at its end."""
-    if text is None or FSDPOptions.__doc__ is None:  # python -OO
-        return text
-    _, args = inspect.cleandoc(FSDPOptions.__doc__).split("Args:\n")
-    module = "    module: the module to shard, in place."
-    return f"{inspect.cleandoc(text)}\n\nArgs:\n{module}\n{args}"
-
-
 class DummyProcessGroup:
-    """Stands in for a process group where only its rank and size are needed.
+    """Stands in for a process group of one rank, without a launcher or `init_process_group`.
 
-    >>> import manyhands as mh
-    >>> group = mh.DummyProcessGroup(rank=0, size=1)
+    >>> from manyhands.fairscale import DummyProcessGroup
+    >>> group = DummyProcessGroup(rank=0, size=1)
     >>> group.rank(), group.size()
     (0, 1)
 
-    Use it in tests and experiments with one rank, without a launcher or `init_process_group`.
     Nothing can be sent through it, so with a larger size only code that sends nothing works.
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        if not 0 <= rank < size:
-            raise ValueError(
-                f"rank must be from 0 to size - 1, got rank {rank} and size {size}. "
-                "For one rank use DummyProcessGroup(rank=0, size=1)."
-            )
-        self._rank = rank
-        self._size = size
-
-    # Methods, not attributes, as on torch's ProcessGroup.
+        self._rank, self._size = rank, size
 
     def rank(self) -> int:
         """Return the rank given to the constructor."""
@@ -227,9 +156,6 @@ class DummyProcessGroup:
         """Return the number of ranks given to the constructor."""
         return self._size
 
-    def __repr__(self) -> str:
-        return f"DummyProcessGroup(rank={self._rank}, size={self._size})"
-
 
 def find_ranks(process_group: GroupLike | None) -> RankGroup:
     """Return the ranks among which parameters are sharded.
@@ -238,15 +164,10 @@ def find_ranks(process_group: GroupLike | None) -> RankGroup:
     """
     if process_group is None or isinstance(process_group, dist.ProcessGroup):
         return RankGroup.of(process_group)
-    if not callable(getattr(process_group, "size", None)):
-        raise TypeError(
-            "process_group must be a torch.distributed process group (or None for all ranks), "
-            f"got {type(process_group).__name__}."
-        )
     if process_group.size() != 1:
         raise ValueError(
             f"a {type(process_group).__name__} of {process_group.size()} ranks cannot send "
-            "anything. Make a group with torch.distributed.new_group, or a stand-in of size 1."
+            "anything. Give a group of torch.distributed.new_group, or a stand-in of size 1."
         )
     return RankGroup()
 
@@ -275,15 +196,3 @@ def find_device(
         if accelerator is not None and ranks.has_backend(accelerator):
             return torch.device(accelerator.type, torch.accelerator.current_device_index())
     return torch.device("cpu")
-
-
-def check_offload(device: torch.device, params: bool, grads: bool | None) -> bool:
-    """Return whether the engine keeps shards in CPU memory, or raise a ValueError."""
-    if device.type == "cpu":
-        return False  # they are in CPU memory already
-    if grads is not None and grads != params:
-        raise ValueError(
-            f"move_grads_to_cpu={grads} with move_params_to_cpu={params}: the optimizer needs a "
-            "parameter and its gradient in the same place. Set both, or neither."
-        )
-    return params

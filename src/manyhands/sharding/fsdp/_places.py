@@ -1,4 +1,4 @@
-"""Where a wrap's parameters are: modules, and the names of parameters in them.
+"""Find a wrap's parameters (modules, and the names of parameters in them), and check them.
 
 A place is a (module, name) pair. Hooks and state dicts hold places, not parameters, because the
 engine replaces a module's parameter by its sharded or its full form as it goes.
@@ -12,19 +12,23 @@ wrap's forward sees the casts again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from manyhands._core.modules import plain_name
+from manyhands._core.agreement import agree
+from manyhands._core.modules import check_not_averaged_inside, plain_name
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import is_dtensor
 from manyhands._core.trees import as_type
 
 Place: TypeAlias = tuple[nn.Module, str]
 Places: TypeAlias = Mapping[str, Place]
+
+REPLACED = "_manyhands_replaced"  # marks a plain parameter that was replaced by a sharded one
 
 
 def find_places(module: nn.Module, wrapper: type[nn.Module]) -> dict[str, Place]:
@@ -34,17 +38,14 @@ def find_places(module: nn.Module, wrapper: type[nn.Module]) -> dict[str, Place]
     places = {
         name: (module, name) for name, param in module._parameters.items() if param is not None
     }
-    for name, child in _children(module):
+    for name, child in children(module):
         places.update({f"{name}.{n}": place for n, place in find_places(child, wrapper).items()})
     return places
 
 
-def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each child under each of its names, as a state dict does."""
-    # named_children() would leave out the second name of a child that has two.
-    for name, child in module._modules.items():
-        if child is not None:
-            yield name, child
+def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return each child under each of its names; named_children() leaves out second names."""
+    return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
 def named_params(places: Places) -> Iterator[tuple[str, nn.Parameter]]:
@@ -60,28 +61,19 @@ def distinct_params(places: Places) -> list[nn.Parameter]:
     return list({id(param): param for _, param in named_params(places)}.values())
 
 
-def own_buffers(
-    module: nn.Module, wrapper: type[nn.Module], prefix: str = ""
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers outside inner wraps, by name."""
-    if isinstance(module, wrapper):
-        return
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            yield prefix + name, buffer
-    for name, child in _children(module):
-        yield from own_buffers(child, wrapper, f"{prefix}{name}.")
-
-
 def cast_buffers(
-    module: nn.Module, wrapper: type[nn.Module], dtype: torch.dtype | None
+    module: nn.Module, wrapper: type[nn.Module], dtype: torch.dtype | None, prefix: str = ""
 ) -> dict[str, torch.dtype]:
-    """Cast floating-point buffers, and return their former types by name."""
-    former = {}
-    for name, buffer in own_buffers(module, wrapper):
-        if dtype is not None and buffer.is_floating_point():
-            former[plain_name(name)] = buffer.dtype
+    """Cast floating-point buffers outside inner wraps; return their former types by name."""
+    former: dict[str, torch.dtype] = {}
+    if dtype is None or isinstance(module, wrapper):
+        return former
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_floating_point():
+            former[plain_name(prefix + name)] = buffer.dtype
             buffer.data = buffer.data.to(dtype)  # the same tensor object: others may refer to it
+    for name, child in children(module):
+        former.update(cast_buffers(child, wrapper, dtype, f"{prefix}{name}."))
     return former
 
 
@@ -107,6 +99,84 @@ def copy_from_rank_0(modules: Iterable[nn.Module], ranks: RankGroup, device: tor
         for tensor, on_device in sent:
             if on_device.device != tensor.device:
                 tensor.copy_(on_device)
+
+
+# -- what is refused before anything is sharded or sent -------------------------------------------
+
+
+def check_module(
+    module: nn.Module, wrapper: type[nn.Module], wrapped: Container[nn.Module] = ()
+) -> None:
+    """Raise a TypeError if a module is in a wrap already. `wrapped` are modules in wraps."""
+    check_not_averaged_inside(module)
+    if isinstance(module, wrapper) or module in wrapped:
+        raise TypeError(
+            f"this {type(module).__name__} is in a FullyShardedDataParallel already, and a second "
+            "wrap would not shard it again. Use the first one, or wrap a larger module around it."
+        )
+
+
+def check_parameters(places: Places, ranks: RankGroup) -> None:
+    """Raise a ValueError if the parameters at these places cannot be sharded together."""
+    for name, param in named_params(places):
+        if is_dtensor(param):
+            raise ValueError(f"parameter {name} is sharded already. Wrap the plain module.")
+        # An inner wrap has marked the plain parameter that it replaced by a sharded one.
+        if getattr(param, REPLACED, False):
+            raise ValueError(
+                f"parameter {name} is tied to one that a wrap inside has sharded already, and the "
+                "two would be trained apart. Put one wrap around all modules that share it."
+            )
+        if ranks.size > 1 and not param.numel():
+            raise ValueError(f"parameter {name} is empty, and cannot be divided among ranks.")
+
+
+def check_inner_groups(ranks: RankGroup, inside: Sequence[RankGroup]) -> None:
+    """Raise a ValueError if an inner wrap has other ranks, unless each rank is in its own group."""
+    # A group of one, or a stand-in for it, has no rank numbers to compare.
+    own = ranks.ranks if ranks.size > 1 else None
+    if any(inner.size > 1 and inner.ranks != own for inner in inside):
+        raise ValueError(
+            "a wrap inside has other ranks than the one around it. Give all wraps of a model the "
+            "same process_group; only a group of one may be inside another, for parameters that "
+            "each rank trains by itself."
+        )
+
+
+def check_same_model(
+    ranks: RankGroup,
+    wraps: Sequence[tuple[Places, Mapping[str, object]]],
+    modules: Mapping[str, nn.Module] = MappingProxyType({}),
+) -> None:
+    """Raise a ValueError on every rank if ranks have different models or options.
+
+    `wraps` are the places and options of each wrap. The buffers of `modules` are compared, too.
+    """
+    buffers = {
+        plain_name(f"{path}.{name}" if path else name): buffer
+        for path, module in modules.items()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }
+    facts: dict[str, object] = {"numbers of wraps": len(wraps)}
+    for number, (places, options) in enumerate(wraps):
+        facts[f"parameters in wrap {number}"] = {
+            name: f"{tuple(t.shape)} {t.dtype}{_kind_of(t)}"
+            for name, t in [*named_params(places), *buffers.items()]
+        }
+        facts[f"options in wrap {number}"] = {
+            # Each rank may have its own GPU, so only the kind of device is compared.
+            name: value.type if isinstance(value, torch.device) else str(value)
+            for name, value in options.items()
+        }
+    advice = "Build the same model with the same options on every rank."
+    agree(ranks, facts, advice)
+
+
+def _kind_of(tensor: Tensor) -> str:
+    meta = " without memory" if tensor.is_meta else ""
+    frozen = " frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+    return meta + frozen
 
 
 # -- mixed precision on one rank ------------------------------------------------------------------

@@ -34,10 +34,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.ranks import RankGroup
-from manyhands.sharding.fsdp._checks import check_inner_groups, check_root, check_same_model
 from manyhands.sharding.fsdp._collectives import ReduceQueue
 from manyhands.sharding.fsdp._engine import Engine, dereference, eager
-from manyhands.sharding.fsdp._places import Place
+from manyhands.sharding.fsdp._places import Place, check_inner_groups, check_same_model
 from manyhands.sharding.fsdp._transparent import Wrap, wraps_in
 
 
@@ -103,10 +102,6 @@ class UsedParameters:
                 handle = node.register_prehook(partial(_note, reference, number))
                 self._watched[number] = param, node, handle
 
-    def among(self, first: int, count: int) -> list[bool]:
-        """Return which of so many parameters have got a gradient on this rank."""
-        return [number in self._used_here for number in range(first, first + count)]
-
     def forget(self) -> None:
         """Forget the gradients noted so far, because they were dropped."""
         self._used_here.clear()
@@ -137,14 +132,12 @@ class UsedParameters:
         if readable and not torch.equal(255 - flags[-4:], flags[-8:-4]):
             self.forget()
             raise RuntimeError(
-                "ranks have run different wraps, or in another order, since the last averaged "
-                "backward, so their gradients are wrong. Every rank must run the same wraps; "
-                "within one wrap ranks may use different parameters."
+                "ranks have run different wraps, or in another order, so their gradients are "
+                "wrong. Every rank must run the same wraps."
             )
         if some_unused:
             for number, used in zip(trained, flags[trained].tolist(), strict=True):
-                # A gradient from an earlier pass is kept. Zeros were added to it, or with a codec
-                # what had been left out before.
+                # A gradient from an earlier pass is kept: zeros were added to it.
                 if not used and not self._had_gradient[number]:
                     params[number].grad = None
         self._used_here.clear()
@@ -190,7 +183,6 @@ class RootState:
                 self.reduce_queue,
                 watch=partial(self.used.watch, first),
                 run=partial(self._order.run, number),
-                used=partial(self.used.among, first, len(engine.places)),
             )
             first += len(engine.places)
 
@@ -251,7 +243,9 @@ def _mark_root(wrap: Wrap) -> RootState | None:
     # Inner wraps in a group of one send nothing, and take no part.
     members = [each for each in wraps_in(wrap, Wrap) if each.world_size > 1 or each is wrap]
     check_inner_groups(wrap._ranks, [each._ranks for each in members])
-    check_root(wrap._ranks, [each._is_root for each in members])
+    # The engine fixes its root in the first forward, and has no way to change it.
+    if wrap.world_size > 1 and any(each._is_root for each in members):
+        raise RuntimeError("a wrap inside has run by itself before. Run the outermost wrap first.")
     wrap._is_root = True
     for each in wraps_in(wrap, Wrap):
         if each is not wrap:
@@ -259,7 +253,7 @@ def _mark_root(wrap: Wrap) -> RootState | None:
     if wrap._engine is None:
         return None
     facts = [(each._places, each._compared_options()) for each in members]
-    check_same_model(wrap._ranks, facts, wrap.compute_device)
+    check_same_model(wrap._ranks, facts)
     return RootState([each._engine for each in members if each._engine is not None])
 
 

@@ -6,28 +6,34 @@ hooks for every wrap, inner ones first, so each converts only its own entries:
     _show_plain    hook after state_dict(): plain names, full tensors (or slices, if asked for)
     _take_plain    hook before load_state_dict(): our names, and this rank's slices
     _after_load    hook after load_state_dict(): look the parameters up again
+
+A sharded tensor (a parameter, its gradient, its optimizer state) is a DTensor: it has the shape of
+the full tensor and holds this rank's slice. Tensors that are not sharded pass through unchanged.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from manyhands._core.modules import INNER, ModuleWrapper, plain_name
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import is_dtensor, local_shard
+from manyhands._core.trees import tree_map_tensors
 from manyhands._core.wrappers import wrapped_attribute
 from manyhands.sharding._agreement import wait_for_all_ranks
 from manyhands.sharding.fsdp._engine import Engine
-from manyhands.sharding.fsdp._full_tensors import describe_slices, from_local, shard_like, to_full
 from manyhands.sharding.fsdp._options import COMPARED
-from manyhands.sharding.fsdp._places import Places, named_params
+from manyhands.sharding.fsdp._places import Place, Places, named_params
 
 W = TypeVar("W", bound="Wrap")
 V = TypeVar("V")
@@ -49,7 +55,6 @@ class Wrap(ModuleWrapper):
     _ranks: RankGroup
     _places: Places  # of its own parameters, without those of wraps inside
     _engine: Engine | None  # None on one rank
-    _codec: str | None
     _is_root: bool | None  # None until a forward has decided
     _holds_full: bool  # while summon_full_params is open
     _in_local_state = False  # while local_state_dict or load_local_state_dict run
@@ -108,7 +113,7 @@ class Wrap(ModuleWrapper):
                 wrap._engine.reshard()
 
     def _compared_options(self) -> Mapping[str, object]:
-        return {**{name: getattr(self, name) for name in COMPARED}, "codec": self._codec}
+        return {name: getattr(self, name) for name in COMPARED}
 
     def __getattr__(self, name: str) -> Any:
         """Return the wrapped module's attribute."""
@@ -134,16 +139,10 @@ class Wrap(ModuleWrapper):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.module)  # type: ignore[call-overload]
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:  # of copies, too
         raise TypeError(
-            f"a {type(self).__name__} is not copied: a copy would have no process group. Copy the "
-            "plain model before wrapping, or load state_dict() into one."
-        )
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(
-            f"a {type(self).__name__} is not pickled: a file cannot hold its process group. Save "
-            "state_dict(), or use manyhands.save."
+            f"a {type(self).__name__} is not copied or pickled: it is tied to its process group. "
+            "Save or copy its state_dict()."
         )
 
     # -- state dicts ---------------------------------------------------------------------------
@@ -304,3 +303,180 @@ def _set_flag(wraps: Iterable[Wrap], flag: str) -> Iterator[None]:
     finally:
         for wrap, value in former:
             setattr(wrap, flag, value)
+
+
+# -- from slices to full tensors and back ----------------------------------------------------------
+
+
+def to_full(tensor: Any) -> Any:
+    """Return a sharded tensor in full, on every rank. Call it on every rank."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+
+
+def shard_like(tensor: Tensor, like: Any) -> Tensor:
+    """Shard a full tensor in the same way as `like`. Nothing is sent."""
+    if not is_dtensor(like) or is_dtensor(tensor):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    full = tensor.detach().to(like.device)
+    # Every rank has the full tensor, so each cuts its own slice (src_data_rank=None).
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def from_local(tensor: Tensor, like: Any) -> Tensor:
+    """Return a tensor sharded as `like` is, with `tensor` as this rank's slice."""
+    if not is_dtensor(like) or is_dtensor(tensor):
+        return tensor
+    if tensor.shape != like.to_local().shape:
+        raise ValueError(
+            f"got a slice of shape {tuple(tensor.shape)}, and this rank's has the shape "
+            f"{tuple(like.to_local().shape)}. local_state_dict() fits only as many ranks; use "
+            "state_dict() or manyhands.save."
+        )
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        tensor.to(like.device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,  # the check would be a collective for each parameter
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+@contextmanager
+def hold_full_parameters(places: Sequence[Place], *, keep: bool) -> Iterator[None]:
+    """Give modules full parameters at these places; with `keep`, changes stay afterwards."""
+    former = [(module, name, module._parameters[name]) for module, name in places]
+    full: dict[int, nn.Parameter] = {}  # by id of the sharded one: tied parameters stay tied
+    with torch.no_grad():
+        for _, _, param in former:
+            if param is not None and id(param) not in full:
+                full[id(param)] = nn.Parameter(to_full(param).clone(), param.requires_grad)
+    for module, name, param in former:
+        if param is not None:
+            module._parameters[name] = full[id(param)]
+    try:
+        yield
+    finally:
+        for module, name, param in former:
+            # What is there now counts, as the user may have assigned another parameter.
+            now, module._parameters[name] = module._parameters[name], param
+            if keep and param is not None and now is not None:
+                with torch.no_grad():
+                    param.copy_(shard_like(now.detach(), param))
+
+
+# -- every rank's slices of a model, put together --------------------------------------------------
+
+
+def describe_slices(
+    params: Iterable[tuple[str, nn.Parameter]], buffers: Iterable[str]
+) -> dict[str, Any]:
+    """Return what `consolidate_shard_weights` needs to know about this rank's slices."""
+    first_names: dict[int, str] = {}
+    facts = {}
+    for name, param in params:
+        facts[name] = {
+            "shape": list(param.shape),
+            "same_as": first_names.setdefault(id(param), name),  # the first name of a tied one
+            "sharded": is_dtensor(param),
+        }
+    return {"param_metadata": facts, "buffer_names": [plain_name(name) for name in buffers]}
+
+
+def consolidate_slices(
+    weights: Sequence[Mapping[str, Tensor]],
+    metadata: Sequence[Mapping[str, Any]],
+    with_buffers: bool,
+    strict: bool,
+) -> dict[str, Tensor]:
+    """Return the plain model's state dict from every rank's slices."""
+    result: dict[str, Tensor] = {}
+    for name, facts in metadata[0]["param_metadata"].items():
+        if missing := [rank for rank, each in enumerate(weights) if name not in each]:
+            if strict:
+                raise ValueError(f"parameter {name} is not in the weights of rank(s) {missing}.")
+            continue
+        if facts["same_as"] != name and facts["same_as"] in result:
+            result[name] = result[facts["same_as"]]
+            continue
+        slices = [each[name] for each in weights]
+        # fully_shard cuts in dimension 0. What is not sharded is the same on all ranks.
+        tensor = torch.cat(slices) if facts["sharded"] else slices[0]
+        if list(tensor.shape) != facts["shape"]:
+            raise ValueError(
+                f"the slices of parameter {name} make {tuple(tensor.shape)}, and it is "
+                f"{tuple(facts['shape'])}. Give those of all ranks, in rank order."
+            )
+        result[name] = tensor
+    if with_buffers:
+        result.update({n: weights[0][n] for n in metadata[0]["buffer_names"] if n in weights[0]})
+    return result
+
+
+# -- optimizer state --------------------------------------------------------------------
+
+
+def full_optimizer_state(
+    optimizer: Optimizer, names: Mapping[int, str], private: set[int], *, keep: bool
+) -> StateDict | None:
+    """Return the plain optimizer's state dict on the CPU, or None on ranks that do not `keep` it.
+
+    `names` are the parameters' by id; `private` are ids of parameters that each rank has for
+    itself.
+    """
+    # Ranks that keep nothing take part in each gather, and free each tensor at once.
+    state = tree_map_tensors(
+        lambda tensor: _to_cpu(to_full(tensor.detach()), keep=keep), optimizer.state_dict()
+    )
+    if not keep:
+        return None
+    # New dicts, so that the caller may change the result without changing the optimizer.
+    state["state"] = {index: dict(each) for index, each in state["state"].items()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state["param_id_map"] = {names[id(p)]: i for i, p in enumerate(params) if id(p) in names}
+    if private:
+        state["uncollected_local_ids"] = [i for i, p in enumerate(params) if id(p) in private]
+    return state
+
+
+def _to_cpu(tensor: Tensor, *, keep: bool) -> Tensor | None:
+    return tensor.cpu().clone() if keep else None
+
+
+def sharded_optimizer_state(
+    state: Mapping[str, Any], params: Mapping[str, Tensor], left_out: set[int]
+) -> StateDict:
+    """Return this rank's slices of the state, for `optimizer.load_state_dict`.
+
+    `params` are the model's by name and in its order; `left_out` are ids of parameters whose state
+    belongs to another rank.
+    """
+    # A state without names, such as a plain optimizer's, numbers parameters in the model's order.
+    named = state.get("param_id_map") or {name: i for i, name in enumerate(params)}
+    of = {index: params[name] for name, index in named.items() if name in params}
+    ours = ("param_id_map", "uncollected_local_ids", "state")
+    result = {k: v for k, v in state.items() if k not in ours}
+    result["param_groups"] = copy.deepcopy(state["param_groups"])
+    result["state"] = {
+        i: _shard_state(i, s, of[i]) for i, s in state["state"].items() if id(of[i]) not in left_out
+    }
+    return result
+
+
+def _shard_state(index: int, state: Mapping[str, object], param: Tensor) -> dict[str, object]:
+    def change(tensor: Tensor) -> Tensor:
+        if tensor.shape == param.shape:
+            return shard_like(tensor, param)
+        # A single number, such as Adam's step count, is the same on all ranks.
+        if tensor.numel() > 1:
+            raise ValueError(
+                f"the state of parameter {index} has the shape {tuple(tensor.shape)}, and the "
+                f"parameter {tuple(param.shape)}: it is another model's."
+            )
+        return tensor.clone()
+
+    return {name: tree_map_tensors(change, value) for name, value in state.items()}

@@ -2,7 +2,7 @@
 
 Each tensor has an *owner*, one of the ranks. A step, in order
 
-    gradients    every rank sends its shard of a gradient to the tensor's owner (`_owners.py`)
+    gradients    every rank sends its shard of a gradient to the tensor's owner
     step         `optim`, the optimizer that the user asked for, steps the tensors that it owns
     parameters   the owner sends every rank its shard of the new tensor
 
@@ -12,7 +12,8 @@ changed the shards, as a loaded checkpoint does, they are sent to the owners aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
-from manyhands._core.agreement import agree
+from manyhands._core.agreement import agree, run_on_all
 from manyhands._core.ranks import RankGroup, rank_group_of
 from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
 from manyhands._core.state_parts import (
@@ -36,11 +37,13 @@ from manyhands.sharding._agreement import (
     GroupLike,
     facts_of_groups,
     facts_of_options,
-    make_on_all_ranks,
 )
-from manyhands.sharding.fsdp._checks import check_takes_dense_gradients
-from manyhands.sharding.fsdp._owners import OwnedTensor, Owners, fingerprints, remember
+from manyhands.sharding.zero._layout import deal_out
 from manyhands.sharding.zero._slice_optimizer import choose_layout, copy_options
+
+BUCKET = 2**24  # elements of tensors that travel together
+TAG = 28_103  # of messages between pairs of ranks; far from the tags that users choose
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 class WholeTensorOptimizer(ShardedOptimizer):
@@ -79,12 +82,6 @@ class WholeTensorOptimizer(ShardedOptimizer):
         group: GroupLike | None = None,
         **defaults: object,
     ) -> None:
-        if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
-            raise TypeError(
-                f"optim must be an optimizer class, such as torch.optim.Muon, got {optim!r}. Its "
-                "arguments follow by name: WholeTensorOptimizer(params, optim=Muon, lr=0.02)."
-            )
-        check_takes_dense_gradients(optim)
         self.optimizer_class = optim
         self.optimizer_arguments = dict(defaults)
         self.group = group
@@ -102,7 +99,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         agree(self._ranks, facts, ADVICE)
         groups = [self._take_in(group) for group in self.param_groups]
         make = partial(optim, groups, **self.optimizer_arguments)
-        self._inner = make_on_all_ranks(self._ranks, make)
+        self._inner = run_on_all(self._ranks, make)
         self.defaults = self._inner.defaults
         # Options that were left out are known only from here on.
         self._pull_options()
@@ -139,7 +136,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
             owned = self._take_in(added[0])
             # Constructors check what they take, and add_param_group need not: try it out.
             trial = partial(self.optimizer_class, [dict(owned)], **self.optimizer_arguments)
-            make_on_all_ranks(self._ranks, trial)
+            run_on_all(self._ranks, trial)
             self._inner.add_param_group(owned)
         except Exception:
             self.param_groups.pop()
@@ -232,9 +229,6 @@ class WholeTensorOptimizer(ShardedOptimizer):
     def join_in(self) -> None:
         """Do nothing: `FSDP` averages the gradients of all ranks in backward."""
 
-    def wait(self) -> None:
-        """Do nothing: `step` has waited."""
-
     def prepare(self) -> None:
         """Do nothing: the owners see at the next step which shards have changed."""
 
@@ -272,26 +266,20 @@ class WholeTensorOptimizer(ShardedOptimizer):
     def replicate_state(self, names: Sequence[str]) -> ReplicatedState:
         """Raise: no rank has these entries for all parameters, and none of their slices."""
         raise TypeError(
-            "AdamScale measures gradients as Adam divides them, and needs no whole tensors. Give "
-            "Adam the parameters of FullyShardedDataParallel itself, without WholeTensorOptimizer."
+            "AdamScale needs no whole tensors: give Adam the parameters of "
+            "FullyShardedDataParallel itself, without WholeTensorOptimizer."
         )
 
     def state_dict(self) -> StateDict:
         """Return the plain optimizer's state dict, with one rank. With several, use `save`."""
         if self._ranks.size > 1:
-            raise RuntimeError(
-                "each rank has the state of the tensors that it owns. Save a checkpoint with "
-                "mh.save(folder, model=model, optimizer=optimizer), on every rank."
-            )
+            raise RuntimeError("each rank has a part of the state. Save it with mh.save().")
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the plain optimizer's state dict, with one rank. With several, use `load`."""
         if self._ranks.size > 1:
-            raise RuntimeError(
-                "each rank has the state of the tensors that it owns. Load a checkpoint with "
-                "mh.load(folder, model=model, optimizer=optimizer), on every rank."
-            )
+            raise RuntimeError("each rank has a part of the state. Load it with mh.load().")
         self._inner.load_state_dict(dict(state_dict))
         self._pull_options()
 
@@ -305,9 +293,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         """Ignore the empty state that torch's constructor sets."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(
-            "WholeTensorOptimizer is not copied or pickled. Save a checkpoint with mh.save()."
-        )
+        raise TypeError("WholeTensorOptimizer is not copied or pickled. Save it with mh.save().")
 
 
 # -- checks ----------------------------------------------------------------------------------------
@@ -318,22 +304,12 @@ def _check_sharded(params: Sequence[Tensor], ranks: RankGroup) -> None:
     if ranks.size == 1:
         return
     for param in params:
-        if not is_dtensor(param):
-            raise TypeError(
-                f"WholeTensorOptimizer is for sharded parameters, and one of shape "
-                f"{tuple(param.shape)} is not. Wrap the model first (mh.FSDP), then make the "
-                "optimizer; or use mh.OSS, which divides whole parameters among the ranks."
-            )
-        shards = DTensorShards.of(param)
-        if param.device_mesh.ndim > 1 or shards.mesh_dim is None or shards.own.dim != 0:
+        shards = DTensorShards.of(param) if is_dtensor(param) else None
+        if shards is None or shards.mesh.ndim > 1 or shards.mesh_dim is None or shards.own.dim:
             raise TypeError(
                 "WholeTensorOptimizer needs parameters that are sharded by rows over one dimension "
-                f"of ranks, and one of shape {tuple(param.shape)} is placed as {param.placements}."
-            )
-        if param.device.type == "meta":
-            raise TypeError(
-                "a parameter has no memory yet. Call model.to_empty(device=...) and initialise it "
-                "before the optimizer is made."
+                f"of ranks, and one of shape {tuple(param.shape)} is not. Wrap the model first "
+                "(mh.FSDP), or use mh.OSS, which divides whole parameters among the ranks."
             )
 
 
@@ -343,3 +319,154 @@ def _local_gradient(param: Tensor) -> Tensor:
     return (
         torch.zeros_like(shard) if param.grad is None else local_shard(param.grad).to(shard.dtype)
     )
+
+
+# -- owners of tensors, and the messages from shards to them and back ----------------------------
+
+# A shard is sent to one rank only: with N ranks, 1/N of the bytes of an all-gather. Tensors travel
+# together, in buckets, in one message between each pair of ranks.
+
+
+@dataclass
+class OwnedTensor:
+    """A sharded tensor with its owner, and the rows of it that each rank holds."""
+
+    param: Tensor  # the DTensor
+    owner: int
+    # By rank: where its rows begin in the flat tensor, and where they end.
+    cuts: tuple[tuple[int, int], ...]
+    whole: nn.Parameter | None = None  # on the owner
+    seen: int | None = None  # the fingerprint of the shard that the owner knows
+
+    def elements(self, rank: int) -> int:
+        """Return how many elements a rank holds."""
+        start, stop = self.cuts[rank]
+        return stop - start
+
+
+def fingerprints(params: Sequence[Tensor]) -> list[int]:
+    """Return a number for each shard, which changes with its bits.
+
+    torch's counts of changes are not enough: it does not count those through `param.data`.
+    """
+    if not params:
+        return []
+    return torch.stack([_fingerprint(local_shard(param).detach()) for param in params]).tolist()
+
+
+def _fingerprint(shard: Tensor) -> Tensor:
+    if not shard.numel():
+        return torch.zeros((), dtype=torch.int64, device=shard.device)
+    bits = shard.reshape(shard.size(0), -1).view(INTEGERS.get(shard.element_size(), torch.int64))
+    rows = bits.sum(dim=1, dtype=torch.int64)
+    # Weighted, so that rows that change places are another number.
+    weights = torch.arange(1, 2 * len(rows), 2, device=rows.device)
+    return (rows * weights).sum()
+
+
+def remember(tensors: Sequence[OwnedTensor]) -> None:
+    """Note that the owners know the shards as they are now."""
+    for tensor, seen in zip(tensors, fingerprints([t.param for t in tensors]), strict=True):
+        tensor.seen = seen
+
+
+class Owners:
+    """The ranks that a model is sharded over, as owners of its tensors."""
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
+        self._load = [0] * ranks.size  # elements that each rank owns
+
+    def deal_out(self, params: Sequence[Tensor]) -> list[OwnedTensor]:
+        """Give each tensor an owner."""
+        owners = deal_out([(n, param.numel()) for n, param in enumerate(params)], self._load)
+        tensors = []
+        for number, param in enumerate(params):
+            assert is_dtensor(param)
+            row = param.numel() // param.size(0) if param.numel() else 0
+            ranges = DTensorShards.of(param).ranges
+            cuts = tuple((r.start * row, (r.start + r.length) * row) for r in ranges)
+            tensors.append(OwnedTensor(param, owners[number], cuts))
+        return tensors
+
+    def to_owners(
+        self, tensors: Sequence[OwnedTensor], shards: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Send this rank's shards to the owners; return the whole tensors that this rank owns."""
+        own = self._ranks.rank
+        result: list[Tensor | None] = []
+        for bucket in _buckets(tensors):
+            members, held = tensors[bucket], [shard.reshape(-1) for shard in shards[bucket]]
+            for_owner = [
+                [shard for tensor, shard in zip(members, held, strict=True) if tensor.owner == rank]
+                for rank in range(self._ranks.size)
+            ]
+            mine = [tensor for tensor in members if tensor.owner == own]
+            sizes = [[tensor.elements(rank) for tensor in mine] for rank in range(self._ranks.size)]
+            pieces = self._exchange(for_owner, sizes, held[0])
+            wholes = iter([torch.cat(rows) for rows in zip(*pieces, strict=True)])
+            for tensor in members:
+                owned = tensor.owner == own
+                result.append(next(wholes).view(tensor.param.shape) if owned else None)
+        return result
+
+    def to_shards(self, tensors: Sequence[OwnedTensor]) -> None:
+        """Send the rows of the tensors that this rank owns to the ranks that hold them."""
+        own = self._ranks.rank
+        for bucket in _buckets(tensors):
+            members = tensors[bucket]
+            flat = [(p, p.whole.detach().view(-1)) for p in members if p.whole is not None]
+            for_rank = [
+                [whole[slice(*tensor.cuts[rank])] for tensor, whole in flat]
+                for rank in range(self._ranks.size)
+            ]
+            by_owner = [
+                [tensor for tensor in members if tensor.owner == rank]
+                for rank in range(self._ranks.size)
+            ]
+            sizes = [[tensor.elements(own) for tensor in theirs] for theirs in by_owner]
+            arrived = self._exchange(for_rank, sizes, local_shard(members[0].param))
+            for theirs, rows in zip(by_owner, arrived, strict=True):
+                for tensor, values in zip(theirs, rows, strict=True):
+                    shard = local_shard(tensor.param)
+                    shard.copy_(values.view(shard.shape))
+        remember(tensors)
+
+    def _exchange(
+        self, outgoing: Sequence[list[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor
+    ) -> list[list[Tensor]]:
+        """Send each rank its flat tensors; return those from each rank, of `sizes` elements.
+
+        What this rank has for itself comes back as it is.
+        """
+        own = self._ranks.rank
+        messages, expected = [], []
+        for rank, (tensors, numbers) in enumerate(zip(outgoing, sizes, strict=True)):
+            message = torch.cat(tensors) if tensors and rank != own else like.new_empty(0)
+            messages.append(message.view(torch.uint8))
+            expected.append(0 if rank == own else sum(numbers) * like.element_size())
+        arrived, works = self._ranks.all_to_all(messages, expected, TAG)
+        for work in works:
+            work.wait()
+        return [
+            outgoing[own] if rank == own else list(data.view(like.dtype).split(list(numbers)))
+            for rank, (data, numbers) in enumerate(zip(arrived, sizes, strict=True))
+        ]
+
+
+def _buckets(tensors: Sequence[OwnedTensor]) -> list[slice]:
+    return bucket_ranges([(tensor.param.dtype, tensor.param.numel()) for tensor in tensors])
+
+
+def bucket_ranges(tensors: Sequence[tuple[Hashable, int]]) -> list[slice]:
+    """Return ranges of consecutive tensors of one kind, of about `BUCKET` elements.
+
+    A tensor is given as its kind and its elements.
+    """
+    ranges, start, total = [], 0, 0
+    for number, (kind, size) in enumerate(tensors):
+        if number > start and (kind != tensors[start][0] or total + size > BUCKET):
+            ranges.append(slice(start, number))
+            start, total = number, 0
+        total += size
+    return [*ranges, slice(start, len(tensors))] if tensors else []

@@ -30,23 +30,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
+from manyhands._core.arguments import real
 from manyhands._core.backward import current_task
-from manyhands._core.encoded_slices import find_gradient_codec
 from manyhands._core.sharded import local_shard
 from manyhands._core.trees import as_type
-from manyhands.sharding._clip import clip_slices
-from manyhands.sharding.fsdp._checks import check_inner_groups, check_module, check_parameters
+from manyhands.sharding._gradients import clip_slices
 from manyhands.sharding.fsdp._engine import TrainingState, shard_wrap
-from manyhands.sharding.fsdp._full_tensors import (
-    consolidate_slices,
-    full_optimizer_state,
-    hold_full_parameters,
-    sharded_optimizer_state,
-)
 from manyhands.sharding.fsdp._options import (
     FSDPOptions,
-    add_options_to,
-    check_offload,
     find_device,
     find_ranks,
     takes_options,
@@ -54,11 +45,21 @@ from manyhands.sharding.fsdp._options import (
 from manyhands.sharding.fsdp._places import (
     cast_buffers,
     cast_in_forward,
+    check_inner_groups,
+    check_module,
+    check_parameters,
     distinct_params,
     find_places,
 )
 from manyhands.sharding.fsdp._root import RootState, become_root
-from manyhands.sharding.fsdp._transparent import Wrap, wraps_in
+from manyhands.sharding.fsdp._transparent import (
+    Wrap,
+    consolidate_slices,
+    full_optimizer_state,
+    hold_full_parameters,
+    sharded_optimizer_state,
+    wraps_in,
+)
 
 # Modules inside a wrap. A second wrap around one would find its parameters sharded already. Weak,
 # so that a module is freed with the last user of its model.
@@ -87,7 +88,39 @@ class FullyShardedDataParallel(Wrap):
 
     Surprises: `state_dict()` gathers the parameters, so call it on every rank. On several ranks,
     `parameters()` are DTensors of which this rank holds a slice. An optimizer that needs full
-    tensors (Adafactor, Rprop) is refused: use `OSS` for it.
+    tensors (Adafactor, Rprop) is refused: use `WholeTensorOptimizer` for it.
+
+    Args:
+        module: the module to shard, in place.
+        process_group: the ranks that shard the parameters; by default all. A group of one rank
+            inside a wrap of several keeps its parameters whole and private to the rank, as an
+            expert of a mixture needs.
+        process_group_reduce_scatter: has no effect; gradients travel apart anyway.
+        reshard_after_forward: free the full parameters after each forward and gather them again
+            in backward. Uses less memory and sends 1.5 times the bytes.
+        disable_reshard_on_root: the root keeps its own full parameters until backward even so.
+        mixed_precision: compute with parameters and inputs in `compute_dtype`, by default
+            float16 (bfloat16 needs no loss scaling). The optimizer's parameters keep their type.
+        fp32_reduce_scatter: with mixed precision, average gradients in float32.
+        flatten_parameters: has no effect; a wrap's parameters always travel together.
+        move_params_to_cpu: keep shards of parameters, gradients and optimizer state in CPU memory.
+        compute_dtype: type to compute in.
+        buffer_dtype: type of floating-point buffers, by default `compute_dtype`.
+        move_grads_to_cpu: has no effect; gradients stay with the parameters.
+        bucket_cap_mb: has no effect.
+        compute_device: by default the parameters' device, or the group's accelerator.
+        no_broadcast_optim_state: has no effect; the state of a group of one stays with its rank.
+        state_dict_device: device on which `state_dict()` puts full parameters.
+        clear_autocast_cache: clear autocast's cache of casts after each forward.
+        force_input_to_fp32: cast inputs to float32 in a wrap without mixed precision.
+        verbose: show every option in `print(model)`.
+        cpu_offload: older name of `move_params_to_cpu`.
+        state_dict_on_rank_0_only: make `state_dict()` empty on all other ranks.
+        gradient_predivide_factor: divide gradients by this factor before they are summed, and by
+            N / factor after. By default they are divided after.
+        allow_reset_parameters: let `reset_parameters()` call the wrapped module's method.
+        overlap: gather the next wrap's parameters, and send the previous wrap's gradients, while
+            one wrap computes. False needs about two wraps' memory less, and is slower.
     """
 
     @takes_options(FSDPOptions)
@@ -100,17 +133,12 @@ class FullyShardedDataParallel(Wrap):
         check_inner_groups(self._ranks, [wrap._ranks for wrap in inside])
         self._precision = precision = options.precision()
         device = find_device(module, self._ranks, options.compute_device)
-        moved = options.move_params_to_cpu or options.cpu_offload
-        offload = check_offload(device, moved, options.move_grads_to_cpu)
-        options.check_divide_factor()
-        find_gradient_codec(options.codec)  # raises if there is none of this name
         self.rank, self.world_size = self._ranks.rank, self._ranks.size
         in_effect = options.resolve(precision, device)
         self._show(in_effect)
-        self._codec = options.codec
         self._divide: tuple[float, float] | None = None  # None: by the world size, after the sum
         if options.gradient_predivide_factor is not None:
-            before = options.gradient_predivide_factor
+            before = real("gradient_predivide_factor", options.gradient_predivide_factor, above=0)
             self._divide = before, self.world_size / before
         self.require_backward_grad_sync = True
         self._holds_full = False
@@ -133,7 +161,8 @@ class FullyShardedDataParallel(Wrap):
                 in_effect,
                 compared=self._compared_options(),
                 private={m for wrap in inside if wrap.world_size == 1 for m in wrap.modules()},
-                offload=offload,
+                # On a CPU they are in CPU memory already.
+                offload=device.type != "cpu" and in_effect.move_params_to_cpu,
             )
             self._engine.divide = self._divide
         elif precision.compute is not None:
@@ -144,9 +173,8 @@ class FullyShardedDataParallel(Wrap):
     def _show(self, options: FSDPOptions) -> None:
         """Show the options in attributes of the same names."""
         for name, value in vars(options).items():
-            # The first two are properties, which follow `_divide` and `move_params_to_cpu`. The
-            # third would hide a module's own `codec`, as models of speech have one.
-            if name not in ("gradient_predivide_factor", "cpu_offload", "codec"):
+            # These two are properties, which follow `_divide` and `move_params_to_cpu`.
+            if name not in ("gradient_predivide_factor", "cpu_offload"):
                 setattr(self, name, value)
 
     # -- training ------------------------------------------------------------------------------
@@ -154,10 +182,7 @@ class FullyShardedDataParallel(Wrap):
     def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the wrapped module's forward, with its parameters gathered for it."""
         if self._holds_full:
-            raise RuntimeError(
-                "forward() was called inside summon_full_params(), where parameters are for "
-                "reading and writing only. Leave it first."
-            )
+            raise RuntimeError("forward() was called inside summon_full_params(). Leave it first.")
         if self._is_root is None:
             self._root_state = become_root(self)
         # A forward inside a backward recomputes a checkpoint: the root's own forward is over.
@@ -281,18 +306,10 @@ class FullyShardedDataParallel(Wrap):
 
     def assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
         """Raise a ValueError unless this wrap is in the state, or in one of several."""
-        states = list(state) if isinstance(state, Iterable) else [state]
-        # By name, so that members of fairscale's enum are accepted.
-        names: list[object] = [getattr(each, "name", each) for each in states]
-        if unknown := [name for name in names if name not in TrainingState.__members__]:
-            raise ValueError(
-                f"a state must be one of {', '.join(TrainingState.__members__)}, got {unknown}."
-            )
+        states = state if isinstance(state, Iterable) else [state]
+        names = [each.name for each in states]  # so that members of fairscale's enum are accepted
         if self.training_state.name not in names:
-            raise ValueError(
-                f"this FullyShardedDataParallel is in state {self.training_state.name}, and "
-                f"{' or '.join(map(str, names))} was asserted."
-            )
+            raise ValueError(f"expected {' or '.join(names)}, not {self.training_state.name}.")
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -353,8 +370,7 @@ class FullyShardedDataParallel(Wrap):
         """Call the wrapped module's method, with full parameters (if `allow_reset_parameters`)."""
         if not self.allow_reset_parameters:
             raise RuntimeError(
-                "reset_parameters() is the wrapped module's. Pass allow_reset_parameters=True to "
-                "FullyShardedDataParallel to call it."
+                "reset_parameters() needs allow_reset_parameters=True in the constructor."
             )
         with self.summon_full_params():
             self.module.reset_parameters()  # type: ignore[operator]
@@ -405,10 +421,9 @@ class FullyShardedDataParallel(Wrap):
             and any(wrap.world_size > 1 for wrap in wraps_in(model, Wrap))
         ):
             raise ValueError(
-                f"a wrap of {type(self.module).__name__} is in a process group of one, inside "
-                "one of several ranks. Each rank has its own parameters there, and a "
-                "checkpoint would hold those of one. Save each rank's model.state_dict() and "
-                "optimizer.state_dict() in a file of its own."
+                f"a {type(self.module).__name__} is wrapped in a process group of one, so each "
+                "rank has its own parameters there, and a checkpoint would hold those of one. "
+                "Save each rank's state dicts in a file of its own."
             )
 
     def _private_params(self) -> set[int]:
@@ -423,10 +438,6 @@ class FullyShardedDataParallel(Wrap):
             return f"world_size={self.world_size}, mixed_precision={self.mixed_precision}"
         options = ", ".join(f"{name}={value}" for name, value in self._compared_options().items())
         return f"rank={self.rank}, world_size={self.world_size}, {options}"
-
-
-# The options are described once, in FSDPOptions.
-FullyShardedDataParallel.__doc__ = add_options_to(FullyShardedDataParallel.__doc__)
 
 
 def _divide_gradient(divisor: Sequence[float], grad: Tensor) -> Tensor:

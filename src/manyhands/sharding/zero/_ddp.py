@@ -9,26 +9,19 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from manyhands._core.agreement import agree
-from manyhands._core.codec import Codec
-from manyhands._core.modules import ModuleWrapper
+from manyhands._core.agreement import Describer, agree
+from manyhands._core.arguments import whole
+from manyhands._core.modules import ModuleWrapper, check_not_averaged_inside
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
-from manyhands._core.wrappers import wrapped_attribute
-from manyhands.sharding._agreement import ADVICE, Facts, GroupLike
-from manyhands.sharding.zero._checks import (
-    check_gradient_codec,
-    check_optimizers,
-    check_overlap,
-    check_size,
-    facts_of_model,
-    find_oss,
-)
-from manyhands.sharding.zero._flat_params import FlatBucket, Shards
+from manyhands._core.wrappers import find_layer, wrapped_attribute
+from manyhands.sharding._agreement import ADVICE, Facts, GroupLike, facts_of_groups
+from manyhands.sharding.zero._oss import OSS
 from manyhands.sharding.zero._reducer import Reducer
 
 
@@ -60,12 +53,6 @@ class ShardedDataParallel(ModuleWrapper):
         reduce_fp16: send gradients as float16.
         warn_on_trainable_params_changed: warn when parameters were frozen or unfrozen.
         reduce_dtype: send gradients in this type, such as bfloat16. They are summed in float32.
-        codec: send gradients as codes: "int8", "int4" or "fp4" (signs and powers of two). They are
-            summed in float32. What rounding leaves out is added to the next gradient, and takes
-            (N - 1)/N of the gradients' size in float32 on each worker. It is not saved.
-        overlap_gather: let `step` return while the new parameters are still on their way; each
-            module waits for its own in the next forward. Between `step` and the end of that
-            forward, parameters read elsewhere (but in `state_dict`) may be old ones.
         sharded_optimizer: fairscale's name of `optimizer`.
     """
 
@@ -84,8 +71,6 @@ class ShardedDataParallel(ModuleWrapper):
         warn_on_trainable_params_changed: bool = True,
         *,
         reduce_dtype: torch.dtype | None = None,
-        codec: str | None = None,
-        overlap_gather: bool = False,
         sharded_optimizer: Optimizer | Sequence[Optimizer] = (),
     ) -> None:
         super().__init__()
@@ -104,15 +89,13 @@ class ShardedDataParallel(ModuleWrapper):
         # A larger module loads us under `module.`, which our state dict's names do not have.
         self.register_load_state_dict_pre_hook(_put_prefix)
         wire = torch.float16 if reduce_fp16 else reduce_dtype
-        check_overlap(overlap_gather, self._workers)
-        encoding = check_gradient_codec(codec, wire, self._workers)
-        check_size(reduce_buffer_size)
+        if reduce_buffer_size is not None:
+            whole("reduce_buffer_size", reduce_buffer_size)
         if self._workers.size == 1:
             return
         # Before any other collective: ranks whose models differ would mix data up, or hang.
         facts: Facts = {
             "values of reduce_dtype": str(wire),
-            "values of codec": codec if encoding else None,
             "values of reduce_buffer_size": reduce_buffer_size,
             "values of broadcast_buffers": broadcast_buffers,
             "values of sync_models_at_startup": sync_models_at_startup,
@@ -125,13 +108,9 @@ class ShardedDataParallel(ModuleWrapper):
                 one._resize_buckets(reduce_buffer_size)
         if sync_models_at_startup:
             self._workers.broadcast_from_first([*module.parameters(), *module.buffers()])
-        self._reducer = self._make_reducer(wire, encoding)
-        for one in self._optimizers:
-            one._overlap = overlap_gather
-        if overlap_gather:
-            self._wait_in_forward()
+        self._reducer = self._make_reducer(wire)
 
-    def _make_reducer(self, wire: torch.dtype | None, codec: Codec | None) -> Reducer:
+    def _make_reducer(self, wire: torch.dtype | None) -> Reducer:
         """Return what averages the gradients, known to the optimizers."""
         reducer = Reducer(
             [one._shards for one in self._optimizers],
@@ -139,7 +118,6 @@ class ShardedDataParallel(ModuleWrapper):
             self._synchronised(),
             wire,
             self._finish(),
-            codec,
         )
         for one in self._optimizers:
             # Weak: the module owns the reducer and its hooks, and the optimizer may outlive them.
@@ -165,24 +143,13 @@ class ShardedDataParallel(ModuleWrapper):
 
         return finish
 
-    def _wait_in_forward(self) -> None:
-        """Let each module wait for its parameters before it runs."""
-        shards = [one._shards for one in self._optimizers]
-        for module in self.module.modules():
-            module.register_forward_pre_hook(_make_wait_hook(shards))
-        me = weakref.ref(self)
-        # A user may save the wrapped module directly, and then our `state_dict` is not called.
-        self.module.register_state_dict_pre_hook(lambda *_: _wait_for(me()))
-
     # -- training ------------------------------------------------------------------------------
 
     def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Run the wrapped module's forward, with its parameters and buffers up to date."""
         if self._reducer is not None:
             self._prepare(self._reducer)
-        result = self.module(*inputs, **kwargs)
-        self.settle()
-        return result
+        return self.module(*inputs, **kwargs)
 
     def _prepare(self, reducer: Reducer) -> None:
         if _inside_ddp(self):
@@ -262,27 +229,21 @@ class ShardedDataParallel(ModuleWrapper):
             return wrapped_attribute(self, self.module, name)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError(
-            "a ShardedDataParallel is not copied: it is tied to its optimizer. Copy the model "
-            "inside: copy.deepcopy(model.module)."
-        )
+        raise TypeError("a ShardedDataParallel is not copied: copy model.module instead.")
 
     def __getitem__(self, key: object) -> Any:
         return self.module[key]  # type: ignore[index]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the wrapped module's state dict."""
-        self.settle()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load the wrapped module's state dict."""
-        self.settle()
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> ShardedDataParallel:
         """Convert or move the module (`to`, `half`), and its sharded gradients."""
-        self.settle()
         # torch sets `param.grad.data`, which would leave a sharded gradient's slices unchanged.
         sharded = [p for p in self.parameters() if isinstance(p.grad, ShardedGradient)]
         with torch.no_grad():
@@ -293,11 +254,6 @@ class ShardedDataParallel(ModuleWrapper):
         for param, grad in zip(sharded, grads, strict=True):
             param.grad = grad
         return self
-
-    def settle(self) -> None:
-        """Wait until the parameters of the last step have arrived."""
-        for one in self._optimizers:
-            one.wait()
 
 
 def _inside_ddp(module: nn.Module) -> bool:
@@ -315,33 +271,62 @@ def _own_group(workers: RankGroup, module: nn.Module) -> RankGroup:
     return workers if workers.shared_memory is not None else workers.with_own_group(device)
 
 
-def _wait_for(module: ShardedDataParallel | None) -> None:
-    if module is not None:
-        module.settle()
-
-
-def _make_wait_hook(shards: Sequence[Shards]) -> Callable[..., None]:
-    """Return a hook that waits for the parameters of a module and of its children."""
-    version = -1
-    buckets: list[FlatBucket] = []
-
-    def wait(used: nn.Module, _: object) -> None:
-        nonlocal version, buckets
-        # Buckets change when parameters thaw or are added; otherwise the list found last holds.
-        if version != sum(each.version for each in shards):
-            version = sum(each.version for each in shards)
-            # Some modules use a child's parameters without calling it: MultiheadAttention does.
-            near = [p for m in (used, *used.children()) for p in m.parameters(recurse=False)]
-            buckets = [bucket for each in shards for bucket in each.buckets_of(near)]
-        for bucket in buckets:
-            bucket.wait()
-
-    return wait
-
-
 def _put_prefix(module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object) -> None:
     """Rename the plain module's entries as this module has them inside a larger one."""
     assert isinstance(module, ShardedDataParallel)
-    module.settle()
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
+
+
+# -- what a ShardedDataParallel is given -----------------------------------------------------------
+
+
+def find_oss(optimizer: Optimizer) -> OSS:
+    """Return the OSS inside scaling rules and proxies; raise a TypeError if there is none."""
+    inner = find_layer(optimizer, OSS)
+    if inner is None:
+        raise TypeError(
+            f"ShardedDataParallel needs the model's manyhands.OSS, got {type(optimizer).__name__}. "
+            "Write OSS(model.parameters(), optim=..., ...)."
+        )
+    return inner
+
+
+def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], group: GroupLike | None) -> None:
+    """Raise unless these optimizers hold what the module trains, and nothing else."""
+    if not optimizers:
+        raise ValueError("ShardedDataParallel needs at least one optimizer, got an empty list.")
+    check_not_averaged_inside(module)
+    given = optimizers[0].group if group is None else group
+    for one in optimizers:
+        if one._reducer is not None:
+            raise RuntimeError("this OSS belongs to another ShardedDataParallel already.")
+        if (given or dist.group.WORLD) is not (one.group or dist.group.WORLD):
+            raise ValueError("the process group is not the optimizer's. Give OSS the same group.")
+    held = {id(p) for one in optimizers for g in one.param_groups for p in g["params"]}
+    named = dict(module.named_parameters())
+    left_out = [n for n, p in named.items() if p.requires_grad and id(p) not in held]
+    foreign = len(held - {id(p) for p in named.values()})
+    if left_out or foreign:
+        raise ValueError(
+            f"{len(left_out)} parameter(s) of the module are in no optimizer {left_out[:4]}, and "
+            f"the optimizer holds {foreign} parameter(s) that are not in the module. Make the OSS "
+            "from module.parameters(), or freeze parameters with requires_grad_(False)."
+        )
+
+
+def facts_of_model(module: nn.Module, optimizers: Sequence[OSS], with_buffers: bool) -> Facts:
+    """Return what ranks must have in common: the model, and its order in the optimizers."""
+    describer = Describer()
+    names = {id(param): name for name, param in module.named_parameters()}
+    buffers = dict(module.named_buffers()) if with_buffers else {}
+    facts: Facts = {
+        "parameters in the module": [
+            describer.describe(p, name, frozen=True) for name, p in module.named_parameters()
+        ],
+        "buffers in the module": [describer.describe(b, name) for name, b in buffers.items()],
+    }
+    for number, one in enumerate(optimizers):
+        for title, value in facts_of_groups(one.param_groups, names).items():
+            facts[f"{title} of optimizer {number}"] = value
+    return facts

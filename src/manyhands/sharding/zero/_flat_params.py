@@ -26,7 +26,7 @@ from torch import Tensor
 from manyhands._core.flat import flatten, unflatten
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
-from manyhands._core.shared_memory import check_on_cpu
+from manyhands._core.slices import check_on_cpu
 from manyhands.sharding.zero import _layout
 from manyhands.sharding.zero._layout import ParamRange
 
@@ -89,13 +89,6 @@ class FlatBucket:
     on_ranks: list[Tensor]  # every rank's `data`, if the ranks share memory; otherwise empty
     # This rank's, and their places in its slice of the bucket.
     slices: list[tuple[ParamSlice, ParamRange]] = field(default_factory=list)
-    gather: PendingGather | SharedMemoryGather | None = None  # of the last step
-
-    def wait(self) -> None:
-        """Wait until the values of the last step have arrived."""
-        if self.gather is not None:
-            self.gather.wait()
-            self.gather = None
 
 
 @dataclass(eq=False)
@@ -130,8 +123,7 @@ class Shards:
         self.even = even
         self.largest = largest
         self.wire = wire
-        self._unread = False  # whether other ranks may still be reading our slices
-        self.version = 0  # grows whenever parameters get new places
+        self._gathers: list[PendingGather | SharedMemoryGather] = []  # of this step
         self.params: list[Tensor] = []
         self.slices: list[list[ParamSlice]] = []
         self.buffers: list[FlatBuffer] = []
@@ -164,7 +156,6 @@ class Shards:
     def lay_out(self) -> list[ParamSlice]:
         """Give places to the parameters that need one; return this rank's new slices."""
         new = self.missing
-        self.version += bool(new)
         if self.workers.size == 1:
             for i in new:
                 param = self.params[i]
@@ -259,15 +250,6 @@ class Shards:
             if place.param in chosen
         ]
 
-    def buckets_of(self, params: Iterable[Tensor]) -> list[FlatBucket]:
-        """Return the buckets in which any of these parameters lies."""
-        wanted = {id(param) for param in params}
-        return [
-            bucket
-            for bucket in self.buckets
-            if any(id(self.params[place.param]) in wanted for place in bucket.layout.ranges)
-        ]
-
     def active(self, bucket: FlatBucket) -> bool:
         """Return whether any parameter in the bucket is trained."""
         return any(self.params[place.param].requires_grad for place in bucket.layout.ranges)
@@ -309,8 +291,8 @@ class Shards:
             if len(kinds) > 1:
                 names = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
                 raise RuntimeError(
-                    "parameters that share a bucket were moved or converted one by one "
-                    f"({names}). Move the whole model, or build the optimizer after moving."
+                    f"parameters that share a bucket are {names}. Move the whole model, or build "
+                    "the optimizer after moving."
                 )
             ((dtype, device),) = kinds
             data, on_ranks = self._allocate(buffer.layout.size, dtype, device)
@@ -366,25 +348,23 @@ class Shards:
         memory = self.workers.shared_memory
         if memory is not None:
             barrier = memory.barrier()  # one for all of the buckets
-            for bucket in buckets:
-                self._unread = True
-                bucket.gather = SharedMemoryGather(bucket, self.workers.rank, barrier)
+            self._gathers += [SharedMemoryGather(b, self.workers.rank, barrier) for b in buckets]
             return
         for bucket in buckets:
             sent = bucket.data
             if _narrows(self.wire, sent):
                 sent = sent.to(self.wire)
             works = self.workers.all_gather_slices(sent, bucket.layout.cuts)
-            bucket.gather = PendingGather(bucket.data, sent, works)
+            self._gathers.append(PendingGather(bucket.data, sent, works))
 
     def wait(self) -> None:
-        """Wait until all parameters of the last step have arrived."""
-        for bucket in self.buckets:
-            bucket.wait()
-        if self._unread and self.workers.shared_memory is not None:
-            self._unread = False
+        """Wait until all parameters of this step have arrived."""
+        for gather in self._gathers:
+            gather.wait()
+        if self._gathers and self.workers.shared_memory is not None:
             # A rank must not change its slices while another is still reading them.
             self.workers.shared_memory.barrier().wait()
+        self._gathers.clear()
 
 
 def _range_of(

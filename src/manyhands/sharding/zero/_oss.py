@@ -22,6 +22,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from manyhands._core.agreement import agree
+from manyhands._core.arguments import flag, whole
 from manyhands._core.groups import RollCall
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import is_dtensor
@@ -34,7 +35,7 @@ from manyhands.sharding._agreement import (
     facts_of_groups,
     facts_of_options,
 )
-from manyhands.sharding._clip import clip_grad_norm
+from manyhands.sharding._gradients import clip_grad_norm
 from manyhands.sharding.zero import _state
 from manyhands.sharding.zero._flat_params import Shards
 from manyhands.sharding.zero._reducer import Reducer
@@ -92,7 +93,6 @@ class OSS(ShardedOptimizer):
         force_broadcast_object: the argument.
     """
 
-    _overlap = SharedAttribute[bool]()
     _begun = SharedAttribute[bool]()  # whether there is optimizer state, which is tied to slices
     _consolidated = SharedAttribute[dict[int, _state.ParamState] | None]()
     _recipient = SharedAttribute[int | None]()  # of what was consolidated since the last step
@@ -116,16 +116,18 @@ class OSS(ShardedOptimizer):
         gather_state: bool = False,
         **defaults: object,
     ) -> None:
-        flags = {
-            "broadcast_fp16": broadcast_fp16,
-            "force_broadcast_object": force_broadcast_object,
-            "gather_state": gather_state,
-        }
-        _check_oss_arguments(optim, group, broadcast_buffer_size, flags)
+        if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
+            raise TypeError(
+                f"optim must be an optimizer class, got {type(optim).__name__}. Its arguments "
+                "follow by name: OSS(params, optim=AdamW, lr=1e-3)."
+            )
+        if isinstance(group, float | str):
+            raise TypeError(f"group must be a process group, got {group!r}. Give lr by name.")
+        flag("broadcast_fp16", broadcast_fp16)  # catches arguments in another order
         if bucket_size is None and broadcast_buffer_size > 0:
             bucket_size = broadcast_buffer_size
-        if bucket_size is not None and bucket_size < 1:
-            raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}.")
+        if bucket_size is not None:
+            bucket_size = whole("bucket_size", bucket_size, 1)
         self._workers = RankGroup.of(group)
         if shared_memory:
             self._workers = self._workers.with_own_group(torch.device("cpu")).with_shared_memory()
@@ -137,7 +139,6 @@ class OSS(ShardedOptimizer):
         self.broadcast_fp16 = broadcast_fp16
         self.force_broadcast_object = force_broadcast_object
         self._reducer_ref = lambda: None
-        self._overlap = False
         self._begun = False
         self._consolidated = self._recipient = None
         self._pending_state = {}
@@ -213,9 +214,8 @@ class OSS(ShardedOptimizer):
         if any(is_dtensor(param) for param in self.param_groups[-1]["params"]):
             self.param_groups.pop()
             raise TypeError(
-                "OSS shards the state of whole parameters, and these are sharded already, as by "
-                "FullyShardedDataParallel. Give them to the optimizer itself, without OSS, or to "
-                "WholeTensorOptimizer if it looks at whole tensors, as Muon does."
+                "these parameters are sharded already, as by FullyShardedDataParallel. Give them "
+                "to the optimizer itself, or to WholeTensorOptimizer if it needs whole tensors."
             )
         if self._sliced is None:  # the constructor's groups are taken in together
             return
@@ -227,7 +227,6 @@ class OSS(ShardedOptimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        self.wait()
         self._shards.extend(self.param_groups[-1]["params"])
         self._shards.lay_out()
         self._sliced.add_last_group(self.param_groups)
@@ -278,8 +277,8 @@ class OSS(ShardedOptimizer):
             return
         if self._begun:
             raise ValueError(
-                "the size of buckets cannot be changed any more: the optimizer has state. Give "
-                "bucket_size to OSS, or wrap the model before the first step."
+                "the optimizer has state already. Give bucket_size to OSS, or wrap the model "
+                "before the first step."
             )
         self._shards.largest = elements
         self._shards.release()
@@ -311,8 +310,7 @@ class OSS(ShardedOptimizer):
             self._shards.note_change()
             if self._reducer is not None:
                 self._reducer.stepped(self._shards)
-            if not self._overlap:
-                self.wait()
+            self._shards.wait()
         # Some optimizers count steps in their groups.
         self._sliced.pull_options(self.param_groups)
         return result
@@ -337,14 +335,8 @@ class OSS(ShardedOptimizer):
         if self._reducer is not None:
             self._reducer.cleared(self._shards)
 
-    def wait(self) -> None:
-        """Wait until this rank has all parameters of the last step."""
-        self._shards.wait()
-
     def prepare(self) -> None:
         """Follow parameters that have thawed, were moved, or were overwritten; on every worker."""
-        # First: the next two copy parameters, which must be complete.
-        self.wait()
         self.refresh_trainable()
         self._follow_moved()
         self._shards.take_changes()
@@ -424,8 +416,6 @@ class OSS(ShardedOptimizer):
         self.optim.load_state_dict(packed)
         self._consolidated, self._recipient, self._begun = None, None, True
         self._pending_state = for_later
-        if self._reducer is not None:
-            self._reducer.forget_residuals(self._shards)
         _state.restore_options(groups, self.param_groups)
 
     def replicate_state(self, names: Sequence[str]) -> _state.ReplicatedOSSState:
@@ -443,31 +433,6 @@ class OSS(ShardedOptimizer):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("OSS is not pickled. Save state_dict() after consolidate_state_dict().")
-
-
-def _check_oss_arguments(
-    optim: object, group: object, broadcast_buffer_size: object, flags: Mapping[str, object]
-) -> None:
-    """Raise a TypeError for an argument of a wrong type, such as one in another's position."""
-    if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
-        raise TypeError(
-            f"optim must be an optimizer class, such as torch.optim.AdamW, got {optim!r}. "
-            "Its arguments follow by name: OSS(params, optim=AdamW, lr=1e-3)."
-        )
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False, got {flag!r}.")
-    if isinstance(broadcast_buffer_size, bool) or not isinstance(broadcast_buffer_size, int):
-        raise TypeError(
-            "broadcast_buffer_size must be a number of elements (-1 for a good one), got "
-            f"{broadcast_buffer_size!r}. It is fairscale's fourth argument; broadcast_fp16 is "
-            "the fifth. Give both by name."
-        )
-    if isinstance(group, float | str | Tensor):
-        raise TypeError(
-            f"group must be a process group, got {group!r}. The optimizer's own arguments are "
-            "given by name: OSS(params, optim=SGD, lr=0.1)."
-        )
 
 
 def _global_rank(group: GroupLike | None, rank: int) -> tuple[int, str | None]:

@@ -22,20 +22,22 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.backward import BackwardPasses, current_task
-from manyhands._core.codec import Codec
 from manyhands._core.flat import flatten
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
+from manyhands._core.slices import PendingReduceScatter, SharedMemoryReduceScatter
 from manyhands.sharding._agreement import check_same_frozen
-from manyhands.sharding.zero._flat_params import Shards
-from manyhands.sharding.zero._gradient_buckets import GradientBucket, SendBuffers
+from manyhands.sharding.zero._flat_params import FlatBucket, Shards
 from manyhands.sharding.zero._layout import ParamRange
+
+Pending: TypeAlias = PendingReduceScatter | SharedMemoryReduceScatter
 
 IN_FLIGHT = 1  # buckets under way while the next one fills: more cost memory and saved no time
 
@@ -44,9 +46,8 @@ class Reducer:
     """Averages the gradients of some optimizers' parameters during backward.
 
     At the beginning of each pass `synchronised()` says whether it will be averaged. `wire` is the
-    type in which gradients travel, by default their own; `codec` encodes them. `after_pass` is
-    called at the end of each averaged pass, also on ranks that took part without a backward of
-    their own.
+    type in which gradients travel, by default their own. `after_pass` is called at the end of each
+    averaged pass, also on ranks that took part without a backward of their own.
     """
 
     def __init__(
@@ -56,12 +57,11 @@ class Reducer:
         synchronised: Callable[[], bool],
         wire: torch.dtype | None,
         after_pass: Callable[[], None] = lambda: None,
-        codec: Codec | None = None,
     ) -> None:
         self.workers = workers
         self._all_shards = list(shards)
         self._synchronised = synchronised
-        self._wire, self._codec = wire, codec
+        self._wire = wire
         self._after_pass = after_pass
         self._hooks: list[RemovableHandle] = []
         weakref.finalize(self, _detach_hooks, self._hooks)
@@ -81,9 +81,7 @@ class Reducer:
         self.params = [p for shards in self._all_shards for p in shards.params]
         numbers = {id(param): number for number, param in enumerate(self.params)}
         flats = [(s, flat) for s in self._all_shards for flat in s.buckets if s.active(flat)]
-        self._buckets = [
-            GradientBucket(i, *pair, numbers, self._codec) for i, pair in enumerate(flats)
-        ]
+        self._buckets = [GradientBucket(i, *pair, numbers) for i, pair in enumerate(flats)]
         self._places: list[list[tuple[GradientBucket, ParamRange]]] = [[] for _ in self.params]
         for bucket in self._buckets:
             for number, place in bucket.ranges:
@@ -169,8 +167,8 @@ class Reducer:
         if number in self._arrived:
             raise RuntimeError(
                 f"the gradient of a parameter of shape {tuple(self.params[number].shape)} came "
-                "again after it had been sent: it is used inside and outside of a reentrant "
-                "checkpoint. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint."
+                "again: it is used inside and outside of a reentrant checkpoint. Use "
+                "checkpoint(..., use_reentrant=False)."
             )
         self._arrived.add(number)
 
@@ -286,10 +284,9 @@ class Reducer:
             self.reduce()
         if unaveraged:
             raise RuntimeError(
-                "step() after a backward inside no_sync() (or after something was added to a "
-                "gradient): this gradient is this worker's alone and has not been averaged. Run "
-                "the last backward of the step outside no_sync(), or call reduce() on the "
-                "ShardedDataParallel module, on every worker."
+                "step() after a backward inside no_sync(), or after something was added to a "
+                "gradient, which has not been averaged. Run the last backward outside no_sync(), "
+                "or call reduce() on the ShardedDataParallel, on every worker."
             )
 
     def stepped(self, shards: Shards) -> None:
@@ -297,16 +294,8 @@ class Reducer:
         self._averaged.discard(shards)
 
     def cleared(self, *shards: Shards) -> None:
-        """Note that their gradients were cleared. What no step has used leaves no residual."""
-        dropped = self._averaged.intersection(shards)
-        self._averaged -= dropped
-        self.forget_residuals(*dropped)
-
-    def forget_residuals(self, *shards: Shards) -> None:
-        """Drop what a codec has left out of their gradients."""
-        for bucket in self._buckets:
-            if bucket.encoded is not None and bucket.shards in shards:
-                bucket.encoded.clear()
+        """Note that their gradients were cleared."""
+        self._averaged.difference_update(shards)
 
     def _unaveraged(self) -> bool:
         """Return whether any parameter has a gradient of this rank alone."""
@@ -315,6 +304,82 @@ class Reducer:
             for grad, places in zip((p.grad for p in self.params), self._places, strict=True)
             if places
         )
+
+
+class GradientBucket:
+    """One bucket of gradients, filled and sent once in each pass."""
+
+    def __init__(
+        self, index: int, shards: Shards, flat: FlatBucket, params: dict[int, int]
+    ) -> None:
+        self.index, self.flat = index, flat
+        self.ranges = [
+            (params[id(shards.params[place.param])], place) for place in flat.layout.ranges
+        ]
+        self.owned = [
+            (params[id(shards.params[place.param])], place)
+            for place in flat.layout.owned(shards.workers.rank)
+        ]
+        self.needed = sum(shards.params[place.param].requires_grad for place in flat.layout.ranges)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the pass that was."""
+        self.waiting = self.needed  # gradients that have not arrived
+        self.filling: Tensor | None = None
+        self.copied = False  # whether `filling` is a buffer of ours, and not a view of a gradient
+        self.pending: Pending | None = None
+        self.mean: Tensor | None = None
+
+    def fill(
+        self, place: ParamRange, grad: Tensor | None, dtype: torch.dtype, buffers: SendBuffers
+    ) -> None:
+        """Copy a range of a flat gradient into the bucket; or zeros, if `grad` is None."""
+        layout, data = self.flat.layout, self.flat.data
+        self.waiting -= 1
+        if grad is not None and place.size == layout.size:
+            # The bucket lies inside this gradient: no copy.
+            self.filling = grad[place.start : place.stop].to(dtype)
+            return
+        self.copied = True
+        if self.filling is None:
+            self.filling = buffers.take(layout.size, dtype, data.device)
+        target = self.filling[place.offset : place.offset + place.size]
+        if grad is None:
+            target.zero_()
+        else:
+            target.copy_(grad[place.start : place.stop])
+
+    def send(self, workers: RankGroup) -> None:
+        """Begin to send each slice to its owner."""
+        assert self.filling is not None
+        self.pending = workers.reduce_scatter_slices(self.filling, self.flat.layout.cuts)
+        self.filling = None
+
+    def finish(self, workers: RankGroup, buffers: SendBuffers) -> None:
+        """Wait for the other ranks' data, and compute the mean of our slice."""
+        assert self.pending is not None
+        self.mean = self.pending.mean(workers.size, self.flat.data.dtype)
+        if self.copied:  # or else it is a view of a gradient, and not ours to keep
+            buffers.give_back(self.pending.sent)
+        self.pending = None
+
+
+class SendBuffers:
+    """Memory for buckets to be sent. The last one is kept, because new memory costs page faults."""
+
+    def __init__(self) -> None:
+        self._kept: Tensor | None = None
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        kept, self._kept = self._kept, None
+        if kept is not None and (kept.numel(), kept.dtype, kept.device) == (size, dtype, device):
+            return kept
+        del kept  # before there is another one
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        self._kept = buffer
 
 
 def _make_hook(listener: weakref.ref[Reducer], number: int) -> Callable[[Tensor], None]:

@@ -1,10 +1,9 @@
 """The optimizer that the user asked for, and what it makes of slices of parameters.
 
-May parameters be cut anywhere? They may if the optimizer treats each element by itself. If it looks
-at a whole tensor (LAMB's and LARS's norms, Adafactor's rows and columns, Muon's matrices), each
-parameter has to stay whole. torch's own classes are known. Parameters of any other class are left
-whole, which is right for all classes that look at one parameter at a time. If the user asks for cut
-parameters, a few steps on toy parameters must come out the same whole and cut.
+May parameters be cut anywhere? They may if the optimizer treats each element by itself
+(`_core/optimizers.py`). Parameters of a class that is not torch's are left whole, which is right
+for all classes that look at one parameter at a time. If the user asks for cut parameters, a few
+steps on toy parameters must come out the same whole and cut.
 
 `SliceOptimizer` makes the optimizer for this rank's slices. Its parameter groups are those of the
 `OSS` around it, with slices in place of parameters. Its state is tied to the slices, and follows
@@ -13,18 +12,18 @@ them when they get other memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from manyhands._core.agreement import run_on_all
+from manyhands._core.arguments import one_of
+from manyhands._core.optimizers import can_be_divided, may_be_cut, traits_of
 from manyhands._core.state_parts import options_of
-from manyhands.sharding._agreement import make_on_all_ranks
 from manyhands.sharding.zero._flat_params import FlatBucket, ParamSlice, Shards
 from manyhands.sharding.zero._state import (
     Groups,
@@ -35,13 +34,6 @@ from manyhands.sharding.zero._state import (
 )
 
 TURNS = 4  # of a step: the first buckets are in flight while the others are computed
-
-ELEMENTWISE: tuple[type, ...] = (
-    *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
-    *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
-)
-STEPS = 12  # on toy parameters
-SHAPES = (160, 144), (96,)  # some optimizers change their method above a size
 
 
 class SliceOptimizer:
@@ -58,7 +50,7 @@ class SliceOptimizer:
     def _make(self, groups: Groups) -> Optimizer:
         own = [self._own_group(groups, index) for index in range(len(groups))]
         make = partial(self._kind, own, **self._arguments)
-        return make_on_all_ranks(self._shards.workers, make)
+        return run_on_all(self._shards.workers, make)
 
     def _own_group(self, groups: Groups, index: int) -> dict[str, object]:
         """Return a parameter group's options, with this rank's slices of its parameters."""
@@ -133,7 +125,7 @@ class SliceOptimizer:
         buckets, optim = self._shards.to_step, self.optim
         # A step hook, or an optimizer that we do not know, would notice several calls per step.
         hooks = optim._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
-        counts = type(optim) not in ELEMENTWISE or hooks or _global_optimizer_post_hooks
+        counts = not traits_of(type(optim)).elementwise or hooks or _global_optimizer_post_hooks
         in_memory = self._shards.workers.shared_memory is not None
         if counts or optim._optimizer_step_post_hooks or in_memory:
             return [buckets]
@@ -168,90 +160,15 @@ def choose_layout(
 
     Raise a ValueError if its numbers would be wrong. `options` are those of each parameter group.
     """
-    if asked not in (None, "even", "whole"):
-        raise ValueError(
-            f'layout must be "even", "whole" or None (what {kind.__name__} needs), got {asked!r}.'
-        )
+    one_of("layout", asked, (None, "even", "whole"))
     if asked == "even" and not may_be_cut(kind, options):
         raise ValueError(
             f'layout="even" cuts parameters anywhere, and {kind.__name__} looks at whole ones: '
             'its numbers would be wrong. Use layout="whole".'
         )
-    if asked is None and kind not in ELEMENTWISE:
-        _check_can_be_divided(kind, options)
-    return asked or ("even" if kind in ELEMENTWISE else "whole")
-
-
-def may_be_cut(kind: type[Optimizer], options: Sequence[Mapping[str, object]]) -> bool:
-    """Return whether toy parameters come out the same whole and cut, with any of these options."""
-    return kind in ELEMENTWISE or all(
-        _trains_alike(kind, each, _in_halves, if_it_fails=False) for each in options
-    )
-
-
-def _check_can_be_divided(kind: type[Optimizer], options: Sequence[Mapping[str, object]]) -> None:
-    """Raise a ValueError if the optimizer cannot step some of the parameters without the others."""
-    if kind is optim.LBFGS or not all(
-        _trains_alike(kind, each, _one_by_one, if_it_fails=True) for each in options
-    ):
+    if asked is None and not can_be_divided(kind, options):
         raise ValueError(
-            f"{kind.__name__} looks at all parameters together, so its state cannot be divided "
-            "among workers. Use it as it is, on every worker. (If it only adds noise of its own, "
-            'layout="whole" will do.)'
+            f"{kind.__name__} looks at all parameters together, so its state cannot be divided. "
+            'Use it without OSS. (If it only adds noise of its own, layout="whole" will do.)'
         )
-
-
-def _trains_alike(
-    kind: type[Optimizer],
-    options: Mapping[str, object],
-    divide: Callable[[list[Tensor]], list[Tensor]],
-    *,
-    if_it_fails: bool,
-) -> bool:
-    """Return whether toy parameters come out the same together and divided.
-
-    `if_it_fails` is the answer for an optimizer that cannot train such toys.
-    """
-    generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(shape, generator=generator) for shape in SHAPES]
-    steps = [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(STEPS)]
-    moving = dict(options)
-    if "lr" in options and not options["lr"]:
-        moving["lr"] = 0.05
-    together = [tensor.clone() for tensor in start]
-    try:
-        with torch.random.fork_rng(devices=[]):
-            _train_toys([together], [steps], kind, moving)
-            parts = divide([tensor.clone() for tensor in start])
-            grads = [divide(step) for step in steps]
-            each = [[[step[i]] for step in grads] for i in range(len(parts))]
-            _train_toys([[part] for part in parts], each, kind, moving)
-    except Exception:
-        return if_it_fails
-    flat = torch.cat([part.flatten() for part in parts])
-    return torch.equal(flat, torch.cat([tensor.flatten() for tensor in together]))
-
-
-def _train_toys(
-    optimized: list[list[Tensor]],
-    gradients: list[list[list[Tensor]]],
-    kind: type[Optimizer],
-    defaults: dict[str, Any],
-) -> None:
-    """Train each list of parameters with an optimizer of its own, along the given gradients."""
-    for params, steps in zip(optimized, gradients, strict=True):
-        torch.manual_seed(0)  # the same noise for an optimizer that adds some
-        leaves = [torch.nn.Parameter(param) for param in params]
-        optimizer = kind(leaves, **defaults)
-        for step in steps:
-            for leaf, grad in zip(leaves, step, strict=True):
-                leaf.grad = grad.clone()
-            optimizer.step()
-
-
-def _one_by_one(tensors: list[Tensor]) -> list[Tensor]:
-    return tensors
-
-
-def _in_halves(tensors: list[Tensor]) -> list[Tensor]:
-    return [half for tensor in tensors for half in tensor.view(-1).tensor_split(2)]
+    return asked or ("even" if traits_of(kind).elementwise else "whole")

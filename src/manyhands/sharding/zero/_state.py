@@ -60,13 +60,9 @@ def collect_state(
     """
     workers = shards.workers
     if not -1 <= recipient < workers.size:
-        raise ValueError(
-            f"recipient_rank must be a rank of the {workers.size} worker(s), or -1 for all of "
-            f"them, got {recipient}."
-        )
+        raise ValueError(f"recipient_rank must be one of {workers.size} ranks, or -1 for all.")
     if workers.size == 1:
         return None
-    shards.wait()
     here = recipient in (-1, workers.rank)
     if not shards.params:  # the same on every rank, so that none waits in a collective
         return {} if here else None
@@ -76,10 +72,7 @@ def collect_state(
         for owned in slices
         if owned.data in optim.state
     ]
-    device = shards.params[0].device
-    texts = workers.all_gather_text(
-        json.dumps([_describe_slice(*entry) for entry in own_entries]), device
-    )
+    texts = workers.all_gather_text(json.dumps([_describe_slice(*e) for e in own_entries]))
     result: dict[int, ParamState] = {i: copy.deepcopy(s) for i, s in frozen.items()}
     _check_can_travel(texts, type(optim).__name__)
     for rank, text in enumerate(texts):
@@ -91,7 +84,7 @@ def collect_state(
                     continue
                 own = own_entries[number][1][name] if rank == workers.rank else None
                 # In the order of the text, so that ranks meet in the same collectives.
-                tensor = _send_tensor(shards, own, entry, rank, recipient, device)
+                tensor = _send_tensor(shards, own, entry, rank, recipient)
                 if not here:
                     continue
                 assert tensor is not None
@@ -117,10 +110,9 @@ def _send_tensor(
     entry: _Entry,
     rank: int,
     recipient: int,
-    device: torch.device,
 ) -> Tensor | None:
     """Send a tensor of rank `rank` to the recipient; return it there, flat if it is `like`."""
-    workers = shards.workers
+    workers, device = shards.workers, shards.params[0].device
     shape, dtype = tuple(entry["shape"]), getattr(torch, entry["dtype"])
     if own is not None:
         own = _in_memory_order(own) if entry["like"] else own.contiguous()
@@ -168,8 +160,7 @@ def _check_can_travel(texts: Sequence[str], optim: str) -> None:
             if "unknown" in entry:
                 raise TypeError(
                     f"{optim} keeps a {entry['unknown']} as {name!r} in the state of parameter "
-                    f"{index}, and only tensors, numbers and strings can be collected. Save each "
-                    "worker's own optimizer.optim.state_dict() instead."
+                    f"{index}: only tensors, numbers and strings can be collected."
                 )
 
 
@@ -229,10 +220,9 @@ def plain_state_dict(
     """Return the plain optimizer's state dict, from the state of every parameter, by index."""
     if collected is None:
         raise RuntimeError(
-            f"worker {rank} has only its shard of the optimizer's state, as of the last step. Call "
-            "consolidate_state_dict() on every worker before state_dict() on the recipient (rank "
-            "0, unless you name another). If every worker calls state_dict(), as under Accelerate, "
-            "make the optimizer with gather_state=True."
+            f"worker {rank} has only its shard of the optimizer's state. Call "
+            "consolidate_state_dict() on every worker first, or, if every worker calls "
+            "state_dict(), make the optimizer with gather_state=True."
         )
     packed, first = [], 0
     for group in groups:
@@ -271,11 +261,6 @@ def _slice_entry(name: str, value: object, owned: ParamSlice, param: Tensor) -> 
 
 def _check_plain_state_dict(state_dict: SavedState, groups: Groups, shards: Shards) -> None:
     """Raise a ValueError, the same on every rank, if a state dict is not of these parameters."""
-    if not {"state", "param_groups"} <= set(state_dict):
-        raise ValueError(
-            "this is no optimizer's state dict: it has no 'state' and 'param_groups', but "
-            f"{sorted(map(str, state_dict))[:8]}."
-        )
     given = [len(group["params"]) for group in state_dict["param_groups"]]
     needed = [len(group["params"]) for group in groups]
     if given != needed:
@@ -283,26 +268,24 @@ def _check_plain_state_dict(state_dict: SavedState, groups: Groups, shards: Shar
             f"the state dict has parameter groups of {given} parameters, and the optimizer of "
             f"{needed}. Build the optimizer from the same groups."
         )
+    cut = shards.even and shards.workers.size > 1
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    foreign = set(state_dict["state"]) - set(numbers)
-    if foreign:
+    if foreign := state_dict["state"].keys() - set(numbers):
+        # They would be lost: numbers become strings on the way through JSON.
         raise ValueError(
-            f"the state dict has state of {sorted(map(str, foreign))[:8]}, which are in none of "
-            "its parameter groups: it is damaged, or was put together from several."
+            f"the state dict has state of {sorted(foreign, key=str)[:4]}, which no parameter "
+            "group of it has. Give the dict as it was saved."
         )
     for number, param in zip(numbers, shards.params, strict=True):
         for name, value in state_dict["state"].get(number, {}).items():
-            _check_shape(name, value, number, param, shards.even and shards.workers.size > 1)
-
-
-def _check_shape(name: str, value: object, number: object, param: Tensor, cut: bool) -> None:
-    if not isinstance(value, Tensor) or value.shape == param.shape:
-        return
-    if value.numel() == param.numel() > SMALL or (cut and value.numel() > SMALL):
-        raise ValueError(
-            f"the state {name!r} of parameter {number} has the shape {tuple(value.shape)}, and "
-            f"the parameter {tuple(param.shape)}. Is it another model's, or optimizer's?"
-        )
+            if not isinstance(value, Tensor) or value.shape == param.shape:
+                continue
+            if value.numel() == param.numel() > SMALL or (cut and value.numel() > SMALL):
+                raise ValueError(
+                    f"the state {name!r} of parameter {number} has the shape "
+                    f"{tuple(value.shape)}, and the parameter {tuple(param.shape)}: it is another "
+                    "model's."
+                )
 
 
 def move_state(

@@ -1,1 +1,0 @@
-"""What `benchmarks/checkpoints.py` compares, and its page."""

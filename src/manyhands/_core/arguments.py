@@ -1,0 +1,140 @@
+"""Check the arguments that users pass: numbers, flags and words.
+
+Each function returns the value in the type that the code needs, or raises a ValueError of one form:
+
+    NAME must be WHAT IS NEEDED, got WHAT CAME. WHY, OR WHAT TO DO.
+
+Check only what would be silently wrong, or would hang a rank. What Python or torch refuses clearly
+needs no check here.
+
+Sizes, rates and times are read and written with their units: "24GiB", "50Mbit", "12 ms".
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from numbers import Real
+from typing import SupportsIndex
+
+SIZES = {"": 1, "b": 1} | {
+    f"{prefix}{b}": base**power
+    for b, base in (("b", 1000), ("ib", 1024))
+    for power, prefix in enumerate("kmgtp", start=1)
+}
+RATES = {
+    f"{prefix}bit{per}": 1000**power
+    for per in ("", "/s")
+    for power, prefix in enumerate(("", "k", "m", "g", "t"))
+}
+SIZE_NAMES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def whole(name: str, value: object, least: int = 0, why: str = "") -> int:
+    """Return a count as an int: any kind of integer, but neither a float nor a bool."""
+    number = least - 1
+    if isinstance(value, SupportsIndex) and not _is_flag(value):
+        with suppress(TypeError):  # a tensor that is no integer
+            number = operator.index(value)
+    if number < least:
+        raise _wrong(name, f"a whole number of at least {least}", value, why)
+    return number
+
+
+def real(
+    name: str,
+    value: object,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    why: str = "",
+) -> float:
+    """Return a finite number within these bounds as a float."""
+    number = float(value) if isinstance(value, Real) and not _is_flag(value) else math.nan
+    low = (above is None or number > above) and (least is None or number >= least)
+    if not (math.isfinite(number) and low and (below is None or number < below)):
+        bounds = [("above", above), ("at least", least), ("below", below)]
+        limits = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+        raise _wrong(name, f"a finite number {limits}".rstrip(), value, why)
+    return number
+
+
+def flag(name: str, value: object) -> bool:
+    """Return True or False. 1 and 0 are accepted too, but no other value that Python calls true."""
+    if _is_flag(value) or (isinstance(value, Real) and value in (0, 1)):
+        return bool(value)
+    raise _wrong(name, "True or False", value)
+
+
+def one_of(name: str, value: object, choices: Sequence[object], why: str = "") -> None:
+    """Raise unless the value is one of the choices."""
+    if value not in choices:
+        raise _wrong(name, f"one of {', '.join(map(repr, choices))}", value, why)
+
+
+def _wrong(name: str, needed: str, came: object, why: str = "") -> ValueError:
+    return ValueError(f"{name} must be {needed}, got {came!r}." + (f" {why}" if why else ""))
+
+
+def _is_flag(value: object) -> bool:
+    # NumPy's bools by their names, without importing NumPy
+    return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")
+
+
+def _number(name: str, value: object, units: Mapping[str, int], why: str) -> float:
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z/]*)\s*", value.lower())
+        value = float(found[1]) * units[found[2]] if found and found[2] in units else value
+    return real(name, value, above=0, why=why)
+
+
+def parse_bytes(size: float | str) -> int:
+    """Return the bytes: 1536 for "1.5 KiB", 24e9 for "24GB"."""
+    return int(_number("a size", size, SIZES, 'Give bytes, or a text such as "24GiB".'))
+
+
+def parse_rate(rate: float | str) -> float:
+    """Return bits per second: 50e6 for "50Mbit" or "50 Mbit/s"."""
+    return _number("network", rate, RATES, 'Give bits per second, or a text such as "50Mbit".')
+
+
+def format_bytes(size: int) -> str:
+    """Return three or four digits and a unit.
+
+    >>> format_bytes(0), format_bytes(1536), format_bytes(24 * 2**30)
+    ('0 B', '1.50 KiB', '24.0 GiB')
+    """
+    power, value = 0, float(size)
+    while value >= 1023.5 and power < len(SIZE_NAMES) - 1:
+        power, value = power + 1, value / 1024
+    # The bounds are those at which rounding would give one digit more.
+    digits = 0 if power == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {SIZE_NAMES[power]}"
+
+
+def format_rate(rate: float) -> str:
+    """Return the rate with a unit.
+
+    >>> format_rate(50e6), format_rate(2.5e9)
+    ('50 Mbit/s', '2.5 Gbit/s')
+    """
+    power = 0
+    while rate >= 1000 and power < 4:
+        power, rate = power + 1, rate / 1000
+    return f"{rate:.4g} {('', 'k', 'M', 'G', 'T')[power]}bit/s"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return two digits or three, and a unit.
+
+    >>> format_seconds(150.3), format_seconds(7.5), format_seconds(0.0123), format_seconds(2e-5)
+    ('150 s', '7.5 s', '12 ms', '0.020 ms')
+    """
+    if seconds == 0.0:
+        return "0 s"
+    value, unit = (seconds, "s") if seconds >= 0.9995 else (1e3 * seconds, "ms")
+    return f"{value:,.0f} {unit}" if value >= 9.95 else f"{value:#.2g} {unit}"

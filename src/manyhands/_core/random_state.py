@@ -1,0 +1,106 @@
+"""Save and restore the random generators of this rank: Python's, torch's on the CPU and device.
+
+numpy's generator is included if the program has imported numpy.
+
+A state from a file is first tried on generators that nobody draws from. `set_random_state` takes
+only states that have passed.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WORDS = 624  # in the state of a Mersenne Twister
+
+
+def random_state() -> dict[str, Tensor]:
+    """Return the state from which the generators will draw."""
+    version, words, gauss = random.getstate()
+    state = {
+        "python": torch.tensor([version, *words]),  # the last word is the position
+        "python.gauss": _gauss_tensor(gauss),
+        "torch": torch.get_rng_state(),
+    }
+    device = _device()
+    if device is not None:
+        state[f"device.{device[0]}"] = device[1].get_rng_state()
+    numpy = _numpy_random()
+    if numpy is not None:
+        name, keys, position, has_gauss, gauss = numpy.get_state()
+        if name == "MT19937":  # a program may have put another generator there
+            state["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss])
+            state["numpy.gauss"] = torch.tensor(gauss, dtype=torch.float64)
+    return state
+
+
+def check_random_state(state: dict[str, Tensor]) -> None:
+    """Raise ValueError if a generator could not continue from a state; change no generator."""
+    try:
+        if "python" in state:
+            random.Random().setstate(_python_state(state))
+        if "torch" in state:
+            torch.Generator().set_state(state["torch"])
+        if "numpy" in state and (numpy := _numpy_random()) is not None:
+            numpy.RandomState().set_state(_numpy_state(state))
+        device = _device()
+        if device is not None and (key := f"device.{device[0]}") in state:
+            torch.Generator(device=device[0]).set_state(state[key])
+    except (ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"the state of a random generator is invalid: {error}.") from error
+
+
+def set_random_state(state: dict[str, Tensor]) -> None:
+    """Let the generators continue from a state that `check_random_state` has accepted."""
+    if "python" in state:
+        random.setstate(_python_state(state))
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
+    device = _device()
+    if device is not None and f"device.{device[0]}" in state:
+        device[1].set_rng_state(state[f"device.{device[0]}"])
+    numpy = _numpy_random()
+    if numpy is not None and "numpy" in state:
+        numpy.set_state(_numpy_state(state))
+
+
+def _python_state(state: dict[str, Tensor]) -> tuple[int, tuple[int, ...], float | None]:
+    version, *words = state["python"].tolist()
+    gauss = state["python.gauss"].item()
+    return version, tuple(words), None if math.isnan(gauss) else gauss
+
+
+def _numpy_state(state: dict[str, Tensor]) -> tuple[str, list[int], int, int, float]:
+    *words, position, has_gauss = state["numpy"].tolist()
+    if not 0 <= position <= WORDS:  # numpy trusts it, and would draw from other memory
+        raise ValueError(f"numpy's position is {position}")
+    return "MT19937", words, position, has_gauss, state["numpy.gauss"].item()
+
+
+def _gauss_tensor(gauss: float | None) -> Tensor:
+    # Normal numbers are drawn in pairs; the second waits here. NaN stands for "none waits".
+    return torch.tensor(math.nan if gauss is None else gauss, dtype=torch.float64)
+
+
+def _device() -> tuple[str, ModuleType] | None:
+    """Return the accelerator's name and torch's module for it if it is in use."""
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return None
+    module = torch.get_device_module(device)
+    # A program that has not used the GPU must not get a CUDA context from saving.
+    in_use = getattr(module, "is_initialized", lambda: True)()
+    return (device.type, module) if in_use and hasattr(module, "get_rng_state") else None
+
+
+def _numpy_random() -> Any:
+    # Never imported here: `import manyhands` needs only torch.
+    return getattr(sys.modules.get("numpy"), "random", None)

@@ -1,0 +1,27 @@
+"""adaptdl's names, with its arguments and defaults: change the import, and nothing else.
+
+>>> import manyhands.adaptdl as adl
+>>> from manyhands.adaptdl import AdaptiveDataParallel, AdaScale
+
+adaptdl has the rules in a module of their own, `adaptdl.torch.scaling_rules`; here all are in one.
+"""
+
+from manyhands.ramp import AdaptiveDataLoader, remaining_epochs_until
+from manyhands.scaling import ScalingRuleBase
+from manyhands.scaling._adaptdl import AdaptiveDataParallel
+from manyhands.scaling._rules import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
+
+__all__ = [
+    "AdaScale",
+    "AdamScale",
+    "AdaptiveDataLoader",
+    "AdaptiveDataParallel",
+    "LEGWScale",
+    "LinearScale",
+    "ScalingRuleBase",
+    "SqrtScale",
+    "remaining_epochs_until",
+]
+
+for _public in (AdaptiveDataLoader, AdaptiveDataParallel, remaining_epochs_until):
+    _public.__module__ = __name__  # what tracebacks and help() show

@@ -1,0 +1,446 @@
+"""Observe a run's steps for `Ramp`: the noise, the times, the learning rate.
+
+**`NoiseWatch`: how sure the noise is, and how far its averages look back.** Few steps of few passes
+say little about |true gradient|^2. If noise dominates and is Gaussian, a step with n small batches
+estimates sqr = |true gradient|^2 (`scaling/_noise.py`) with the variance
+
+    2 var^2 / (d n (n - 1))      var: the noise at scale 1, which is that of one small batch
+
+for noise in d directions of equal size. If the micro-batches are larger than the small batch, the
+scale S is larger than n, and each of the n gradients has S / n times less noise. The variance of an
+average with the weights w_k is the sum of w_k^2 times those of its steps. So the error relative to
+var needs only n, d and the weights:
+
+    error = sqrt(sum w_k^2 2 / (d n_k (n_k - 1))) / sum w_k
+
+1 / d is measured: the mean of the squared deviations of the steps' estimates from their average,
+divided by what they would be with d = 1. It begins at 1, which counts as much as `PRIOR_STEPS`
+steps, and is never more.
+
+*Memory* is the number of small batches over which the averages look back. A long memory has a
+small error, and lags behind a noise that grows. With n gradients in each step, M small batches have
+an error of sqrt(2 / (n M)) var in the worst case (d = 1). `memory_for` returns the M at which it is
+half of sqr, but never less than `MEMORY_STEPS` steps: the learning rate is multiplied by the gain,
+and the gain of a single step jumps by a factor of 2 or 4, at which the loss may rise. With the
+measured d, too, the gain follows single steps too closely (`docs/notes.md`).
+
+`Ramp` grows the batch only if sqr + 0.7 error var, most of a standard error above the average, asks
+for it. Otherwise an early estimate that is near zero by chance would look like pure noise, and the
+run would jump to the largest batch. To shrink the batch, sqr - error var has to ask for it.
+
+**`StepTimer`: how long steps take.** A step of p passes takes a + b p seconds on the slowest
+worker. This includes everything: data, backward, communication, the optimizer. `StepTimes` keeps
+the last `WINDOW` steps. For each p it takes the mean, in which a pause (an evaluation, a
+checkpoint, a compilation) counts as no more than `CUT_OFF` times the usual deviation from the
+median. The slope b is the weighted median of the slopes between two numbers of passes (Theil and
+Sen), and a is the weighted median of what is left. So neither a pause nor one number of passes can
+spoil them.
+
+Ranks that average gradients take equally long in the long run. The longest time of a single step is
+more than that: it is mostly the time of a rank that was early in the step before, and is late in
+this one. So `SlowestRank` chooses one rank, whose times count until another is slower by `SLOWER`.
+
+In blocks, a few steps have a sync round after them, and most have none. `SyncRounds` divides the
+time of the rounds evenly among all steps. A larger batch takes fewer steps for the same samples,
+and therefore fewer rounds.
+
+**`ScheduleWatch`** warns of a learning rate that follows a schedule of optimizer steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, field
+from itertools import combinations
+from statistics import fmean, median
+
+from manyhands._core.state_parts import SavedState
+from manyhands.ramp._decision import Noise, StepTime
+from manyhands.scaling._noise import estimate
+from manyhands.scaling._rule_base import ScalingRuleBase
+from manyhands.scaling._step_stats import RankReport
+
+MEMORIES = (50.0, 1000.0)  # the shortest and the longest, in small batches
+MEMORY_STEPS = 3  # the shortest memory, in steps
+ERROR = 0.5  # the error of sqr that a memory should have, in units of sqr
+PRIOR_STEPS = 3.0  # steps whose deviations are assumed to be those of noise in one direction
+DEVIATIONS_FADE = 0.99  # the weight of the past deviations, in each step
+LARGEST_DEVIATION = 10.0  # of one step, squared, in units of what is expected with d = 1
+STEPS_IN_A_ROW = 20  # a rate that changes in so many follows a schedule that counts steps
+NOISE_LASTS = 60  # steps without a new measurement, after which the noise is forgotten
+WINDOW = 240  # steps
+LOOK_BACK = 1000  # steps over which the time of sync rounds is averaged
+ENOUGH = 3  # the fewest steps with one number of passes whose times count
+CUT_OFF = 4.5  # median deviations, which are three standard deviations of a normal distribution
+SLOWER = 1.1  # how much slower another rank has to be for its times to count
+FADING = 0.99  # the weight of the past times of ranks, in each step
+
+
+class NoiseWatch:
+    """Follows the noise that a rule averages, and how sure it is."""
+
+    def __init__(self, rule: ScalingRuleBase) -> None:
+        self._rule = rule
+        self._average = rule._tracker.average
+        self._unmeasured = 0  # steps since the noise was last measured
+        self.evidence = Evidence()
+
+    def measured(self) -> Noise | None:
+        """Return the noise and the error of its signal; None before the first measurement."""
+        average = self._rule._tracker.average
+        if not average.measured:
+            return None
+        return Noise(average.sqr_of(), average.var_of(), self.evidence.error)
+
+    def see_step(self) -> None:
+        """Update how sure the noise is, if the rule has measured it in this step.
+
+        A rule measures nothing from a single gradient at scale 1, or from gradients that overflow.
+        """
+        rule, before = self._rule, self._average
+        average = rule._tracker.average
+        self._unmeasured += 1
+        if average is before:
+            return
+        self._average, self._unmeasured = average, 0
+        if before.consecutive and not average.consecutive:
+            self.evidence = Evidence()  # the average has begun anew, with a better measurement
+        count, scale = float(rule.passes * rule._batch.workers), rule.scale
+        sums = rule._tracker.sums
+        assert sums is not None  # the average is another
+        if average.consecutive:  # two steps' gradients, as one step of twice the size
+            count, scale = 2 * count, 2.0 * scale
+        var = before.var_of()  # zero where var_floor=0.0 and all gradients of a step were equal
+        if before.measured and before.norm_kind == average.norm_kind and var > 0.0:
+            deviation = sum(estimate(sums).sqr) - sum(before.raw_sqr)
+            self.evidence.see_deviation(count, scale, deviation / var)
+        self.evidence.add(count, scale, rule.smoothing)
+
+    def forget_old(self) -> None:
+        """Begin the averages anew if nothing was measured for `NOISE_LASTS` steps.
+
+        A few new steps would change little among many old ones.
+        """
+        tracker = self._rule._tracker
+        if self._unmeasured > NOISE_LASTS and tracker.average.measured:
+            tracker.average = self._average = tracker.average.begun_anew()
+            self.evidence = Evidence()
+
+    def set_memory(self) -> None:
+        """Set how far the averages look back: see `memory_for`."""
+        batch, average = self._rule._batch, self._rule._tracker.average
+        if average.measured:
+            gradients = batch.passes * batch.workers
+            noise = Noise(average.sqr_of(), average.var_of())
+            batch.memory = memory_for(noise, gradients, self._rule.scale)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what is known, in plain values. The rule saves its averages itself."""
+        return {"unmeasured": self._unmeasured, "evidence": list(astuple(self.evidence))}
+
+    def load_state_dict(self, state_dict: SavedState) -> None:
+        """Continue with a `state_dict`."""
+        self._unmeasured = int(state_dict["unmeasured"])
+        self._average = self._rule._tracker.average
+        self.evidence = Evidence(*map(float, state_dict["evidence"]))
+
+
+@dataclass
+class Evidence:
+    """The standard error of the averaged |true gradient|^2, in units of the averaged noise."""
+
+    squares: float = 0.0
+    weight: float = 0.0
+    deviations: float = PRIOR_STEPS  # squared, over what they would be in one direction
+    steps: float = PRIOR_STEPS
+
+    def see_deviation(self, small_batches: float, scale: float, deviation: float) -> None:
+        """Take note of how far a step's estimate is from the average before it."""
+        if small_batches < 2:
+            return  # nothing was compared
+        expected = _variance(small_batches, scale)
+        if self.weight:  # the average has an error, too
+            expected += self.squares / self.weight**2
+        # Noise with long tails has few large deviations; and the signal may have changed.
+        squared = min(deviation**2 / expected, LARGEST_DEVIATION)
+        self.deviations = DEVIATIONS_FADE * self.deviations + squared
+        self.steps = DEVIATIONS_FADE * self.steps + 1.0
+
+    def add(self, small_batches: float, scale: float, smoothing: float) -> None:
+        """Add a step; `smoothing` is the weight of the past in the average."""
+        if small_batches < 2:
+            return  # a single gradient was compared with nothing
+        variance = _variance(small_batches, scale)
+        self.squares = smoothing**2 * self.squares + (1.0 - smoothing) ** 2 * variance
+        self.weight = smoothing * self.weight + (1.0 - smoothing)
+
+    @property
+    def error(self) -> float:
+        """The standard error; infinite before the first measurement.
+
+        >>> evidence = Evidence()
+        >>> for _ in range(100):
+        ...     evidence.add(small_batches=2, scale=2.0, smoothing=0.999)
+        >>> round(evidence.error, 3)  # sqrt(2 / (2 * 1) / 100)
+        0.1
+        """
+        inverse_directions = min(self.deviations / self.steps, 1.0)
+        variance = inverse_directions * self.squares
+        return math.sqrt(variance) / self.weight if self.weight else math.inf
+
+
+def _variance(small_batches: float, scale: float) -> float:
+    """Return the variance of a step's estimate, in units of var^2, for noise in one direction."""
+    per_batch = scale / small_batches  # larger micro-batches have less noise
+    return 2.0 / (small_batches * (small_batches - 1)) / per_batch**2
+
+
+def memory_for(noise: Noise, gradients: int, scale: float) -> float:
+    """Return how many small batches to look back, for steps of `scale` with `gradients` each.
+
+    >>> memory_for(Noise(sqr=1.0, var=20.0), gradients=8, scale=8.0)
+    400.0
+    >>> memory_for(Noise(sqr=0.0, var=1.0), gradients=8, scale=8.0)
+    1000.0
+    >>> memory_for(Noise(sqr=1.0, var=20.0), gradients=80, scale=80.0)
+    240.0
+    """
+    shortest, longest = (
+        max(MEMORIES[0], MEMORY_STEPS * scale),
+        max(MEMORIES[1], MEMORY_STEPS * scale),
+    )
+    if noise.sqr <= 0.0:
+        return longest
+    noise_scale = noise.var / noise.sqr / (scale / gradients)
+    return min(max(2.0 * (noise_scale / ERROR) ** 2 / gradients, shortest), longest)
+
+
+@dataclass
+class ScheduleWatch:
+    """Warns once if the learning rate follows a schedule that counts optimizer steps.
+
+    One that counts micro-batches or samples is right, and moves further in a larger step. Where the
+    size of a step changes, `follows` compares the change of the rate with that of the size: of
+    this step, if the schedule is stepped in its passes, or of the step before.
+    """
+
+    rates: tuple[float, ...] = ()
+    in_a_row: int = 0
+    moved: float = 0.0  # by how much the rates have changed since the step before
+    sizes: tuple[float, float] = (1.0, 1.0)  # of the last two steps
+    follows: tuple[SizeFollower, SizeFollower] = field(
+        default_factory=lambda: (SizeFollower(), SizeFollower())
+    )
+    warned: bool = False
+
+    def see(self, rates: Sequence[float], growth: float) -> None:
+        """Take note of a step's rates; its batch is `growth` times that of the first step."""
+        pairs = zip(rates, self.rates, strict=False)
+        moved = sum(abs(now - before) for now, before in pairs)
+        sizes = (*self.sizes, growth)
+        if moved and self.moved:
+            for follower, (before, now) in zip(self.follows, (sizes[1:], sizes[:-1]), strict=True):
+                follower.see(now / before, moved / self.moved)
+        self.in_a_row = self.in_a_row + 1 if moved else 0
+        self.rates, self.moved, self.sizes = tuple(rates), moved, (sizes[1], sizes[2])
+        if self.in_a_row < STEPS_IN_A_ROW or growth <= 1.0 or self.warned:
+            return
+        if any(follower.follows for follower in self.follows):
+            return
+        self.warned = True
+        warnings.warn(
+            f"the learning rate has changed in each of the last {self.in_a_row} steps, and a step "
+            f"has grown to {growth:g} times its first batch. A schedule that counts optimizer "
+            "steps ends after the same number of them, and so after more data. Let it count "
+            "progress: mh.ProgressScheduler(scheduler, optimizer, end=...).",
+            stacklevel=2,
+        )
+
+
+@dataclass
+class SizeFollower:
+    """Whether one number changes by the same factor as another: the slope of their logarithms."""
+
+    product: float = 0.0
+    square: float = 0.0
+
+    def see(self, size: float, other: float) -> None:
+        """Take note of the factor by which the size has changed, and the other number."""
+        self.product += math.log(size) * math.log(other)
+        self.square += math.log(size) ** 2
+
+    @property
+    def follows(self) -> bool:
+        """Whether the slope is nearer to 1 than to 0."""
+        return self.product > 0.5 * self.square
+
+
+class StepTimer:
+    """Times this rank's steps, and keeps the times of the slowest rank's."""
+
+    def __init__(self) -> None:
+        self.times = StepTimes()
+        self.sync_rounds = SyncRounds()
+        self._slowest = SlowestRank()
+        self._last = (0.0, 0)  # seconds and units of this rank's last step, for its next report
+        self._began: float | None = None
+
+    def skip(self) -> None:
+        """Leave out the time since the last step: it is no part of the next one."""
+        self._began = None
+
+    def step_ended(self, units: int, counts: bool) -> None:
+        """Take the time of a step of so many units, if it counts."""
+        now = time.perf_counter()
+        correction = self.sync_rounds.correct_step()
+        if self._began is not None and counts:
+            self._last = (now - self._began + correction, units)
+        self._began = now
+
+    @property
+    def last(self) -> tuple[float, int]:
+        """Seconds and units of this rank's last step that counted."""
+        return self._last
+
+    def add_reports(self, reports: Sequence[RankReport]) -> None:
+        """Add the time of a step, as the ranks have reported it."""
+        slowest = reports[self._slowest.find([report.seconds for report in reports])]
+        if slowest.seconds > 0.0:
+            self.times.add(int(slowest.timed_passes), slowest.seconds)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the times in plain values."""
+        return {
+            "times": [[passes, seconds] for passes, seconds in self.times.steps],
+            "timed": list(self._last),
+            "slowest": [self._slowest.rank, self._slowest.seconds],
+            "sync_rounds": list(astuple(self.sync_rounds)),
+        }
+
+    def load_state_dict(self, state_dict: SavedState) -> None:
+        """Continue with the times of a `state_dict`, in a timer that has none yet."""
+        for timed_passes, seconds in state_dict["times"]:
+            self.times.add(int(timed_passes), float(seconds))
+        seconds, timed_passes = state_dict["timed"]
+        self._last = float(seconds), int(timed_passes)
+        rank, of_ranks = state_dict["slowest"]
+        self._slowest = SlowestRank(int(rank), [float(each) for each in of_ranks])
+        self.sync_rounds = SyncRounds(*map(float, state_dict["sync_rounds"]))
+
+
+@dataclass
+class StepTimes:
+    """The last steps' passes and seconds."""
+
+    steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def add(self, passes: int, seconds: float) -> None:
+        """Add a step. All ranks add the same seconds: those of the slowest."""
+        self.steps.append((passes, seconds))
+
+    def levels(self) -> dict[int, tuple[float, int]]:
+        """Return for each number of passes its usual seconds, and how many steps it had."""
+        by_passes: dict[int, list[float]] = {}
+        for passes, seconds in self.steps:
+            by_passes.setdefault(passes, []).append(seconds)
+        return {
+            passes: (usual(values), len(values))
+            for passes, values in sorted(by_passes.items())
+            if len(values) >= ENOUGH
+        }
+
+    def fit(self) -> StepTime | None:
+        """Return the fitted time of a step; None until two numbers of passes were seen."""
+        levels = self.levels()
+        if len(levels) < 2:
+            return None
+        slopes = [
+            # Numbers of passes that are far apart, and seen often, have more weight.
+            ((t2 - t1) / (p2 - p1), (p2 - p1) * min(n1, n2))
+            for (p1, (t1, n1)), (p2, (t2, n2)) in combinations(levels.items(), 2)
+        ]
+        shortest = min(seconds / passes for passes, (seconds, _) in levels.items())
+        # A pass takes some time, and at most its part of a whole step. Else noise in the levels
+        # could make `fixed` negative.
+        per_pass = min(max(weighted_median(slopes), 1e-3 * shortest), shortest)
+        rest = [(max(t - per_pass * p, 0.0), n) for p, (t, n) in levels.items()]
+        return StepTime(weighted_median(rest), per_pass)
+
+
+@dataclass
+class SyncRounds:
+    """A step's share of the time of sync rounds: their mean over the last `LOOK_BACK` steps."""
+
+    seconds: float = 0.0  # of all rounds, older ones with less weight
+    steps: float = 0.0  # all steps, weighted in the same way
+    latest: float = 0.0  # seconds of the rounds since the last step
+
+    def correct_step(self) -> float:
+        """Return what to add to a step's time: its share of all rounds, minus its own rounds.
+
+        >>> rounds = SyncRounds()
+        >>> rounds.latest = 8.0  # a round
+        >>> [round(rounds.correct_step(), 1) for _ in range(2)]
+        [0.0, 4.0]
+        """
+        seen, fading = self.latest, 1.0 - 1.0 / LOOK_BACK
+        self.seconds = fading * self.seconds + seen
+        self.steps = fading * self.steps + 1.0
+        self.latest = 0.0
+        return self.seconds / self.steps - seen
+
+
+@dataclass
+class SlowestRank:
+    """The rank whose steps take the longest."""
+
+    rank: int = 0
+    seconds: list[float] = field(default_factory=list)  # of each rank's steps, fading
+
+    def find(self, seconds: Sequence[float]) -> int:
+        """Return the rank whose times count, after a step that took so long on each.
+
+        >>> slowest = SlowestRank()
+        >>> [slowest.find(step) for step in ([1.0, 1.02], [1.02, 1.0], [1.0, 2.0])]
+        [0, 0, 1]
+        """
+        sums = self.seconds or [0.0] * len(seconds)
+        self.seconds = [FADING * s + new for s, new in zip(sums, seconds, strict=True)]
+        slowest = max(range(len(seconds)), key=self.seconds.__getitem__)
+        if self.seconds[slowest] > SLOWER * self.seconds[self.rank]:
+            self.rank = slowest
+        return self.rank
+
+
+def usual(values: Sequence[float]) -> float:
+    """Return the mean of the values, of which those far from the median are cut off.
+
+    A mean, because times have a tail: the next steps have it, too.
+
+    >>> round(usual([1.0, 1.1, 1.2, 1.1, 9.0]), 2)
+    1.19
+    """
+    middle = median(values)
+    deviation = CUT_OFF * median(abs(value - middle) for value in values)
+    return fmean(min(max(v, middle - deviation), middle + deviation) for v in values)
+
+
+def weighted_median(values: Iterable[tuple[float, float]]) -> float:
+    """Return the value that half of the weight is below, and half above.
+
+    >>> weighted_median([(1.0, 1.0), (2.0, 1.0), (9.0, 1.0)])
+    2.0
+    >>> weighted_median([(1.0, 1.0), (9.0, 3.0)])
+    9.0
+    """
+    ordered = sorted(values)
+    half, below = sum(weight for _, weight in ordered) / 2, 0.0
+    for value, weight in ordered:
+        below += weight
+        if below >= half:
+            return value
+    raise ValueError("a weighted median needs at least one value.")

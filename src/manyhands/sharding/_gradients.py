@@ -1,0 +1,244 @@
+"""Clip sharded gradients, and scale their loss: each rank holds only a shard of them.
+
+To clip, each rank computes the norms n_i of its slices. With p = `norm_type` the whole has
+the norm
+
+    (sum of n_i^p over the slices of all ranks)^(1 / p)        their maximum, if p is infinite
+
+One number per rank is all_reduced. In `ShardedGradScaler` an overflow on one rank skips the step on
+all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, TypeAlias, overload
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from manyhands._core.arguments import real
+from manyhands._core.flat import norm
+from manyhands._core.ranks import RankGroup
+from manyhands._core.sharded_gradient import local_parts
+from manyhands._core.state_parts import ShardedOptimizer
+from manyhands._core.wrappers import find_layer
+from manyhands.sharding._agreement import GroupLike
+from manyhands.sharding.zero._flat_params import Shards
+
+Device: TypeAlias = str | torch.device | None
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    shards: Shards, params: Sequence[Tensor], max_norm: float, norm_type: float
+) -> Tensor:
+    """Scale the gradients of `params` to a norm of at most `max_norm`; return their norm."""
+    chosen = {id(param) for param in params}
+    clipped = [i for i, param in enumerate(shards.params) if id(param) in chosen]
+    lengths = [
+        _norm_of_shard(grad, norm_type)
+        for i in clipped
+        for owned in shards.slices[i]
+        if (grad := shards.gradient(owned)) is not None and grad.numel()
+    ]
+    total = _combine_norms(lengths, norm_type, shards.workers, shards.params[0].device)
+    factor = _clip_factor(max_norm, total)
+    for i in clipped:
+        grad = shards.params[i].grad
+        if grad is not None:
+            grad.mul_(factor.to(grad.device))
+    return total
+
+
+@torch.no_grad()
+def clip_slices(
+    grads: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    ranks: RankGroup,
+    device: torch.device,
+) -> Tensor:
+    """Scale gradients, of which these are this rank's slices, likewise; return their norm."""
+    # A rank's slice of a small parameter may be empty, and has no maximum norm.
+    norms = [_norm_of_shard(grad, norm_type) for grad in grads if grad.numel()]
+    total = _combine_norms(norms, norm_type, ranks, device)
+    factor = _clip_factor(max_norm, total)
+    for grad in grads:
+        grad.mul_(factor.to(grad.device))
+    return total
+
+
+def _clip_factor(max_norm: float, total: Tensor) -> Tensor:
+    return (max_norm / (total + 1e-6)).clamp(max=1.0)  # a tensor: no wait for the device
+
+
+def _combine_norms(
+    lengths: Sequence[Tensor], norm_type: float, workers: RankGroup, device: torch.device
+) -> Tensor:
+    """Return the norm of gradients, given the norms of this rank's slices of them."""
+    there = [length.to(device) for length in lengths]
+    values = torch.stack(there) if there else torch.zeros(1, device=device)
+    if math.isinf(norm_type):
+        unknown = values.isnan().any().to(values.dtype)  # MAX may drop a NaN: send it as a flag
+        both = torch.stack([values.nan_to_num(nan=0.0, posinf=torch.inf).max(), unknown])
+        most = workers.all_reduce(both, largest=True)
+        return torch.where(most[1] > 0, torch.nan, most[0])
+    # float64, because a power of a large float32 norm overflows. MPS has no float64.
+    power = values.double() if device.type != "mps" else values
+    return workers.all_reduce(power.pow(norm_type).sum()).pow(1.0 / norm_type).to(values.dtype)
+
+
+def _norm_of_shard(grad: Tensor, norm_type: float) -> Tensor:
+    """Return the norm of one slice."""
+    if norm_type == 2.0:
+        return norm(grad)
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    return torch.linalg.vector_norm(grad, norm_type, dtype=wide)
+
+
+def _device_may_come_first(init: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that also takes torch's order of arguments, with the device first."""
+
+    @functools.wraps(init)
+    def with_device(self: object, *args: object, **options: object) -> None:
+        if args and (args[0] is None or isinstance(args[0], str | torch.device)):
+            if "device" in options:
+                raise TypeError("ShardedGradScaler got two values for device.")
+            init(self, *args[1:], device=args[0], **options)
+        else:
+            init(self, *args, **options)
+
+    return with_device
+
+
+class ShardedGradScaler(GradScaler):
+    """A `torch.amp.GradScaler` whose workers all skip a step if one of them has to.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = mh.OSS(model.parameters(), lr=0.1)
+    >>> model = mh.ShardedDataParallel(model, optimizer)
+    >>> scaler = mh.ShardedGradScaler()
+    >>> scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+    >>> _ = scaler.step(optimizer)
+    >>> scaler.update()
+
+    If gradients are sharded, only the worker that holds an overflow can see it. Here all workers
+    learn of it, by one all_reduce of one number in each step.
+
+    Gradients in float16 are unscaled like any others; torch's class refuses them. Very small
+    values are lost in float16: parameters in float32 under autocast train better.
+
+    Arguments are in fairscale's order. The order of `torch.amp.GradScaler`, with the device first,
+    is accepted as well: `ShardedGradScaler("cuda", 2.0**10)`.
+
+    Args:
+        init_scale: the number that the loss is multiplied by at first.
+        growth_factor: the factor by which the scale grows.
+        backoff_factor: the factor by which it shrinks after an overflow.
+        growth_interval: the steps without an overflow after which it grows.
+        enabled: whether to scale at all.
+        process_group: the workers; by default those of the optimizer, or else all.
+        device: the type of device of the losses, "cuda" or "cpu"; by default the GPU, if there is
+            one.
+    """
+
+    @overload
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: GroupLike | None = None,
+        *,
+        device: Device = None,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        device: Device,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: GroupLike | None = None,
+    ) -> None: ...
+    @_device_may_come_first
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: GroupLike | None = None,
+        *,
+        device: Device = None,
+    ) -> None:
+        real("init_scale", init_scale, above=0, why="Give arguments by name.")
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        super().__init__(
+            str(device), init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        self.process_group = process_group
+
+    @property
+    def group(self) -> GroupLike | None:
+        """fairscale's name of `process_group`; None stands for the optimizer's."""
+        return self.process_group
+
+    # torch's `unscale_` and `step` call this for the gradients of an optimizer.
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        sharded = find_layer(optimizer, ShardedOptimizer)
+        # The others wait for a rank without a backward pass until it joins in here.
+        if sharded is not None:
+            sharded.join_in()
+        held = [
+            carrier
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if param.grad is not None
+            for carrier in _carriers(param)
+        ]
+        # torch iterates over the parameters of an optimizer, each with a gradient.
+        stand_in: Any = SimpleNamespace(param_groups=[{"params": held}])
+        # True: float16 gradients are allowed. torch refuses them, because parameters were probably
+        # meant to stay in float32; here they may be the user's choice.
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(
+            stand_in, inv_scale, found_inf, True
+        )
+        group = self.process_group or (None if sharded is None else sharded.group)
+        # One number: 1 if a gradient on any device of this rank has overflowed.
+        anywhere = torch.zeros_like(found_inf)
+        for flag in found.values():
+            anywhere = torch.maximum(anywhere, flag.to(anywhere.device))
+        RankGroup.of(group).all_reduce(anywhere, largest=True)
+        return {anywhere.device: anywhere}
+
+
+def _carriers(param: Tensor) -> list[Tensor]:
+    """Return tensors that have this rank's parts of a parameter's gradient in their `.grad`."""
+    assert param.grad is not None
+    parts = local_parts(param.grad)
+    if parts and parts[0] is param.grad:
+        return [param]  # torch puts another gradient there, if it is sparse and in float16
+    return [_make_carrier(part) for part in parts]
+
+
+def _make_carrier(grad: Tensor) -> Tensor:
+    # torch reads `.grad`. A detached view may have one of its own, and copies nothing.
+    carrier = grad.detach()
+    carrier.grad = grad
+    return carrier

@@ -1,0 +1,346 @@
+"""Wrap modules of a model, with the wrapper and its options given once.
+
+`enable_wrap` sets the wrapper and its options, `wrap` wraps one module, and `auto_wrap` those that
+a policy picks. A policy is a function. With `recurse=True` it returns whether to look into a
+module, with `recurse=False` whether to wrap it. `pick_modules` asks it about every module, from
+above and then from below, and only then is the model changed.
+
+(`torch.distributed.fsdp.wrap` has no `auto_wrap`, no inner contexts, and splits tied parameters.)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from manyhands.sharding._agreement import GroupLike
+from manyhands.sharding.fsdp._places import children
+from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
+
+Policy: TypeAlias = Callable[..., bool]
+Classes: TypeAlias = Collection[type[nn.Module]]
+Wrapper: TypeAlias = Callable[..., nn.Module]
+Options: TypeAlias = Mapping[str, Any]  # keyword arguments of a wrapper
+
+
+def default_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    unwrapped_params: int,
+    module_is_root: bool,
+    min_num_params: float = int(1e8),
+    force_leaf_modules: Classes | None = None,
+    exclude_wrap_modules: Classes | None = None,
+    skip_params_check_for_root: bool = False,
+) -> bool:
+    """The policy by size: wrap modules with enough parameters that are in no wrapper yet.
+
+    >>> import torch.nn as nn, manyhands as mh
+    >>> from manyhands.fairscale import default_auto_wrap_policy
+    >>> layer = nn.Linear(10, 10)  # 110 parameters
+    >>> about = {"module": layer, "recurse": False, "module_is_root": False}
+    >>> default_auto_wrap_policy(**about, unwrapped_params=110, min_num_params=100)
+    True
+
+    Args:
+        module: the module to decide about. `auto_wrap` passes the first four arguments; the others
+            are given to `auto_wrap` or `enable_wrap`.
+        recurse: True to decide whether to look into the module, False whether to wrap it.
+        unwrapped_params: its number of parameters, without those in wrappers.
+        module_is_root: whether `auto_wrap` was called with this module.
+        min_num_params: the smallest number of parameters to wrap.
+        force_leaf_modules: classes to leave alone, with all modules inside; by default attention,
+            which reads the weights of a module inside it without calling that module.
+        exclude_wrap_modules: classes that are looked into but not wrapped; by default containers
+            that have no `forward`.
+        skip_params_check_for_root: wrap the root even if few parameters are left for its wrapper.
+    """
+    policy: Any = default_auto_wrap_policy  # its sets are read at each call: they may be changed
+    large = unwrapped_params >= min_num_params
+    if recurse:
+        leaves = policy.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+        return large and not isinstance(module, tuple(leaves))
+    kept = policy.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    wanted = large or (module_is_root and skip_params_check_for_root)
+    return wanted and not isinstance(module, tuple(kept))
+
+
+default_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
+default_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
+
+
+def config_auto_wrap_policy(
+    module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool
+) -> bool:
+    """The policy by mark: wrap the modules that have an attribute `wrapper_config`.
+
+    >>> import torch.nn as nn, manyhands as mh
+    >>> from manyhands.fairscale import config_auto_wrap_policy
+    >>> layer = nn.Linear(10, 10)
+    >>> layer.wrapper_config = {"mixed_precision": False}
+    >>> config_auto_wrap_policy(layer, False, unwrapped_params=110, module_is_root=False)
+    True
+
+    It is a dict of options for this module's wrapper, which may include `wrapper_cls`.
+    """
+    return recurse or hasattr(module, "wrapper_config")
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """The settings of the innermost `enable_wrap`, with those of outer ones merged in."""
+
+    wrapper_cls: Wrapper
+    policy: Policy
+    options: Options
+
+    def changed(
+        self, policy: Policy | Classes | None, given: Options
+    ) -> tuple[_Scope, dict[str, Any]]:
+        """Return the settings with this policy and wrapper, and the options for the wrapper."""
+        chosen = self.policy if policy is None else _as_policy(policy)
+        options = dict(given)
+        wrapper_cls = options.pop("wrapper_cls", None) or self.wrapper_cls
+        theirs, of_policy = _keywords_of(wrapper_cls), _keywords_of(chosen)
+        bound = {name: options.pop(name) for name in of_policy & options.keys()}
+        # Python would refuse it too, but only once a module is large enough to be wrapped.
+        if (unknown := options.keys() - theirs) and "**" not in theirs:
+            raise TypeError(
+                f"neither the wrapper nor the policy takes {', '.join(sorted(unknown))}. The "
+                f"policy takes {', '.join(sorted(of_policy)) or 'no options'}."
+            )
+        return _Scope(wrapper_cls, partial(chosen, **bound), self.options), options
+
+    def wrap(self, module: nn.Module, overrides: Options) -> nn.Module:
+        """Wrap a module. Its own `wrapper_config` stands between the scope's options and these."""
+        own = {**getattr(module, "wrapper_config", {}), **overrides}
+        wrapper_cls = own.pop("wrapper_cls", self.wrapper_cls)
+        return wrapper_cls(module, **{**self.options, **own})
+
+
+# A context variable, so that threads and asyncio tasks do not see each other's settings.
+_SCOPE: ContextVar[_Scope | None] = ContextVar("enable_wrap", default=None)
+
+
+@contextmanager
+def enable_wrap(
+    auto_wrap_policy: Policy | Classes | None = None, **wrapper_kwargs: Any
+) -> Iterator[None]:
+    """Let `wrap` and `auto_wrap` wrap inside; outside they return the module unchanged.
+
+    >>> import torch.nn as nn, manyhands as mh
+    >>> from manyhands.fairscale import enable_wrap, wrap
+    >>> with enable_wrap(wrapper_cls=mh.FSDP, flatten_parameters=True):
+    ...     layer = wrap(nn.Linear(5, 5))
+    >>> isinstance(layer, mh.FSDP)
+    True
+
+    An `enable_wrap` inside another inherits all settings that it does not change. Each thread has
+    its own. It is a decorator, too.
+
+    Args:
+        auto_wrap_policy: the policy of `auto_wrap`, described there; by default by size.
+        wrapper_kwargs: `wrapper_cls`, the class that wraps (by default `FullyShardedDataParallel`)
+            or a function of a module and options; keywords of the policy; options of the wrapper.
+    """
+    outer = _SCOPE.get() or _Scope(FullyShardedDataParallel, default_auto_wrap_policy, {})
+    scope, options = outer.changed(auto_wrap_policy, wrapper_kwargs)
+    token = _SCOPE.set(_Scope(scope.wrapper_cls, scope.policy, {**outer.options, **options}))
+    try:
+        yield
+    finally:
+        _SCOPE.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """Wrap a module inside `enable_wrap`; outside return it unchanged.
+
+    >>> import torch.nn as nn, manyhands as mh
+    >>> from manyhands.fairscale import wrap
+    >>> type(wrap(nn.Linear(5, 5)))
+    <class 'torch.nn.modules.linear.Linear'>
+
+    Args:
+        module: the module to wrap.
+        wrap_overrides: options for its wrapper, which may include `wrapper_cls`. They win over the
+            module's attribute `wrapper_config` (a dict), and that over `enable_wrap`.
+    """
+    scope = _SCOPE.get()
+    return module if scope is None else scope.wrap(module, wrap_overrides)
+
+
+def auto_wrap(
+    module: nn.Module, auto_wrap_policy: Policy | Classes | None = None, **kwargs: Any
+) -> nn.Module:
+    """Wrap the modules that a policy picks among a module and those inside it.
+
+    >>> import torch.nn as nn, manyhands as mh
+    >>> from manyhands.fairscale import auto_wrap, enable_wrap
+    >>> model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 2))  # 110 and 22 parameters
+    >>> with enable_wrap(wrapper_cls=mh.FSDP):
+    ...     model = auto_wrap(model, min_num_params=100)
+    >>> [isinstance(layer, mh.FSDP) for layer in model]
+    [True, False]
+
+    Outside of `enable_wrap` the module is returned unchanged. Inside, the model is changed in
+    place; use the return value, because the module itself may have got a wrapper. A module at two
+    places gets one wrapper, at both. A module that shares a parameter (tied weights) or an
+    unwrapped module with modules outside it gets none, whatever the policy decides. Modules inside
+    an instance of `wrapper_cls` count as wrapped.
+
+    Args:
+        module: the model, or a module in it that shares no parameters with the rest.
+        auto_wrap_policy: a function like `default_auto_wrap_policy`, or a set of classes, whose
+            instances alone are wrapped. By default the policy of `enable_wrap`.
+        kwargs: keywords of the policy, such as `min_num_params`; options for the wrappers, as in
+            `wrap`.
+    """
+    outer = _SCOPE.get()
+    if outer is None:
+        return module
+    scope, overrides = outer.changed(auto_wrap_policy, kwargs)
+    cls: Any = scope.wrapper_cls
+    while isinstance(cls, partial):
+        cls = cls.func
+    # A wrapper that is a plain function has no instances, so nothing counts as wrapped by it.
+    wrappers = [m for m in module.modules() if isinstance(cls, type) and isinstance(m, cls)]
+    chosen = set(pick_modules(module, scope.policy, wrappers))
+    done: dict[nn.Module, nn.Module] = {}  # a module at two places gets one wrapper
+
+    def replacement(each: nn.Module) -> nn.Module:
+        if each not in done:
+            for name, child in children(each):
+                if (new := replacement(child)) is not child:
+                    setattr(each, name, new)
+            done[each] = scope.wrap(each, overrides) if each in chosen else each
+        return done[each]
+
+    return replacement(module)
+
+
+def auto_wrap_bn(
+    module: nn.Module,
+    single_rank_pg: bool = False,
+    process_group: GroupLike | None = None,
+    fsdp_config: Options | None = None,
+    wrap_it: bool = True,
+    assert_on_collision: bool = True,
+) -> nn.Module:
+    """Wrap each BatchNorm by itself in full precision, in a model of lower precision.
+
+    >>> import torch.nn as nn, manyhands as mh
+    >>> from manyhands.fairscale import auto_wrap_bn
+    >>> model = auto_wrap_bn(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+    >>> isinstance(model[1], mh.FSDP)
+    True
+
+    Call it before a module that contains BatchNorms is wrapped. `enable_wrap` counts as ever.
+
+    Args:
+        module: the model.
+        single_rank_pg: has no effect: in groups of one each rank would train its own BatchNorms.
+        process_group: the ranks that share them, by default those of `enable_wrap`, or all.
+        fsdp_config: options that win over those for full precision.
+        wrap_it: False only writes `wrapper_config`s, for `config_auto_wrap_policy`.
+        assert_on_collision: raise an error if a BatchNorm has a `wrapper_config` already.
+    """
+    config: dict[str, Any] = {
+        **dict.fromkeys(("mixed_precision", "fp32_reduce_scatter", "force_input_to_fp32"), False),
+        **dict.fromkeys(("compute_dtype", "buffer_dtype"), torch.float32),
+        **{"flatten_parameters": False, "reshard_after_forward": False, "bucket_cap_mb": 0},
+        **({} if process_group is None else {"process_group": process_group}),
+        **(fsdp_config or {}),
+    }
+    # BatchNorm1d to 3d and SyncBatchNorm have this private base class in common.
+    norms: list[Any] = [each for each in module.modules() if isinstance(each, _BatchNorm)]
+    if assert_on_collision and any(hasattr(norm, "wrapper_config") for norm in norms):
+        raise ValueError(
+            "a BatchNorm has a wrapper_config already. Call auto_wrap_bn once, or with "
+            "assert_on_collision=False to replace it."
+        )
+    for norm in norms:
+        norm.wrapper_config = dict(config)
+    with enable_wrap():  # outside of another one, too
+        return auto_wrap(module, (_BatchNorm,)) if wrap_it else module
+
+
+def pick_modules(root: nn.Module, policy: Policy, wrappers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules to wrap, inner ones first. `wrappers` are wrapped already."""
+    wrappers = set(wrappers)
+    # A parameter that is in a wrapper counts nowhere else, even if it is tied to one outside.
+    wrapped_params = {param for wrapper in wrappers for param in wrapper.parameters()}
+
+    def ask(module: nn.Module, recurse: bool, params: set[nn.Parameter]) -> bool:
+        number = sum(param.numel() for param in params - wrapped_params)
+        return policy(
+            module=module, recurse=recurse, unwrapped_params=number, module_is_root=module is root
+        )
+
+    # Modules inside one that is not looked into are left alone even if they are elsewhere, too:
+    # attention reads the weights of a module inside it without calling it.
+    opened: dict[nn.Module, bool] = {}
+    sealed: set[nn.Module] = set()
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        if module in opened:
+            continue
+        opened[module] = module not in wrappers and ask(module, True, {*module.parameters()})
+        if opened[module]:
+            waiting += [child for _, child in reversed(children(module))]
+        else:
+            sealed.update(inner for inner in module.modules() if inner is not module)
+    to_wrap = []
+    # The parameters in each module that no wrapper inside it has taken, found from below.
+    rest: dict[nn.Module, set[nn.Parameter]] = {wrapper: set() for wrapper in wrappers}
+
+    def rest_of(module: nn.Module) -> set[nn.Parameter]:
+        if module not in rest:
+            params = {p for p in module._parameters.values() if p is not None}
+            params.update(*(rest_of(child) for _, child in children(module)))
+            wanted = opened.get(module) and module not in sealed and ask(module, False, params)
+            if wanted and params.isdisjoint(_params_outside(module, root)):
+                to_wrap.append(module)
+                params = set()
+            rest[module] = params
+        return rest[module]
+
+    rest_of(root)
+    return to_wrap
+
+
+def _params_outside(module: nn.Module, root: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters to which a way leads from the root that does not lead through it."""
+    seen, waiting = {module}, [root]
+    while waiting:
+        each = waiting.pop()
+        if each not in seen:
+            seen.add(each)
+            yield from (param for param in each._parameters.values() if param is not None)
+            waiting += [child for _, child in children(each)]
+
+
+def _as_policy(policy: Policy | Classes) -> Policy:
+    if not isinstance(policy, Collection):
+        return policy
+    classes = tuple(policy)
+    return lambda *, module, recurse, **_: recurse or isinstance(module, classes)
+
+
+def _keywords_of(function: Callable[..., object]) -> set[str]:
+    """Return a function's keyword arguments, without a policy's first ones; "**" for any other."""
+    kinds = {name: each.kind for name, each in inspect.signature(function).parameters.items()}
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    names = {name for name, kind in kinds.items() if kind in named}
+    if inspect.Parameter.VAR_KEYWORD in kinds.values():
+        names.add("**")
+    return names - {"module", "recurse", "unwrapped_params", "module_is_root"}
