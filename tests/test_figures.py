@@ -1,11 +1,11 @@
-"""Measured figures in README and the guides are those of the benchmarks' files: tools/figures.py."""
+"""Figures in README and the guides are those of the benchmarks' files: see tools/figures.py."""
 
 import re
 import runpy
 
 import pytest
 
-from helpers.pages import FENCE, ROOT, blocks, in_forks, write_file
+from helpers.pages import FENCE, ROOT
 
 pytestmark = pytest.mark.quick
 
@@ -24,16 +24,18 @@ OF_THEIR_OWN = {
 NOT_MEASURED = {
     ("docs/how-adascale-works.md", "= **1.4**"): "worked out on paper; the page's code asserts it",
     ("docs/ramp.md", "rises by 1 %"): "a constant of `Ramp`",
-    ("docs/plan.md", "a margin of 10 to 20 %"): "advice",
+    ("docs/plan.md", "a margin of 10\nto 20 %"): "advice",
     ("docs/plan.md", "within 2 %"): "tests/planning/test_plan.py",
     ("docs/plan.md", "within 1 %; within 5 %; equal"): "tests/planning/test_plan.py",
     ("docs/blocks.md", "above our target of 0.5 %"): "a target",
 }
-MEASURED = re.compile(r"±|\d\s?%|\d\s+times\b|\d\s?×|\d\.\d\d|\d\s?(?:ms|µs)\b|\d,\d{3}")
-NO_FIGURES = re.compile(  # code, targets of links, versions, years of papers
-    r"`[^`\n]*`|<!--.*?-->|\]\((?!\S*benchmarks/)[^)\s]*\)|arXiv:\S+"
-    r"|\b(?:torch|fairscale|adaptdl|fairseq|Accelerate|transformers|Ray|Lightning)(?: Train)? \d+(?:\.\d+)+",
-    re.DOTALL,
+MEASURED = re.compile(
+    r"±|\d\s?%|\d\s+times\s+(?!the\s+batch)|\d\s?×|\d\.\d\d|\d\.\d\s+s\b|\d\s?(?:ms|µs)\b"
+)
+NO_FIGURES = re.compile(  # code, targets of links, versions
+    r"`[^`\n]*`|<!--.*?-->|\]\([^)\s]*\)|arXiv:\S+|\b\d+\.\d+\.\d+\b"
+    r"|\b(?:torch|fairscale|adaptdl|fairseq|accelerate|transformers|Ray|Lightning) \d+\.\d+",
+    re.DOTALL | re.IGNORECASE,
 )
 
 
@@ -68,8 +70,7 @@ def uncovered(page):
             text = text.replace(phrase, "")
     text = NO_FIGURES.sub("", text)
     sentences = re.split(r"(?<=[.:;])\s+(?=[A-Z*`\[])|\n\s*\n|\n(?=\s*[-|])", text)
-    links = re.compile(r"\(\S*benchmarks/[\w-]+\.md[^)]*\)(?=.*\d)|\d.*\(\S*benchmarks/", re.DOTALL)
-    return [each for each in sentences if MEASURED.search(each) or links.search(each)]
+    return [each for each in sentences if MEASURED.search(each)]
 
 
 @pytest.mark.parametrize("page", guides())
@@ -79,4 +80,6 @@ def test_every_measured_figure_has_a_benchmark(page):
 
 def test_exceptions_are_still_on_their_pages():
     for page, phrase in NOT_MEASURED:
-        assert phrase in (ROOT / page).read_text(encoding="utf-8"), f"{page} no longer says {phrase}"
+        assert phrase in (ROOT / page).read_text(encoding="utf-8"), (
+            f"{page} no longer says {phrase}"
+        )
