@@ -120,7 +120,7 @@ class FullyShardedDataParallel(Wrap):
             N / factor after. By default they are divided after.
         allow_reset_parameters: let `reset_parameters()` call the wrapped module's method.
         overlap: gather the next wrap's parameters, and send the previous wrap's gradients, while
-            one wrap computes. False needs about two wraps' memory less, and is slower.
+            one wrap computes. False needs one or two wraps' memory less, and is slower.
     """
 
     @takes_options(FSDPOptions)
