@@ -444,12 +444,12 @@ def test_a_run_that_is_loaded_hands_out_samples_for_the_steps_of_its_block(tmp_p
 def test_a_joiner_gets_samples_for_a_block_longer_than_every_workers():
     """The slow ones were lost, and the next block makes up for what the fast one took more."""
     schedule = OwnSchedule(5)
-    schedule.begin_next()
+    schedule.begin_next(0, EVERY, 0.0)
     schedule.follow({0: 8}, 0, taken=8.0, seconds=8.0)
     assert (schedule.length, schedule.own) == (11, 8)
     joiner = OwnSchedule(5)
     joiner.begin(schedule.start, schedule.length)
-    joiner.load(schedule.plan, 1, schedule.seconds, schedule.ahead)
+    joiner.load_state(schedule.to_state(), 1)
     assert schedule.steps_of([0, 1]) == joiner.steps_of([0, 1]) == {0: 8, 1: joiner.own}
 
 
@@ -523,7 +523,7 @@ def test_a_round_that_is_repeated_is_merged_at_once(monkeypatch):
 def test_the_table_of_the_docstring():
     schedule = OwnSchedule(4)
     schedule._own = 6
-    assert [schedule.advance(0) for _ in range(6)] == [0, 1, 2, 2, 3, 4]
+    assert [schedule.count(0, in_flight=False, elapsed=0.0) for _ in range(6)] == [0, 1, 2, 2, 3, 4]
     assert schedule.ends(4) and schedule.due(4) == [0]
 
 
@@ -541,7 +541,7 @@ def test_all_workers_count_to_the_same_number_and_get_there_with_their_last_step
         schedule.follow(dict(enumerate(plan)), rank, taken=0.0, seconds=1.0)
         count = begin
         for number in range(1, plan[rank] + 1):
-            before, count = count, schedule.advance(count)
+            before, count = count, schedule.count(count, in_flight=False, elapsed=0.0)
             assert before <= count <= begin + schedule.length
             assert schedule.ends(count) == (number == plan[rank])
             assert (count == begin + schedule.length) == (number == plan[rank])
@@ -562,14 +562,14 @@ def test_the_common_count_is_the_mean_of_the_steps_whatever_the_workers_do(block
     for wanted, missing in blocks:
         taken = [max(1, n - missing) for n in plan]
         trained += sum(taken) / 3
-        schedule.begin_next()
+        schedule.begin_next(0, EVERY, 0.0)
         plan = wanted
         schedule.follow(dict(enumerate(plan)), 0, sum(taken) / 3, 1.0)
         assert schedule.ahead == pytest.approx(trained - schedule.start)
         # A block has at least one step, so the count may stay ahead for some blocks.
         assert trained - schedule.start > -5 * len(blocks) - 1
     for _ in range(40):
-        schedule.begin_next()
+        schedule.begin_next(0, EVERY, 0.0)
         trained += sum(plan) / 3
         schedule.follow(dict(enumerate(plan)), 0, sum(plan) / 3, 1.0)
     if sum(plan) / 3 >= 8:

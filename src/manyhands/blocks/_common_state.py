@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 from dataclasses import astuple, dataclass
-from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -19,17 +18,10 @@ from torch import Tensor
 from manyhands.blocks._anchor import Anchor, AnchorState
 from manyhands.blocks._block_state import BlockState
 from manyhands.blocks._samples import BlockSamples
-from manyhands.blocks._schedule import Drift, OwnSchedule, Schedule
+from manyhands.blocks._schedule import BlockPlan, Drift, Schedule
 from manyhands.blocks.averaging._payload import Extras
 from manyhands.blocks.averaging._round import RoundStats
 from manyhands.data._account import SavedAccount
-
-
-class BlockPlan(TypedDict, total=False):
-    """With own steps: what all workers know of the present block."""
-
-    plan: list[tuple[int, int]]  # every worker's number, and its steps
-    pace: list[float]  # the schedule's `seconds` and `ahead`
 
 
 class Counters(BlockPlan):
@@ -72,15 +64,8 @@ class CommonParts:
             "rounds": state.rounds,
             "block": [self.schedule.start, self.schedule.length],
             "drift": [*astuple(self.stats.drift), self.stats.seconds],
-            **self._block_plan(),
+            **self.schedule.to_state(),
         }
-
-    def _block_plan(self) -> BlockPlan:
-        schedule = self.schedule
-        if not isinstance(schedule, OwnSchedule):
-            return {}
-        plan = list(schedule.plan.items())
-        return {"plan": plan, "pace": [schedule.seconds, schedule.ahead]}
 
     def common_state(self, state: BlockState) -> CommonState:
         """Return the state that is equal on every worker."""
@@ -90,9 +75,7 @@ class CommonParts:
         """Enter the saved block, with the drift of the last one."""
         start, length = saved["block"]
         self.schedule.begin(start, length)
-        if isinstance(self.schedule, OwnSchedule):
-            pace = saved.get("pace", [0.0, 0.0])
-            self.schedule.load(dict(saved.get("plan", [])), self.samples.number, *pace)
+        self.schedule.load_state(saved, self.samples.number)
         *drift, self.stats.seconds = saved["drift"]
         self.stats.drift = Drift(*drift)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from manyhands.blocks._block_state import BlockState, Work
-from manyhands.blocks._schedule import Every, OwnSchedule, Schedule
+from manyhands.blocks._schedule import Every, Schedule
 from manyhands.blocks.averaging._payload import RoundResult
 from manyhands.blocks.averaging._round import Membership
 from manyhands.data._account import Account, SavedAccount
@@ -108,8 +108,9 @@ class BlockSamples:
         account, numbers, overlap = self.account, self._members.numbers, self._schedule.overlap
         if account.rules is None or not account.due:
             return
-        if isinstance(self._schedule, OwnSchedule) and state.steps >= state.warmup:
-            account.hand_out(self._schedule.steps_of(numbers), own=self.number)
+        own = self._schedule.steps_of(numbers) if state.steps >= state.warmup else None
+        if own is not None:
+            account.hand_out(own, own=self.number)
             return
         steps = self._steps_to_round(state)
         if overlap:  # training goes on while the round is in flight

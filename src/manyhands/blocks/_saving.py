@@ -26,7 +26,6 @@ from manyhands.blocks._checks import (
     check_options,
 )
 from manyhands.blocks._common_state import CommonState, Counters
-from manyhands.blocks._schedule import OwnSchedule
 from manyhands.blocks._sync import Pending, Sync
 from manyhands.blocks.averaging._payload import ArrivedMean, Note, RoundResult, SavedMean
 from manyhands.blocks.averaging._round import BackgroundSync
@@ -93,7 +92,7 @@ def save_worker(sync: Sync) -> SavedWorker:
         "last_round": [stats.workers, *stats.left_out],
         "clock": sync.runner.clock.elapsed(state.own),
         "own": [state.own, *state.work],
-        "taken": schedule.taken if isinstance(schedule, OwnSchedule) else 0,
+        "taken": schedule.into(state.steps),
         "dropped": state.dropped,
         # A crew sends its differences again when they are due: saving must not wait for a member.
         "pending": []
@@ -241,8 +240,7 @@ def _load_worker(saved: SavedWorker, sync: Sync) -> None:
         work=Work(*work),
         dropped=saved.get("dropped", 0),
     )
-    if isinstance(sync.schedule, OwnSchedule):
-        sync.schedule.taken = saved.get("taken", 0)
+    sync.schedule.resume(saved.get("taken", 0))
     sync.restart_clock()
     if sync.alone:
         pass

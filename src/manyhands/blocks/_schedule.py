@@ -27,8 +27,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypedDict
 
 from manyhands._core.arguments import flag, real, whole
+
+
+class Pace(NamedTuple):
+    """How one worker got on in the last block, from its note in the sync round."""
+
+    seconds: float  # of one of its steps
+    taken: float  # steps that it took
+
+
+class BlockPlan(TypedDict, total=False):
+    """With own steps: what all workers know of the present block."""
+
+    plan: list[tuple[int, int]]  # every worker's number, and its steps
+    pace: list[float]  # the schedule's `seconds` and `ahead`
 
 
 @dataclass
@@ -53,20 +68,67 @@ class Schedule:
         """Begin a block of this length after a step."""
         self.start, self.length = step, length
 
-    # -- blocks in which workers take different numbers of steps: see `OwnSchedule` ------------
+    def begin_next(self, step: int, every: Every, seconds: float) -> None:
+        """Begin the next block after this step; a step takes so many seconds."""
+        self.begin(step, every.next(self.length, seconds))
+
+    def follow_round(
+        self,
+        every: Every,
+        length: int,
+        paces: Sequence[Pace],
+        included: Sequence[int],
+        numbers: Sequence[int],
+        number: int,
+    ) -> None:
+        """Take over what the round says that was sent as this block began.
+
+        `length` is the first worker's. `paces` are the workers', whose `numbers` are in the same
+        order; those at the indices `included` are in the mean. `number` is this worker's.
+        """
+        self.length = length
+
+    # -- what differs if each worker takes steps of its own: see `OwnSchedule` -----------------
 
     @property
     def own(self) -> int:
         """The steps that this worker takes in the block."""
         return self.length
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether other workers may be at another step of this block."""
+        return False
+
     def into(self, step: int) -> int:
         """Return how many steps of the block this worker has taken after this common count."""
         return step - self.start
 
-    def advance(self, step: int) -> int:
-        """Take a step of this worker's; return the common count, which was `step` before it."""
+    def count(self, step: int, *, in_flight: bool, elapsed: float) -> int:
+        """Count a step of this worker's; return the common count, which was `step` before it.
+
+        `in_flight`: the round that this block follows is not merged. `elapsed`: seconds since the
+        block began.
+        """
         return step + 1
+
+    def end(self) -> int:
+        """End the block early; return the common count of steps at its end."""
+        return self.start + self.length
+
+    def resume(self, taken: int) -> None:
+        """Go on with a block of which this worker has taken so many steps."""
+
+    def steps_of(self, numbers: Sequence[int]) -> dict[int, int] | None:
+        """Return how many steps each of these workers takes in the block; None if all the same."""
+        return None
+
+    def to_state(self) -> BlockPlan:
+        """Return what all workers know of the block, besides its start and length."""
+        return {}
+
+    def load_state(self, saved: BlockPlan, number: int) -> None:
+        """Take over the numbers of a block that was saved, or that another worker is in."""
 
 
 LATE = 1.1  # times a block's expected seconds: a worker that takes longer ends the block early
@@ -98,22 +160,33 @@ class OwnSchedule(Schedule):
     def own(self) -> int:
         return self._own
 
+    @property
+    def unfinished(self) -> bool:
+        return self.taken > 0
+
     def into(self, step: int) -> int:
         return self.taken
 
-    def advance(self, step: int) -> int:
+    def count(self, step: int, *, in_flight: bool, elapsed: float) -> int:
+        if in_flight:  # until it is merged, the block's numbers are not known
+            self.taken += 1
+            return step
+        if self.is_late(elapsed):
+            return self.end()
         self.taken += 1
         # The count is start + length only after the last step: all workers have it as they send.
         return max(step, self.start + self.length * min(self.taken, self._own) // self._own)
 
-    def hold(self) -> None:
-        """Take a step without counting it, because the block's numbers are not known yet."""
-        self.taken += 1
+    def is_late(self, seconds: float) -> bool:
+        """Return whether a block that has taken this long so far should have ended."""
+        return 0.0 < LATE * self.seconds < seconds
 
     def end(self) -> int:
-        """End the block early; return the common count of steps at its end."""
         self.taken = self._own
-        return self.start + self.length
+        return super().end()
+
+    def resume(self, taken: int) -> None:
+        self.taken = taken
 
     def due(self, step: int) -> list[int]:
         return [0] if self.ends(step) else []
@@ -121,28 +194,42 @@ class OwnSchedule(Schedule):
     def ends(self, step: int) -> bool:
         return self.taken >= self._own
 
-    def is_late(self, seconds: float) -> bool:
-        """Return whether a block that has taken this long so far should have ended."""
-        return 0.0 < LATE * self.seconds < seconds
-
     def begin(self, step: int, length: int) -> None:
         super().begin(step, length)
         self._own, self.taken, self.plan = length, 0, {}
 
-    def begin_next(self) -> None:
-        """Begin the next block. It has the numbers of this one until `follow` sets others."""
+    def begin_next(self, step: int, every: Every, seconds: float) -> None:
+        """Begin the next block. It has the numbers of this one until a round sets others."""
         self.start += self.length
         self.ahead -= self.length
         self.taken = 0
 
     def steps_of(self, numbers: Sequence[int]) -> dict[int, int]:
-        """Return how many steps each of these workers takes in the block."""
         return {number: self.plan.get(number, self.length) for number in numbers}
 
-    def load(self, plan: Mapping[int, int], number: int, seconds: float, ahead: float) -> None:
-        """Take over the numbers of a block that was saved, or that another worker is in."""
-        self.plan, self.seconds, self.ahead = dict(plan), seconds, ahead
-        self._own = plan.get(number, self.length)
+    def follow_round(
+        self,
+        every: Every,
+        length: int,
+        paces: Sequence[Pace],
+        included: Sequence[int],
+        numbers: Sequence[int],
+        number: int,
+    ) -> None:
+        """Give each worker its number of steps in the block that has begun."""
+        assert isinstance(every, Seconds)
+        timed = [pace for pace in paces if pace.taken > 0]
+        if not included or not timed or min(pace.seconds for pace in timed) <= 0:
+            return
+        if len(numbers) != len(paces):  # a round that was restored from a checkpoint
+            numbers = range(len(paces))
+        # A worker that has just come was not timed: it takes as long as the others in the mean.
+        mean = sum(pace.seconds for pace in timed) / len(timed)
+        seconds = [pace.seconds if pace.taken > 0 else mean for pace in paces]
+        steps = every.share(seconds)
+        slowest = max(n * each for n, each in zip(steps, seconds, strict=True))
+        taken = sum(paces[rank].taken for rank in included) / len(included)
+        self.follow(dict(zip(numbers, steps, strict=True)), number, taken, slowest)
 
     def follow(self, plan: Mapping[int, int], number: int, taken: float, seconds: float) -> None:
         """Set the numbers of steps in the block that has begun.
@@ -155,6 +242,14 @@ class OwnSchedule(Schedule):
         mean = sum(plan.values()) / len(plan)
         self.length = max(self.overlap + 1, round(self.ahead + mean))
         self._own = plan.get(number, self.length)
+
+    def to_state(self) -> BlockPlan:
+        return {"plan": list(self.plan.items()), "pace": [self.seconds, self.ahead]}
+
+    def load_state(self, saved: BlockPlan, number: int) -> None:
+        self.plan = dict(saved.get("plan", []))
+        self.seconds, self.ahead = saved.get("pace", [0.0, 0.0])
+        self._own = self.plan.get(number, self.length)
 
 
 @dataclass(frozen=True)

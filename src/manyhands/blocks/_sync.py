@@ -42,7 +42,7 @@ from manyhands.blocks._checks import (
 )
 from manyhands.blocks._common_state import CommonParts
 from manyhands.blocks._samples import BlockSamples
-from manyhands.blocks._schedule import Every, OwnSchedule, Schedule, Seconds
+from manyhands.blocks._schedule import Every, Pace, Schedule
 from manyhands.blocks.averaging._payload import (
     NOTHING_YET,
     ArrivedMean,
@@ -134,17 +134,13 @@ class Sync:
 
     def count_step(self) -> None:
         """Count a step that the optimizer has taken, or left out."""
-        steps = self.state.steps
-        blocks = not self.alone and steps >= self.state.warmup
-        if not (blocks and isinstance(self.schedule, OwnSchedule)):
-            steps += 1
-        elif self.state.in_flight:  # until it is merged, the block's numbers are not known
-            self.schedule.hold()
-        elif self.schedule.is_late(self.runner.clock.elapsed(self.state.own)[0]):
-            steps = self.schedule.end()
+        state = self.state
+        if self.alone or state.steps < state.warmup:
+            steps = state.steps + 1
         else:
-            steps = self.schedule.advance(steps)
-        self.state = self.state.step(steps, self.samples.end_step())
+            elapsed, _ = self.runner.clock.elapsed(state.own)
+            steps = self.schedule.count(state.steps, in_flight=state.in_flight > 0, elapsed=elapsed)
+        self.state = state.step(steps, self.samples.end_step())
 
     @property
     def now(self) -> int:
@@ -161,11 +157,7 @@ class Sync:
             return
         due = self.schedule.due(step)
         if self.schedule.ends(step):
-            if isinstance(self.schedule, OwnSchedule):
-                self.schedule.begin_next()
-            else:
-                length = self.every.next(self.schedule.length, self.stats.seconds)
-                self.schedule.begin(step, length)
+            self.schedule.begin_next(step, self.every, self.stats.seconds)
         while self.pending and self.pending[0].merge_at <= self.now:
             self._merge()
         # A merge may let joiners in, and they have not computed what was due before they came.
@@ -181,7 +173,7 @@ class Sync:
         A call for a sync round outside of the schedule finds workers at different steps of one
         block, and some just after it: these have held the block's round, or have it in flight.
         """
-        if isinstance(self.schedule, OwnSchedule) and self.schedule.taken:
+        if self.schedule.unfinished:
             joins = self.joins
             self.merge_pending()
             if self.joins == joins:  # not if it came too late, and is in another block now
@@ -343,10 +335,7 @@ class Sync:
         if ends_block:
             self.samples.commit(result, int(pending.note.step))
         if pending.note.step == self.schedule.start:  # sent as the present block began
-            if isinstance(self.schedule, OwnSchedule):
-                self._plan_block(self.schedule, result)
-            else:
-                self.schedule.length = int(result.first_note.length)
+            self._follow_round(result)
         pending.merge(result, self.anchor, self.extras)
         if not pending.note.included:
             self._discard_own_values()
@@ -360,23 +349,16 @@ class Sync:
         self.regroup()
         self.restart_clock()
 
-    def _plan_block(self, schedule: OwnSchedule, result: RoundResult) -> None:
-        """Give each worker its number of steps in the block that has begun, from the notes."""
-        assert isinstance(self.every, Seconds)
-        included, numbers = result.included, self.members.numbers
-        stepped = [note for note in result.notes if note.taken > 0]
-        if not included or not stepped or min(note.seconds for note in stepped) <= 0:
-            return  # nothing was timed
-        if len(numbers) != len(result.notes):  # a round that was restored from a checkpoint
-            numbers = range(len(result.notes))
-        # A worker that has just come was not timed: it takes as long as the others in the mean.
-        mean = sum(note.seconds for note in stepped) / len(stepped)
-        seconds = [note.seconds if note.taken > 0 else mean for note in result.notes]
-        steps = self.every.share(seconds)
-        slowest = max(n * each for n, each in zip(steps, seconds, strict=True))
-        taken = sum(result.notes[rank].taken for rank in included) / len(included)
-        plan = dict(zip(numbers, steps, strict=True))
-        schedule.follow(plan, self.members.number, taken, slowest)
+    def _follow_round(self, result: RoundResult) -> None:
+        """Give the block that has begun the length, or the plan, that this round says."""
+        self.schedule.follow_round(
+            self.every,
+            int(result.first_note.length),
+            [Pace(note.seconds, note.taken) for note in result.notes],
+            result.included,
+            self.members.numbers,
+            self.members.number,
+        )
 
     def _record_result(self, result: RoundResult) -> None:
         self.stats.record(result, self.members.numbers)
