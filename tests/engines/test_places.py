@@ -1,7 +1,16 @@
 """Who a process is, from what each engine writes into its environment."""
 
-import pytest
 
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import TensorDataset
+
+import manyhands as mh
+from helpers.ranks import run_ranks
+from manyhands._core import ranks as core_ranks
+from manyhands._core.ranks import RankGroup
+from manyhands.adaptdl import AdaptiveDataParallel
 from manyhands.engines._places import Place, find_place, find_worker_number, first_host
 
 pytestmark = pytest.mark.quick
@@ -139,3 +148,65 @@ def test_the_variables_that_other_libraries_read():
     assert find_place(variables) == Place(
         "variables", 1, 2, 1, 2, "127.0.0.1", find_place(SUBMITIT).port
     )
+
+
+# -- started as one of several, and no process group -------------------------------------------------
+
+ALONE = r"WORLD_SIZE=8 in the environment, but there is no process group: each of the 8 processes "
+ALONE += r"trains a model of its own. Call manyhands.start\(\)"
+
+
+@pytest.fixture
+def under_torchrun(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(core_ranks, "_settled", False)
+
+
+def model_and_optimizer():
+    model = torch.nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+PARTS = {
+    "AdaScale": lambda model, sgd, path: mh.AdaScale(sgd),
+    "LinearScale": lambda model, sgd, path: mh.LinearScale(sgd),
+    "AdaptiveDataParallel": lambda model, sgd, path: AdaptiveDataParallel(model, sgd),
+    "NoiseScale": lambda model, sgd, path: mh.NoiseScale(sgd, batch_size=8),
+    "Ramp": lambda model, sgd, path: mh.Ramp(mh.AdaScale(sgd), max_scale=8),
+    "OSS": lambda model, sgd, path: mh.OSS(model.parameters(), optim=torch.optim.SGD, lr=0.1),
+    "shard": lambda model, sgd, path: mh.shard(model, sgd, level=2),
+    "FSDP": lambda model, sgd, path: mh.FSDP(model),
+    "DiLoCo": lambda model, sgd, path: mh.DiLoCo(sgd, every=4),
+    "BMUF": lambda model, sgd, path: mh.BMUF(sgd),
+    "Cursor": lambda model, sgd, path: mh.Cursor(TensorDataset(torch.ones(8, 2)), batch_size=4),
+    "Record": lambda model, sgd, path: mh.Record(path / "record.jsonl"),
+    "save": lambda model, sgd, path: mh.save(path, model=model),
+}
+
+
+@pytest.mark.parametrize("make", PARTS.values(), ids=PARTS.keys())
+def test_a_part_that_would_train_alone_names_start_once(make, under_torchrun, tmp_path):
+    with pytest.warns(UserWarning, match=ALONE) as caught:
+        make(*model_and_optimizer(), tmp_path)
+    assert sum("no process group" in str(each.message) for each in caught) == 1
+    RankGroup.of()  # said once: another warning would be an error here
+
+
+def test_a_process_that_is_alone_on_purpose_is_not_warned(under_torchrun, monkeypatch):
+    mh.AdaScale(model_and_optimizer()[1], world_size=1)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    mh.AdaScale(model_and_optimizer()[1])
+
+
+@pytest.mark.usefixtures("under_torchrun")
+def test_a_process_that_has_left_its_group_is_not_warned(tmp_path):
+    def train_and_save():
+        model, optimizer = model_and_optimizer()
+        mh.LinearScale(optimizer)
+        dist.destroy_process_group()
+        if core_ranks.os.environ["RANK"]:
+            mh.save(tmp_path, model=model)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    run_ranks(1, train_and_save)

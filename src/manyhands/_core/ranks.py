@@ -11,7 +11,9 @@ With one rank every collective returns at once, so that callers need no branch o
 from __future__ import annotations
 
 import ctypes
+import os
 import time
+import warnings
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 
 FIRST_ROUND = 512  # bytes of a text that travel in the first all_gather
 SENT_ALONE = 65_536  # elements of a tensor that gets a broadcast of its own, without a copy
+JOIN = "Call manyhands.start(), or torch.distributed.init_process_group(), before this."
+
+_settled = False  # whether this process had a process group, or was told that it has none
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,12 @@ class RankGroup:
         size = dist.get_world_size(group) if ready else 1
         if world_size == 1:
             return cls()
+        _warn_if_alone(ready)
         if world_size is not None and world_size != size:
             raise ValueError(
                 f"world_size={world_size}, but the process group has {size} workers. Leave it out."
+                if ready
+                else f"world_size={world_size}, but there is no process group. {JOIN}"
             )
         if size < 1:  # torch reports -1 to a process that is not in the group
             raise ValueError("this process is not a member of the process group that was given.")
@@ -352,6 +360,20 @@ class PendingSums:
             return self.rows[0]
         table = torch.stack(self.rows)
         return torch.cat([table[:, : self.summed].sum(dim=0), table[:, self.summed :].flatten()])
+
+
+def _warn_if_alone(has_group: bool) -> None:
+    """Warn, once, if this process was started as one of several, and has never met the others."""
+    global _settled
+    size = os.environ.get("WORLD_SIZE", "")
+    alone = not has_group and size.isdecimal() and int(size) > 1
+    if alone and not _settled:
+        warnings.warn(
+            f"WORLD_SIZE={size} in the environment, but there is no process group: each of the "
+            f"{size} processes trains a model of its own. {JOIN}",
+            stacklevel=3,
+        )
+    _settled = _settled or has_group or alone
 
 
 def widest_float(device: torch.device) -> torch.dtype:
