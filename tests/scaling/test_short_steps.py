@@ -242,7 +242,34 @@ def test_a_short_step_is_an_error_that_says_what_to_do(found):
     def step():
         train("DDP", "AdaScale", found, passes=[4, 2], short_step="error")
 
-    raises_on_ranks(2, RuntimeError, step, match=r"after 2 of 4 .* short_step='count'")
+    said = r"after 2 of 4 .* call set_num_gradients_to_accumulate\(2\)"
+    said = r"after 2 of 4 .* gradient_accumulation_steps be 2," if found else said
+    raises_on_ranks(2, RuntimeError, step, match=said + r" .* by 2\. .*short_step='count'")
+
+
+def test_the_way_out_is_right_in_a_loop_that_clips_and_divides_by_the_passes_that_there_are():
+    def as_timm_does():
+        rank, size = rank_and_size()
+        model, optimizer = under("DDP", SGD, MOMENTUM)
+        optimizer = mh.AdaScale(optimizer, num_gradients_to_accumulate=N)
+        x, y = make_batches(len(PASSES), N * size, dtype=torch.float64)
+        read = []
+        for step, count in enumerate(PASSES):
+            if count != optimizer.passes:
+                optimizer.set_num_gradients_to_accumulate(count)
+            for a in range(count):
+                with unaveraged(model, a == count - 1):
+                    i = a * size + rank
+                    (loss_of(model, x[step, i], y[step, i]) / count).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            read.append([optimizer.scale, optimizer.gain(), optimizer.progress])
+        return whole(model), torch.tensor(read, dtype=torch.float64)
+
+    expected, read = plain("AdaScale", 2, clip=0.5)
+    for result in run_ranks(2, as_timm_does):
+        assert_plain(result, (expected, read[:, [0, 2, 3]]))
 
 
 def test_without_any_pass_there_is_nothing_to_count():
@@ -260,7 +287,7 @@ def test_a_gradient_that_was_clipped_as_a_whole_steps_cannot_be_counted():
     )
     backward(model, 2)
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    with pytest.raises(RuntimeError, match=r"was changed before .* declare a shorter step"):
+    with pytest.raises(RuntimeError, match=r"was changed .* call set_num_gradients_to_acc"):
         optimizer.step()
 
 
@@ -269,7 +296,7 @@ def test_nor_can_one_of_several_ranks(wrapper):
     def clipped():
         train(wrapper, "AdaScale", False, clip=0.1, passes=[4, 3], short_step="count")
 
-    raises_on_ranks(2, RuntimeError, clipped, match=r"after 3 of 4 .* was changed before")
+    raises_on_ranks(2, RuntimeError, clipped, match=r"after 3 of 4 .* was changed")
 
 
 @pytest.mark.parametrize("passes", [(4, 3), (3, 2)])

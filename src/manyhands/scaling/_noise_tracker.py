@@ -156,7 +156,7 @@ class NoiseTracker:
         A short step that the policy does not allow is an error. If short steps count, the gradient
         is the mean of its passes when this returns.
         """
-        tap, policy = self.tap, self.tap.batch.short_step
+        tap, batch = self.tap, self.tap.batch
         stats = tap.step.stats or self._complete_early(optimizer)
         passes = tap.step.passes
         if passes >= stats.passes:
@@ -164,11 +164,9 @@ class NoiseTracker:
         stats.read()
         if not stats.incomplete_everywhere:
             return False
-        if policy == "error":
+        if batch.short_step == "error":
             self.forget()
-            raise RuntimeError(
-                f"step() after {passes} of {stats.passes} backward passes. See short_step='count'."
-            )
+            raise RuntimeError(batch.describe_short(passes))
         tap.division.count_short(tap.step)
         return True
 

@@ -100,10 +100,11 @@ class ScalingRuleBase(ScaledOptimizer):
             many steps as they look back over. 1 measures every step, as is done under a `Ramp` and
             on one worker with one pass, and is the default in `AdaptiveDataParallel`. More steps
             are measured where the averages would hold less than 100 small batches or four steps.
-        short_step: what a step with fewer passes does, as at the end of an epoch: "count" divides
-            the gradient by the passes that there were, and takes a smaller step, of their scale;
-            "error" raises one. "count" is the default where the loop decides about passes, "error"
-            where they are declared.
+        short_step: what a step with fewer passes does, as at the end of an epoch. "error", the
+            default where passes are declared, says how to declare a shorter step. "count", the
+            default where the loop decides about passes, is for losses that are divided by the
+            passes of a whole step even there: it multiplies the gradient, so that it is the mean
+            of the passes that there were, and takes a smaller step, of their scale.
         model: the module that `fully_shard` was called on; needed only after `gc.freeze()`.
     """
 

@@ -363,6 +363,18 @@ class Batch:
         if self.short_step == "count" and not self.loss_is_divided:
             raise ValueError("short_step='count' needs losses that are divided by the passes.")
 
+    def describe_short(self, passes: int, but: str = "") -> str:
+        """Return the error message for a step of fewer passes, and how a loop declares one."""
+        call = f"call set_num_gradients_to_accumulate({passes}) on every worker"
+        if self.accumulation is not None:
+            call = f"let the loop's gradient_accumulation_steps be {passes}"
+        return (
+            f"step() after {passes} of {self.passes} backward passes{but}. Before the first pass "
+            f"of a shorter step, {call}, and divide its losses by {passes}. (short_step='count' is "
+            f"for loops that divide every loss by {self.passes}, and change no gradient before "
+            "step().)"
+        )
+
     def load_state(self, loaded: Batch) -> None:
         """Become `loaded`, in place: the tap and the noise tracker hold this object."""
         vars(self).update(vars(loaded))

@@ -168,15 +168,12 @@ class GradientDivision:
         """
         if step.divided_by != 1:
             return  # it is
-        passes, batch = step.passes, self._batch
         before = step.last_norm
         if not step.gradient_untouched or (
             before is not None and not torch.equal(before, self.norm_of_one())
         ):
-            raise RuntimeError(
-                f"step() after {passes} of {batch.passes} backward passes, whose gradient was "
-                "changed before (clipped, unscaled): declare a shorter step before its first pass."
-            )
+            but = ", whose gradient was changed already (clipped, unscaled)"
+            raise RuntimeError(self._batch.describe_short(step.passes, but))
         self.apply_short(step)
 
     def norm_of_one(self) -> Tensor:
