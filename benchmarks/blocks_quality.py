@@ -39,7 +39,7 @@ from blocks.learning import (  # noqa: E402
 from quality.workloads import shakespeare  # noqa: E402
 
 import manyhands as mh  # noqa: E402
-from manyhands._core.codec import CODECS  # noqa: E402
+from manyhands.blocks.averaging._codec import CODECS  # noqa: E402
 from sharding import traffic  # noqa: E402
 
 RESULTS = pages.RESULTS / "blocks-quality.jsonl"

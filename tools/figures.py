@@ -464,7 +464,7 @@ def times_less(codec: str, every: int) -> float:
     """How many times fewer bytes a worker sends in blocks than in as many steps of DDP."""
     import torch
 
-    from manyhands._core.codec import CODECS
+    from manyhands.blocks.averaging._codec import CODECS
 
     elements = 10_000_000
     return 4 * every * elements / CODECS[codec].size(elements, torch.float32)

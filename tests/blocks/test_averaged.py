@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW
 
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
-from manyhands._core.codec import CODECS
+from manyhands.blocks.averaging._codec import CODECS
 
 
 def warnings_of(fn):

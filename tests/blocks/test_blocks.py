@@ -16,9 +16,9 @@ import manyhands as mh
 from helpers.blocks_plain import gradient, train
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands._core import slices as _host
-from manyhands._core.codec import CODECS
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks import Outer
+from manyhands.blocks.averaging._codec import CODECS
 from manyhands.fairseq import FairseqBMUF
 
 LR = 0.1
@@ -834,14 +834,14 @@ def test_checkpoints_for_any_number_of_workers(tmp_path):
             mh.save(path, model=model, optimizer=optimizer)
         optimizer.synchronize()
         mh.save(path, model=model, optimizer=optimizer)
-        return flat_of(model.params), optimizer.common_state_dict()["anchor"][0]
+        return flat_of(model.params), optimizer.state_dict()["blocks"]["anchor"][0]
 
     results = run_ranks(2, first)
 
     def second():
         model, optimizer = made()
         mh.load(path, model=model, optimizer=optimizer)
-        return flat_of(model.params), optimizer.common_state_dict()["anchor"][0], optimizer.steps
+        return flat_of(model.params), optimizer.state_dict()["blocks"]["anchor"][0], optimizer.steps
 
     for params, anchor, steps in run_ranks(3, second):
         assert torch.equal(params, results[0][0])

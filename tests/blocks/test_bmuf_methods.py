@@ -250,7 +250,7 @@ def test_the_count_of_steps():
         optimizer.set_num_updates(-1)
 
 
-def test_a_count_set_back_into_a_shared_warm_up_leaves_workers_apart():
+def test_a_count_set_back_into_a_shared_warm_up_leaves_workers_apart(tmp_path):
     """A checkpoint for all of them would hold the parameters of one."""
 
     def blocks():
@@ -263,7 +263,7 @@ def test_a_count_set_back_into_a_shared_warm_up_leaves_workers_apart():
         put_gradients(params)
         optimizer.step()
         apart = dist.get_rank(), flat(params)
-        optimizer.common_state_dict()
+        mh.save(tmp_path, model=nn.ParameterList(params), optimizer=optimizer)
         return apart
 
     raises_on_ranks(2, RuntimeError, blocks, match="inside a block each worker has its own")

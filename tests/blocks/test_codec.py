@@ -5,7 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands._core.codec import CODECS, Integers, Ternary, encode_with_residual, find_codec
+from manyhands.blocks.averaging._codec import (
+    CODECS,
+    Integers,
+    Ternary,
+    encode_with_residual,
+    find_codec,
+)
 
 pytestmark = pytest.mark.quick
 

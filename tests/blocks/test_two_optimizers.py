@@ -9,7 +9,7 @@ from torch.optim import SGD, AdamW, Muon
 import manyhands as mh
 from helpers.blocks_plain import gradient, outer_step, train
 from helpers.ranks import run_ranks
-from manyhands._core.codec import CODECS
+from manyhands.blocks.averaging._codec import CODECS
 
 LR, STEPS = 0.1, 17
 OUTER = {"lr": 0.7, "momentum": 0.9}

@@ -433,11 +433,3 @@ def test_a_rule_goes_to_the_other_side_of_the_blocks(tmp_path):
             assert again.counts() == run.counts()
 
     run_ranks(2, go)
-
-
-def test_common_state_dict_needs_whole_parameters():
-    def go():
-        run = Run(("DiLoCo", "FSDP", "none", "SGD"), Groups(1 + dist.get_world_size() // 3))
-        run.blocks.common_state_dict()
-
-    raises_on_ranks(4, ValueError, go, match=r"save with mh\.save")

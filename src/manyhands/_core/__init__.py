@@ -2,7 +2,6 @@
 
 ranks.py          the ranks of a process group: identity, numbers and text between them
 slices.py         reduce_scatter and all_gather of the slices of a bucket; through shared memory
-codec.py          flat values as few bytes, and back
 groups.py         process groups of our own, ended with their last user
 arguments.py      check numbers, flags, words and sizes ("24 GiB") that users pass
 agreement.py      all ranks agree, or all raise

@@ -26,7 +26,6 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from manyhands._core.codec import Codec
 from manyhands._core.flat import FlatTensors, accumulation_dtype, group_by_type, read_range
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
@@ -34,6 +33,7 @@ from manyhands.blocks._checks import (
     fingerprint,
 )
 from manyhands.blocks._outer import Outer
+from manyhands.blocks.averaging._codec import Codec
 from manyhands.blocks.averaging._payload import LARGEST, RoundResult
 
 

@@ -34,7 +34,6 @@ from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors, names_in
 from manyhands._core.arguments import flag
-from manyhands._core.codec import Codec
 from manyhands._core.modules import modules_holding
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import is_dtensor
@@ -42,6 +41,7 @@ from manyhands._core.slices import check_on_cpu
 from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.wrappers import find_prepared, unwrap
 from manyhands.blocks._outer import Outer
+from manyhands.blocks.averaging._codec import Codec
 
 SAME = 1e-6  # relative difference of squared lengths, below which steps are the same
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.arguments import flag, one_of, whole
-from manyhands._core.codec import find_codec
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
 from manyhands._core.stop_notice import stop_notice
@@ -48,6 +47,7 @@ from manyhands.blocks._outer import Average, Outer
 from manyhands.blocks._samples import CursorRounds
 from manyhands.blocks._schedule import Every, check_schedule, make_schedule
 from manyhands.blocks._sync import Sync
+from manyhands.blocks.averaging._codec import find_codec
 from manyhands.blocks.averaging._payload import (
     STATES,
     Buffers,
@@ -533,20 +533,11 @@ class Blocks(OptimizerWrapper):
         self._inner_optimizer.load_state_dict(inner)
         for group in self.param_groups:
             group.update(for_groups)
-        self.load_common_state(saved)
+        _saving.load_saved(saved, self._sync)
 
     def _to_engine_values(self, overrides: Mapping[str, object]) -> dict[str, object]:
         """Translate overrides whose values, not only names, differ in a subclass."""
         return dict(overrides)
-
-    def common_state_dict(self) -> dict[str, object]:
-        """Return the blocks' state that is equal on all workers.
-
-        For a checkpoint of your own that all workers continue from. (`mh.save` does not need it.)
-        """
-        _saving.check_not_diverged(self._sync)
-        _saving.check_unsharded(self._sync)
-        return {"options": self._options, **_saving.save_common(self._sync)}
 
     def checked_state(
         self, saved: object, changed: Mapping[str, object] | None = None
@@ -556,11 +547,6 @@ class Blocks(OptimizerWrapper):
         if state is not None:
             _saving.check_fits(state, self._sync)
         return state
-
-    @torch.no_grad()
-    def load_common_state(self, saved: _saving.SavedWorker | None) -> None:
-        """Continue from what `checked_state` returned; if None, from the parameters as they are."""
-        _saving.load_saved(saved, self._sync)
 
     def state_parts(self) -> _saving.OuterStateParts:
         """Return what `mh.save` and `mh.load` ask of blocks."""

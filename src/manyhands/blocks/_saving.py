@@ -2,7 +2,7 @@
 
 `save_worker` is a worker's own part of its optimizer's `state_dict`: everything, also in the middle
 of a block. `save_counters` and `load_counters` are for checkpoints that all workers share: numbers
-only, because `checkpoint/_blocks.py` saves anchor and memories by parameter.
+only, because `checkpoint/_optimizer.py` saves anchor and memories by parameter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import TypedDict, cast
 import torch
 from torch import Tensor
 
-from manyhands._core.sharded import is_dtensor
 from manyhands._core.state_parts import StatePart
 from manyhands.blocks._anchor import Anchor, OuterState, OverlappedDifference, memory_order
 from manyhands.blocks._block_state import Work
@@ -48,8 +47,8 @@ class SavedRound(TypedDict):
     squares: list[float]
 
 
-class SavedByAnyWorker(CommonState):
-    """What any worker can continue from."""
+class SavedWorker(CommonState):
+    """A worker's own part of a state dict."""
 
     format: int
     workers: list[int]  # size and rank of the worker that saved it
@@ -57,11 +56,6 @@ class SavedByAnyWorker(CommonState):
     residual: list[Tensor | None]
     pending: list[SavedRound]
     totals: list[int]  # workers left out, and rounds undone, since the run began
-
-
-class SavedWorker(SavedByAnyWorker, total=False):
-    """A worker's own part of a state dict. The rest is its own, or missing."""
-
     initial_state: dict[object, object] | None
     last_round: list[int]  # its workers, and the numbers of those left out
     clock: list[float]
@@ -84,7 +78,9 @@ def save_worker(sync: Sync) -> SavedWorker:
     workers, state, stats, schedule = sync.members.workers, sync.state, sync.stats, sync.schedule
     resets = state.in_local_warmup or sync.extras.state == "reset"
     return {
-        **save_common(sync),
+        "format": FORMAT,
+        **sync.common.common_state(state),
+        "totals": [stats.left_out_ever, stats.undone],
         "workers": [workers.size, workers.rank],
         "diverged": state.diverged,
         "residual": [bucket.residual for bucket in sync.anchor.buckets],
@@ -101,34 +97,12 @@ def save_worker(sync: Sync) -> SavedWorker:
     }
 
 
-def save_common(sync: Sync) -> SavedByAnyWorker:
-    """Return what any worker can continue from."""
-    return {
-        "format": FORMAT,
-        "workers": [0, 0],  # no worker has this size and rank, so none restores a residual
-        **sync.common.common_state(sync.state),
-        "diverged": False,
-        "residual": [],
-        "pending": [],
-        "totals": [sync.stats.left_out_ever, sync.stats.undone],
-    }
-
-
 def check_not_diverged(sync: Sync) -> None:
     """Raise inside a block, where each worker has parameters of its own."""
     if sync.state.diverged and not sync.alone:
         raise RuntimeError(
             "inside a block each worker has its own model. Call optimizer.synchronize() on "
             "every worker first, or save each worker's state_dict()."
-        )
-
-
-def check_unsharded(sync: Sync) -> None:
-    """Raise if a rank has only a slice of the anchor."""
-    if sync.anchor.inner.size > 1 or any(is_dtensor(param) for param in sync.anchor.params):
-        raise ValueError(
-            "with an inner_group, or sharded parameters, each rank has a slice of the anchor only: "
-            "save with mh.save, or call state_dict() on every rank."
         )
 
 
@@ -211,6 +185,7 @@ def check_fits(saved: SavedWorker, sync: Sync) -> None:
         )
 
 
+@torch.no_grad()
 def load_saved(saved: SavedWorker | None, sync: Sync) -> None:
     """Continue from the saved state; if it is None, from the parameters as they are."""
     _drop_pending(sync)
@@ -231,16 +206,16 @@ def _drop_pending(sync: Sync) -> None:
 def _load_worker(saved: SavedWorker, sync: Sync) -> None:
     sync.common.load_block(saved)
     diverged = saved["diverged"] and bool(saved["anchor"])
-    own, *work = saved.get("own", [saved["steps"], 0, 0, 0])
+    own, *work = saved["own"]
     sync.state = sync.state.load(
         saved["steps"],
         saved["rounds"],
         diverged=diverged,
         own=own,
         work=Work(*work),
-        dropped=saved.get("dropped", 0),
+        dropped=saved["dropped"],
     )
-    sync.schedule.resume(saved.get("taken", 0))
+    sync.schedule.resume(saved["taken"])
     sync.restart_clock()
     if sync.alone:
         pass
@@ -252,8 +227,8 @@ def _load_worker(saved: SavedWorker, sync: Sync) -> None:
         sync.begin_block()
     stats = sync.stats
     stats.left_out_ever, stats.undone = saved["totals"]
-    stats.workers, *stats.left_out = saved.get("last_round", [0])
-    if (initial := saved.get("initial_state")) is not None:
+    stats.workers, *stats.left_out = saved["last_round"]
+    if (initial := saved["initial_state"]) is not None:
         sync.initial_state.state = copy.deepcopy(initial)
     # A crew sends its differences again when they are due.
     for each in saved["pending"] if sync.anchor.buckets and not sync.members.elastic else []:

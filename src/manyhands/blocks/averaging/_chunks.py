@@ -18,8 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from manyhands._core.codec import encode_with_residual
 from manyhands._core.ranks import RankGroup
+from manyhands.blocks.averaging._codec import encode_with_residual
 from manyhands.blocks.averaging._payload import LARGEST, NOTE, Note, Payload, RoundResult
 
 SMALLEST = 1 << 18  # elements; below that the latency of a message costs more than its bytes

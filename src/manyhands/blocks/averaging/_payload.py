@@ -34,12 +34,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core.codec import CODECS, Codec
 from manyhands._core.flat import FlatTensors, accumulation_dtype, group_by_type, norm
 from manyhands._core.modules import modules_holding
 from manyhands._core.sharded import local_shard
 from manyhands._core.wrappers import unwrap
 from manyhands.blocks._block_state import Work
+from manyhands.blocks.averaging._codec import CODECS, Codec
 
 STATES = ("keep", "average", "reset", "average_moments")
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's: what fairseq's `average_sync` averages
