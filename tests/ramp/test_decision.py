@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.ramp._decision import (
+    GROWTH,
     PRICE_OF_A_STEP,
     Limits,
     Noise,
@@ -64,7 +65,7 @@ def test_a_decision_changes_the_batch_by_a_limited_factor():
     seen = simulate(Noise(1.0, 1e6), StepTime(4.0, 1.0), Limits(most=64))
     assert seen[-1] == 64
     assert seen[5] == 3  # to measure the time of a pass
-    assert all(b <= max(a + 1, 1.5 * a) for a, b in pairwise(seen[5:]))
+    assert all(b <= GROWTH * a for a, b in pairwise(seen[5:]))
 
 
 @given(positive, positive, st.floats(0.05, 1.0))

@@ -7,7 +7,7 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 
 import manyhands as mh
 from helpers.ranks import run_ranks
-from manyhands.ramp import _ramp
+from manyhands.ramp import _decision, _ramp
 from manyhands.scaling._noise import ratio_of_squares
 from manyhands.scaling._preconditioned import rescale_second_moments
 
@@ -98,6 +98,7 @@ def ramped(rule, inner, **options):
 def test_a_ramp_lets_them_follow_the_batch(rule, monkeypatch):
     monkeypatch.setattr(_ramp, "EVERY", 40)
     monkeypatch.setattr(_ramp, "GROWTH", 16.0)
+    monkeypatch.setattr(_decision, "GROWTH", 16.0)
     expected = 1.0 + NOISE**2 / 16
     assert ramped(rule, AdamW) == pytest.approx(expected, rel=0.15)
     monkeypatch.setattr(rule, "_follow_batch", lambda self, before, now: True)

@@ -29,9 +29,9 @@ noise: with c = 0.8 at least 0.85.
 
     explore    try another number of passes: the noise is not known (any more), or the time of a
                step is known for one number of passes only
-    grow       towards the best number, by at most the factor `growth` at a time
+    grow       towards the best number, by at most the factor `GROWTH` at a time
     shrink     towards the best number, likewise
-    stay       the best number is not better by more than `margin` (so the batch does not flutter)
+    stay       the best number is not better by more than `MARGIN` (so the batch does not flutter)
     wait       no decision was made yet
 
 `goal` says what is best:
@@ -52,6 +52,8 @@ from manyhands.scaling._noise import gain
 
 PRICE_OF_A_STEP = 0.8  # in small batches, with goal="samples"
 CAUTION = 0.7  # standard errors
+GROWTH = 2.0  # the largest factor by which one decision changes the passes
+MARGIN = 0.01  # how much better the goodput must become
 
 Goal = Literal["time", "samples", "steps"]
 Reason = Literal["explore", "grow", "shrink", "stay", "wait"]
@@ -152,8 +154,6 @@ class Limits:
     goal: Goal = "time"
     efficiency: float | None = None  # with goal="samples": what a sample must be worth
     most: int = 1  # passes
-    growth: float = 1.5  # the largest factor by which a decision changes the passes
-    margin: float = 0.01  # how much better the goodput must become
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def decide(
     >>> decide(1, Noise(1.0, 64.0), None, 1.0, limits).reason
     'explore'
     >>> decide(2, Noise(1.0, 64.0), StepTime(4.0, 1.0), 1.0, limits)
-    Decision(passes=3, reason='grow', target=16)
+    Decision(passes=4, reason='grow', target=16)
     """
     passes_here = min(passes, limits.most)
     if limits.goal == "steps" or limits.most == 1:
@@ -206,15 +206,12 @@ def decide(
         price = _price(time, scale_per_pass, limits)
         if price is not None:
             now, best = (goodput(used, price, scale_per_pass, p) for p in (passes_here, target))
-            if best < now * (1.0 + limits.margin):
+            if best < now * (1.0 + MARGIN):
                 return Decision(passes_here, "stay", target)
     if target > passes_here:
-        # At least one pass more: a factor of 1.5 would not change a single pass.
-        reachable = max(passes_here + 1, math.floor(passes_here * limits.growth))
-        return Decision(min(target, reachable), "grow", target)
+        return Decision(min(target, math.floor(passes_here * GROWTH)), "grow", target)
     if target < passes_here:
-        reachable = min(passes_here - 1, math.ceil(passes_here / limits.growth))
-        return Decision(max(target, reachable), "shrink", target)
+        return Decision(max(target, math.ceil(passes_here / GROWTH)), "shrink", target)
     return Decision(passes_here, "stay", target)
 
 

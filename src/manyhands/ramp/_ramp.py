@@ -33,6 +33,7 @@ from manyhands._core.modules import modules_holding, no_sync_of
 from manyhands._core.state_parts import SavedState
 from manyhands.data._cursor import Cursor
 from manyhands.ramp._decision import (
+    GROWTH,
     Decision,
     Goal,
     Limits,
@@ -51,7 +52,6 @@ Batch = TypeVar("Batch")
 
 GOALS = ("time", "samples", "steps")
 EVERY = 3  # steps between two decisions, where the best batch is known and near
-GROWTH = 2.0  # the largest factor by which one decision changes the batch
 SKIPPED = 2  # first steps, whose times do not count: they compile, allocate and connect
 
 
@@ -109,7 +109,7 @@ class Ramp:
         model: nn.Module | None = None,
         loader: StepLoader | None = None,
     ) -> None:
-        limits = Limits(goal=goal, efficiency=efficiency, growth=GROWTH)
+        limits = Limits(goal=goal, efficiency=efficiency)
         self.max_scale = real("max_scale", max_scale, above=0.0)
         one_of("goal", goal, GOALS)
         if efficiency is not None:
@@ -265,7 +265,7 @@ class Ramp:
 
     def _look_ahead(self) -> int:
         """Return how many micro-batches to keep ready: enough for the steps until ranks report."""
-        largest = math.ceil(self._units * max(self._limits.growth, 2.0)) + 1
+        largest = math.ceil(self._units * GROWTH) + 1
         return min(largest, self._limits.most) * 2
 
     # -- what the rule calls -------------------------------------------------------------------
@@ -302,10 +302,7 @@ class Ramp:
         if not self.optimizer._tracker.average.measured:
             return self._units == 1
         decision = self._decision
-        return (
-            decision.reason in ("wait", "explore")
-            or decision.target >= self._limits.growth * self._units
-        )
+        return decision.reason in ("wait", "explore") or decision.target >= GROWTH * self._units
 
     def _decide(self) -> None:
         """Choose the units of the next steps."""
