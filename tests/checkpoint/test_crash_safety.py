@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import manyhands as mh
 from helpers.checkpoint_oracle import Setup, assert_equal
-from helpers.damage import damage_many, kill_while_saving
+from helpers.damage import damage_many, kill_while_saving, release_locks
 from helpers.pages import ROOT
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands.checkpoint import _folder, _safetensors
@@ -64,7 +64,7 @@ def test_a_run_killed_at_each_file_operation_leaves_a_complete_checkpoint(tmp_pa
     codes = []
     for number in range(1, 200):
         child = get_context("fork").Process(target=save_until, args=(number,))
-        _folder.release_locks()
+        release_locks()
         child.start()
         child.join()
         codes.append(child.exitcode)
@@ -186,7 +186,7 @@ def test_ranks_that_call_different_functions_are_an_error(tmp_path):
     def go():
         (mh.load if dist.get_rank() else mh.save)(tmp_path)
 
-    _folder.release_locks()
+    release_locks()
     raises_on_ranks(2, RanksDisagree, go, match=r"rank 0: mh\.save; rank 1: mh\.load")
 
 

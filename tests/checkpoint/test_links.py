@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import manyhands as mh
+from helpers.damage import release_locks
 from manyhands.checkpoint import _folder
 
 pytestmark = pytest.mark.quick
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.quick
 def run(tmp_path):
     path = tmp_path / "run"
     mh.save(path, value=torch.ones(3), step=1)
-    _folder.release_locks()
+    release_locks()
     return path
 
 

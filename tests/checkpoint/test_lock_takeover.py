@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import manyhands as mh
+from helpers.damage import release_locks
 from manyhands.checkpoint import _folder
 
 
@@ -41,7 +42,7 @@ def saver(path, run, value, before_publishing=None):
             if before == "end":
                 return
 
-    _folder.release_locks()
+    release_locks()
     process = fork.Process(target=live)
     process.start()
     try:
@@ -60,7 +61,7 @@ def hear(pipe):
 def in_run(monkeypatch):
     monkeypatch.setenv(_folder.RUN_VARIABLE, "0123456789abcdef")
     yield "0123456789abcdef"
-    _folder.release_locks()
+    release_locks()
 
 
 def test_the_lock_of_a_worker_that_is_stopped_is_taken_over_by_its_successors(tmp_path, in_run):
@@ -105,5 +106,5 @@ def test_a_lock_of_another_job_that_lives_is_respected(tmp_path, in_run, monkeyp
             mh.save(tmp_path, value=2)
     mh.save(tmp_path, value=3)  # its end lets go of it
     monkeypatch.delenv(_folder.RUN_VARIABLE)
-    _folder.release_locks()
+    release_locks()
     assert "run" in json.loads((tmp_path / ".lock").read_text())

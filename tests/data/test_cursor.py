@@ -267,30 +267,6 @@ def test_a_cursor_that_is_gone_leaves_its_optimizer():
     optimizer.step()
 
 
-def test_it_has_a_loaders_attributes():
-    """What timm, DINO, MAE, Lightning and Accelerate read of a loader in their loops."""
-    data = TensorDataset(numbers(53))
-    options = {"num_workers": 2, "collate_fn": list, "prefetch_factor": 3, "timeout": 5}
-    loader = DataLoader(data, 8, drop_last=True, **options)
-    cursor = mh.Cursor(data, 8, drop_last=True, **options)
-    own = ("sampler", "batch_sampler", "generator")  # a loader has others
-    for name in [name for name in vars(loader) if not name.startswith("_") and name not in own]:
-        assert getattr(cursor, name) == getattr(loader, name), name
-    assert cursor.dataset is data and len(cursor) == len(loader)
-    assert len(cursor.batch_sampler) == len(loader.batch_sampler)
-    assert len(cursor.sampler) == 48  # of whole batches
-    assert not hasattr(cursor, "mixup_enabled")
-    with pytest.raises(AttributeError, match="'Cursor' object has no attribute 'set_epoch'"):
-        cursor.set_epoch(1)
-
-
-def test_a_loop_that_sets_its_samplers_epoch_has_the_epochs_of_the_cursor():
-    cursor = mh.Cursor(numbers(53), 8)
-    for epoch in range(2):
-        cursor.sampler.set_epoch(epoch)
-        assert epoch_of(cursor) == global_batches(53, 8, epoch=epoch)
-
-
 def test_a_loader_of_another_class_loads_the_same():
     class Loader(DataLoader):
         pass

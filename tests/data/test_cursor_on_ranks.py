@@ -23,14 +23,6 @@ DATA = TensorDataset(
 )
 
 
-def test_the_sampler_has_as_many_samples_as_a_rank():
-    def sizes():
-        cursors = [mh.Cursor(DATA, BATCH, drop_last=drop) for drop in (False, True)]
-        return [len(cursor.sampler) for cursor in cursors]
-
-    assert run_ranks(2, sizes) == [[52, 48]] * 2
-
-
 def batches(most=None, stop=None, state=None, keep="batch", size=BATCH, **options):
     """This rank's samples of each step, without fillers, and the state after `stop` steps."""
     cursor = mh.Cursor(torch.arange(SAMPLES), size, keep=keep, max_local_batch_size=most, **options)

@@ -129,7 +129,9 @@ def test_documented_attributes(workers):
         assert (model.gradient_predivide_factor, model.gradient_postdivide_factor) == (1.0, 4.0)
         assert inner.gradient_postdivide_factor == workers
         model.set_gradient_divide_factors(2.0, 3.0, recursive=True)
+        assert not model.params_with_grad
         model(torch.ones(1, 4)).sum().backward()
+        assert len(model.params_with_grad) == 6
         assert inner.gradient_predivide_factor == 2.0
         last = dict(model.named_parameters())["2.bias"].grad  # on each worker it was 1
         last = last.full_tensor() if workers > 1 else last

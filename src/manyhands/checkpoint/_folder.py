@@ -273,12 +273,6 @@ def check_lock(folder: Path) -> None:
         )
 
 
-def release_locks() -> None:
-    """Let other processes save where this one has."""
-    while _held:
-        os.close(_held.popitem()[1])
-
-
 def _replace_lock(path: Path) -> int:
     """Put a new lock in the place of the present one, which another process still holds."""
     new = path.with_name(f"{LOCK}-{uuid.uuid4().hex}")

@@ -17,7 +17,7 @@ The keys of all tensors in a checkpoint, such that no two tensors have one key:
     optimizer.0/ENTRY/NAME         an entry of a parameter's state
     optimizer.0/options.1.lr       an option of its second parameter group
     optimizer.0/rule.x.y           the scaling rule's state; likewise `other`
-    optimizer.0/blocks.anchor/NAME, optimizer.0/replica.1/...   see `_blocks.py`
+    optimizer.0/blocks.anchor/NAME, optimizer.0/replica.1/...   see `_optimizer.py`
     scheduler.0.x                  a scheduler's state
     value/NAME.x.0.y               in the user's value of that name: value["x"][0]["y"]
     value/NAME/PARAMETER           in a module among the user's values

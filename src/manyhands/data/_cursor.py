@@ -29,11 +29,11 @@ from torch.utils.data import DataLoader
 
 from manyhands._core.agreement import agree
 from manyhands._core.ranks import RankGroup
-from manyhands._core.wrappers import gradient_ranks, unwrap, wrapped_attribute
+from manyhands._core.wrappers import gradient_ranks, unwrap
 from manyhands.data._account import Account
 from manyhands.data._ledger import Ledger
 from manyhands.data._order import DataShards
-from manyhands.data._plan import EpochSampler, LoaderPlan, Pass
+from manyhands.data._plan import LoaderPlan, Pass
 from manyhands.data._rules import (
     ADVICE,
     Arguments,
@@ -91,7 +91,7 @@ class Cursor:
     It takes the place of a `DataLoader` and its `DistributedSampler`. Save it with the run, as in
     `mh.save(folder, model=model, optimizer=optimizer, cursor=cursor)`. A run that loads it, on any
     number of ranks, continues after the last sample that was trained on. So does a new loop after
-    one that was left early. It has a loader's attributes, such as `dataset` and `num_workers`.
+    one that was left early.
 
     Each step's samples are known before they are divided among the ranks. So with `keep="batch"`
     the sequence of batches does not depend on the number of ranks. Where a batch does not divide
@@ -161,18 +161,10 @@ class Cursor:
         # the default one as often as a run that was not interrupted.
         self._generator = None if "generator" in options else torch.Generator()
         options.setdefault("generator", self._generator)
-        self.dataset, self.drop_last = dataset, drop_last
-        self.batch_sampler, self.sampler = self._plan, EpochSampler(self._plan)
         self._loader = loader(dataset, batch_sampler=self._plan, **options)
         self._begin_with(Ledger(len(dataset)))
 
     # -- what a loop reads ---------------------------------------------------------------------
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what else a loader has: `num_workers`, `collate_fn`, `pin_memory`, ..."""
-        if name.startswith("_"):
-            raise AttributeError(f"'Cursor' object has no attribute {name!r}")
-        return wrapped_attribute(self, self._loader, name)
 
     @property
     def epoch(self) -> int:

@@ -137,12 +137,6 @@ class LoaderPlan:
             passes += self.passes_of(rest)
         return passes
 
-    @property
-    def samples_per_rank(self) -> int:
-        """How many samples of a whole epoch each rank has, rounded up."""
-        samples, batch = self._rules["samples"], self._rules["batch"]
-        return -(-(samples - samples % batch * self._rules["drop_last"]) // self._ranks.size)
-
     def passes_of(self, samples: int) -> int:
         """Return how many passes each rank takes in a step of so many samples."""
         return number_of_passes(samples, self._ranks.size, self._most)
@@ -248,17 +242,3 @@ class LoaderPlan:
                 planned.append((each, spans or filler))
                 positions += max(1, each.samples)
         return planned
-
-
-@dataclass(frozen=True)
-class EpochSampler:
-    """What loops find where a loader has its `DistributedSampler`."""
-
-    plan: LoaderPlan
-
-    def __len__(self) -> int:
-        """Return how many samples of an epoch each rank has, rounded up."""
-        return self.plan.samples_per_rank
-
-    def set_epoch(self, epoch: int) -> None:
-        """Do nothing: a cursor counts its epochs itself."""

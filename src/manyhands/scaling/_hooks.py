@@ -208,11 +208,6 @@ class GradientHooks:
         params = filter(_can_have_gradient, self._params)
         return any(_accumulator(p) is not node for p, node in zip(params, nodes, strict=True))
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether passes are not measured at present."""
-        return self._paused
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not measure the passes inside."""

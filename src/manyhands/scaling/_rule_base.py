@@ -282,16 +282,6 @@ class ScalingRuleBase(ScaledOptimizer):
         self._batch.set_smoothing(None if update_smoothing else self.smoothing)
         self._batch.set_passes(passes)
 
-    def _continue_batch(self) -> int:
-        """Let steps have the batch of the run that was loaded, and return their passes."""
-        batch = self._batch
-        if batch.scale is not None:  # of the whole batch, whose passes may change now
-            self.set_scale_per_pass(batch.scale / batch.passes)
-        if batch.saved_scale is not None:
-            passes = max(1, round(batch.saved_scale / batch.scale_for(1)))
-            self.set_num_gradients_to_accumulate(passes, update_smoothing=False)
-        return batch.passes
-
     # -- saving and loading ------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> StateDict:

@@ -262,7 +262,6 @@ class Batch:
     counts_passes: bool = False
     loss_is_divided: bool = True
     set_by_user: frozenset[str] = frozenset()  # "scale" and "smoothing", if set in this run
-    saved_scale: float | None = None  # of the whole batch in the run that was loaded
 
     def scale_for(self, passes: int) -> float:
         """Return the scale of a batch with this number of passes."""
@@ -343,7 +342,6 @@ class Batch:
             scale=scale and float(scale) * self.workers * passes / saved_micro_batches,
             scale_per_pass=per_pass and float(per_pass),
             smoothing=None if smoothing is None else check_smoothing(smoothing),
-            saved_scale=saved.scale_for(saved.passes),
         )
         mismatches = []
         if "scale" in self.set_by_user:

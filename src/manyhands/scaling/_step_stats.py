@@ -221,13 +221,11 @@ class StepStats:
     share: float = 1.0  # after `read`: of the passes of a whole step, if a short one counts
     _host: Tensor | None = None  # the numbers on the host, or on their way there
     _copied: torch.cuda.Event | None = None
-    _extra_count: int = 0
 
-    def start_copy(self, extras: Sequence[Tensor] = ()) -> None:
-        """Begin to copy the numbers and the one-element `extras` to the host, without waiting."""
+    def start_copy(self) -> None:
+        """Begin to copy the numbers to the host, without waiting."""
         self._check_late()
-        numbers = self._join_extras(extras)
-        self._extra_count = len(extras)
+        numbers = self.pending.wait()
         if numbers.device.type != "cuda":
             self._host = numbers
         else:
@@ -249,7 +247,7 @@ class StepStats:
         else:
             self._check_late()
             numbers = self._join_extras(extras).tolist() if extras else self.pending.read()
-        groups, end = self.groups, len(numbers) - (self._extra_count or len(extras))
+        groups, end = self.groups, len(numbers) - len(extras)
         small, mean = numbers[:groups], numbers[groups : 2 * groups]
         small_batches = self.small_batches
         self.most_passes_seen = self.passes_seen
