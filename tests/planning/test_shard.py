@@ -1,11 +1,13 @@
 """`shard`: the same loop, losses and checkpoints at every level."""
 
 import copy
+import warnings
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -479,3 +481,153 @@ def test_the_plain_optimizer_keeps_its_options():
     _, made = mh.shard(model, given, level=3)
     assert [{**group, "params": None} for group in made.param_groups] == before
     assert [len(group["params"]) for group in made.param_groups] == [3, 3]
+
+
+# -- torch.save(optimizer.state_dict()) ------------------------------------------------------------
+
+
+def saved_by(ranks, folder, level=3, own_optimizer=False):
+    """Train two steps; ranks below `ranks` save the optimizer's state; train three more."""
+    rank = dist.get_rank()
+    model, optimizer = sharded(level, own_optimizer)
+    for step in range(5):
+        gradients_of(model, step, rank, dist.get_world_size())
+        optimizer.step()
+        if step == 1 and rank < ranks:
+            torch.save(optimizer.state_dict(), folder / f"{rank}.pt")
+    return model, optimizer
+
+
+def sharded(level, own_optimizer=False):
+    model = new_model()
+    if own_optimizer:  # made by the user, and unknown to us before its first step
+        model = mh.FSDP(model)
+        return model, adamw(model)
+    return mh.shard(model, adamw(model), level=level)
+
+
+@pytest.mark.parametrize("own_optimizer", [False, True])
+def test_a_state_that_one_rank_saved_alone_is_noticed_and_loads_on_no_other(
+    own_optimizer, tmp_path
+):
+    def alone():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            saved_by(1, tmp_path, own_optimizer=own_optimizer)
+        return [str(each.message) for each in caught if "state_dict" in str(each.message)]
+
+    def resume():
+        _model, optimizer = sharded(3, own_optimizer)
+        try:
+            optimizer.load_state_dict(torch.load(tmp_path / "0.pt", weights_only=True))
+            optimizer.param_groups[0]["params"][0].grad = None
+            optimizer.step()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    first, second = run_ranks(2, alone)
+    assert len(first) == 1 and "loads on no other. Save with mh.save(" in first[0]
+    assert not second
+    first, second = run_ranks(2, resume)
+    assert not first  # it is its own
+    assert "shard of rank 0 of 2" in second and "mh.save(" in second
+    for message in run_ranks(3, resume):
+        assert "shard of rank 0 of 2" in message and "mh.save(" in message
+
+
+@pytest.mark.parametrize("own_optimizer", [False, True])
+def test_a_state_that_every_rank_saves_for_itself_goes_on_exactly(own_optimizer, tmp_path):
+    def whole_run():
+        model, _ = saved_by(2, tmp_path, own_optimizer=own_optimizer)
+        if dist.get_rank() == 0:
+            torch.save([], tmp_path / "done.pt")
+        return model.state_dict()
+
+    def resumed():
+        rank = dist.get_rank()
+        model, optimizer = sharded(3, own_optimizer)
+        for step in range(2):
+            gradients_of(model, step, rank, 2)
+            optimizer.step()
+        optimizer.load_state_dict(torch.load(tmp_path / f"{rank}.pt", weights_only=True))
+        for step in range(2, 5):
+            gradients_of(model, step, rank, 2)
+            optimizer.step()
+        return model.state_dict()
+
+    expected, found = run_ranks(2, whole_run)[0], run_ranks(2, resumed)[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_dcp_saves_and_loads_the_state_of_level_3(tmp_path):
+    def save_and_load():
+        _, optimizer = saved_by(0, tmp_path)
+        dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / "dcp")
+        model, other = sharded(3)
+        gradients_of(model, 9, dist.get_rank(), 2)
+        other.step()
+        loaded = {"optimizer": other.state_dict()}
+        dcp.load(loaded, checkpoint_id=tmp_path / "dcp")
+        other.load_state_dict(loaded["optimizer"])
+        pairs = zip(optimizer.state.values(), other.state.values(), strict=True)
+        return [bool((a["exp_avg"].to_local() == b["exp_avg"].to_local()).all()) for a, b in pairs]
+
+    for equal in run_ranks(2, save_and_load):
+        assert len(equal) == 6 and all(equal)
+
+
+def test_a_shard_of_level_3_is_refused_where_parameters_are_whole(tmp_path):
+    def at(level):
+        _, optimizer = sharded(level)
+        optimizer.load_state_dict(torch.load(tmp_path / "1.pt", weights_only=True))
+
+    run_ranks(2, lambda: saved_by(2, tmp_path) and None)
+    for level, workers in ((1, 2), (2, 2), (2, 1), (3, 1)):
+        says = "shard of rank 1 of 2.*parameters are whole.*mh.save"
+        raises_on_ranks(workers, ValueError, lambda level=level: at(level), match=says)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_state_dict_of_one_rank_names_save_first(level):
+    def alone():
+        model, optimizer = sharded(level)
+        gradients_of(model, 0, dist.get_rank(), 2)
+        optimizer.step()
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError) as raised:
+                optimizer.state_dict()
+            return str(raised.value)
+        return ""
+
+    message = run_ranks(2, alone)[0]
+    assert 0 < message.index("mh.save(") < message.index("consolidate_state_dict()")
+    assert "gather_state=True of OSS or mh.shard" in message
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_gather_state_makes_state_dict_that_of_the_plain_optimizer(level):
+    def state():
+        model = new_model()
+        model, optimizer = mh.shard(model, adamw(model), level=level, gather_state=True)
+        gradients_of(model, 0, dist.get_rank(), 2)
+        optimizer.step()
+        return optimizer.state_dict()
+
+    model = new_model()
+    optimizer = adamw(model)
+    gradients_of(model, 0)
+    optimizer.step()
+    for found in run_ranks(2, state):
+        torch.testing.assert_close(found["state"], optimizer.state_dict()["state"])
+
+
+def test_gather_state_is_refused_at_level_3_before_anything_changes():
+    def ask():
+        model = new_model()
+        try:
+            mh.shard(model, adamw(model), level=3, gather_state=True)
+        finally:
+            assert not any(isinstance(each, mh.FSDP) for each in model.modules())
+
+    raises_on_ranks(2, ValueError, ask, match="for levels 1 and 2.*mh.save")

@@ -13,12 +13,15 @@ Gradients that are sharded by `ShardedDataParallel` are in `sharded_gradient.py`
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
+
+from manyhands._core.trees import tensors_in
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,6 +40,26 @@ def local_shard(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():  # or else to_local() is recorded by autograd
         return tensor.to_local()
+
+
+def check_own_shards(state: object, params: Iterable[Tensor]) -> None:
+    """Raise a ValueError if a state of these parameters has shards that another rank has saved."""
+    own = dict.fromkeys(_place(param) for param in params if is_dtensor(param))
+    for tensor in tensors_in(state):
+        if is_dtensor(tensor) and (saved := _place(tensor)) not in own:
+            here = "This one has " + " or ".join(own) if own else "These parameters are whole"
+            raise ValueError(
+                f"this optimizer state is {saved}, as torch.save on a single rank leaves it. "
+                f"{here}. Save with mh.save(folder, model=model, optimizer=optimizer) on every "
+                "rank: mh.load gives every rank its part, on any number of ranks."
+            )
+
+
+def _place(tensor: DTensor) -> str:
+    """Name the part of a DTensor that its rank holds. A mesh keeps its rank when it is pickled."""
+    mesh = tensor.device_mesh
+    sizes = " x ".join(map(str, mesh.shape))
+    return f"the shard of rank {', '.join(map(str, mesh.get_coordinate() or ()))} of {sizes}"
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from manyhands.sharding._agreement import (
     facts_of_options,
 )
 from manyhands.sharding._wrapping import Classes, Policy, auto_wrap, enable_wrap, wrap
+from manyhands.sharding.fsdp._engine import guard_state
 from manyhands.sharding.fsdp._whole_tensors import WholeTensorOptimizer
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.zero._ddp import ShardedDataParallel
@@ -59,6 +60,7 @@ def shard(
     input: Any = None,
     auto_wrap_policy: Policy | Classes | None = None,
     find_unused_parameters: bool = False,
+    gather_state: bool = False,
     process_group: GroupLike | None = None,
 ) -> tuple[nn.Module, Given]:
     """Return the model and its optimizer for many ranks, sharded as far as `level` says.
@@ -94,22 +96,30 @@ def shard(
             `auto_wrap`. By default by size: a 50th of the model's parameters and more.
         find_unused_parameters: for levels 0 and 1: that of `DistributedDataParallel`. Levels 2 and
             3 need no such option.
+        gather_state: for levels 1 and 2: that of `OSS`, which lets `state_dict()`, called on every
+            rank, collect the optimizer's state. `save` needs no such option.
         process_group: the ranks; all, by default. Levels 0 and 1 need a process group.
     """
     ranks = RankGroup.of(process_group)
     check = partial(_check, model, optimizer, level)
     optimizers = run_on_all(ranks, check)
-    agree(ranks, _facts_to_share(model, optimizers, level), ADVICE)
+    agree(ranks, _facts_to_share(model, optimizers, level, gather_state), ADVICE)
     chosen: int = (
         level if level != "auto" else _cheapest_level(model, optimizers, ranks, memory, input)
     )
     sharded: nn.Module
     if chosen == 3:
+        if gather_state:
+            raise ValueError(
+                "gather_state=True is for levels 1 and 2, and this is level 3. Save with mh.save, "
+                "or collect the state with model.gather_full_optim_state_dict(optimizer)."
+            )
         if ranks.size > 1:
             _check_fully_shardable(model, optimizers, by_size=auto_wrap_policy is None)
         sharded, made = _fully_sharded(model, optimizers, auto_wrap_policy, process_group)
     else:
-        made = optimizers if chosen == 0 else [_as_oss(one, process_group) for one in optimizers]
+        as_oss = partial(_as_oss, process_group=process_group, gather_state=gather_state)
+        made = optimizers if chosen == 0 else [as_oss(one) for one in optimizers]
         if chosen == 2:
             sharded = ShardedDataParallel(model, made, process_group)
         else:
@@ -175,12 +185,13 @@ def _check_plain_optimizer(optimizer: Optimizer) -> None:
 
 
 def _facts_to_share(
-    model: nn.Module, optimizers: Sequence[Optimizer], level: Level
+    model: nn.Module, optimizers: Sequence[Optimizer], level: Level, gather_state: bool
 ) -> dict[str, object]:
     """Return what ranks must have in common before anything is changed."""
     names = {id(param): name for name, param in model.named_parameters()}
     facts: dict[str, object] = {
         "values of level": level,
+        "values of gather_state": gather_state,
         "optimizers": [type(one).__name__ for one in optimizers],
     }
     first = 0
@@ -191,9 +202,15 @@ def _facts_to_share(
     return facts
 
 
-def _as_oss(optimizer: Optimizer, process_group: GroupLike | None) -> Optimizer:
+def _as_oss(optimizer: Optimizer, process_group: GroupLike | None, gather_state: bool) -> Optimizer:
     groups, arguments = optimizer.param_groups, PlannedOptimizer.of(optimizer).arguments
-    return OSS([dict(group) for group in groups], type(optimizer), process_group, **arguments)
+    return OSS(
+        [dict(group) for group in groups],
+        type(optimizer),
+        process_group,
+        gather_state=gather_state,
+        **arguments,
+    )
 
 
 # -- level 3 ---------------------------------------------------------------------------------------
@@ -240,6 +257,7 @@ def _fully_sharded(
             made.append(WholeTensorOptimizer(groups, one.kind, process_group, **one.arguments))
         else:
             made.append(one.kind(groups, **one.arguments))
+        guard_state(made[-1])
     return wrapped, made
 
 

@@ -16,11 +16,14 @@ too, because until torch 2.12 the engine does not cast those of a recomputation:
 
 from __future__ import annotations
 
+import warnings
 import weakref
+import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from manyhands._core.backward import current_task
 from manyhands._core.optimizers import problem_on_shards
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded import is_dtensor
+from manyhands._core.sharded import check_own_shards, is_dtensor
 from manyhands._core.trees import as_type, tensors_in, tree_map_tensors
 from manyhands.sharding.fsdp._collectives import AllGather, ReduceQueue, ReduceScatter
 from manyhands.sharding.fsdp._options import FSDPOptions, Precision
@@ -471,6 +474,7 @@ SHARDED = "_manyhands_sharded"  # marks a parameter that a wrap has sharded
 # The number of parameters with which an optimizer was checked; add_param_group() changes it.
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _problems: dict[type, str | None] = {}  # by class; None: it works
+_state_calls: weakref.WeakKeyDictionary[Optimizer, _StateDictCalls] = weakref.WeakKeyDictionary()
 _hook: list[RemovableHandle] = []  # the handle of the hook, once there is one
 
 
@@ -488,7 +492,60 @@ def guard_optimizers(before: Iterable[Tensor], after: Iterable[Tensor]) -> None:
         _hook.append(register_optimizer_step_pre_hook(_check_at_step))
 
 
+def guard_state(optimizer: Optimizer) -> None:
+    """Refuse another rank's shards in `load_state_dict`; notice a rank that saves its own alone."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if optimizer in _state_calls or type(optimizer).__module__.startswith("manyhands."):
+        return  # ours save and load by themselves
+
+    def check(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        check_own_shards(state, (p for group in optimizer.param_groups for p in group["params"]))
+
+    optimizer.register_load_state_dict_pre_hook(check)
+    mesh = next((param.device_mesh for param in params if is_dtensor(param)), None)
+    if mesh is not None:
+        calls = _state_calls[optimizer] = _StateDictCalls(mesh, type(optimizer).__name__)
+        optimizer.register_state_dict_post_hook(calls.note)
+
+
+class _StateDictCalls:
+    """Warns if only some ranks call `state_dict()` of an optimizer that has shards of the state.
+
+    Every call is counted in the store. A rank that has called it compares the count two steps
+    later: all ranks have been in a backward since, and so past their own calls.
+    """
+
+    _made: ClassVar[Counter[int]] = Counter()  # by the checksum of the ranks
+
+    def __init__(self, mesh: DeviceMesh, kind: str) -> None:
+        ranks = zlib.crc32(str(mesh.mesh.tolist()).encode())
+        self._made[ranks] += 1
+        self._key = f"manyhands state_dict {ranks} {self._made[ranks]}"
+        self._kind, self._size = kind, mesh.size()
+        self._calls = self._compared = self._steps = 0
+
+    def note(self, *_: object) -> None:
+        dist.distributed_c10d._get_default_store().add(self._key, 1)
+        self._calls, self._steps = self._calls + 1, 0
+
+    def compare(self) -> None:
+        self._steps += 1
+        if self._calls == self._compared or self._steps < 2:
+            return
+        self._compared = self._calls
+        here = dist.distributed_c10d._get_default_store().add(self._key, 0)
+        if here < self._calls * self._size:
+            warnings.warn(
+                f"{self._kind}.state_dict() was called on this rank and not on every other: it has "
+                f"this rank's shard of {self._size}, and loads on no other. Save with "
+                "mh.save(folder, model=model, optimizer=optimizer) on every rank.",
+                stacklevel=5,
+            )
+
+
 def _check_at_step(optimizer: Optimizer, *_: object) -> None:
+    if optimizer in _state_calls:
+        _state_calls[optimizer].compare()
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if _checked.get(optimizer) == len(params):
         return
@@ -498,6 +555,8 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
             "parameters that are no longer used. Make it after wrapping, from model.parameters()."
         )
     if any(getattr(param, SHARDED, False) for param in params):
+        check_own_shards([optimizer.state.get(param) for param in params], params)
+        guard_state(optimizer)
         kind = type(optimizer)
         if kind not in _problems:
             _problems[kind] = problem_on_shards(optimizer, next(p for p in params if is_dtensor(p)))

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from manyhands._core.flat import flatten, unflatten
+from manyhands._core.sharded import check_own_shards
 from manyhands._core.state_parts import OptimizerStatePart, SavedState, options_of
 from manyhands.sharding.zero._flat_params import FlatBuffer, ParamSlice, Shards
 
@@ -220,9 +221,10 @@ def plain_state_dict(
     """Return the plain optimizer's state dict, from the state of every parameter, by index."""
     if collected is None:
         raise RuntimeError(
-            f"worker {rank} has only its shard of the optimizer's state. Call "
-            "consolidate_state_dict() on every worker first, or, if every worker calls "
-            "state_dict(), make the optimizer with gather_state=True."
+            f"worker {rank} has only its shard of the optimizer's state. Save with "
+            "mh.save(folder, model=model, optimizer=optimizer) on every worker. Or, for "
+            "torch.save: call consolidate_state_dict() on every worker first; if every worker "
+            "calls state_dict(), gather_state=True of OSS or mh.shard does so."
         )
     packed, first = [], 0
     for group in groups:
@@ -261,6 +263,7 @@ def _slice_entry(name: str, value: object, owned: ParamSlice, param: Tensor) -> 
 
 def _check_plain_state_dict(state_dict: SavedState, groups: Groups, shards: Shards) -> None:
     """Raise a ValueError, the same on every rank, if a state dict is not of these parameters."""
+    check_own_shards(state_dict["state"], shards.params)
     given = [len(group["params"]) for group in state_dict["param_groups"]]
     needed = [len(group["params"]) for group in groups]
     if given != needed:
