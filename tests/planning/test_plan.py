@@ -27,6 +27,7 @@ from manyhands._core.optimizers import KNOWN, StateSizes
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands.planning import _costs, _model
+from manyhands.scaling import ScalingRuleBase
 from manyhands.planning._costs import (
     ModelSizes,
     OptimizerParams,
@@ -390,6 +391,30 @@ def test_the_rule_of_an_existing_optimizer_is_found():
     found = mh.plan(model, optimizer, 4)
     assert found.rule == "AdamScale"
     assert found.rows[2].scaling > 0 == found.rows[0].scaling
+
+
+def test_a_rule_derived_from_adamscale_holds_its_replica_too():
+    class Cautious(mh.AdamScale):
+        pass
+
+    model = nn.Linear(4, 4)
+    found, expected = (
+        mh.plan(model, rule(torch.optim.AdamW(model.parameters())), 2)
+        for rule in (Cautious, mh.AdamScale)
+    )
+    assert found.rule == "Cautious"
+    assert found.rows[1].scaling == expected.rows[1].scaling > 0
+
+
+def test_every_rule_of_the_library_can_be_named_and_no_other():
+    public = {name: getattr(mh, name) for name in mh.__all__}
+    classes = {name: each for name, each in public.items() if isinstance(each, type)}
+    names = [name for name, each in classes.items() if issubclass(each, ScalingRuleBase)]
+    assert len(names) >= 5
+    for name in names:
+        assert mh.plan(nn.Linear(2, 2), rule=name).rule == name
+    with pytest.raises(ValueError, match="rule must be one of"):
+        mh.plan(nn.Linear(2, 2), rule="Cautious")
 
 
 # -- inputs by name, and time ---------------------------------------------------------------------
@@ -874,7 +899,7 @@ def test_sizes_are_written_with_three_digits(size):
         ({"network": True}, ValueError, "network must be"),
         ({"network": "1Gbit", "pass_seconds": -1}, ValueError, "at least 0, got -1"),
         ({"network": "1Gbit", "latency": "1s"}, ValueError, "latency must be a finite number"),
-        ({"rule": "AdaScala"}, ValueError, "rule must be one of 'AdaScale', 'AdamScale'"),
+        ({"rule": "AdaScala"}, ValueError, "rule must be one of 'AdaScale', .*'AdamScale', got"),
         ({"model": 3}, TypeError, "torch.nn.Module, or a function"),
         ({"model": lambda: 3}, TypeError, "a function of one, got 3"),
         ({"optimizer": "adamm"}, ValueError, "one of 'adadelta', .*'adam', .*got 'adamm'"),

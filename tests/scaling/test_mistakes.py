@@ -96,6 +96,8 @@ def test_adamscale_around_an_unsupported_optimizer():
         mh.AdamScale(sgd())
     with pytest.raises(TypeError, match="rescale_adam=True is not for"):
         mh.SqrtScale(sgd(), rescale_adam=True)
+    with pytest.raises(ValueError, match="rescale_adam must be True or False, got 'no'"):
+        mh.SqrtScale(sgd(), rescale_adam="no")
 
 
 def test_a_square_root_rule_that_would_need_a_negative_beta():

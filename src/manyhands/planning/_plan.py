@@ -35,10 +35,10 @@ from manyhands.planning._model import (
     wrap_size_of,
 )
 from manyhands.scaling._rule_base import ScalingRuleBase
+from manyhands.scaling._rules import AdamScale
 
 FSDP_NAME = "FullyShardedDataParallel"
 NAMES = ("DDP", "OSS + DDP", "OSS + ShardedDataParallel", FSDP_NAME)  # by level
-RULES = ("AdaScale", "AdamScale", "LinearScale", "SqrtScale", "LEGWScale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,18 +215,15 @@ def plan(
         real("latency", latency, least=0),
         real("pass_seconds", pass_seconds, least=0),
     )
-    layers = unwrap(optimizer, every_layer=True) if isinstance(optimizer, Optimizer) else []
-    if rule is not None:
-        one_of("rule", rule, RULES)
-    rules = (type(one).__name__ for one in layers if isinstance(one, ScalingRuleBase))
-    rule = rule or next(rules, None)
+    around = _find_rule(rule, optimizer)
     module = build_module(model)
     optimizers = planned_optimizers(optimizer, options, module)
     wrap_size = wrap_size_of(module)
     centered = any(one.get("centered") for each in optimizers for one in each.all_options)
     sizes = measure(module, optimizers, wrap_size)
     activations = None if input is None else activation_bytes(module, input)
-    found_costs = costs(sizes, workers, backend == "gloo", (1 + centered) * (rule == "AdamScale"))
+    replicas = 1 + centered if around is not None and issubclass(around, AdamScale) else 0
+    found_costs = costs(sizes, workers, backend == "gloo", replicas)
     obstacle = wrapping_obstacle(module, wrap_size)
     made = "optimizers" if isinstance(optimizer, list | tuple) else "optimizer"
     rows = []
@@ -251,8 +248,21 @@ def plan(
         notes=_notes(rows, optimizers, sizes, wrap_size),
         memory=budget,
         network=rate,
-        rule=rule,
+        rule=around and around.__name__,
     )
+
+
+def _find_rule(name: str | None, optimizer: object) -> type[ScalingRuleBase] | None:
+    """Return the class of the library's rule of this name, or of the rule around an optimizer."""
+    if name is None:
+        layers = unwrap(optimizer, every_layer=True) if isinstance(optimizer, Optimizer) else []
+        return next((type(one) for one in layers if isinstance(one, ScalingRuleBase)), None)
+    classes: list[type[ScalingRuleBase]] = [ScalingRuleBase]
+    for each in classes:  # grows
+        classes += each.__subclasses__()
+    ours = {each.__name__: each for each in classes if each.__module__ == "manyhands"}  # public
+    one_of("rule", name, list(ours))
+    return ours[name]
 
 
 def _notes(

@@ -34,7 +34,7 @@ from manyhands._core.wrappers import ParamGroup
 from manyhands.scaling._hooks import GradientSlice, NormKind
 from manyhands.scaling._step_stats import LocalNumbers, Norm, Numbers, StepFacts, to_tensor
 
-SHORT = 4_096  # elements of a parameter that every rank measures
+UNDIVIDED = 4_096  # elements of a parameter that every rank measures
 
 
 class MeanGradient:
@@ -238,8 +238,8 @@ def _assign_params(params: Sequence[Tensor], ranks: RankGroup) -> tuple[list[int
     """Return the indices of the parameters that every rank measures, and of this rank's own."""
     if ranks.size == 1:
         return [], list(range(len(params)))
-    short = [i for i, p in enumerate(params) if p.numel() <= SHORT]
-    long = [i for i, p in enumerate(params) if p.numel() > SHORT]
+    short = [i for i, p in enumerate(params) if p.numel() <= UNDIVIDED]
+    long = [i for i, p in enumerate(params) if p.numel() > UNDIVIDED]
     # The longest first, each to the rank with the least to read. All ranks compute the same.
     load = [0] * ranks.size
     own = []

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from manyhands._core.arguments import real
+from manyhands._core.arguments import flag, real
 from manyhands._core.state_parts import SavedState
 from manyhands._core.wrappers import ParamGroup, YieldingProperty
 from manyhands.scaling._hooks import NormKind
@@ -262,7 +262,7 @@ class SqrtScale(ScalingRuleBase):
         super().__init__(optimizer, **options)
 
     def _extra_options(self) -> Options:
-        return {"rescale_adam": Option(False, self._rescale_adam, check=bool)}
+        return {"rescale_adam": Option(False, self._rescale_adam, check=partial(flag, "rescale_adam"))}
 
     @YieldingProperty
     def _rescales_adam(self) -> bool:
