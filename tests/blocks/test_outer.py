@@ -10,13 +10,28 @@ from manyhands.blocks._outer import Average, BlockMomentum, Outer, SlowMomentum
 
 pytestmark = pytest.mark.quick
 
-#: A new outer step joins the contract below by a line here.
+
+class TwoBlocks(Outer):
+    """Along the mean of a block's gradient and those of the two blocks before it."""
+
+    memories = 2
+
+    def step(self, anchor, gradient, memories):
+        last, before = memories
+        anchor.sub_(before.add_(last).add_(gradient), alpha=1 / 3)
+        before.copy_(last)
+        last.copy_(gradient)
+        gradient.zero_()  # which it may: `overwrites`
+
+
+#: A new outer step joins the contracts, below and in test_outer_in_blocks.py, by a line here.
 OUTERS = {
     "Average": Average(),
     "BlockMomentum": BlockMomentum(0.5, 0.9),
     "BlockMomentum, nesterov": BlockMomentum(0.5, 0.9, nesterov=True),
     "BlockMomentum, use_nbm": BlockMomentum(0.5, 0.9, use_nbm=True),
     "SlowMomentum": SlowMomentum(0.1, 1.0, 0.7),
+    "of one's own, with two memories": TwoBlocks(),
 }
 
 

@@ -1,9 +1,12 @@
 """Blocks written out plainly: all workers in one process, one float64 vector each.
 
-Overlap and fragments included; no codec, no groups, nothing of the library.
+Overlap and fragments included; no codec, no groups, nothing of the library. (But an outer step can
+be one of the library's, whose formula is tested by itself.)
 """
 
 import torch
+
+from manyhands.blocks import Outer
 
 
 def gradient(x, rank, step):
@@ -13,8 +16,12 @@ def gradient(x, rank, step):
 
 
 def outer_step(name, options, anchor, mean_difference, memory):
-    """Return the next anchor and memory, by the papers' formulas."""
+    """Return the next anchor and memory, by the papers' formulas, or by an `Outer`."""
     g = mean_difference
+    if isinstance(name, Outer):  # its memories are the columns of `memory`
+        anchor, memories = anchor.clone(), [each.clone() for each in memory.unbind(1)]
+        name.step(anchor, g.clone(), memories)
+        return anchor, torch.stack(memories, dim=1) if memories else memory
     if name == "LocalSGD":
         return anchor - g, memory
     if name == "DiLoCo":
@@ -46,6 +53,8 @@ def train(
     xs = [start.clone() for _ in range(workers)]
     anchor, memory = start.clone(), torch.zeros_like(start)
     n = len(start)
+    if isinstance(name, Outer):
+        memory = start.new_zeros(n, name.memories)
     fragment_slices = [
         slice(n * f // fragments, n * (f + 1) // fragments) for f in range(fragments)
     ]

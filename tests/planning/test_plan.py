@@ -27,7 +27,6 @@ from manyhands._core.optimizers import KNOWN, StateSizes
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands.planning import _costs, _model
-from manyhands.scaling import ScalingRuleBase
 from manyhands.planning._costs import (
     ModelSizes,
     OptimizerParams,
@@ -37,6 +36,7 @@ from manyhands.planning._costs import (
     ddp_buckets,
 )
 from manyhands.planning._model import activation_bytes, wrap_params
+from manyhands.scaling import ScalingRuleBase
 from manyhands.sharding.zero import _layout
 
 FULLY = "FullyShardedDataParallel"

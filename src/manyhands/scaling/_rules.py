@@ -262,7 +262,8 @@ class SqrtScale(ScalingRuleBase):
         super().__init__(optimizer, **options)
 
     def _extra_options(self) -> Options:
-        return {"rescale_adam": Option(False, self._rescale_adam, check=partial(flag, "rescale_adam"))}
+        check = partial(flag, "rescale_adam")
+        return {"rescale_adam": Option(False, self._rescale_adam, check=check)}
 
     @YieldingProperty
     def _rescales_adam(self) -> bool:
