@@ -248,7 +248,7 @@ def plan(
         notes=_notes(rows, optimizers, sizes, wrap_size),
         memory=budget,
         network=rate,
-        rule=around and around.__name__,
+        rule=None if around is None else around.__name__,
     )
 
 
