@@ -5,8 +5,13 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import SGD, AdamW
 
 import manyhands as mh
@@ -157,6 +162,58 @@ def test_a_state_dict_of_a_larger_module_has_plain_names():
         return list(outer.state_dict()) == list(other.state_dict())
 
     assert run_ranks(2, run) == [True, True]
+
+
+class Adapted(nn.Module):
+    """Saves parameters in a method of its own, by the names of modules, as PEFT does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.inside, self.outside = Small(), nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.outside(self.inside(x))
+
+    def chosen(self):
+        state = self.state_dict()
+        names = [name for name, module in self.named_modules() if isinstance(module, nn.Linear)]
+        return {f"{name}.weight": state[f"{name}.weight"] for name in names}
+
+
+@pytest.mark.parametrize("wrap_inside", [False, True])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_method_of_the_module_saves_what_it_saves_of_the_plain_model(workers, wrap_inside):
+    def run():
+        model = Adapted()
+        if wrap_inside:
+            model.inside = mh.FSDP(model.inside)
+        wrapped = mh.FSDP(model)
+        return wrapped.chosen()
+
+    for saved in run_ranks(workers, run):
+        torch.testing.assert_close(saved, Adapted().chosen())
+
+
+def test_torchs_functions_for_checkpoints_save_and_load_optimizer_state(tmp_path):
+    def run():
+        model, optimizer = trained(workers=2)
+        state = get_optimizer_state_dict(model, optimizer)
+        dcp.save(state, checkpoint_id=tmp_path)
+        again = nested(make_model())
+        other = AdamW(again.parameters(), lr=0.5)
+        loaded = get_optimizer_state_dict(again, other)
+        dcp.load(loaded, checkpoint_id=tmp_path)
+        set_optimizer_state_dict(again, other, optim_state_dict=loaded)
+        pairs = zip(optimizer.state.values(), other.state.values(), strict=True)
+        equal = [torch.equal(a["exp_avg"].to_local(), b["exp_avg"].to_local()) for a, b in pairs]
+        return sorted(state["state"]), equal, other.param_groups[0]["lr"]
+
+    plain = sorted(name for name, _ in make_model().named_parameters())
+    for names, equal, lr in run_ranks(2, run):
+        assert names == plain
+        assert len(equal) == len(plain) and all(equal)
+        assert lr == 0.02
 
 
 def test_a_tied_parameter_is_one_tensor_in_the_state_dict():

@@ -1,11 +1,17 @@
 """A wrap in place of the module inside: its attributes, its parameters' names, its state dict.
 
 Names are the plain model's, and a state dict has the plain model's full tensors. torch calls these
-hooks for every wrap, inner ones first, so each converts only its own entries:
+hooks for every wrap and its module, inner ones first, so each converts only its own entries:
 
-    _show_plain    hook after state_dict(): plain names, full tensors (or slices, if asked for)
-    _take_plain    hook before load_state_dict(): our names, and this rank's slices
-    _after_load    hook after load_state_dict(): look the parameters up again
+    _begin_state   before state_dict() of the module: free full parameters, wait for all ranks
+    _show_full     after it: full tensors (or slices, if asked for)
+    _show_plain    after state_dict() of the wrap: plain names
+    _take_plain    before load_state_dict() of the wrap: our names
+    _take_slices   before that of the module: this rank's slices
+    _after_load    after load_state_dict(): look the parameters up again
+
+The module's own hooks are there for methods that call `self.state_dict()`, such as
+`save_pretrained`.
 
 A sharded tensor (a parameter, its gradient, its optimizer state) is a DTensor: it has the shape of
 the full tensor and holds this rank's slice. Tensors that are not sharded pass through unchanged.
@@ -14,10 +20,12 @@ the full tensor and holds this rank's slice. Tensors that are not sharded pass t
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from functools import partial
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +41,11 @@ from manyhands._core.wrappers import wrapped_attribute
 from manyhands.sharding._agreement import wait_for_all_ranks
 from manyhands.sharding.fsdp._engine import Engine
 from manyhands.sharding.fsdp._options import COMPARED
-from manyhands.sharding.fsdp._places import Place, Places, named_params
+from manyhands.sharding.fsdp._places import Place, Places, children, named_params
 
 W = TypeVar("W", bound="Wrap")
 V = TypeVar("V")
+WrapReference: TypeAlias = "Callable[[], Wrap | None]"
 
 
 class Wrap(ModuleWrapper):
@@ -65,8 +74,14 @@ class Wrap(ModuleWrapper):
         """Take the place of this module."""
         self.register_module(INNER, module)
         self._register_state_dict_hook(_show_plain)
-        self._register_load_state_dict_pre_hook(_take_plain, with_module=True)
+        self._register_load_state_dict_pre_hook(_take_plain)
         self.register_load_state_dict_post_hook(_after_load)
+        wrap = weakref.ref(self)  # the module must not keep its wrap alive
+        module.register_state_dict_pre_hook(partial(_begin_state, wrap))
+        module._register_state_dict_hook(partial(_show_full, wrap))
+        handle = module._register_load_state_dict_pre_hook(partial(_take_slices, wrap))
+        # Before torch's checkpoint wrapper puts its own name into the keys.
+        module._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
     @property
     def module(self) -> nn.Module:
@@ -74,6 +89,26 @@ class Wrap(ModuleWrapper):
         inner = self._modules[INNER]
         assert inner is not None
         return inner
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield modules by the plain model's names. A wrap comes before its module, of one name."""
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        for name, module in self.module.named_modules(memo, prefix, remove_duplicate):
+            yield plain_name(name + ".")[:-1], module
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell torch's distributed checkpoints which child's name is in no state dict."""
+        return {"": INNER}
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -86,14 +121,7 @@ class Wrap(ModuleWrapper):
             if wrap._engine is not None and not wrap._holds_full:
                 sharded.update(wrap._engine.sharded_by_full())
         for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
-            yield plain_name(name), sharded.get(id(param), param)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield buffers, by the plain model's names."""
-        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
-            yield plain_name(name), buffer
+            yield name, sharded.get(id(param), param)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Wrap:
         # to(), half() and others may replace parameters.
@@ -149,14 +177,17 @@ class Wrap(ModuleWrapper):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the plain model's state dict, with full tensors. Call it on every rank."""
-        if self._in_state_dict:
+        self._begin_state_dict()
+        with _set_flag(wraps_in(self, Wrap), "_in_state_dict"):
             return super().state_dict(*args, **kwargs)
+
+    def _begin_state_dict(self) -> None:
+        if self._in_state_dict:
+            return
         self._reshard()
         if not self._in_local_state and self._engine is not None:
             # An error, not a hang, if a rank is missing.
             wait_for_all_ranks(self._ranks, "state_dict()")
-        with _set_flag(wraps_in(self, Wrap), "_in_state_dict"):
-            return super().state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -193,16 +224,34 @@ def wraps_in(module: nn.Module, kind: type[W]) -> list[W]:
 # -- state dicts -----------------------------------------------------------------------------------
 
 
+def _begin_state(reference: WrapReference, *_: object) -> None:
+    """Before the module's state_dict(): begin it, unless a wrap's state_dict() has done so."""
+    wrap = reference()
+    if wrap is not None:
+        wrap._begin_state_dict()
+
+
 def _show_plain(wrap: Wrap, state: dict[str, object], prefix: str, _: object) -> None:
-    """Convert this wrap's entries of a state dict to plain names and full tensors."""
+    """Convert this wrap's entries of a state dict to plain names."""
     own = _pop_last(state, prefix)
     _rename_keys(own, prefix, remove=f"{INNER}.")
+    state.update(own)
     versions = getattr(state, "_metadata", None)
     if versions is not None:
         for key, version in _pop_last(versions, prefix[:-1]).items():
             versions[key] = version  # for loading a wrap inside a plain container
             # The wrapped module comes after its wrap, so its version replaces the wrap's.
             versions[plain_name(key + ".")[:-1]] = version
+
+
+def _show_full(
+    reference: WrapReference, _: object, state: dict[str, object], prefix: str, __: object
+) -> None:
+    """Convert a wrap's entries of a state dict to full tensors."""
+    wrap = reference()
+    if wrap is None:
+        return
+    own = _pop_last(state, prefix)
     if wrap._in_local_state:
         for key, value in own.items():
             state[key] = local_shard(value) if isinstance(value, Tensor) else value
@@ -234,8 +283,18 @@ def _pop_last(entries: dict[str, V], prefix: str) -> dict[str, V]:
     return dict(reversed(popped))
 
 
-def _take_plain(wrap: Wrap, state: dict[str, object], prefix: str, *_: object) -> None:
-    """Convert this wrap's entries of a state dict to our names and this rank's slices."""
+def _take_plain(state: dict[str, object], prefix: str, *_: object) -> None:
+    """Convert a wrap's entries of a state dict to our names."""
+    _rename_keys(state, prefix, insert=f"{INNER}.")
+
+
+def _take_slices(
+    reference: WrapReference, state: dict[str, object], prefix: str, *_: object
+) -> None:
+    """Convert a wrap's entries of a state dict to this rank's slices."""
+    wrap = reference()
+    if wrap is None:
+        return
     wrap._reshard()
     convert = from_local if wrap._in_local_state else shard_like
     for name, param in named_params(wrap._places):
@@ -243,7 +302,6 @@ def _take_plain(wrap: Wrap, state: dict[str, object], prefix: str, *_: object) -
         # A tensor of another shape is left as it is: torch's error names the parameter.
         if isinstance(value, Tensor) and (wrap._in_local_state or value.shape == param.shape):
             state[prefix + name] = convert(value, param)
-    _rename_keys(state, prefix, insert=f"{INNER}.")
 
 
 def _add_our_versions(wrap: nn.Module, state: Mapping[str, V]) -> Mapping[str, V]:
@@ -253,9 +311,16 @@ def _add_our_versions(wrap: nn.Module, state: Mapping[str, V]) -> Mapping[str, V
     if versions is None:
         return state
     copied = OrderedDict(state)
-    ours = {name: versions.get(plain_name(name + ".")[:-1]) for name, _ in wrap.named_modules()}
-    copied._metadata = {**versions, **{name: v for name, v in ours.items() if v is not None}}  # type: ignore[attr-defined]
+    ours = {path[:-1]: versions.get(plain_name(path)[:-1]) for path in _paths(wrap)}
+    copied._metadata = {**versions, **{path: v for path, v in ours.items() if v is not None}}  # type: ignore[attr-defined]
     return copied
+
+
+def _paths(module: nn.Module, path: str = "") -> Iterator[str]:
+    """Yield the prefix of each module in torch's state dicts, with our names in it."""
+    yield path
+    for name, child in children(module):
+        yield from _paths(child, f"{path}{name}.")
 
 
 def _after_load(wrap: Wrap, keys: _IncompatibleKeys) -> None:
