@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
 from helpers.scaling_oracle import PlainRun, adamscale, adascale, make_batches, make_model
+from manyhands import adaptdl
 from manyhands.ramp import _ramp
 
 pytestmark = pytest.mark.skipif(
@@ -846,15 +847,71 @@ def test_blocks_around_a_prepared_optimizer():
         optimizer = accelerator.prepare(SGD(make_model().parameters(), lr=0.1))
         mh.DiLoCo(optimizer, every=2)
 
-    raises_on_ranks(2, TypeError, make, match=r"accelerator.prepare\(mh.DiLoCo\(optimizer")
+    match = r"integrations.accelerate.prepare\(accelerator, model, mh.DiLoCo\(optimizer"
+    raises_on_ranks(2, TypeError, make, match=match)
 
 
-def test_a_sharded_model_in_ddp():
-    def train():
+OURS = r"manyhands.integrations.accelerate.prepare"
+
+
+@pytest.mark.parametrize("wrapper", ["Sharded", "FullySharded", "Adaptive"])
+def test_accelerates_own_prepare_of_a_model_that_averages_its_gradients(wrapper):
+    def prepared_by_accelerate():
+        model = make_model()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        if wrapper == "Sharded":
+            optimizer = mh.OSS(model.parameters(), optim=SGD, lr=0.1)
+            model = mh.ShardedDataParallel(model, optimizer)
+        elif wrapper == "FullySharded":
+            model = mh.FSDP(model)
+        else:
+            model = adaptdl.AdaptiveDataParallel(model, optimizer)
+        accelerator_of().prepare(model)
+
+    match = f"{wrapper}DataParallel is inside DistributedDataParallel.*{OURS}"
+    raises_on_ranks(2, RuntimeError, prepared_by_accelerate, match=match)
+
+
+def test_a_model_of_blocks_that_accelerates_own_prepare_has_put_in_ddp():
+    def train(order):
+        accelerator = accelerator_of(gradient_accumulation_steps=1)
+        model = make_model()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if order == BEFORE:
+                optimizer = mh.DiLoCo(optimizer, every=2)
+            model = accelerator.prepare(model)
+            if order == AFTER:
+                optimizer = mh.DiLoCo(optimizer, every=2)
+            epochs_of(accelerator, model, optimizer, accelerator.prepare(loader()), epochs=1)
+        return [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
+
+    for texts in run_ranks(2, lambda: [train(BEFORE), train(AFTER)]):
+        assert all(any(OURS in text for text in of_order) for of_order in texts), texts
+
+
+def test_the_state_of_a_shard_leads_to_prepare(tmp_path):
+    def save():
         accelerator = accelerator_of()
         model = make_model()
-        optimizer = mh.OSS(model.parameters(), optim=SGD, lr=0.1)
-        model = accelerator.prepare(mh.ShardedDataParallel(model, optimizer))
-        epochs_of(accelerator, model, accelerator.prepare(optimizer), accelerator.prepare(loader()))
+        model, optimizer = accelerator.prepare(model, mh.OSS(model.parameters(), optim=SGD, lr=0.1))
+        epochs_of(accelerator, model, optimizer, accelerator.prepare(loader()), epochs=1)
+        accelerator.save_state(str(tmp_path))
 
-    raises_on_ranks(2, RuntimeError, train, match="DistributedDataParallel")
+    raises_on_ranks(2, RuntimeError, save, match=rf"gather_state=True.*{OURS}")
+
+
+def test_loaders_that_divide_their_samples_among_the_ranks_stay_as_they_are():
+    def same():
+        x, y = data()
+        dataset = TensorDataset(x[0].flatten(0, 1), y[0].flatten(0, 1))
+        loaders = adaptdl.AdaptiveDataLoader(dataset, batch_size=4), mh.Cursor(dataset, 4, seed=0)
+        accelerator = accelerator_of()
+        ours = accelerator.prepare(*loaders)
+        accelerator.prepare(make_model(), loader())
+        return [a is b for a, b in zip(ours, loaders, strict=True)], len(list(ours[0]))
+
+    for kept, batches in run_ranks(2, same):
+        assert kept == [True, True]
+        assert batches == 2 * BATCHES

@@ -13,8 +13,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +27,11 @@ CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's wrapper takes it out of i
 WRAPPER_NAMES = ("_orig_mod", CHECKPOINTED, INNER)
 TORCH_WRAPPERS = (DistributedDataParallel, nn.DataParallel)
 
+WITH_ACCELERATE = (
+    "(With Accelerate, manyhands.integrations.accelerate.prepare(accelerator, model, optimizer) "
+    "leaves DistributedDataParallel out.)"
+)
+
 
 class ModuleWrapper(nn.Module):
     """Base class of our modules around a model. Names in the model do not change for it."""
@@ -33,8 +39,23 @@ class ModuleWrapper(nn.Module):
     inner_name: ClassVar[str] = "module"  # of the model, among this module's children
     averages_gradients: ClassVar[bool] = False  # of the whole parameters, as DDP does
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """Refuse `DistributedDataParallel`, which asks for this before its first collective."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise inside_ddp(self)
+        raise AttributeError("this module is not inside DistributedDataParallel")
+
     def check_can_save(self, model: nn.Module) -> None:
         """Raise if a checkpoint could not hold the parameters of `model`, which has this inside."""
+
+
+def inside_ddp(module: nn.Module) -> RuntimeError:
+    """Return the error for a module that averages gradients itself."""
+    return RuntimeError(
+        f"{type(module).__name__} is inside DistributedDataParallel, so gradients would be averaged"
+        f" twice. Use one of the two. {WITH_ACCELERATE}"
+    )
 
 
 def no_sync_of(model: nn.Module) -> Callable[[], AbstractContextManager[object]] | None:

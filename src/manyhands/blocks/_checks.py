@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors, names_in
 from manyhands._core.arguments import flag
-from manyhands._core.modules import modules_holding
+from manyhands._core.modules import WITH_ACCELERATE, modules_holding
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import is_dtensor
 from manyhands._core.slices import check_on_cpu
@@ -60,7 +60,10 @@ def check_optimizer(class_name: str, optimizer: object, blocks: type[Optimizer])
     if any(isinstance(each, blocks) for each in unwrap(optimizer)):
         raise TypeError(f"{class_name} got an optimizer that is in blocks already: wrap it once.")
     if find_prepared(optimizer) is not None:
-        raise TypeError(f"prepare the blocks: accelerator.prepare(mh.{class_name}(optimizer, ...))")
+        raise TypeError(
+            "prepare the blocks, with their model: manyhands.integrations.accelerate.prepare("
+            f"accelerator, model, mh.{class_name}(optimizer, ...))."
+        )
     return optimizer
 
 
@@ -147,7 +150,7 @@ def check_not_averaged(
         return
     advice = (
         f"{class_name} needs a model without it. Pass ranks that train as one worker as "
-        "inner_group=, and one rank of each worker as process_group=."
+        f"inner_group=, and one rank of each worker as process_group=. {WITH_ACCELERATE}"
     )
     inner = unwrap(optimizer)[-1]
     if isinstance(inner, ShardedOptimizer) and _overlap(inner.group, workers):
@@ -176,7 +179,7 @@ def warn_identical_moves(workers: int) -> None:
     warnings.warn(
         f"in the first block all {workers} workers have taken the same steps. Either the model is "
         "in DistributedDataParallel or ShardedDataParallel (unwrap it), or all workers draw the "
-        "same samples.",
+        f"same samples. {WITH_ACCELERATE}",
         RuntimeWarning,
         stacklevel=6,
     )

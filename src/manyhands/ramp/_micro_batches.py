@@ -218,6 +218,8 @@ def _fill(ready: deque[Batch], batches: Iterator[Batch], count: int) -> None:
 class StepLoader(DataLoader[Any]):
     """Base class of `AdaptiveDataLoader`: whole steps, in the order of `Cursor`."""
 
+    _is_accelerate_prepared = True  # `prepare` leaves it: each rank has its own samples already
+
     def __init__(
         self,
         dataset: Dataset[object],

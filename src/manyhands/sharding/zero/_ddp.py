@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from manyhands._core.agreement import Describer, agree
 from manyhands._core.arguments import whole
-from manyhands._core.modules import ModuleWrapper, check_not_averaged_inside
+from manyhands._core.modules import ModuleWrapper, check_not_averaged_inside, inside_ddp
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands._core.wrappers import find_layer, wrapped_attribute
@@ -153,10 +153,7 @@ class ShardedDataParallel(ModuleWrapper):
 
     def _prepare(self, reducer: Reducer) -> None:
         if _inside_ddp(self):
-            raise RuntimeError(
-                "ShardedDataParallel is inside DistributedDataParallel, so gradients would be "
-                "averaged twice. Use one of the two."
-            )
+            raise inside_ddp(self)
         # `to` or `half` may have given parameters memory outside of the buckets.
         for one in self._optimizers:
             one._follow_moved()

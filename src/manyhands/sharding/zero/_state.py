@@ -224,7 +224,8 @@ def plain_state_dict(
             f"worker {rank} has only its shard of the optimizer's state. Save with "
             "mh.save(folder, model=model, optimizer=optimizer) on every worker. Or, for "
             "torch.save: call consolidate_state_dict() on every worker first; if every worker "
-            "calls state_dict(), gather_state=True of OSS or mh.shard does so."
+            "calls state_dict(), gather_state=True of OSS or mh.shard does so. (With "
+            "Accelerate, set it, and use manyhands.integrations.accelerate.prepare.)"
         )
     packed, first = [], 0
     for group in groups:
