@@ -14,6 +14,7 @@ from torch.optim import LBFGS, SGD, AdamW, Muon
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
 from helpers.sharding_oracle import Lamb, make_model, oss
+from manyhands._core.ranks import RankGroup
 
 
 def x():
@@ -291,3 +292,60 @@ def test_a_failed_add_param_group_leaves_the_optimizer_usable():
 def test_pickling_says_what_to_do(copying):
     with pytest.raises(TypeError, match=r"state_dict\(\) after consolidate_state_dict\(\)"):
         copying(oss(make_model().parameters()))
+
+
+# -- gradients that nothing averages ---------------------------------------------------------------
+
+
+def test_gradients_that_nothing_averages_are_an_error_in_the_first_step():
+    def train():
+        model = make_model()
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer = oss(model.parameters(), AdamW, lr=0.1)
+        (model(x()) * (1 + dist.get_rank())).square().sum().backward()
+        try:
+            optimizer.step()
+        finally:
+            assert all(map(torch.equal, before, model.parameters()))
+
+    match = "rank 0: .*rank 1: .*ShardedDataParallel.*DistributedDataParallel.*all_reduce"
+    raises_on_ranks(2, RuntimeError, train, match=match)
+
+
+@pytest.mark.parametrize("layout", ["even", "whole"])
+def test_gradients_that_the_user_averages_train_as_in_one_process(layout):
+    def train(average):
+        model = make_model()
+        optimizer = oss(model.parameters(), AdamW, lr=0.1, layout=layout)
+        for step in range(3):
+            model.zero_grad()
+            if average:
+                (model(x()) * (1 + step + dist.get_rank())).square().sum().backward()
+                for param in model.parameters():
+                    dist.all_reduce(param.grad)
+                    param.grad /= 2
+            else:
+                losses = [(model(x()) * (1 + step + rank)).square().sum() for rank in range(2)]
+                (sum(losses) / 2).backward()
+            optimizer.step()
+        return [param.detach() for param in model.parameters()]
+
+    expected = train(average=False)
+    for found in run_ranks(2, lambda: train(average=True)):
+        torch.testing.assert_close(found, expected)
+
+
+def test_gradients_are_compared_in_the_first_step_only(monkeypatch):
+    def train():
+        calls = []
+        model = make_model()
+        optimizer = oss(model.parameters(), AdamW, lr=0.1)
+        gather = RankGroup.all_gather
+        monkeypatch.setattr(RankGroup, "all_gather", lambda *args: calls.append(1) or gather(*args))
+        for _ in range(3):
+            model.zero_grad()
+            model(x()).square().sum().backward()
+            optimizer.step()
+        return len(calls)
+
+    assert run_ranks(2, train) == [1, 1]

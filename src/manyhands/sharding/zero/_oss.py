@@ -23,6 +23,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from manyhands._core.agreement import agree
 from manyhands._core.arguments import flag, whole
+from manyhands._core.flat import norm
 from manyhands._core.groups import RollCall
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import is_dtensor
@@ -95,6 +96,9 @@ class OSS(ShardedOptimizer):
 
     _begun = SharedAttribute[bool]()  # whether there is optimizer state, which is tied to slices
     _consolidated = SharedAttribute[dict[int, _state.ParamState] | None]()
+    _averaged = SharedAttribute[
+        bool
+    ]()  # whether the ranks had the same gradients in the first step
     _recipient = SharedAttribute[int | None]()  # of what was consolidated since the last step
     # Loaded state of frozen parameters, by index.
     _pending_state = SharedAttribute[dict[int, _state.ParamState]]()
@@ -139,7 +143,7 @@ class OSS(ShardedOptimizer):
         self.broadcast_fp16 = broadcast_fp16
         self.force_broadcast_object = force_broadcast_object
         self._reducer_ref = lambda: None
-        self._begun = False
+        self._begun = self._averaged = False
         self._consolidated = self._recipient = None
         self._pending_state = {}
         self._sliced: Any = None  # a SliceOptimizer, once the parameters are laid out
@@ -305,6 +309,7 @@ class OSS(ShardedOptimizer):
                 with torch.enable_grad():
                     result = closure()
             self.join_in()
+            self._check_averaged()
             self._sliced.step(**kwargs)
             # Before the other ranks' slices arrive, which autograd does not see.
             self._shards.note_change()
@@ -314,6 +319,26 @@ class OSS(ShardedOptimizer):
         # Some optimizers count steps in their groups.
         self._sliced.pull_options(self.param_groups)
         return result
+
+    def _check_averaged(self) -> None:
+        """Raise a RuntimeError in the first step if nothing has averaged the gradients."""
+        if self._averaged or self._reducer is not None:
+            return
+        grads = [param.grad for param in self._shards.params]
+        norms = [torch.zeros(()) if grad is None else norm(grad).cpu() for grad in grads]
+        # Weighted, so that gradients of other parameters do not add up to the same.
+        own = sum(float(length) * (1 + i / len(norms)) for i, length in enumerate(norms))
+        by_rank = [there for (there,) in self._workers.all_gather([own], self._workers.any_device)]
+        # Not to the last bit: the ranks' processors may differ. Not finite: nothing to compare.
+        if any(abs(there - by_rank[0]) > 1e-5 * abs(by_rank[0]) for there in by_rank):
+            listed = ", ".join(f"rank {r}: {there:.6g}" for r, there in enumerate(by_rank[:8]))
+            raise RuntimeError(
+                f"OSS.step() needs gradients that are the same on every rank, and their weighted "
+                f"norms differ ({listed}): each slice would train on its owner's samples alone. "
+                "Wrap the model in ShardedDataParallel(model, optimizer) or DistributedDataParallel"
+                ", or all_reduce the gradients before step()."
+            )
+        self._averaged = True
 
     @property
     def shards_state(self) -> bool:
