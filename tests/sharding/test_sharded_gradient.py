@@ -22,6 +22,7 @@ from helpers.sharding_oracle import (
     oss,
     wrap,
 )
+from manyhands._core.groups import RollCall
 
 
 def after_backward(way=WAYS[1], kind=AdamW, *, model=make_model, passes=1, **options):
@@ -222,7 +223,6 @@ def test_torchs_clipping_of_gradients_that_are_not_averaged_is_an_error():
 LOCAL = {  # what would silently be about this worker's part
     "norm of rows": lambda g: g.norm(dim=1),
     "sum": lambda g: g.sum(),
-    "isfinite": lambda g: torch.isfinite(g).all(),
     "item": lambda g: g[0, 0].item(),
     "add": lambda g: g + 1,
     "times a tensor": lambda g: g.mul_(torch.ones_like(g.to("meta"), device="cpu")),
@@ -317,3 +317,55 @@ def test_gradients_in_a_hook_of_the_parameter_are_changed_before_they_are_averag
     module[0].weight.register_hook(lambda g: g * 2)
     loss_of(module, *(t[0, 0].flatten(0, 1) for t in make_batches(1, 1, 3))).backward()
     assert_same(run_ranks(3, run), [p.grad for p in module.parameters()])
+
+
+CHECKS = {
+    "isfinite all": lambda grad: torch.isfinite(grad).all(),
+    "isnan any": lambda grad: grad.isnan().any(),
+    "isinf any": lambda grad: torch.any(torch.isinf(grad)),
+    "no isnan": lambda grad: (~grad.isnan()).all(),
+    "neither": lambda grad: not (torch.isnan(grad) | torch.isinf(grad)).any(),
+    "large any": lambda grad: (grad.abs() > 1e6).any(),
+}
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", [AdamW, Lamb])
+def test_whether_all_elements_are_finite_is_known_on_every_rank(kind, value):
+    """`value` is the last element of the last gradient, which one rank has."""
+
+    def run():
+        module, _, _ = after_backward(WAYS[1], kind)
+        found = []
+        for i, param in enumerate(module.parameters()):
+            grad = param.grad
+            last = i == 3 and [
+                s
+                for s, a in zip(grad.slices, grad.starts, strict=True)
+                if s.numel() and a + s.numel() == grad.numel()
+            ]
+            for piece in last or []:
+                piece.view(-1)[-1] = value
+            found.append([bool(check(grad)) for check in CHECKS.values()])
+        return found
+
+    module, _, _ = after_backward(None)
+    params = list(module.parameters())
+    params[3].grad.view(-1)[-1] = value
+    expected = [[bool(check(param.grad)) for check in CHECKS.values()] for param in params]
+    assert run_ranks(3, run) == [expected] * 3
+
+
+def test_a_check_of_a_gradient_on_one_rank_alone_is_an_error(monkeypatch):
+    monkeypatch.setattr(RollCall, "GIVE_UP_AFTER", 0.3)
+
+    def run():
+        module, _optimizer, _wrapped = after_backward()
+        params = list(module.parameters())
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match=r"all\(\) of a sharded gradient .* 1 of them"):
+                torch.isfinite(params[0].grad).all()
+        dist.barrier()
+        return bool(torch.isfinite(params[0].grad).all())
+
+    assert run_ranks(2, run) == [True, True]

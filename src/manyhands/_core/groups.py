@@ -109,26 +109,28 @@ class RollCall:
 
     WARN_AFTER, GIVE_UP_AFTER = 30.0, 600.0  # seconds: a rank may be writing files meanwhile
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._store = _get_default_store()
-        self._size = ranks.size
-        serials = _serials.setdefault(self._store, {})
+    def __init__(self, store: Store, size: int, prefix: str = "manyhands/roll call") -> None:
+        self._store, self._size, self._prefix = store, size, prefix
+
+    @classmethod
+    def of(cls, ranks: Ranks) -> RollCall:
+        """Return a roll call that is not taken for any other of these ranks: on each of them."""
+        store = _get_default_store()
+        serials = _serials.setdefault(store, {})
         members = (-1, *ranks.ranks)  # apart from the groups of these ranks
         newest = ranks.all_gather([float(serials.get(members, 0))], ranks.any_device)
         serials[members] = serial = int(max(number for (number,) in newest)) + 1
-        self._prefix = f"manyhands/roll call/{'_'.join(map(str, ranks.ranks))}/{serial}"
-        self._calls = 0
+        prefix = f"manyhands/roll call/{'_'.join(map(str, ranks.ranks))}/{serial}"
+        return cls(store, ranks.size, prefix)
 
     def wait(self, call: str) -> None:
         """Wait until all ranks are here; warn if that takes long, and raise if they do not come."""
-        self._calls += 1
-        place = f"{self._prefix}/{self._calls}"
         began, warned, pause = time.monotonic(), False, FIRST_PAUSE
-        here = self._store.add(place, 1)
-        while here < self._size:
+        count = self._store.add(self._prefix, 1)
+        earlier = (count - 1) // self._size * self._size  # of calls that all ranks have made
+        while (here := count - earlier) < self._size:
             waited = time.monotonic() - began
-            if waited > self.GIVE_UP_AFTER and self._leave(place):
-                self._calls -= 1
+            if waited > self.GIVE_UP_AFTER and self._leave(earlier):
                 raise RuntimeError(
                     f"{call} collects something from all {self._size} workers, and only {here} of "
                     f"them called it in {waited:.0f} s. Call it on every worker."
@@ -142,13 +144,13 @@ class RollCall:
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-            here = self._store.add(place, 0)
+            count = self._store.add(self._prefix, 0)
 
-    def _leave(self, place: str) -> bool:
+    def _leave(self, earlier: int) -> bool:
         """Return whether this rank could take back that it was here, before all were."""
-        if self._store.add(place, -1) < self._size - 1:
+        if self._store.add(self._prefix, -1) < earlier + self._size - 1:
             return True
-        self._store.add(place, 1)  # the last one has come in this moment
+        self._store.add(self._prefix, 1)  # the last one has come in this moment
         return False
 
 

@@ -10,8 +10,9 @@ shape and no memory of its own. Behind it are
     group    the ranks that hold the other slices
 
 Operations that act on each element alone act on the slices. The norm that
-`torch.nn.utils.clip_grad_norm_` takes is a `LocalNorm`. Any other operation would be of this rank's
-shard and not of the gradient: it raises, and says what to call instead.
+`torch.nn.utils.clip_grad_norm_` takes is a `LocalNorm`. `all` and `any` are reduced over the ranks
+at once. Any other operation would be of this rank's shard and not of the gradient: it raises, and
+says what to call instead.
 
 **A `LocalNorm`** is the norm of this rank's slices. torch's clipping takes the norm of each
 gradient, stacks these norms, and takes the norm of the stack. Only the norm of all of them is
@@ -40,6 +41,7 @@ from typing import TypeGuard
 import torch.distributed as dist
 
 from manyhands._core.flat import norm
+from manyhands._core.groups import RollCall
 
 aten = torch.ops.aten
 # Functions of a LocalNorm whose result is still the norm of this rank's slices.
@@ -188,6 +190,40 @@ class ShardedGradient(Tensor):
         other.local = None if self.local is None else change(self.local)
         return other
 
+    def fits(self, other: object) -> bool:
+        """Return whether an argument has an element for each of ours, or one for all of them."""
+        if isinstance(other, ShardedGradient):
+            same = other.shape == self.shape and other.starts == self.starts
+            return same and len(other.parts()) == len(self.parts())
+        return not _is_large(other)
+
+    def mapped(self, func: Callable[..., Tensor], others: Sequence[Any]) -> ShardedGradient:
+        """Return a function of each element, and of the elements of other sharded tensors."""
+        theirs = [o.parts() if isinstance(o, ShardedGradient) else None for o in others]
+        done = [
+            func(part, *(o if t is None else t[i] for o, t in zip(others, theirs, strict=True)))
+            for i, part in enumerate(self.parts())
+        ]
+        if not done:  # the dtype must be that of the other ranks
+            done = [func(*(_empty_like(o) for o in (self, *others)))]
+        remaining = iter(done)
+        return self.twin(lambda _: next(remaining), done[0].dtype)
+
+    def quantified(self, quantifier: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return whether all elements are true, or any: over all ranks, so call it on each."""
+        here = [quantifier(part) for part in self.parts()]
+        nothing = quantifier(torch.empty(0, device=self.device))
+        flag = quantifier(torch.stack([*here, nothing])) if here else nothing
+        if self.group is None:
+            return flag
+        # An error, not a hang, if a rank is missing.
+        call = f"{quantifier.__name__}() of a sharded gradient"
+        RollCall(self.group.get_group_store(), self.group.size()).wait(call)
+        number = flag.to(torch.uint8)
+        most = dist.ReduceOp.MIN if quantifier is aten.all else dist.ReduceOp.MAX
+        dist.all_reduce(number, most, group=self.group)
+        return number.to(torch.bool)
+
     def __repr__(self) -> str:  # type: ignore[override]
         held = sum(piece.numel() for piece in self.slices)
         return f"ShardedGradient(shape={tuple(self.shape)}, {held} of {self.numel()} elements here)"
@@ -222,6 +258,10 @@ class ShardedGradient(Tensor):
                 return first
             if packet in COPYING:
                 return first.twin(lambda part: func(part, **kwargs))
+            if packet in BY_ELEMENT and all(map(first.fits, args[1:])):
+                return first.mapped(func, args[1:])
+            if packet in QUANTIFIERS and len(args) == 1:  # else of a dimension
+                return first.quantified(packet)
             if packet is aten._to_copy:
                 to = kwargs.get("dtype"), kwargs.get("device")
                 return first.twin(lambda part: func(part, **kwargs), *to)
@@ -262,6 +302,11 @@ ELEMENTWISE = {
     *(aten.mul_, aten.div_, aten.zero_, aten.neg_, aten.nan_to_num_),
     *(aten.clamp_, aten.clamp_min_, aten.clamp_max_),
 }
+BY_ELEMENT = {
+    *(aten.abs, aten.isnan, aten.isinf, aten.mul, aten.bitwise_and, aten.bitwise_or),
+    *(aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.logical_not, aten.bitwise_not),
+}
+QUANTIFIERS = {aten.all, aten.any}
 COPYING = {aten.detach, aten.clone, aten.alias}
 NORMS = {aten.linalg_vector_norm, aten._foreach_norm}
 FOREACH = {aten._foreach_zero_, aten._foreach_mul_, aten._foreach_div_, aten._foreach_neg_}
@@ -272,6 +317,12 @@ def _norm_of(grad: Tensor, power: float) -> Tensor:
         return grad.local_norm(power)
     plain: Tensor = torch.linalg.vector_norm(grad, power)
     return plain
+
+
+def _empty_like(argument: object) -> Any:
+    if isinstance(argument, ShardedGradient):
+        return torch.empty(0, dtype=argument.dtype, device=argument.device)
+    return argument
 
 
 def _is_large(argument: object) -> bool:

@@ -160,7 +160,7 @@ class OSS(ShardedOptimizer):
         )
         self._lay_out_all(bucket_size, gather_state)
         several = self._workers.size > 1
-        self._roll_call = RollCall(self._workers) if gather_state and several else None
+        self._roll_call = RollCall.of(self._workers) if gather_state and several else None
 
     def _lay_out_all(self, bucket_size: int | None, gather_state: bool) -> None:
         """Give all parameters their places, and make the inner optimizer of this rank's slices."""
