@@ -3,6 +3,7 @@
 import copy
 import warnings
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -248,6 +249,10 @@ class WithEmpty(nn.Linear):
         self.more = nn.Parameter(torch.ones(0, 4))
 
 
+def fused(kind):
+    return partial(kind, fused=True)
+
+
 class WithHook(nn.Linear):
     def __init__(self):
         super().__init__(4, 4)
@@ -261,6 +266,8 @@ class WithHook(nn.Linear):
         (WithEmpty, torch.optim.SGD, "more has no elements"),
         (WithHook, torch.optim.SGD, "bias has hooks"),
         (lambda: nn.Embedding(5, 4, sparse=True), torch.optim.SGD, "has sparse gradients"),
+        (lambda: nn.Linear(4, 4), fused(torch.optim.SGD), "fused SGD does not.*Leave out fused"),
+        (lambda: nn.Linear(4, 4), fused(torch.optim.Adagrad), "fused Adagrad does not"),
         (lambda: nn.Linear(4, 4), torch.optim.LBFGS, "the state of LBFGS"),
         (lambda: nn.Linear(4, 4), torch.optim.SparseAdam, "the state of SparseAdam"),
     ],
@@ -631,3 +638,26 @@ def test_gather_state_is_refused_at_level_3_before_anything_changes():
             assert not any(isinstance(each, mh.FSDP) for each in model.modules())
 
     raises_on_ranks(2, ValueError, ask, match="for levels 1 and 2.*mh.save")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of what it does not compile
+@pytest.mark.parametrize("compiled", ["model", "layer"])
+def test_a_model_that_was_compiled_before_it_is_sharded_trains_like_any_other(compiled):
+    def train(level):
+        model = new_model()
+        if compiled == "layer":
+            model[0] = torch.compile(model[0], backend="eager")
+        elif level is not None:
+            model = torch.compile(model, backend="eager")
+        optimizer = adamw(model)
+        used = model
+        if level is not None:
+            used, optimizer = mh.shard(model, optimizer, level=level)
+        for step in range(3):
+            gradients_of(used, step, *((0, 1) if level is None else (dist.get_rank(), 2)))
+            optimizer.step()
+        return [param.detach() for param in used.state_dict().values()]
+
+    expected = train(None)
+    for found in run_ranks(2, lambda: train(3)):
+        torch.testing.assert_close(found, expected)

@@ -402,3 +402,46 @@ def test_after_a_state_dict_of_one_worker_alone_one_of_all_is_right(monkeypatch)
         return len(model.state_dict())
 
     assert run_ranks(2, run) == [6, 6]
+
+
+# -- what the engine cannot do ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [mh.FSDP, nested])
+def test_a_backward_that_is_to_be_differentiated_again_is_refused(wrap):
+    def mistake():
+        model = wrap(make_model())
+        x = torch.ones(2, 5, dtype=torch.float64, requires_grad=True)
+        torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+
+    raises_on_ranks(2, RuntimeError, mistake, match="cannot differentiate twice.*level 2")
+
+
+def test_a_gradient_penalty_works_on_one_rank():
+    def penalty(model):
+        x = torch.ones(2, 5, dtype=torch.float64, requires_grad=True)
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        return [param.grad for param in model.parameters()]
+
+    torch.testing.assert_close(penalty(mh.FSDP(make_model())), penalty(make_model()))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_fused_optimizers_that_do_not_step_shards_are_refused(kind):
+    def mistake():
+        model = mh.FSDP(nn.Linear(4, 4))
+        optimizer = kind(model.parameters(), lr=0.1, fused=True)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    raises_on_ranks(2, TypeError, mistake, match=f"fused {kind.__name__} does not step sharded")
+
+
+def test_a_scalar_parameter_is_refused_when_it_is_wrapped():
+    def mistake():
+        layer = nn.Linear(4, 4)
+        layer.scale = nn.Parameter(torch.ones(()))
+        mh.FSDP(layer)
+
+    raises_on_ranks(2, ValueError, mistake, match="parameter scale is a scalar")

@@ -141,6 +141,17 @@ def _in_halves(tensors: list[Tensor]) -> list[Tensor]:
 # -- can it step DTensors? -------------------------------------------------------------------------
 
 
+def fused_problem(optimizer: Optimizer) -> str:
+    """Return why an optimizer cannot step DTensors because it is fused, or an empty text."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if not (fused and isinstance(optimizer, optim.SGD | optim.Adagrad)):
+        return ""
+    return (
+        f"torch's fused {type(optimizer).__name__} does not step sharded parameters. Leave out "
+        "fused=True."
+    )
+
+
 def problem_on_shards(optimizer: Optimizer, like: DTensor) -> str | None:
     """Return why such an optimizer cannot work on DTensors, or None.
 

@@ -26,6 +26,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from manyhands._core.agreement import agree, run_on_all
 from manyhands._core.arguments import one_of
 from manyhands._core.modules import TORCH_WRAPPERS, ModuleWrapper, modules_holding
+from manyhands._core.optimizers import fused_problem
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import is_dtensor
 from manyhands._core.state_parts import ShardedOptimizer
@@ -227,6 +228,7 @@ def _check_fully_shardable(
     for one in optimizers:
         if isinstance(one, LBFGS | SparseAdam):
             obstacle = f"it cannot shard the state of {type(one).__name__}. Use level 0."
+        obstacle = fused_problem(one) or obstacle
     if obstacle:
         raise ValueError(f"level 3 cannot shard this model: {obstacle}")
 

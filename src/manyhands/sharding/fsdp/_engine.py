@@ -33,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.backward import current_task
-from manyhands._core.optimizers import problem_on_shards
+from manyhands._core.optimizers import fused_problem, problem_on_shards
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import check_own_shards, is_dtensor
 from manyhands._core.trees import as_type, tensors_in, tree_map_tensors
@@ -320,6 +320,22 @@ def shard_wrap(
 
 
 @eager
+def refuse_second_order(result: object) -> None:
+    """Let a backward with `create_graph` through these tensors raise a RuntimeError."""
+    for tensor in tensors_in(result):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(_check_first_order)
+
+
+def _check_first_order(_: Tensor) -> None:
+    if torch.is_grad_enabled():  # in a backward: only with create_graph
+        raise RuntimeError(
+            "FullyShardedDataParallel cannot differentiate twice: parameters are freed after the "
+            "first backward. Leave out create_graph=True, or train with level 2 of mh.shard."
+        )
+
+
+@eager
 def _begin_another_run(module: Any, _: object) -> None:
     """Let a wrap that runs again in a backward be gathered and reduced again.
 
@@ -557,6 +573,8 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
     if any(getattr(param, SHARDED, False) for param in params):
         check_own_shards([optimizer.state.get(param) for param in params], params)
         guard_state(optimizer)
+        if problem := fused_problem(optimizer):
+            raise TypeError(problem)
         kind = type(optimizer)
         if kind not in _problems:
             _problems[kind] = problem_on_shards(optimizer, next(p for p in params if is_dtensor(p)))

@@ -129,6 +129,11 @@ def check_parameters(places: Places, ranks: RankGroup) -> None:
             )
         if ranks.size > 1 and not param.numel():
             raise ValueError(f"parameter {name} is empty, and cannot be divided among ranks.")
+        if ranks.size > 1 and not param.dim():
+            raise ValueError(
+                f"parameter {name} is a scalar, which cannot be divided among ranks. Make it a "
+                "tensor of one element."
+            )
 
 
 def check_inner_groups(ranks: RankGroup, inside: Sequence[RankGroup]) -> None:

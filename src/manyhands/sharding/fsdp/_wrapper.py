@@ -35,7 +35,7 @@ from manyhands._core.backward import current_task
 from manyhands._core.sharded import local_shard
 from manyhands._core.trees import as_type
 from manyhands.sharding._gradients import clip_slices
-from manyhands.sharding.fsdp._engine import TrainingState, shard_wrap
+from manyhands.sharding.fsdp._engine import TrainingState, refuse_second_order, shard_wrap
 from manyhands.sharding.fsdp._options import (
     FSDPOptions,
     find_device,
@@ -205,6 +205,8 @@ class FullyShardedDataParallel(Wrap):
             self._forwards -= 1
         if root is not None:
             root.end_forward()
+            if torch.is_grad_enabled():
+                refuse_second_order(result)
         if self._root_state is not None and not torch.is_grad_enabled():
             self._root_state.reshard()  # a root keeps parameters for a backward; none will come
         if self.clear_autocast_cache:
