@@ -11,6 +11,7 @@ is slow: at construction, or when an error is likely.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar, NoReturn
@@ -18,6 +19,8 @@ from typing import ClassVar, NoReturn
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from manyhands._core.wrappers import YieldingProperty
 
 INNER = "_fsdp_wrapped_module"  # in names of parameters; torch's own tools know it, and drop it
 CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's wrapper takes it out of its state dict
@@ -39,12 +42,13 @@ class ModuleWrapper(nn.Module):
     inner_name: ClassVar[str] = "module"  # of the model, among this module's children
     averages_gradients: ClassVar[bool] = False  # of the whole parameters, as DDP does
 
-    @property
+    @YieldingProperty
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
         """Refuse `DistributedDataParallel`, which asks for this before its first collective."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        asks = sys._getframe(2).f_locals.get("self")  # others ask, too
+        if isinstance(asks, DistributedDataParallel) and dist.get_world_size() > 1:
             raise inside_ddp(self)
-        raise AttributeError("this module is not inside DistributedDataParallel")
+        raise AttributeError("only DistributedDataParallel is refused")
 
     def check_can_save(self, model: nn.Module) -> None:
         """Raise if a checkpoint could not hold the parameters of `model`, which has this inside."""
