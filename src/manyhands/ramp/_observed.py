@@ -43,15 +43,12 @@ this one. So `SlowestRank` chooses one rank, whose times count until another is 
 In blocks, a few steps have a sync round after them, and most have none. `SyncRounds` divides the
 time of the rounds evenly among all steps. A larger batch takes fewer steps for the same samples,
 and therefore fewer rounds.
-
-**`ScheduleWatch`** warns of a learning rate that follows a schedule of optimizer steps.
 """
 
 from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
@@ -70,7 +67,6 @@ ERROR = 0.5  # the error of sqr that a memory should have, in units of sqr
 PRIOR_STEPS = 3.0  # steps whose deviations are assumed to be those of noise in one direction
 DEVIATIONS_FADE = 0.99  # the weight of the past deviations, in each step
 LARGEST_DEVIATION = 10.0  # of one step, squared, in units of what is expected with d = 1
-STEPS_IN_A_ROW = 20  # a rate that changes in so many follows a schedule that counts steps
 NOISE_LASTS = 60  # steps without a new measurement, after which the noise is forgotten
 WINDOW = 240  # steps
 LOOK_BACK = 1000  # steps over which the time of sync rounds is averaged
@@ -217,66 +213,6 @@ def memory_for(noise: Noise, gradients: int, scale: float) -> float:
         return longest
     noise_scale = noise.var / noise.sqr / (scale / gradients)
     return min(max(2.0 * (noise_scale / ERROR) ** 2 / gradients, shortest), longest)
-
-
-@dataclass
-class ScheduleWatch:
-    """Warns once if the learning rate follows a schedule that counts optimizer steps.
-
-    One that counts micro-batches or samples is right, and moves further in a larger step. Where the
-    size of a step changes, `follows` compares the change of the rate with that of the size: of
-    this step, if the schedule is stepped in its passes, or of the step before.
-    """
-
-    rates: tuple[float, ...] = ()
-    in_a_row: int = 0
-    moved: float = 0.0  # by how much the rates have changed since the step before
-    sizes: tuple[float, float] = (1.0, 1.0)  # of the last two steps
-    follows: tuple[SizeFollower, SizeFollower] = field(
-        default_factory=lambda: (SizeFollower(), SizeFollower())
-    )
-    warned: bool = False
-
-    def see(self, rates: Sequence[float], growth: float) -> None:
-        """Take note of a step's rates; its batch is `growth` times that of the first step."""
-        pairs = zip(rates, self.rates, strict=False)
-        moved = sum(abs(now - before) for now, before in pairs)
-        sizes = (*self.sizes, growth)
-        if moved and self.moved:
-            for follower, (before, now) in zip(self.follows, (sizes[1:], sizes[:-1]), strict=True):
-                follower.see(now / before, moved / self.moved)
-        self.in_a_row = self.in_a_row + 1 if moved else 0
-        self.rates, self.moved, self.sizes = tuple(rates), moved, (sizes[1], sizes[2])
-        if self.in_a_row < STEPS_IN_A_ROW or growth <= 1.0 or self.warned:
-            return
-        if any(follower.follows for follower in self.follows):
-            return
-        self.warned = True
-        warnings.warn(
-            f"the learning rate has changed in each of the last {self.in_a_row} steps, and a step "
-            f"has grown to {growth:g} times its first batch. A schedule that counts optimizer "
-            "steps ends after the same number of them, and so after more data. Let it count "
-            "progress: mh.ProgressScheduler(scheduler, optimizer, end=...).",
-            stacklevel=2,
-        )
-
-
-@dataclass
-class SizeFollower:
-    """Whether one number changes by the same factor as another: the slope of their logarithms."""
-
-    product: float = 0.0
-    square: float = 0.0
-
-    def see(self, size: float, other: float) -> None:
-        """Take note of the factor by which the size has changed, and the other number."""
-        self.product += math.log(size) * math.log(other)
-        self.square += math.log(size) ** 2
-
-    @property
-    def follows(self) -> bool:
-        """Whether the slope is nearer to 1 than to 0."""
-        return self.product > 0.5 * self.square
 
 
 class StepTimer:

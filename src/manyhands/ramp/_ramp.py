@@ -42,7 +42,7 @@ from manyhands.ramp._decision import (
     efficiency,
 )
 from manyhands.ramp._micro_batches import MicroBatches, StepLoader, StepSize, Supply
-from manyhands.ramp._observed import NoiseWatch, ScheduleWatch, StepTimer
+from manyhands.ramp._observed import NoiseWatch, StepTimer
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._settings import PASSES, PER_STEP
 from manyhands.scaling._step_stats import RankReport
@@ -126,9 +126,7 @@ class Ramp:
         self._set_units(batch.passes)
         self._timer = StepTimer()
         self._noise = NoiseWatch(optimizer)
-        self._schedule = ScheduleWatch()
         self._moments_scale = self.scale  # of the batch that Adam's second moments belong to
-        self._first_units = self._units
         self._steps = 0  # since this object was made
         self._supply = Supply(optimizer)
         if loader is not None:
@@ -161,7 +159,7 @@ class Ramp:
                 self._set_units(max(1, round(before / loader.scale_per_unit)))
             else:
                 self._set_units(1)
-                self._moments_scale, self._first_units = self.scale, 1
+                self._moments_scale = self.scale
             optimizer = self.optimizer
             model = optimizer._model if self._model is None else self._model
             params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -282,9 +280,6 @@ class Ramp:
         self._steps += 1
         self._noise.see_step()
         self._supply.step_ended(reports)
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        if not self.optimizer._schedule_counts_progress:
-            self._schedule.see(rates, growth=units / self._first_units)
         self._timer.add_reports(reports)
         if self._steps % EVERY == 0 or self._is_far_away():
             self._decide()

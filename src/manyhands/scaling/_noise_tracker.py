@@ -1,6 +1,7 @@
 """Keeps the noise average up to date: one `StepStats` per step, added when the step is taken.
 
 `StepCounts` has what a rule's steps have come to: how many there were, and their progress.
+`ScheduleWatch` warns of a schedule that counts steps where progress runs ahead of them.
 
 Between `backward` and `step` the finished statistics are only *previewed*: `current` shows the
 average with them, and nothing is kept until `finish_step`. Statistics that no step follows leave no
@@ -9,11 +10,14 @@ trace.
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import NoReturn
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands._core.arguments import real
 from manyhands._core.state_parts import SavedState
@@ -25,6 +29,8 @@ from manyhands.scaling._step_stats import RankReport, StepStats
 from manyhands.scaling._tap import GradientTap
 
 NONFINITE_LIMIT = 10
+STEPS_IN_A_ROW = 20  # a rate that changes in so many follows a schedule
+AHEAD = 1.5  # progress per step at which a schedule in steps is clearly behind
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,55 @@ class StepCounts:
     def load_state(self, loaded: StepCounts) -> None:
         """Become `loaded`, in place: the proxies that trainers put around a rule share this."""
         vars(self).update(vars(loaded))
+
+
+@dataclass
+class ScheduleWatch:
+    """Warns once of a torch scheduler that is stepped once per optimizer step, and so lags behind.
+
+    A scheduler that is stepped in every pass, or with every epoch, counts samples.
+    """
+
+    rates: list[object] = field(default_factory=list)  # of the last step, by parameter group
+    in_a_row: int = 0  # steps whose rates are not those of the step before
+    worth: float = 0.0  # the sum of their gains
+    done: bool = False
+
+    def see(self, optimizer: Optimizer, gain: float, steps: int) -> None:
+        """Take note of a step with this gain, after which there have been so many steps."""
+        if self.done:
+            return
+        before, self.rates = self.rates, [group["lr"] for group in optimizer.param_groups]
+        if before in ([], self.rates):
+            self.in_a_row, self.worth = 0, 0.0
+            return
+        self.in_a_row, self.worth = self.in_a_row + 1, self.worth + gain
+        if self.in_a_row < STEPS_IN_A_ROW or self.worth < AHEAD * self.in_a_row:
+            return
+        self.done = True  # the search is slow
+        if STEPS_IN_A_ROW <= _most_scheduler_steps(optimizer) <= steps:
+            warnings.warn(
+                f"the learning rate schedule counts optimizer steps, and the last {self.in_a_row} "
+                f"of them were worth {self.worth:.0f} of the small batch. A schedule that was made "
+                "for the small batch then lasts too long: step it by progress, with "
+                "mh.ProgressScheduler(scheduler, optimizer, end=...).",
+                stacklevel=3,
+            )
+
+
+def _most_scheduler_steps(optimizer: Optimizer) -> int:
+    """Return how often a torch scheduler of this optimizer, or of one inside, was stepped."""
+    groups = optimizer.param_groups  # one list for all layers
+    return max(
+        (
+            each.last_epoch
+            for each in gc.get_objects()
+            # type(each), because isinstance() runs a lazy proxy's code
+            if issubclass(type(each), LRScheduler)
+            and getattr(vars(each).get("optimizer"), "param_groups", None) is groups
+        ),
+        default=0,
+    )
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ from manyhands.scaling._binding import (
 )
 from manyhands.scaling._hooks import NormKind, PlainNorm
 from manyhands.scaling._noise import NoiseAverage, ratio_of_squares
-from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts
+from manyhands.scaling._noise_tracker import NoiseTracker, ScheduleWatch, StepCounts
 from manyhands.scaling._preconditioned import rescale_second_moments
 from manyhands.scaling._settings import (
     Batch,
@@ -90,6 +90,7 @@ class ScaledOptimizer(OptimizerWrapper):
     _observer = SharedAttribute[StepObserver | None]()
     _schedule_counts_progress = SharedAttribute[bool]()  # set by `ProgressScheduler`
     _min_scale = 0.0
+    _follows_gain = False  # if not, a schedule in steps may have been made for the large batch
     _norm_kind = "plain"
     _short_step: ShortStep | None = None  # as it was given
     # Under an `AdaptiveDataLoader`: whether more passes of the step follow (`_adaptdl.py`).
@@ -115,7 +116,7 @@ class ScaledOptimizer(OptimizerWrapper):
         self._model = model
         self._options = options
         self._batch = batch
-        self._counts = StepCounts()
+        self._counts, self._schedule = StepCounts(), ScheduleWatch()
         self._factors = ()
         self._observer = None
         self._schedule_counts_progress = False
@@ -299,6 +300,7 @@ class ScaledOptimizer(OptimizerWrapper):
         twin._model = _module(twin.adp)  # `fully_shard`'s modules cannot be copied
         twin._batch, twin._loss_scale = copy.copy(self._batch), copy.copy(self._loss_scale)
         twin._options, twin._counts = dict(self._options), copy.copy(self._counts)
+        twin._schedule = ScheduleWatch()
         if twin._inner is not None:
             twin._start_measuring(twin._make_norm(twin._inner), self._tracker.average)
             twin._tap.load_state(twin._tap.parse_state(self._tap.to_state()))
@@ -406,6 +408,8 @@ class ScaledOptimizer(OptimizerWrapper):
             return self._end_step(result)
         tap.norms.optimizer_stepped()
         self._counts.progress += outcome.gain
+        if self._watches_schedule:
+            self._schedule.see(self, outcome.gain, self._counts.steps)
         return self._end_step(result)
 
     # torch wraps the `step` of every subclass to run step hooks, unless it has this attribute. The
@@ -425,6 +429,13 @@ class ScaledOptimizer(OptimizerWrapper):
         # Also on a rank whose shard is empty: sharded moments are collected anew from all ranks.
         self._tap.norms.moments_changed()
         return True
+
+    @YieldingProperty
+    def _watches_schedule(self) -> bool:
+        """Whether a schedule that counts steps would be a mistake."""
+        if self._schedule_counts_progress:
+            return False
+        return self._follows_gain or self._observer is not None
 
     def _end_step(self, result: T) -> T:
         """Let the observer act between two steps, and return the step's result."""

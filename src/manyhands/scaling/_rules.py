@@ -95,6 +95,7 @@ class AdaScale(ScalingRuleBase):
     """
 
     _min_scale = 1.0  # the gain is for a batch of at least one small batch
+    _follows_gain = True
 
     def scale_lr(self, scale: float) -> Sequence[float]:
         noise = self.noise
