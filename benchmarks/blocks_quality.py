@@ -24,7 +24,6 @@ import peers
 
 peers.this_checkout()
 
-import json_lines  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from blocks.learning import (  # noqa: E402
@@ -32,15 +31,15 @@ from blocks.learning import (  # noqa: E402
     WORKERS,
     Task,
     Transformer,
-    divided,
     in_processes,
     run,
 )
 from quality.workloads import shakespeare  # noqa: E402
+from sharding.models import divided  # noqa: E402
+from traffic import bytes_sent  # noqa: E402
 
 import manyhands as mh  # noqa: E402
 from manyhands.blocks.averaging._codec import CODECS  # noqa: E402
-from sharding import traffic  # noqa: E402
 
 RESULTS = pages.RESULTS / "blocks-quality.jsonl"
 SEEDS = (0, 1, 2)
@@ -112,7 +111,7 @@ def main() -> None:
         for task in TABLES.values():
             train_all(task, args.data, args.quick)
     if not args.quick:
-        draw(json_lines.read(RESULTS))
+        draw(pages.read_rows(RESULTS))
 
 
 def train_all(task: Task, folder: Path, quick: bool) -> None:
@@ -120,7 +119,7 @@ def train_all(task: Task, folder: Path, quick: bool) -> None:
         task = replace(task, steps=40)
     planned = methods(task)
     task.load(folder)  # in this process, whose forks have it
-    done = {row["key"] for row in json_lines.read(RESULTS)} if not quick else set()
+    done = {row["key"] for row in pages.read_rows(RESULTS)} if not quick else set()
     seeds = SEEDS[: 1 if quick else None]
     runs = [(seed, name, method) for seed in seeds for name, method in planned.items()]
     if task.name in TASKS:  # what there are bars for comes first
@@ -133,7 +132,7 @@ def train_all(task: Task, folder: Path, quick: bool) -> None:
         print(f"{task.name}, seed {seed}, {name}: {loss:.4f}", flush=True)
         if not quick:
             line = {"key": key, "task": task.name, "name": name, "seed": seed, "loss": loss}
-            json_lines.append(RESULTS, line)
+            pages.add_row(RESULTS, line)
 
 
 def show_bytes_in_sockets(width: int) -> None:
@@ -151,14 +150,14 @@ def show_bytes_in_sockets(width: int) -> None:
         for step in range(320):
             if step == 160:  # the first block connects the workers
                 dist.barrier()
-                before = traffic.bytes_sent()
+                before = bytes_sent()
             for optimizer in optimizers:
                 optimizer.step()
         dist.barrier()
         elements = sum(param.numel() for param in model.parameters())
-        return {"sent": (traffic.bytes_sent() - before) / 160, "elements": elements}
+        return {"sent": (bytes_sent() - before) / 160, "elements": elements}
 
-    ranks = in_processes(workers, block, "ternary")
+    ranks = in_processes(workers, block)
     sent, elements = max(rank["sent"] for rank in ranks), ranks[0]["elements"]
     fewer = 2 * (workers - 1) / workers * 4 * elements / sent
     print(f"{elements:,.0f} parameters: {sent:,.0f} bytes a step, {fewer:,.0f} times less than DDP")

@@ -37,8 +37,8 @@ from blocks.contenders import (  # noqa: E402
 )
 from blocks.model import QUICK, SIZE, Pretended, parameters  # noqa: E402
 from sharding.models import Size  # noqa: E402
-from sharding.team import Team  # noqa: E402
 from slow_link import Link, NoSlowLink, Terms, probe, slow_link  # noqa: E402
+from team import Team  # noqa: E402
 from torch.optim import AdamW  # noqa: E402
 
 import manyhands as mh  # noqa: E402

@@ -5,7 +5,7 @@
     python benchmarks/blocks_sync.py --quick       a smoke test: a small model, writes nothing
 
 10 M parameters in about 150 tensors, on 2 ranks of this machine (gloo, one thread each).
-`blocks/contenders.py` lists what is compared, `sharding/team.py` says why each has processes of its
+`blocks/contenders.py` lists what is compared, `team.py` says why each has processes of its
 own, and `rounds.py` how times become ratios.
 """
 
@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import asdict
-from statistics import fmean, median
+from functools import partial
+from statistics import median
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -40,15 +41,14 @@ from blocks.contenders import (  # noqa: E402
 )
 from blocks.model import QUICK, SIZE, parameters  # noqa: E402
 from blocks.syncing import held, syncing  # noqa: E402
-from rounds import ratio, shuffled  # noqa: E402
+from rounds import Times, in_turns, ratio  # noqa: E402
 from sharding.models import Size  # noqa: E402
-from sharding.team import Team  # noqa: E402
+from team import Team  # noqa: E402
 
 RANKS = 2
 WARM_UP = 2
 FASTER = 1.5  # the aim: times as fast as one all-reduce for each tensor
 KEPT = 2.05  # models: an anchor, a momentum, and some numbers
-Times = dict[str, dict[str, list[float]]]
 Row = dict[str, Any]
 
 
@@ -88,7 +88,8 @@ def measured(contenders: dict[str, Contender], size: Size, rounds: int) -> list[
         for team in teams.values():
             for _ in range(WARM_UP):
                 team.ask({"do": "timed"})
-        times = _times(teams, rounds)
+        turns = {name: partial(team.ask, {"do": "timed"}) for name, team in teams.items()}
+        times = in_turns(turns, rounds)
     rows = []
     for name, seen in times.items():
         with Team(RANKS, held(contenders[name], size)) as team:
@@ -112,7 +113,9 @@ def measured(contenders: dict[str, Contender], size: Size, rounds: int) -> list[
     return rows
 
 
-def _faster(times: Times, base: str | None, name: str, kind: str = "wall") -> dict[str, Any] | None:
+def _faster(
+    times: Times[str], base: str | None, name: str, kind: str = "wall"
+) -> dict[str, Any] | None:
     """The time of the base over that of the other."""
     return asdict(ratio(times[base][kind], times[name][kind])) if base else None
 
@@ -128,18 +131,6 @@ def check(contender: Contender, team: Team) -> None:
         )
     if not contender.elsewhere and not all(rank["agree"] for rank in seen):
         raise RuntimeError(f"{contender.name}: ranks have different parameters after it.")
-
-
-def _times(teams: dict[str, Team], rounds: int) -> Times:
-    """Per contender: CPU summed over ranks, wall of the slowest, bytes of one."""
-    times: Times = {name: {"wall": [], "cpu": [], "sent": []} for name in teams}
-    for number in range(rounds):
-        for name in shuffled(list(teams), number):
-            ranks = teams[name].ask({"do": "timed"})
-            times[name]["wall"].append(max(rank["wall"] for rank in ranks))
-            times[name]["cpu"].append(sum(rank["cpu"] for rank in ranks))
-            times[name]["sent"].append(fmean(rank["sent"] for rank in ranks))
-    return times
 
 
 def table(rows: list[Row]) -> str:

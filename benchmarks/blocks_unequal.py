@@ -32,7 +32,6 @@ import peers
 
 peers.this_checkout()
 
-import json_lines  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from blocks.learning import TASKS, Task, in_processes, loss_of, lr_at  # noqa: E402
@@ -129,7 +128,7 @@ def train(plan: Plan, folder: Path, seed: int, name: str, asleep: bool) -> dict[
 def run(plan: Plan, folder: Path, seed: int, name: str, asleep: bool) -> dict[str, Any]:
     """Train in processes of its own; return the figures of all ranks."""
     workers = 1 if name == SYNCHRONOUS else len(SPEEDS)
-    ranks = in_processes(workers, lambda: train(plan, folder, seed, name, asleep), name)
+    ranks = in_processes(workers, lambda: train(plan, folder, seed, name, asleep))
     return {
         "loss": max(each["loss"] for each in ranks),
         "rate": sum(each["steps"] for each in ranks) / max(each["seconds"] for each in ranks),
@@ -147,7 +146,7 @@ def main() -> None:
         for plan in PLANS.values():
             measure(plan, args.data, args.quick)
     if not args.quick:
-        draw(json_lines.read(RESULTS))
+        draw(pages.read_rows(RESULTS))
 
 
 def measure(plan: Plan, folder: Path, quick: bool) -> None:
@@ -161,7 +160,7 @@ def measure(plan: Plan, folder: Path, quick: bool) -> None:
     runs += [
         ("loss", plan, seed, name) for seed in SEEDS[: 1 if quick else None] for name in LOSSES
     ]
-    done = {row["key"] for row in json_lines.read(RESULTS)} if not quick else set()
+    done = {row["key"] for row in pages.read_rows(RESULTS)} if not quick else set()
     for kind, chosen, seed, name in runs:
         settings = f"{chosen.task.batch}/{chosen.pace}/{chosen.seconds}/{OUTER}"
         key = f"{chosen.task.name}/{chosen.task.steps}/{settings}/{kind}/{name}/{seed}"
@@ -171,7 +170,7 @@ def measure(plan: Plan, folder: Path, quick: bool) -> None:
         row = {"key": key, "task": plan.task.name, "kind": kind, "name": name, "seed": seed}
         print(plan.task.name, kind, name, seed, found, flush=True)
         if not quick:
-            json_lines.append(RESULTS, {**row, **found})
+            pages.add_row(RESULTS, {**row, **found})
 
 
 PAGE = """# Blocks: workers of different speed

@@ -4,30 +4,34 @@
     python benchmarks/cost.py            some minutes; writes the page and the figure
     python benchmarks/cost.py --quick    a smoke test: a few steps, writes nothing
 
-Two ranks (gloo, one thread each) train every variant of `contenders.py` in turns; `rounds.py`
-says how the times become ratios. Collectives are counted in four steps of each, afterwards.
+Two ranks (gloo, one thread each) train every variant of `contenders.py` in turns, all in the same
+processes; `rounds.py` says how the times become ratios. Collectives are counted in four steps of
+each, afterwards.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.util
-import json
 import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import Any
 
-import pages
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import peers
-from rounds import Ratio, measure, ratio
+
+peers.run_again_beside_peers()  # before torch, which this Python may not have
+
+import pages  # noqa: E402
+import torch  # noqa: E402
+from contenders import WORKLOADS, Workload, training  # noqa: E402
+from rounds import Ratio, in_turns, ratio, spent  # noqa: E402
+from team import Team  # noqa: E402
+from traffic import collectives  # noqa: E402
 
 RANKS = 2
 COUNTED = 4  # steps of a turn, and of the count: of four, one is measured by default
@@ -52,13 +56,17 @@ class Row:
 def main() -> None:
     parser = pages.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--rank-writes", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.rank_writes:
-        train_rank(args)
-        return
-    peers.run_again_beside_peers()
-    result = pages.read("cost") if args.draw else run(args)
+    if args.draw:
+        result = pages.read("cost")
+    else:
+        # Ranks are forked; what torch imports late is imported here, once.
+        torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
+        torch.set_num_threads(1)
+        result = {**pages.conditions(), "rounds": args.rounds, "workloads": {}}
+        for workload in WORKLOADS:
+            rows = measured(workload, 2 if args.quick else args.rounds, args.quick)
+            result["workloads"][workload.title] = [asdict(row) for row in rows]
     tables = {title: [restored(row) for row in rows] for title, rows in result["workloads"].items()}
     for title, rows in tables.items():
         print(f"\n{title}\n{table(rows)}")
@@ -67,106 +75,49 @@ def main() -> None:
         write(tables, result)
 
 
-# -- starting the ranks, and putting their times together ----------------------------------------
+def measured(workload: Workload, rounds: int, quick: bool) -> list[Row]:
+    """A workload's variants as rows."""
+    variants = [variant for variant in workload.variants if variant.present]
 
+    def work(rank: int) -> Callable[[dict[str, Any]], Any]:
+        steps = {variant.name: training(workload, variant, rank) for variant in variants}
+        for variant in variants:
+            for _ in range(2 if quick else variant.warm_up):
+                steps[variant.name]()
+        gc.collect()
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Both ranks' times as rows, with what they were measured on."""
-    conditions = pages.conditions()
-    with tempfile.TemporaryDirectory() as folder:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        launch += ["--nproc-per-node", str(RANKS), __file__, "--rank-writes", folder]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*launch, *sys.argv[1:]], check=True, env=environment)
-        ranks = [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(RANKS)]
-    workloads = {title: rows_of([rank[title] for rank in ranks]) for title in ranks[0]}
-    return {
-        **conditions,
-        "rounds": args.rounds,
-        "workloads": {title: [asdict(row) for row in rows] for title, rows in workloads.items()},
-    }
+        def answer(order: dict[str, Any]) -> Any:
+            step = steps[order["variant"]]
+            if order["timed"]:
+                return spent(step, COUNTED)
+            with collectives() as seen:
+                for _ in range(COUNTED):
+                    step()
+            return seen
 
+        return answer
 
-def rows_of(ranks: list[dict[str, Any]]) -> list[Row]:
-    """CPU seconds are summed over the ranks; a step is as long as the slowest rank's."""
-
-    def over_ranks(name: str, kind: str, join: Callable[..., float]) -> list[float]:
-        return [join(x) for x in zip(*(rank[name][kind] for rank in ranks), strict=True)]
-
-    cpu = {name: over_ranks(name, "cpu", sum) for name in ranks[0]}
-    wall = {name: over_ranks(name, "wall", max) for name in ranks[0]}
+    with Team(RANKS, work) as team:
+        ask = {v.name: partial(team.ask, {"variant": v.name, "timed": True}) for v in variants}
+        times = in_turns(ask, rounds)
+        counted = {v.name: team.ask({"variant": v.name, "timed": False})[0] for v in variants}
     return [
         Row(
-            name,
-            known["base"],
-            1e3 * median(cpu[name]),
-            1e3 * median(wall[name]),
-            ratio(cpu[name], cpu[known["base"]]),
-            ratio(wall[name], wall[known["base"]]),
-            len(known["collectives"]) / COUNTED,
-            sum(known["collectives"]) // COUNTED,
+            v.name,
+            v.base,
+            1e3 * median(times[v.name]["cpu"]),
+            1e3 * median(times[v.name]["wall"]),
+            ratio(times[v.name]["cpu"], times[v.base]["cpu"]),
+            ratio(times[v.name]["wall"], times[v.base]["wall"]),
+            len(counted[v.name]) / COUNTED,
+            sum(counted[v.name]) // COUNTED,
         )
-        for name, known in ranks[0].items()
+        for v in variants
     ]
 
 
 def restored(row: dict[str, Any]) -> Row:
     return Row(**{**row, "cpu": Ratio(**row["cpu"]), "wall": Ratio(**row["wall"])})
-
-
-# -- one rank ------------------------------------------------------------------------------------
-
-
-def train_rank(args: argparse.Namespace) -> None:
-    """Train all variants in turns, and write this rank's times to a file."""
-    import torch
-    import torch.distributed as dist
-    from contenders import WORKLOADS, training
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    result = {}
-    for workload in WORKLOADS:
-        present = [
-            v for v in workload.variants if v.needs is None or importlib.util.find_spec(v.needs)
-        ]
-        steps = {v.name: training(workload, v, rank) for v in present}
-        for variant in present:
-            for _ in range(2 if args.quick else variant.warm_up):
-                steps[variant.name]()
-        gc.collect()
-        rounds, per_round = (2, 1) if args.quick else (args.rounds, COUNTED)
-        times: dict[str, dict[str, Any]] = dict(measure(steps, rounds, per_round, dist.barrier))
-        for variant in present:
-            with started() as seen:
-                for _ in range(COUNTED):
-                    steps[variant.name]()
-            times[variant.name] |= {"base": variant.base, "collectives": seen}
-        result[workload.title] = times
-    (Path(args.rank_writes) / f"{rank}.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-@contextmanager
-def started() -> Iterator[list[int]]:
-    """The bytes of each collective started meanwhile, DDP's own among them."""
-    from torch import Tensor
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-
-    class Listener(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func.namespace == "c10d":
-                seen.append(sum(x.nbytes for x in tree_leaves(args[0]) if isinstance(x, Tensor)))
-            return func(*args, **(kwargs or {}))
-
-    seen: list[int] = []
-    with Listener():
-        yield seen
 
 
 # -- the page and the figure ---------------------------------------------------------------------

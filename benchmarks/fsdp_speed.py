@@ -5,7 +5,7 @@
     python benchmarks/fsdp_speed.py --quick            a smoke test: a small model, writes nothing
 
 AdamW(fused=True) on a decoder of 10 M, 25 M and 100 M parameters, on 2 and 4 ranks of this machine
-(gloo, one thread each). `sharding/fsdp_contenders.py` lists who is compared; `sharding/speed.py`
+(gloo, one thread each). `sharding/contenders.py` lists who is compared; `sharding/speed.py`
 and `rounds.py` say how times are taken and become ratios.
 """
 
@@ -20,10 +20,11 @@ import peers
 WITH_PEERS = peers.run_again_beside_peers()  # before torch, which this Python may not have
 
 import pages  # noqa: E402
-from sharding.contenders import CONTROL, DDP  # noqa: E402
-from sharding.fsdp_contenders import (  # noqa: E402
+from sharding.contenders import (  # noqa: E402
     BARE,
     BARE_KEPT,
+    CONTROL,
+    DDP,
     FAIRSCALE,
     FAIRSCALE_KEPT,
     FSDP,
@@ -35,7 +36,7 @@ from sharding.fsdp_contenders import (  # noqa: E402
 )
 from sharding.speed import Row, Workload  # noqa: E402
 
-from sharding import speed_page  # noqa: E402
+from sharding import speed  # noqa: E402
 
 ALL = tuple(FSDP_CONTENDERS)
 ZERO = tuple(name for name in ALL if FSDP_CONTENDERS[name].needs == "deepspeed")
@@ -97,8 +98,8 @@ def cells(rows: list[Row]) -> list[list[str]]:
         [
             row.name.replace(", reshard_after_forward=False", ", kept"),
             f"{row.cpu_ms:,.0f}",
-            speed_page.times(row.wall),
-            speed_page.times(row.rival if row.name in RIVAL else None),
+            speed.times(row.wall),
+            speed.times(row.rival if row.name in RIVAL else None),
             f"{row.sent / 1e6:.1f}",
         ]
         for row in rows
@@ -106,7 +107,7 @@ def cells(rows: list[Row]) -> list[list[str]]:
     ]
 
 
-def verdict(workloads: speed_page.Rows) -> str:
+def verdict(workloads: speed.Rows) -> str:
     """How fast ours are beside torch's and fairscale's, and what they send."""
     over: dict[str, list[float]] = {FSDP: [], FSDP_KEPT: []}
     fairscales, sent = [], []
@@ -125,23 +126,23 @@ def verdict(workloads: speed_page.Rows) -> str:
     return "\n".join(
         [
             *(
-                f"- **{name}: {speed_page.between(values)} times the tokens per second of the same "
+                f"- **{name}: {speed.between(values)} times the tokens per second of the same "
                 "`fully_shard`.**"
                 for name, values in over.items()
             ),
-            f"- {speed_page.between(fairscales)} times those of the same of fairscale's{fits}.",
-            f"- {speed_page.between(sent)} times the bytes of DDP.",
+            f"- {speed.between(fairscales)} times those of the same of fairscale's{fits}.",
+            f"- {speed.between(sent)} times the bytes of DDP.",
         ]
     )
 
 
-def write(result: speed_page.Result) -> None:
-    found = speed_page.tables(result, HEAD, cells)
-    said = verdict(speed_page.rows_of(result))
-    pages.write("fsdp-speed", PAGE, result, tables=found, verdict=said, how=speed_page.HOW)
+def write(result: speed.Result) -> None:
+    found = speed.tables(result, HEAD, cells)
+    said = verdict(speed.rows_of(result))
+    pages.write("fsdp-speed", PAGE, result, tables=found, verdict=said, how=speed.HOW)
 
 
 if __name__ == "__main__":
-    speed_page.run(
+    speed.run(
         __doc__, "fsdp-speed", WORKLOADS, QUICK, FSDP_CONTENDERS, {"fused": True}, write, RIVALS
     )

@@ -22,19 +22,29 @@ import peers
 peers.this_checkout()
 
 import pages  # noqa: E402
-from sharding.contenders import CONTROL, DDP, OPTIONS, Contender, Trained, ddp  # noqa: E402
-from sharding.fsdp_contenders import bare, fully_sharded, nested  # noqa: E402
+from sharding.contenders import (  # noqa: E402
+    CONTROL,
+    DDP,
+    OPTIONS,
+    OURS,
+    Contender,
+    Trained,
+    bare,
+    ddp,
+    fully_sharded,
+    nested,
+)
+from sharding.models import divided  # noqa: E402
 from sharding.speed import Row, Workload, measured  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.optim import AdamW, Muon  # noqa: E402
 
 import manyhands as mh  # noqa: E402
-from sharding import speed_page  # noqa: E402
+from sharding import speed  # noqa: E402
 
 OWNERS = "manyhands FSDP, WholeTensorOptimizer"
 DTENSORS = "fully_shard, Muon on DTensors"
-OSS = "manyhands OSS + ShardedDataParallel"
 ADAMW = "manyhands FSDP, AdamW alone"
 
 
@@ -52,13 +62,6 @@ class Both:
     def zero_grad(self) -> None:
         self.muon.zero_grad()
         self.adamw.zero_grad()
-
-
-def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The matrices of the blocks, and the rest."""
-    inside = {id(p) for name, p in model.named_parameters() if "blocks." in name and p.dim() == 2}
-    params = list(model.parameters())
-    return [p for p in params if id(p) in inside], [p for p in params if id(p) not in inside]
 
 
 def trained(
@@ -94,7 +97,7 @@ CONTENDERS = {
     for contender in (
         Contender(DDP, trained(DistributedDataParallel, muon)),
         Contender(CONTROL, trained(DistributedDataParallel, muon)),
-        Contender(OSS, sharded),
+        Contender(OURS, sharded),
         Contender(OWNERS, trained(lambda model: nested(model, mh.FSDP), owned)),
         Contender(DTENSORS, trained(lambda model: nested(model, bare), muon)),
     )
@@ -137,10 +140,7 @@ def cells(rows: list[Row]) -> list[list[str]]:
     return [
         [
             row.name,
-            *(
-                speed_page.times(ratio if row.name != ADAMW else None)
-                for ratio in (row.cpu, row.wall)
-            ),
+            *(speed.times(ratio if row.name != ADAMW else None) for ratio in (row.cpu, row.wall)),
             f"{row.sent / 1e6:.1f}",
         ]
         for row in rows
@@ -148,21 +148,21 @@ def cells(rows: list[Row]) -> list[list[str]]:
     ]
 
 
-def write(result: speed_page.Result) -> None:
+def write(result: speed.Result) -> None:
     sent, faster = [], []
-    for rows in speed_page.rows_of(result).values():
+    for rows in speed.rows_of(result).values():
         named = {row.name: row for row in rows}
         sent.append(named[OWNERS].sent / named[ADAMW].sent)
         faster.append(named[DTENSORS].wall_ms / named[OWNERS].wall_ms)
     verdict = (
-        f"- **WholeTensorOptimizer sends {speed_page.between(sent)} times the bytes of an "
-        f"element-wise step,** and trains {speed_page.between(faster)} times the tokens per second "
+        f"- **WholeTensorOptimizer sends {speed.between(sent)} times the bytes of an "
+        f"element-wise step,** and trains {speed.between(faster)} times the tokens per second "
         "of torch's Muon on the DTensors of `fully_shard`."
     )
-    found = speed_page.tables(result, HEAD, cells)
+    found = speed.tables(result, HEAD, cells)
     pages.write("muon", TEXT, result, tables=found, verdict=verdict)
 
 
 if __name__ == "__main__":
     choice = {"fused": True}
-    speed_page.run(__doc__, "muon", WORKLOADS, QUICK, CONTENDERS, choice, write, more=alone)
+    speed.run(__doc__, "muon", WORKLOADS, QUICK, CONTENDERS, choice, write, more=alone)

@@ -7,7 +7,8 @@
         pages.write("cost", PAGE, result, table=pages.table("variant | ms", cells))
 
 `PAGE` is the page's text with `{machine}`, `{versions}` and `{table}` in it. Results that grow by
-one row at a time are of `json_lines.py` instead.
+one row at a time are in a file of JSON lines instead: an interrupted benchmark goes on with the
+rows that are missing (`read_rows`, `add_row`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,23 @@ def read(name: str) -> dict[str, Any]:
 
 def store(name: str, result: Mapping[str, Any]) -> None:
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows so far, without a line that an interruption cut off."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def add_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a row, on a line of its own even if an interruption has cut off the last one."""
+    before = path.read_bytes() if path.exists() else b""
+    cut_off = bool(before) and not before.endswith(b"\n")
+    with path.open("a") as file:
+        file.write("\n" * cut_off + json.dumps(row) + "\n")
 
 
 def write(name: str, template: str, result: Mapping[str, Any] | None = None, **parts: Any) -> None:

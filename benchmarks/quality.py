@@ -21,7 +21,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import json_lines
 import pages
 import torch
 from quality import page
@@ -41,7 +40,7 @@ def main() -> None:
         few = [replace(w, steps=32, scales=(4,)) for w in WORKLOADS if w.name == "digits-sgd"]
         print(page.table(page.results_of(few, run(few, Path(), 1, []))[0]))
         return
-    rows = json_lines.read(RESULTS)
+    rows = pages.read_rows(RESULTS)
     if not options.draw:
         if options.data is None:
             parser.error("--data FOLDER is needed.")
@@ -67,7 +66,7 @@ def run(
             done[one] = row
             print(*row.values(), flush=True)
             if results:
-                json_lines.append(results, row)
+                pages.add_row(results, row)
     return list(done.values())
 
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-import json_lines
 import pages
 import torch
 from quality.training import cosine
@@ -118,7 +117,7 @@ def run(folder: Path) -> None:
         if (workload.name, overhead, way, batch, seed) not in done:
             row = train(workload, workload.load(folder), overhead, way, batch, seed)
             print(row, flush=True)
-            json_lines.append(RESULTS, asdict(row))
+            pages.add_row(RESULTS, asdict(row))
 
     for seed in range(SEEDS):
         for workload in WORKLOADS:
@@ -130,7 +129,7 @@ def run(folder: Path) -> None:
 
 
 def read() -> list[Row]:
-    return [Row(**row) for row in json_lines.read(RESULTS)]
+    return [Row(**row) for row in pages.read_rows(RESULTS)]
 
 
 def times_of_fixed(rows: Sequence[Row], workload: Workload, overhead: float) -> dict[int, float]:

@@ -1,13 +1,13 @@
-"""Compare what several variants cost, on a machine whose speed changes from minute to minute.
+"""Compare what several contenders cost, on a machine whose speed changes from minute to minute.
 
-All variants live in the same processes. A round runs a few steps of each, one variant after the
-other, in an order drawn anew for every round: whatever slows the machine down hits them all
-alike, and none always follows the same one (which leaves caches and memory as it needs them).
+A round runs a few steps of each contender, one after the other, in an order drawn anew for every
+round: whatever slows the machine down hits them all alike, and none always follows the same one
+(which leaves caches and memory as it needs them).
 
 What is reported is a ratio of medians over rounds; its confidence interval comes from drawing
 rounds at random (a bootstrap), the same ones for both sides of the ratio.
 
-A variant that is the base once more (an A/A control) shows how far a ratio is from 1 by chance.
+A contender that is the base once more (an A/A control) shows how far a ratio is from 1 by chance.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
+from typing import TypeVar
+
+import torch.distributed as dist
+from traffic import bytes_sent
+
+Name = TypeVar("Name")
+Spent = dict[str, float]  # wall and CPU seconds, and bytes sent
+Times = dict[Name, dict[str, list[float]]]  # the same, one for each round
 
 
 @dataclass(frozen=True)
@@ -31,34 +39,36 @@ class Ratio:
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
-def shuffled(names: Sequence[str], round_number: int) -> list[str]:
+def shuffled(names: Sequence[Name], round_number: int) -> list[Name]:
     """The order in one round: random, and the same in every process."""
     return random.Random(round_number).sample(names, len(names))
 
 
-def measure(
-    steps: Mapping[str, Callable[[], object]],
-    rounds: int,
-    steps_per_round: int,
-    ready: Callable[[], object] = lambda: None,
-) -> dict[str, dict[str, list[float]]]:
-    """Wall and CPU seconds per step of this process: name -> "wall", "cpu" -> one per round.
+def in_turns(turns: Mapping[Name, Callable[[], list[Spent]]], rounds: int) -> Times[Name]:
+    """Take turns; a turn returns what each rank has spent.
 
-    CPU seconds are those of all threads of this process. `ready` is called before each variant's
-    turn; with several processes it is their barrier.
+    Seconds of CPU are summed over the ranks, wall is the slowest's, bytes are their mean.
     """
-    times: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in steps}
+    over_ranks = {"cpu": sum, "wall": max, "sent": fmean}
+    times: Times[Name] = {name: {kind: [] for kind in over_ranks} for name in turns}
     for number in range(rounds):
-        for name in shuffled(list(steps), number):
-            step = steps[name]
-            ready()
-            wall, cpu = time.perf_counter(), time.process_time()
-            for _ in range(steps_per_round):
-                step()
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-            times[name]["wall"].append(wall / steps_per_round)
-            times[name]["cpu"].append(cpu / steps_per_round)
+        for name in shuffled(list(turns), number):
+            ranks = turns[name]()
+            for kind, join in over_ranks.items():
+                times[name][kind].append(join([rank[kind] for rank in ranks]))
     return times
+
+
+def spent(
+    step: Callable[[], object], steps: int = 1, cpu: Callable[[], float] = time.process_time
+) -> Spent:
+    """What this rank spends on a step; CPU seconds are those of all its threads."""
+    dist.barrier()
+    wall, used, sent = time.perf_counter(), cpu(), bytes_sent()
+    for _ in range(steps):
+        step()
+    wall, used = time.perf_counter() - wall, cpu() - used
+    return {"wall": wall / steps, "cpu": used / steps, "sent": (bytes_sent() - sent) / steps}
 
 
 def ratio(values: Sequence[float], base: Sequence[float], draws: int = 4000) -> Ratio:

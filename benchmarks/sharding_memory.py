@@ -25,24 +25,22 @@ WITH_PEERS = peers.run_again_beside_peers()  # before torch, which this Python m
 import pages  # noqa: E402
 import torch  # noqa: E402
 from sharding.contenders import (  # noqa: E402
+    BARE,
     CONTENDERS,
     CONTROL,
     DDP,
+    FSDP,
+    FSDP_CONTENDERS,
+    FSDP_LEAN,
     OPTIONS,
     OURS,
     SHARED,
+    ZERO3,
     Contender,
     Trained,
     import_early,
 )
-from sharding.fsdp_contenders import (  # noqa: E402
-    BARE,
-    FSDP,
-    FSDP_CONTENDERS,
-    FSDP_LEAN,
-    ZERO3,
-)
-from sharding.team import Team  # noqa: E402
+from team import Team  # noqa: E402
 
 import manyhands as mh  # noqa: E402
 from manyhands.sharding.zero._layout import bucket_size  # noqa: E402
@@ -163,7 +161,7 @@ are sharded. DDP holds gradients twice, in `param.grad` and in its buckets.
 
 
 def largest_unit(size: models.Size) -> int:
-    """Bytes of the largest wrap of `fsdp_contenders.nested`."""
+    """Bytes of the largest wrap of `contenders.nested`."""
     model = models.decoder(size)
     parts = (model.tokens, model.logits, *model.blocks)
     return max(4 * sum(param.numel() for param in part.parameters()) for part in parts)

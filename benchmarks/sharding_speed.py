@@ -6,7 +6,7 @@
     python benchmarks/sharding_speed.py --quick            a smoke test; writes nothing
 
 AdamW on a decoder of 25 M and of 100 M parameters, on 2 and 4 ranks of this machine (gloo, one
-thread each). `sharding/contenders.py` lists who is compared, `sharding/team.py` says why each has
+thread each). `sharding/contenders.py` lists who is compared, `team.py` says why each has
 processes of its own. `rounds.py` says how times become ratios.
 """
 
@@ -32,7 +32,7 @@ from sharding.contenders import (  # noqa: E402
 )
 from sharding.speed import Row, Workload  # noqa: E402
 
-from sharding import speed_page  # noqa: E402
+from sharding import speed  # noqa: E402
 
 ALL = tuple(CONTENDERS)
 ZERO = tuple(name for name in ALL if CONTENDERS[name].needs == "deepspeed")
@@ -90,7 +90,7 @@ def cells(rows: list[Row]) -> list[list[str]]:
     lines = []
     for name in names:
         both = [found[name, choice] for choice in CHOICES]
-        ratios = [speed_page.times(value) for row in both for value in (row.cpu, row.wall)]
+        ratios = [speed.times(value) for row in both for value in (row.cpu, row.wall)]
         lines.append([name, *ratios, f"{both[0].sent / 1e6:.1f}"])
     return lines
 
@@ -99,7 +99,7 @@ def _left_out(name: str) -> bool:
     return name in LEFT_OUT or any(each[0] == "," and each in name for each in LEFT_OUT)
 
 
-def reading(workloads: speed_page.Rows) -> str:
+def reading(workloads: speed.Rows) -> str:
     """Where ours are slower than DDP, and where a peer is faster."""
     lines = []
     for title, rows in workloads.items():
@@ -117,11 +117,11 @@ def reading(workloads: speed_page.Rows) -> str:
     return "\n".join(lines) or "- manyhands is behind DDP or a peer nowhere."
 
 
-def write(result: speed_page.Result) -> None:
-    found = speed_page.tables(result, HEAD, cells)
-    read = reading(speed_page.rows_of(result))
-    pages.write("sharding-speed", PAGE, result, tables=found, reading=read, how=speed_page.HOW)
+def write(result: speed.Result) -> None:
+    found = speed.tables(result, HEAD, cells)
+    read = reading(speed.rows_of(result))
+    pages.write("sharding-speed", PAGE, result, tables=found, reading=read, how=speed.HOW)
 
 
 if __name__ == "__main__":
-    speed_page.run(__doc__, "sharding-speed", WORKLOADS, QUICK, CONTENDERS, CHOICES, write, RIVALS)
+    speed.run(__doc__, "sharding-speed", WORKLOADS, QUICK, CONTENDERS, CHOICES, write, RIVALS)

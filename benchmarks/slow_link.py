@@ -21,15 +21,18 @@ import signal
 import socket
 import struct
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from team import Team
+from torch import Tensor
 
 INTERFACE = "tun0"
 DEVICE = "/dev/net/tun"
@@ -43,7 +46,6 @@ TUN_WITHOUT_HEADER, UP_AND_RUNNING = 0x1001, 0x41
 
 TARGET = slice(16, 20)  # where an IPv4 packet names the host that it is for
 CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # of one's own network
-PORT = 7700
 PINGS = 20
 WARM, SENT = 4_000_000, 25_000_000  # bytes: until TCP is up to speed, and those that count
 
@@ -193,91 +195,41 @@ def _packets(end: int) -> Iterator[bytes]:
 
 
 def probe(link: Link) -> dict[str, Any]:
-    """What TCP gets: the round trip of a byte in ms, Mbit/s one way and in both at once."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    answers = context.Process(target=_answer, args=(link,), daemon=True)
-    processes = [answers, context.Process(target=_ask, args=(link, theirs), daemon=True)]
-    try:
-        for process in processes:
-            process.start()
-        if not ours.poll(60):
-            raise RuntimeError("the slow link carries nothing: its probe had no answer in 60 s.")
-        found: dict[str, Any] = ours.recv()
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    """What a TCP connection of gloo's gets: the round trip of a byte in ms, and Mbit/s."""
+    with Team(2, lambda rank: lambda order: _probed(rank), link.enter) as team:
+        found: dict[str, Any] = team.ask({})[0]
     return found
 
 
-def _answer(link: Link) -> None:
-    link.enter(1)
-    with socket.create_server((link.hosts[1].address, PORT)) as server:
-        connection, _ = server.accept()
-        _prompt(connection)
-        for _ in range(PINGS):
-            connection.sendall(connection.recv(1))
-        for size in (WARM, SENT):
-            _receive(connection, size)
-            connection.sendall(b"!")
-        _exchange(connection, WARM)
-        _exchange(connection, SENT)
-        connection.recv(1)
+def _probed(rank: int) -> dict[str, Any]:
+    """Send to the other rank and receive from it, one after the other or at the same time."""
+    other, byte = 1 - rank, torch.zeros(1, dtype=torch.uint8)
 
-
-def _ask(link: Link, result: Connection) -> None:
-    link.enter(0)
-    connection = _connected(link.hosts[1].address)
-    _prompt(connection)
-    pings = []
-    for _ in range(PINGS):
+    def there_and_back(message: Tensor) -> float:
         began = time.perf_counter()
-        connection.sendall(b"?")
-        connection.recv(1)
-        pings.append(time.perf_counter() - began)
-    for size in (WARM, SENT):
+        if rank == 0:
+            dist.send(message, other)
+            dist.recv(byte, other)
+        else:
+            dist.recv(message, other)
+            dist.send(byte, other)
+        return time.perf_counter() - began
+
+    def both_at_once(message: Tensor) -> float:
         began = time.perf_counter()
-        connection.sendall(bytes(size))
-        connection.recv(1)
-    one_way = time.perf_counter() - began
-    _exchange(connection, WARM)
-    began = time.perf_counter()
-    _exchange(connection, SENT)
-    both_ways = time.perf_counter() - began
-    result.send(
-        {
-            "congestion_control": CONGESTION_CONTROL.read_text().strip(),
-            "round_trip_ms": 1e3 * median(pings),
-            "one_way": 8e-6 * SENT / one_way,
-            "both_ways": 8e-6 * SENT / both_ways,
-        }
-    )
+        received = torch.empty_like(message)
+        # The first is asked for before the second fills the connection.
+        for work in (dist.irecv(received, other), dist.isend(message, other)):
+            work.wait()  # type: ignore[union-attr]
+        return time.perf_counter() - began
 
-
-def _connected(address: str) -> socket.socket:
-    """A connection, once the other side listens."""
-    for _ in range(100):
-        try:
-            return socket.create_connection((address, PORT), timeout=30)
-        except ConnectionRefusedError:
-            time.sleep(0.05)
-    raise RuntimeError("the probe's other side does not listen.")
-
-
-def _prompt(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _receive(connection: socket.socket, size: int) -> None:
-    buffer = bytearray(1 << 20)
-    while size:
-        size -= connection.recv_into(buffer, min(size, len(buffer)))
-
-
-def _exchange(connection: socket.socket, size: int) -> None:
-    """Send and receive so many bytes at the same time."""
-    sender = threading.Thread(target=connection.sendall, args=(bytes(size),))
-    sender.start()
-    _receive(connection, size)
-    sender.join()
+    pings = [there_and_back(byte) for _ in range(PINGS)]
+    messages = [torch.zeros(size, dtype=torch.uint8) for size in (WARM, SENT)]
+    _, one_way = map(there_and_back, messages)
+    _, both_ways = map(both_at_once, messages)
+    return {
+        "congestion_control": CONGESTION_CONTROL.read_text().strip(),
+        "round_trip_ms": 1e3 * median(pings),
+        "one_way": 8e-6 * SENT / one_way,
+        "both_ways": 8e-6 * SENT / both_ways,
+    }

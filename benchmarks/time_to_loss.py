@@ -24,7 +24,6 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import json_lines
 import peers
 
 peers.this_checkout()
@@ -34,8 +33,8 @@ import torch  # noqa: E402
 from lines import page  # noqa: E402
 from lines.training import DIGITS, MNIST, Task, target_loss, training  # noqa: E402
 from lines.ways import LINES, WAYS, Enter, Line, Way  # noqa: E402
-from sharding.team import Team  # noqa: E402
 from slow_link import NoSlowLink, probe, slow_link  # noqa: E402
+from team import Team  # noqa: E402
 
 RESULTS = pages.RESULTS / "time_to_loss.jsonl"
 RANKS = (2, 4)
@@ -79,9 +78,9 @@ def measure(run: Run, task: Task, folder: Path, way: Way, enter: Enter, target: 
 def run_all(groups: Iterator[list[Run]], folder: Path) -> None:
     """Add the runs that are missing to the results, one line each."""
     done = {
-        Run(row["line"], row["ranks"], row["way"], row["seed"]) for row in json_lines.read(RESULTS)
+        Run(row["line"], row["ranks"], row["way"], row["seed"]) for row in pages.read_rows(RESULTS)
     }
-    target = next((row["target"] for row in json_lines.read(RESULTS)), None) or target_loss(
+    target = next((row["target"] for row in pages.read_rows(RESULTS)), None) or target_loss(
         MNIST, folder
     )
     for group in groups:
@@ -93,7 +92,7 @@ def run_all(groups: Iterator[list[Run]], folder: Path) -> None:
         with line.laid() as enter:
             for run in missing:
                 row = measure(run, MNIST, folder, WAYS[run.way], enter(run.ranks), target)
-                json_lines.append(RESULTS, row)
+                pages.add_row(RESULTS, row)
                 print(page.said(row), flush=True)
 
 
@@ -141,7 +140,7 @@ def main() -> None:
             run_all(planned(list(LINES), RANKS, list(WAYS), SEEDS), given.data)
         except NoSlowLink as error:
             raise SystemExit(f"There is no slow line here: {error}") from error
-    text = page.page(json_lines.read(RESULTS), pages.read("time_to_loss_lines"))
+    text = page.page(pages.read_rows(RESULTS), pages.read("time_to_loss_lines"))
     (pages.PAGES / "time_to_loss.md").write_text(text)
 
 

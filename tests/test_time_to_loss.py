@@ -75,7 +75,7 @@ def test_only_missing_runs_are_measured(benchmark, tmp_path, monkeypatch):
     ways = list(benchmark.WAYS)[:2]
     for _ in range(2):
         benchmark.run_all(benchmark.planned(["loopback"], (2,), ways, 1), Path())
-    assert [found["way"] for found in benchmark.json_lines.read(rows)] == ways
+    assert [found["way"] for found in benchmark.pages.read_rows(rows)] == ways
 
 
 def test_the_page_names_the_fastest_way_for_each_line(benchmark):

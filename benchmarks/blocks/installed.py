@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharding.team import tell_ranks
+from team import tell_ranks
 from torch import nn
 from torch.optim import SGD, Optimizer
 

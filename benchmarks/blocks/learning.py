@@ -7,17 +7,16 @@ own samples; the one worker of the synchronous run draws as many in one batch.
 from __future__ import annotations
 
 import math
-import multiprocessing
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import json_lines
 import torch
 import torch.distributed as dist
 from quality.workloads import mnist, shakespeare
+from sharding.models import divided
+from team import Team
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Muon, Optimizer
@@ -166,13 +165,6 @@ def inner_optimizers(task: Task, model: nn.Module) -> list[Optimizer]:
     return [INNER[task.inner](matrices, task.lr), INNER["AdamW"](rest, task.lr)]
 
 
-def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The matrices of the blocks, and the rest."""
-    inside = {id(p) for name, p in model.named_parameters() if "blocks." in name and p.dim() == 2}
-    params = list(model.parameters())
-    return [p for p in params if id(p) in inside], [p for p in params if id(p) not in inside]
-
-
 def in_blocks(optimizer: Optimizer, kind: str, every: int, warmup: int, **options: Any) -> Any:
     """All begin together, under BMUF as well."""
     if kind == "BMUF":
@@ -184,31 +176,10 @@ def in_blocks(optimizer: Optimizer, kind: str, every: int, warmup: int, **option
 def run(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) -> float:
     """The same in processes of its own."""
     workers = task.workers if method else 1
-    losses = in_processes(workers, lambda: {"loss": learn(task, folder, seed, method)}, str(method))
-    return float(losses[0]["loss"])
+    return float(in_processes(workers, lambda: learn(task, folder, seed, method))[0])
 
 
-def in_processes(
-    workers: int, work: Callable[[], dict[str, float]], name: str
-) -> list[dict[str, float]]:
+def in_processes(workers: int, work: Callable[[], Any]) -> list[Any]:
     """Return what `work` returns on each rank of a gloo group of forks, in their order."""
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as temporary:
-        store, results = str(Path(temporary, "store")), Path(temporary, "results")
-
-        def work_as(rank: int) -> None:
-            dist.init_process_group(
-                "gloo", store=dist.FileStore(store, workers), rank=rank, world_size=workers
-            )
-            json_lines.append(results, {"rank": rank, **work()})
-            dist.barrier()
-            dist.destroy_process_group()
-
-        processes = [context.Process(target=work_as, args=(rank,)) for rank in range(workers)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        if any(process.exitcode for process in processes):
-            raise RuntimeError(f"a worker of {name} failed")
-        return sorted(json_lines.read(results), key=lambda row: row["rank"])
+    with Team(workers, lambda rank: lambda order: work()) as team:
+        return team.ask({})

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rounds import Spent, spent
 from sharding.models import Size
 from torch import Tensor
 from torch.optim import Optimizer
 
 from blocks import model
 from blocks.contenders import REFERENCES, Contender
-from sharding import memory, traffic
+from sharding import memory
 
 COMPARED = 3  # synchronizations before parameters are compared
 SAMPLED = 16  # elements of each tensor that are compared
@@ -68,17 +69,14 @@ class Syncing:
         dist.all_gather(everyone, found)
         return {"apart": float(apart), "agree": all(torch.equal(found, x) for x in everyone)}
 
-    def timed(self) -> dict[str, float]:
-        """Wall and CPU seconds (of all threads) and bytes sent by one synchronization."""
+    def timed(self) -> Spent:
+        """What one synchronization spends."""
         self.drift()
         if hasattr(self.optimizer, "prepare"):
             self.optimizer.prepare()
+        found = spent(self.optimizer.step, cpu=self._cpu)
         dist.barrier()
-        wall, cpu, sent = time.perf_counter(), self._cpu(), traffic.bytes_sent()
-        self.optimizer.step()
-        wall, cpu = time.perf_counter() - wall, self._cpu() - cpu
-        dist.barrier()
-        return {"wall": wall, "cpu": cpu, "sent": traffic.bytes_sent() - sent}
+        return found
 
     def _cpu(self) -> float:
         elsewhere = getattr(self.optimizer, "cpu_elsewhere", lambda: 0.0)

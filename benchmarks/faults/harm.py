@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import json_lines
+import pages
 
 from manyhands.blocks.crew._processes import die_with_parent
 
@@ -157,14 +157,14 @@ def run(plan: Plan, data: Path) -> Trial:
             if process.returncode:
                 print("\n".join(output.read_text(errors="replace").splitlines()[-40:]))
         seconds, cpu = time.monotonic() - began, _cpu_of_children() - cpu
-        return Trial(plan, json_lines.read(log), harm.faults, process.returncode, cpu, seconds)
+        return Trial(plan, pages.read_rows(log), harm.faults, process.returncode, cpu, seconds)
 
 
 def _watch(process: subprocess.Popen[bytes], log: Path, harm: _Harm) -> None:
     heard, size, lines = time.monotonic(), 0, []
     while process.poll() is None:
         if log.exists() and log.stat().st_size > size:
-            heard, size, lines = time.monotonic(), log.stat().st_size, json_lines.read(log)
+            heard, size, lines = time.monotonic(), log.stat().st_size, pages.read_rows(log)
         if time.monotonic() - heard > HANGS:
             raise RuntimeError(f"the run hangs: no worker has written a line for {HANGS:g} s.")
         harm.turn(lines)

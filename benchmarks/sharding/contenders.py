@@ -9,21 +9,23 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
+from team import tell_ranks
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import manyhands as mh
-from sharding.team import tell_ranks
 
 DDP = "DDP"
 CONTROL = "DDP again (A/A)"
@@ -41,11 +43,6 @@ class Trained:
     clear: Callable[[], object]
     state: Callable[[], dict[str, Any]] | None = None  # where parameters are not tensors of theirs
     backward: Callable[[Tensor], object] = Tensor.backward
-
-    def finish(self) -> None:
-        """Wait for what the last step has left under way."""
-        if isinstance(self.optimizer, mh.OSS):
-            self.optimizer.wait()
 
     def choose(self, choice: str) -> None:
         """Let AdamW be computed in the way of that name from now on."""
@@ -204,3 +201,78 @@ CONTENDERS = {
         *zeros(2),
     )
 }
+
+
+# -- sharded parameters ----------------------------------------------------------------------------
+# Each is wrapped alike: the embedding, every block and the logits by themselves, and the rest with
+# the whole model. (DeepSpeed gathers each layer's parameters by hooks of its own.)
+
+
+def nested(model: Any, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """The decoder of `models.py` with a wrap around each of its layers, and one around it."""
+    model.tokens, model.logits = wrap(model.tokens), wrap(model.logits)
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = wrap(block)
+    return wrap(model)
+
+
+def fully_sharded(wrap: Callable[..., nn.Module], **options: Any) -> Callable[[Any], Trained]:
+    def make(model: nn.Module) -> Trained:
+        wrapped = nested(model, lambda module: wrap(module, **options))
+        optimizer = AdamW(wrapped.parameters(), **OPTIONS)
+        return Trained(wrapped, optimizer, optimizer.zero_grad)
+
+    return make
+
+
+def bare(module: nn.Module, **options: Any) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(module, **options)
+
+
+def theirs(**options: Any) -> Callable[[Any], Trained]:
+    """fairscale's, made to run on a CPU as the tests make it; for good in this process."""
+
+    def make(model: nn.Module) -> Trained:
+        warnings.simplefilter("ignore")
+        sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+        from helpers.fairscale_on_cpu import fairscale_on_cpu
+
+        patched = fairscale_on_cpu()
+        wrapper = patched.__enter__()
+        on_cpu = {"compute_device": torch.device("cpu"), **options}
+        trained = fully_sharded(wrapper, **on_cpu)(model)
+        _kept.append(patched)
+        return replace(trained, state=trained.model.state_dict)
+
+    return make
+
+
+_kept: list[Any] = []  # to be left when the process ends
+BARE = "fully_shard"
+BARE_KEPT = "fully_shard, reshard_after_forward=False"
+FSDP = "manyhands FSDP"
+FSDP_KEPT = "manyhands FSDP, reshard_after_forward=False"
+FSDP_LEAN = "manyhands FSDP, overlap=False"
+FAIRSCALE = "fairscale FSDP"
+FAIRSCALE_KEPT = "fairscale FSDP, reshard_after_forward=False"
+ZERO3 = zeros(3)
+FSDP_CONTENDERS = {
+    contender.name: contender
+    for contender in (
+        Contender(DDP, ddp),
+        Contender(CONTROL, ddp),
+        Contender(BARE, fully_sharded(bare)),
+        Contender(BARE_KEPT, fully_sharded(bare, reshard_after_forward=False)),
+        Contender(FSDP, fully_sharded(mh.FSDP)),
+        Contender(FSDP_KEPT, fully_sharded(mh.FSDP, reshard_after_forward=False)),
+        Contender(FSDP_LEAN, fully_sharded(mh.FSDP, overlap=False)),
+        Contender(OURS, sharded()),
+        Contender(FAIRSCALE, theirs(), "fairscale"),
+        Contender(FAIRSCALE_KEPT, theirs(reshard_after_forward=False), "fairscale"),
+        *ZERO3,
+    )
+}
+RIVAL = {FSDP: BARE, FSDP_KEPT: BARE_KEPT, FSDP_LEAN: BARE}  # the same with torch alone
+PEER = {FSDP: FAIRSCALE, FSDP_KEPT: FAIRSCALE_KEPT}  # with the original

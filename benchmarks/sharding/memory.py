@@ -84,18 +84,15 @@ def seen(contender: Contender, size: models.Size, rank: int) -> Seen:
             trained.backward(trained.model(batches[number]))
             trained.optimizer.step()
             trained.clear()
-            trained.finish()
         held.most = 0
         trained.backward(trained.model(batches[WARM_UP]))
         after_backward = held.now()
         trained.optimizer.step()
-        trained.finish()
         trained.clear()
         between_steps, most = held.now(), held.most
     Path("/proc/self/clear_refs").write_text("5")  # the most of resident memory counts from here
     trained.backward(trained.model(batches[WARM_UP]))
     trained.optimizer.step()
-    trained.finish()
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     grown = resident("VmHWM") - before
     return Seen(parameters, after_backward, between_steps, most, grown)

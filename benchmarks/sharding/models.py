@@ -78,6 +78,13 @@ def decoder(size: Size) -> Decoder:
     return Decoder(size)
 
 
+def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The matrices of the blocks, which Muon trains, and the rest."""
+    inside = {id(p) for name, p in model.named_parameters() if "blocks." in name and p.dim() == 2}
+    params = list(model.parameters())
+    return [p for p in params if id(p) in inside], [p for p in params if id(p) not in inside]
+
+
 def batches(size: Size, rank: int, count: int = 4) -> list[Tensor]:
     """Random tokens, on each rank others."""
     random = torch.Generator().manual_seed(rank + 1)

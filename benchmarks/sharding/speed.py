@@ -1,26 +1,37 @@
-"""How the speed benchmarks measure: contenders in turns, each with processes of its own."""
+"""How the speed benchmarks measure: contenders in turns, each with processes of its own.
+
+`run` parses the arguments, measures, stores what was found, and has the page written.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from statistics import fmean, median
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
 from typing import Any
 
+import pages
 import torch
 import torch.distributed as dist
-from rounds import Ratio, ratio, shuffled
+from rounds import Ratio, Times, in_turns, ratio, spent
+from team import Team
 
-from sharding import models, traffic
-from sharding.contenders import CONTROL, DDP, Contender
-from sharding.team import Team
+from sharding import models
+from sharding.contenders import CONTROL, DDP, Contender, import_early
 
 WARM_UP = 2
 SAMPLED = 2000  # elements of parameters that are compared
 Contenders = Mapping[str, Contender]
-Times = dict[tuple[str, str], dict[str, list[float]]]
+Result = dict[str, Any]
+Rows = dict[str, list["Row"]]  # by the title of the workload
+
+HOW = """Ratios are of medians over rounds, with bootstrap intervals (95 %): **above 1 is faster.**
+Contenders take turns, in an order drawn anew in each round, in processes of their own; groups that
+do not fit in memory together run apart, each beside a DDP of its own. **"DDP again (A/A)" is DDP a
+second time: its distance from 1 is noise.** Bytes are what a rank's sockets send in a step. Each
+contender was first checked to train the same parameters as DDP."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,13 @@ def _group(
             for team in dict.fromkeys(teams.values()):
                 team.ask(order)
         _check_same(teams)
-        times = _times(workload, teams, choices, rounds)
+        steps = {"steps": workload.steps}
+        turns = {
+            (name, choice): partial(team.ask, {"do": "timed", "with": {"choice": choice, **steps}})
+            for choice in choices
+            for name, team in teams.items()
+        }
+        times = in_turns(turns, rounds)
     return [
         Row(
             name,
@@ -123,29 +140,13 @@ def _group(
     ]
 
 
-def _rival(kind: str, rival: str | None, name: str, choice: str, times: Times) -> Ratio | None:
+def _rival(
+    kind: str, rival: str | None, name: str, choice: str, times: Times[tuple[str, str]]
+) -> Ratio | None:
     """A rival's time over the contender's, if it was in memory beside it."""
     if rival is None or (rival, choice) not in times:
         return None
     return ratio(times[rival, choice][kind], times[name, choice][kind])
-
-
-def _times(
-    workload: Workload, teams: dict[str, Team], choices: Mapping[str, Any], rounds: int
-) -> Times:
-    """Per contender and choice: CPU summed over ranks, wall of the slowest, bytes of one."""
-    turns = {f"{name}|{choice}": (name, choice) for choice in choices for name in teams}
-    times = {turn: {"cpu": [], "wall": [], "sent": []} for turn in turns.values()}
-    for number in range(rounds):
-        for key in shuffled(list(turns), number):
-            name, choice = turns[key]
-            given = {"choice": choice, "steps": workload.steps}
-            ranks = teams[name].ask({"do": "timed", "with": given})
-            seen = times[name, choice]
-            seen["cpu"].append(sum(rank["cpu"] for rank in ranks))
-            seen["wall"].append(max(rank["wall"] for rank in ranks))
-            seen["sent"].append(fmean(rank["sent"] for rank in ranks))
-    return times
 
 
 def _check_same(teams: dict[str, Team]) -> None:
@@ -180,17 +181,15 @@ class Training:
         self.done += 1
 
     def timed(self, choice: str, steps: int) -> dict[str, float]:
-        """Wall and CPU seconds (of all threads) and bytes sent, per step."""
+        """What a step spends, to the end of the slowest rank's."""
         self.trained.choose(choice)
-        dist.barrier()
-        wall, cpu, sent = time.perf_counter(), time.process_time(), traffic.bytes_sent()
-        for _ in range(steps):
-            self.step()
-        self.trained.finish()
-        dist.barrier()
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        sent = traffic.bytes_sent() - sent
-        return {"wall": wall / steps, "cpu": cpu / steps, "sent": sent / steps}
+
+        def train() -> None:
+            for _ in range(steps):
+                self.step()
+            dist.barrier()
+
+        return {kind: value / steps for kind, value in spent(train).items()}
 
     def sample(self) -> list[float]:
         """Some elements of the parameters, spread over all of them."""
@@ -215,3 +214,67 @@ def training(contender: Contender, size: models.Size) -> Callable[[int], Callabl
         return answer
 
     return work
+
+
+# -- the page -------------------------------------------------------------------------------------
+
+
+def run(
+    doc: str | None,
+    name: str,
+    workloads: Sequence[Workload],
+    quick: Sequence[Workload],
+    contenders: Contenders,
+    choices: Mapping[str, Any],
+    write: Callable[[Result], None],
+    rivals: Mapping[str, str] | None = None,
+    more: Callable[[Workload], list[Row]] = lambda workload: [],
+) -> None:
+    """Parse the arguments, and measure the workloads or draw the page of what is stored."""
+    parser = pages.parser(doc)
+    parser.add_argument("--workload", action="append", metavar="NAME", help="only 25Mx2 and so on")
+    args = parser.parse_args()
+    if args.draw:
+        write(pages.read(name))
+        return
+    import_early()
+    result: Result = {**pages.conditions(), "workloads": {}}
+    if args.workload:  # what is not measured again stays
+        result["workloads"] = pages.read(name)["workloads"]
+    for workload in quick if args.quick else workloads:
+        if args.workload and workload.name not in args.workload:
+            continue
+        load = pages.conditions()["load"]
+        rows = measured(workload, contenders, choices, workload.rounds, rivals) + more(workload)
+        for row in rows:
+            print(workload.title, row.name, row.choice, row.cpu, row.wall, row.sent, flush=True)
+        if not args.quick:
+            found = {"load": load, "rows": [asdict(row) for row in rows]}
+            result["workloads"][workload.title] = found
+            pages.store(name, result)
+            write(result)
+
+
+def rows_of(result: Result) -> Rows:
+    """The rows of each workload."""
+    return {
+        title: [restored(row) for row in one["rows"]] for title, one in result["workloads"].items()
+    }
+
+
+def tables(result: Result, head: str, cells: Callable[[list[Row]], list[list[str]]]) -> str:
+    """A table for each workload."""
+    return "\n\n".join(
+        f"## {title}\n\nLoad average before: {result['workloads'][title]['load']}\n\n"
+        + pages.table(head, cells(rows))
+        for title, rows in rows_of(result).items()
+    )
+
+
+def times(value: Ratio | None) -> str:
+    """A ratio with its interval."""
+    return "" if value is None else f"{value.value:.2f} ({value.low:.2f}–{value.high:.2f})"
+
+
+def between(values: Sequence[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}"

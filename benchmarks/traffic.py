@@ -36,25 +36,17 @@ def bytes_sent() -> int:
 
 
 @contextmanager
-def collectives() -> Iterator[list[tuple[str, int]]]:
-    """Each collective started meanwhile, and the bytes of the tensors given to it to send."""
+def collectives() -> Iterator[list[int]]:
+    """The bytes of each collective started meanwhile, DDP's own among them."""
 
     class Listener(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if func.namespace == "c10d":
-                given = args[1] if _has_input(func) else args[0]
-                size = sum(x.nbytes for x in tree_leaves(given) if isinstance(x, Tensor))
-                seen.append((func.overloadpacket.__name__.rstrip("_"), size))
+                seen.append(sum(x.nbytes for x in tree_leaves(args[0]) if isinstance(x, Tensor)))
             return func(*args, **(kwargs or {}))
 
-    seen: list[tuple[str, int]] = []
+    seen: list[int] = []
     with Listener():
         yield seen
-
-
-def _has_input(func: Any) -> bool:
-    """Whether the second argument is what is sent, and the first what is received."""
-    second = func._schema.arguments[1]
-    return "input" in second.name
