@@ -2,5 +2,4 @@
 
 ways.py      the ways to train that are compared, and the lines
 training.py  one rank that trains in one of the ways, on a clock that stops for evaluations
-page.py      the tables, what the reader should use when, and the page
 """

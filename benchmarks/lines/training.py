@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from quality.workloads import WORKLOADS, Pictures, Workload, loss_of
 from torch import Tensor, nn
+from traffic import bytes_sent
 
 from lines.ways import Prepared, Way
 from manyhands.ramp import _observed
-from sharding import traffic
 
 AHEAD = 0.03  # seconds from the end of an evaluation to the moment when all ranks go on
 HELD_OUT = 2000  # samples
@@ -70,21 +70,17 @@ class TrainingClock:
     """Seconds of training: evaluations are left out. `Ramp` reads it as the module `time`."""
 
     def __init__(self) -> None:
-        self.paused = self.paused_cpu = 0.0
+        self.paused = 0.0
 
     def perf_counter(self) -> float:
         return time.perf_counter() - self.paused
 
-    def cpu(self) -> float:
-        return time.process_time() - self.paused_cpu
-
     def pause(self, until: Callable[[], float]) -> None:
         """Call `until`, which returns a moment, and go on at that moment."""
-        began, cpu = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
         moment = until()
         time.sleep(max(0.0, moment - time.perf_counter()))
         self.paused += time.perf_counter() - began
-        self.paused_cpu += time.process_time() - cpu
 
 
 def held_out_loss(data: Pictures, model: nn.Module) -> float:
@@ -120,17 +116,6 @@ def _small_batch_loss(task: Task, folder: Path, seed: int) -> float:
 Batch = tuple[Tensor, Tensor]
 
 
-def training(
-    task: Task, folder: Path, way: Way, seed: int, target: float
-) -> Callable[[int], Callable[[dict[str, Any]], dict[str, Any]]]:
-    """Return what a team's ranks do (`team.Work`); the order is empty."""
-
-    def work(rank: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
-        return lambda order: Rank(task, folder, way, seed, target, rank).train()
-
-    return work
-
-
 class Rank:
     """One rank that trains in one way."""
 
@@ -155,7 +140,7 @@ class Rank:
         optimizer, model = self.made.optimizer, self.made.model
         passes_of_steps: list[int] = []
         self.clock.pause(self._together)
-        began, cpu, sent = self.clock.perf_counter(), self.clock.cpu(), traffic.bytes_sent()
+        began, sent = self.clock.perf_counter(), bytes_sent()
         now, evaluated, over = began, 0.0, False
         for passes, micro_batches in self._steps():
             for batch in micro_batches:
@@ -175,11 +160,8 @@ class Rank:
             "seconds": now - began,
             "steps": len(passes_of_steps),
             "samples": self.task.about.batch * sum(passes_of_steps),
-            "progress": self._progress(len(passes_of_steps)),
-            "cpu_seconds": self.clock.cpu() - cpu,
-            "sent": traffic.bytes_sent() - sent,
+            "sent": bytes_sent() - sent,
             "mean_passes": fmean(passes_of_steps),
-            "largest_passes": max(passes_of_steps),
             **self._step_times(),
         }
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from blocks.contenders import diloco
-from slow_link import Terms, slow_link
+from slow_link import Link, Terms, slow_link
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -75,8 +74,6 @@ WAYS = {
     )
 }
 
-Enter = Callable[[int], object]  # takes this process, of that rank, to its host
-
 
 @dataclass(frozen=True)
 class Line:
@@ -85,17 +82,8 @@ class Line:
     name: str
     terms: Terms | None = None
 
-    @contextmanager
-    def laid(self) -> Iterator[Callable[[int], Enter]]:
-        """Yield a function from a number of ranks to what puts each on its host.
-
-        The first half of the ranks is on the first host, the others on the second.
-        """
-        if self.terms is None:
-            yield lambda ranks: lambda rank: None
-            return
-        with slow_link(self.terms) as link:
-            yield lambda ranks: lambda rank: link.enter(2 * rank // ranks)
+    def laid(self) -> AbstractContextManager[Link | None]:
+        return nullcontext() if self.terms is None else slow_link(self.terms)
 
 
 LINES = {
