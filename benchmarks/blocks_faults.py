@@ -18,8 +18,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"
-
 import pages
 import peers
 

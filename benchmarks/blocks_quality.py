@@ -106,8 +106,6 @@ def main() -> None:
     if not args.draw:
         if args.data is None:
             parser.error("--data FOLDER is needed: where mnist.npz and tinyshakespeare.txt.xz are")
-        torch.set_num_threads(1)
-        torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])  # imported once, before the forks
         for task in TABLES.values():
             train_all(task, args.data, args.quick)
     if not args.quick:
@@ -140,7 +138,6 @@ def show_bytes_in_sockets(width: int) -> None:
     workers, options = 8, {"every": 160, "fragments": 5, "codec": "ternary"}
 
     def block() -> dict[str, float]:
-        torch.set_num_threads(1)
         torch.manual_seed(dist.get_rank())
         model = Transformer(65, 64, width=width)
         for param in model.parameters():

@@ -10,21 +10,17 @@ that sleeps for 300 ms where it would compute. `blocks/contenders.py` lists what
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"
-
 import pages
 import peers
 
 peers.this_checkout()
 
-import torch  # noqa: E402
 from blocks.contenders import (  # noqa: E402
     ALONE,
     ALONE_AGAIN,
@@ -56,9 +52,6 @@ def main() -> None:
     if args.draw:
         draw(pages.read("blocks-slow-link"))
         return
-    # Ranks are forked; what torch imports late is imported here, once.
-    torch.set_num_threads(1)
-    AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
     params = parameters(SIZE)
     result: dict[str, Any] = {
         **pages.conditions(),

@@ -18,14 +18,11 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"
-
 import pages
 import peers
 
 peers.run_again_beside_peers()  # before torch, which this Python may not have
 
-import torch  # noqa: E402
 from blocks.contenders import (  # noqa: E402
     BMUF,
     BMUF_SHARED,
@@ -57,7 +54,6 @@ def main() -> None:
     if args.draw:
         draw(pages.read("blocks-sync"))
         return
-    torch.set_num_threads(1)
     size, rounds = (QUICK, 3) if args.quick else (SIZE, 30)
     params = parameters(size)
     conditions = pages.conditions()

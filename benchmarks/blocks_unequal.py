@@ -83,7 +83,6 @@ class StatedClock:
 
 def train(plan: Plan, folder: Path, seed: int, name: str, asleep: bool) -> dict[str, float]:
     """Train on this rank; return its figures."""
-    torch.set_num_threads(1)
     task, data = plan.task, plan.task.load(folder)
     alone = name == SYNCHRONOUS
     rank = 0 if alone else dist.get_rank()
@@ -141,8 +140,6 @@ def main() -> None:
     if not args.draw:
         if args.data is None:
             parser.error("--data FOLDER is needed: where mnist.npz and tinyshakespeare.txt.xz are")
-        torch.set_num_threads(1)
-        torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])  # imported once, before the forks
         for plan in PLANS.values():
             measure(plan, args.data, args.quick)
     if not args.quick:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 import time
 import warnings
@@ -18,11 +17,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"
-TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path.insert(0, str(TESTS))
+import pages
+import peers
 
-import pages  # noqa: E402
+peers.this_checkout()
+
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
@@ -36,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import manyhands as mh  # noqa: E402
-from sharding import models  # noqa: E402
+from sharding import memory, models  # noqa: E402
 
 RANKS = (2, 4)
 
@@ -49,9 +48,6 @@ def main() -> None:
         draw(pages.read("checkpoints"))
         return
     name, rounds = ("tiny", 2) if args.quick else ("100M", 5)
-    # Ranks are forked; what torch imports late is imported here, once.
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
-    torch.set_num_threads(1)
     size = models.SIZES[name]
     result: dict[str, Any] = {
         **pages.conditions(),
@@ -209,17 +205,10 @@ def work(
 def measured(do: Callable[[], Any]) -> tuple[Any, float, float]:
     """The result, the seconds, and by how many bytes the process grew at the most."""
     dist.barrier()
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    results: list[Any] = []
     start = time.perf_counter()
-    result = do()
-    seconds = time.perf_counter() - start
-    return result, seconds, max(_status("VmHWM") - before, 0)
-
-
-def _status(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith(name))
+    peak = memory.growth(lambda: results.append(do()))
+    return results[0], time.perf_counter() - start, peak
 
 
 # -- the page --------------------------------------------------------------------------------------

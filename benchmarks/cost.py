@@ -13,21 +13,17 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"
-
 import peers
 
 peers.run_again_beside_peers()  # before torch, which this Python may not have
 
 import pages  # noqa: E402
-import torch  # noqa: E402
 from contenders import WORKLOADS, Workload, training  # noqa: E402
 from rounds import Ratio, in_turns, ratio, spent  # noqa: E402
 from team import Team  # noqa: E402
@@ -60,9 +56,6 @@ def main() -> None:
     if args.draw:
         result = pages.read("cost")
     else:
-        # Ranks are forked; what torch imports late is imported here, once.
-        torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
-        torch.set_num_threads(1)
         result = {**pages.conditions(), "rounds": args.rounds, "workloads": {}}
         for workload in WORKLOADS:
             rows = measured(workload, 2 if args.quick else args.rounds, args.quick)

@@ -11,10 +11,6 @@ and `rounds.py` say how times are taken and become ratios.
 
 from __future__ import annotations
 
-import os
-
-os.environ["OMP_NUM_THREADS"] = "1"
-
 import peers
 
 WITH_PEERS = peers.run_again_beside_peers()  # before torch, which this Python may not have

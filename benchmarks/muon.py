@@ -11,11 +11,8 @@ alone says what an element-wise step sends. `sharding/speed.py` says how times a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
-
-os.environ["OMP_NUM_THREADS"] = "1"
 
 import peers
 

@@ -52,7 +52,11 @@ def make() -> None:
 
 
 def this_checkout() -> None:
-    """Put this checkout's manyhands on the path, here and in processes that are started."""
+    """Put this checkout's manyhands on the path, here and in processes that are started.
+
+    Each has one thread.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
     paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     sys.path.insert(0, paths[0])

@@ -11,12 +11,9 @@ sharding-memory.md (`OSS` and `ShardedDataParallel`) and fsdp-memory.md, with wh
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
-
-os.environ["OMP_NUM_THREADS"] = "1"
 
 import peers
 
@@ -60,7 +57,6 @@ def main() -> None:
     args = pages.parser(__doc__).parse_args()
     if not args.draw:
         import_early()
-        torch.set_num_threads(1)
         size = replace(models.SIZES["tiny" if args.quick else "25M"], batch=1, context=8)
         known = {**pages.conditions(), "size": size.name}
         states = {**known, "measured": measured(size, STATES)}

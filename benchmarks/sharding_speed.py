@@ -12,10 +12,6 @@ processes of its own. `rounds.py` says how times become ratios.
 
 from __future__ import annotations
 
-import os
-
-os.environ["OMP_NUM_THREADS"] = "1"
-
 import peers
 
 WITH_PEERS = peers.run_again_beside_peers()  # before torch, which this Python may not have

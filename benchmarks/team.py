@@ -38,6 +38,9 @@ class Team:
         self, ranks: int, work: Work, enter: Callable[[int], object] = lambda rank: None
     ) -> None:
         """`enter(rank)` is called first in each process: it may take it to another host."""
+        torch.set_num_threads(1)
+        # Ranks are forked; what torch imports late is imported here, once.
+        torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
         self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("fork")
         self._pipes: list[Connection] = []
@@ -91,7 +94,6 @@ def _live(
     pipe: Connection,
 ) -> None:
     enter(rank)
-    torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=5)

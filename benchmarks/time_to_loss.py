@@ -15,21 +15,17 @@ the same command goes on where it was interrupted.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"
-
 import peers
 
 peers.this_checkout()
 
 import pages  # noqa: E402
-import torch  # noqa: E402
 from lines.training import DIGITS, MNIST, Rank, Task, target_loss  # noqa: E402
 from lines.ways import LINES, OUTER, PLAIN, RAMP, WAYS  # noqa: E402
 from slow_link import Link, NoSlowLink, probe  # noqa: E402
@@ -124,9 +120,6 @@ def quick() -> None:
 def main() -> None:
     parser = pages.parser(__doc__, "mnist.npz")
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    # Ranks are forked; what torch imports late is imported here, once.
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     if given.quick:
         quick()
         return

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from quality.workloads import mnist, shakespeare
-from sharding.models import divided
+from quality.workloads import loss_of, mnist, shakespeare
+from sharding.models import Block, divided
 from team import Team
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -41,7 +40,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.symbol = nn.Embedding(symbols, width)
         self.place = nn.Parameter(torch.randn(length, width) * 0.02)
-        self.blocks = nn.ModuleList(Block(width, heads=4) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads=4, bias=True) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.readout = nn.Linear(width, symbols)
 
@@ -50,23 +49,6 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.readout(self.norm(x))
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        parts = self.qkv(self.before(x)).view(batch, length, 3, self.heads, -1)
-        q, k, v = parts.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.between(x))))
 
 
 @dataclass(frozen=True)
@@ -116,11 +98,6 @@ TASKS = {
     "Shakespeare": Task("Shakespeare", batch=4, steps=1200, lr=2e-3, load=shakespeare),
     "MNIST": Task("MNIST", batch=16, steps=1200, lr=1e-3, load=mnist),
 }
-
-
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    out = model(x)
-    return F.cross_entropy(out.reshape(-1, out.shape[-1]), y.reshape(-1))
 
 
 def lr_at(step: int, steps: int) -> float:

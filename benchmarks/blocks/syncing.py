@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,8 +123,5 @@ def _held(contender: Contender, size: Size, rank: int) -> dict[str, float]:
         tensors.most = 0
         one.optimizer.step()
         most = tensors.most - kept - unit
-    Path("/proc/self/clear_refs").write_text("5")  # the most of resident memory counts from here
-    before = memory.resident("VmRSS")
-    one.optimizer.step()
-    resident = memory.resident("VmHWM") - before
+    resident = memory.growth(one.optimizer.step)
     return {"kept": kept / unit, "most": most / unit, "resident": resident / unit}

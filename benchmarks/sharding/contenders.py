@@ -150,7 +150,6 @@ def deepspeed_zero(stage: int, **options: Any) -> Callable[[nn.Module], Trained]
 def import_early() -> None:
     """Import, before ranks are forked, what would be counted as a contender's own."""
     import_module("torch.distributed.fsdp")
-    AdamW([nn.Parameter(torch.zeros(1))], fused=True)
     if importlib.util.find_spec("deepspeed"):
         os.environ["DS_ACCELERATOR"] = "cpu"
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()):

@@ -106,6 +106,14 @@ def resident(what: str) -> int:
     raise ValueError(what)
 
 
+def growth(step: Callable[[], object]) -> int:
+    """Bytes by which the process grows at most in a step."""
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the most counts from here
+    step()
+    return max(resident("VmHWM") - before, 0)
+
+
 def work(contender: Contender, size: models.Size) -> Callable[[int], Callable[..., Any]]:
     """What a team's ranks do (`team.Work`)."""
 

@@ -33,13 +33,16 @@ SIZES = {
 
 
 class Block(nn.Module):
-    """Causal attention of 64-wide heads, and a layer of four times the width."""
+    """Causal attention of 64-wide heads, and a layer of four times the width.
 
-    def __init__(self, width: int) -> None:
+    Without `bias` the keys have none: it would have no gradient.
+    """
+
+    def __init__(self, width: int, heads: int = 0, bias: bool = False) -> None:
         super().__init__()
-        self.heads = width // 64
+        self.heads = heads or width // 64
         self.norm1 = nn.LayerNorm(width)
-        self.mixed = nn.Linear(width, 3 * width, bias=False)  # that of keys would have no gradient
+        self.mixed = nn.Linear(width, 3 * width, bias=bias)
         self.joined = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
         self.wide = nn.Linear(width, 4 * width)
@@ -47,7 +50,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        mixed = self.mixed(self.norm1(x)).view(batch, length, 3, self.heads, 64)
+        mixed = self.mixed(self.norm1(x)).view(batch, length, 3, self.heads, -1)
         q, k, v = mixed.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.joined(seen.transpose(1, 2).reshape(batch, length, width))
