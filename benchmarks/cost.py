@@ -1,7 +1,7 @@
 """Measure what a step with a scaling rule costs, over the same step of bare DDP.
 
     python benchmarks/peers.py           once, to have fairscale and adaptdl in the comparison
-    python benchmarks/cost.py            some minutes; writes the page and the figure
+    python benchmarks/cost.py            some minutes; writes the page
     python benchmarks/cost.py --quick    a smoke test: a few steps, writes nothing
 
 Two ranks (gloo, one thread each) train every variant of `contenders.py` in turns, all in the same
@@ -12,7 +12,6 @@ each, afterwards.
 from __future__ import annotations
 
 import gc
-import importlib.util
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -113,7 +112,7 @@ def restored(row: dict[str, Any]) -> Row:
     return Row(**{**row, "cpu": Ratio(**row["cpu"]), "wall": Ratio(**row["wall"])})
 
 
-# -- the page and the figure ---------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------
 
 PAGE = """# What a scaling rule costs
 
@@ -125,8 +124,6 @@ thread each. The load average before was {load}.
 python benchmarks/peers.py   # once: an environment with the peers
 python benchmarks/cost.py --rounds {rounds}
 ```
-
-![CPU time of a step over bare DDP's](../figures/cost.svg)
 
 - **CPU time** is that of both ranks with all threads. It varies less than wall time, which is that
   of the slower rank. Ratios are medians over {rounds} rounds with bootstrap intervals (95 %); all
@@ -188,34 +185,6 @@ def aims(tables: Tables) -> str:
 def write(tables: Tables, result: dict[str, Any]) -> None:
     shown = "\n\n".join(f"## {title}\n\n{table(rows)}" for title, rows in tables.items())
     pages.write("cost", PAGE, result, tables=shown, aims=aims(tables))
-    if importlib.util.find_spec("matplotlib"):
-        draw(tables)
-    else:
-        print(f"\nThe figure needs matplotlib, which is in the peers' environment: {peers.HOW}")
-
-
-def draw(tables: Tables) -> None:
-    """Each variant's CPU time over its base's, with its interval; the A/A control in grey."""
-    heights = [len(rows) for rows in tables.values()]
-    figure, axes = pages.pyplot().subplots(
-        len(tables), 1, figsize=(8, 0.3 * sum(heights)), height_ratios=heights, layout="constrained"
-    )
-    for axis, (title, rows) in zip(axes, tables.items(), strict=True):
-        shown = [row for row in rows if row.variant != row.base][::-1]
-        for y, row in enumerate(shown):
-            ours, control = row.variant.startswith("manyhands"), row.variant.endswith("(A/A)")
-            colour = pages.OURS if ours else pages.CONTROL if control else pages.OTHERS
-            axis.plot([row.cpu.low, row.cpu.high], [y, y], color=colour, linewidth=2)
-            axis.plot(row.cpu.value, y, "o", color=colour)
-            text = f"  {row.cpu.value:.2f}"
-            axis.annotate(text, (row.cpu.high, y), va="center", color=colour, fontsize=8)
-        axis.axvline(1, color=pages.INK, linewidth=0.8)
-        axis.set_yticks(range(len(shown)), [row.variant for row in shown], fontsize=8)
-        axis.set_ylim(-0.6, len(shown) - 0.4)
-        axis.margins(x=0.12)
-        axis.set_title(title, fontsize=9, loc="left")
-    axes[-1].set_xlabel("CPU time of a step / bare DDP's (95 % interval)")
-    pages.save(figure, "cost")
 
 
 if __name__ == "__main__":

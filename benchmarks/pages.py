@@ -1,4 +1,4 @@
-"""Write what a benchmark found: its results, its tables, its figure and its page.
+"""Write what a benchmark found: its results, its tables and its page.
 
     args = pages.parser(__doc__, data="mnist.npz").parse_args()   # --quick, --draw, --data FOLDER
     result = pages.read("cost") if args.draw else {**pages.conditions(), "rows": measured(args)}
@@ -25,9 +25,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "benchmarks"
-FIGURES = ROOT / "docs" / "figures"
-INK = "#808080"  # of text and axes: legible on a light and on a dark page
-OURS, CONTROL, OTHERS = "#1b7f5c", "#999999", "#c2571a"
 
 
 def parser(description: str | None, data: str = "") -> argparse.ArgumentParser:
@@ -89,27 +86,3 @@ def table(head: str, rows: Iterable[Sequence[object]], left: int = 1) -> str:
     rule = "|".join(["---"] * left + ["--:"] * (columns - left))
     lines = ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
     return "\n".join([f"| {head} |", f"|{rule}|", *lines])
-
-
-def pyplot() -> Any:
-    """matplotlib's pyplot for figures that do not change if their numbers do not."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    matplotlib.rcParams.update(
-        {
-            "svg.hashsalt": "manyhands",
-            "savefig.transparent": True,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            **dict.fromkeys(names, INK),
-        }
-    )
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
-
-
-def save(figure: Any, name: str) -> None:
-    figure.savefig(FIGURES / f"{name}.svg", metadata={"Date": None})

@@ -29,7 +29,6 @@ PINS = (
     "hivemind==1.1.12",
     "requests==2.34.2",  # adaptdl imports it
     "setuptools==80.10.2",  # adaptdl imports pkg_resources, which setuptools 81 dropped
-    "matplotlib==3.11.2",  # for the figures
 )
 COMPILE = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().load()"
 HOW = "python benchmarks/peers.py"

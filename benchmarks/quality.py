@@ -1,6 +1,6 @@
 """Does training at a larger batch end as well as at the small one? In how many steps?
 
-    python benchmarks/quality.py --data FOLDER    an hour; writes the tables and the figures
+    python benchmarks/quality.py --data FOLDER    an hour; writes the tables
     python benchmarks/quality.py --quick          a smoke test, seconds
 
 Compares AdaScale and AdamScale with fixed rules for the learning rate. Each rule is given

@@ -1,4 +1,4 @@
-"""Turn the runs into means and spreads, tables and figures."""
+"""Turn the runs into means and spreads, and tables."""
 
 from __future__ import annotations
 
@@ -94,48 +94,8 @@ def table(results: Results) -> str:
 
 
 def write(found: Sequence[Results]) -> None:
-    """Replace the tables between the page's two marks, and the figures."""
+    """Replace the tables between the page's two marks."""
     page = pages.PAGES / "quality.md"
     before, _, rest = page.read_text().partition(BEGIN)
     tables = "\n\n".join(table(results) for results in found)
     page.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}")
-    for optimizer in ("SGD", "AdamW"):
-        draw(
-            [r for r in found if r.workload.optimizer == optimizer], f"quality-{optimizer.lower()}"
-        )
-
-
-def draw(found: Sequence[Results], name: str) -> None:
-    """A row per workload: every run at the largest scale, with budgets (A) and (B)."""
-    figure, axes = pages.pyplot().subplots(
-        len(found), 2, figsize=(8.4, 1.75 * len(found) + 0.3), sharex="row", sharey="row",
-        squeeze=False, layout="constrained",
-    )  # fmt: skip
-    for row, results in zip(axes, found, strict=True):
-        for axis, budget in zip(row, ("samples", "steps"), strict=True):
-            _draw_panel(axis, results, budget)
-        low, high = sorted(row[0].get_xlim())  # better is to the right
-        row[0].set_xlim((low, high) if results.workload.higher_is_better else (high, low))
-    pages.save(figure, name)
-
-
-def _draw_panel(axis: Any, results: Results, budget: str) -> None:
-    workload, scale, base = results.workload, max(results.workload.scales), results.base
-    axis.axvline(statistics.mean(base.good), color=pages.CONTROL, linewidth=1.2)
-    names = results.methods[::-1]
-    for y, method in enumerate(names):
-        cell = results.cell(method, scale, budget)
-        colour = pages.OURS if method == workload.adaptive else pages.OTHERS
-        axis.plot(cell.good, [y] * len(cell.good), "o", color=colour, alpha=0.75, mew=0)
-        if fate := cell.fate():
-            axis.text(
-                0.02, y, fate, transform=axis.get_yaxis_transform(), color=colour, va="center"
-            )
-    axis.set_yticks(range(len(names)), names)
-    axis.set_ylim(-0.6, len(names) - 0.4)
-    axis.tick_params(axis="y", length=0)
-    axis.grid(axis="y", color=pages.INK, alpha=0.25, linewidth=0.6)
-    steps = results.cell(workload.adaptive, scale, budget).steps()
-    letter = "(A) same samples" if budget == "samples" else f"(B) {workload.adaptive}'s steps"
-    axis.set_title(f"{workload.title}, S = {scale}\n{letter}, {steps} steps", fontsize=9.5)
-    axis.set_xlabel(f"{workload.metric}   (line: scale 1, {base.steps()} steps)")
