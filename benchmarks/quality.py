@@ -24,8 +24,7 @@ from typing import Any
 import pages
 import torch
 from quality import page
-from quality.plan import Run, comparison
-from quality.training import train
+from quality.training import Run, comparison, train
 from quality.workloads import WORKLOADS, Workload
 
 RESULTS = pages.RESULTS / "quality.jsonl"

@@ -132,78 +132,62 @@ def read() -> list[Row]:
     return [Row(**row) for row in pages.read_rows(RESULTS)]
 
 
-def times_of_fixed(rows: Sequence[Row], workload: Workload, overhead: float) -> dict[int, float]:
-    """The mean time of each fixed batch, over the seeds that `Ramp` was run with."""
-    own = [r for r in rows if r.workload == workload.name]
-    seeds = {r.seed for r in own if r.way == "ramp"}
-    found = {
-        batch: [r for r in own if r.way == "fixed" and r.batch == batch and r.seed in seeds]
-        for batch in FIXED
-    }
-    # the same run at every overhead: only its time differs
-    return {
-        batch: mean(r.samples + r.steps * overhead for r in some)
-        for batch, some in found.items()
-        if some
-    }
-
-
 def score_cell(workload: Workload, found: Sequence[Row]) -> str:
     scores = [r.score for r in found]
     digits = 2 if workload.higher_is_better else 3
     return f"{mean(scores):.{digits}f} ({min(scores):.{digits}f}–{max(scores):.{digits}f})"
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[Row]) -> str:
     """A row for each workload and overhead: `Ramp` beside two fixed batches, means over seeds.
 
     One is the fastest; the other the fastest whose mean score is no worse than `Ramp`'s.
     """
-    lines = []
+    cells = []
     for workload in WORKLOADS:
         own = [r for r in rows if r.workload == workload.name]
+        fixed = {b: [r for r in own if r.way == "fixed" and r.batch == b] for b in FIXED}
         sign = 1.0 if workload.higher_is_better else -1.0
         for overhead in map(float, OVERHEADS):
             ramp = [r for r in own if r.way == "ramp" and r.overhead == overhead]
-            times = times_of_fixed(rows, workload, overhead)
-            if not ramp or not times:
-                continue
-            seeds, score = {r.seed for r in ramp}, sign * mean(r.score for r in ramp)
-            fixed = {
-                b: [r for r in own if r.way == "fixed" and r.batch == b and r.seed in seeds]
-                for b in times
-            }
-            time, best = mean(r.time for r in ramp), min(times, key=times.__getitem__)
-            as_good = [b for b in times if sign * mean(r.score for r in fixed[b]) >= score]
+            score, time = sign * mean(r.score for r in ramp), mean(r.time for r in ramp)
+            # the same run at every overhead: only its time differs
+            times = {b: mean(r.samples + r.steps * overhead for r in fixed[b]) for b in FIXED}
+            best = min(times, key=times.__getitem__)
+            as_good = [b for b in FIXED if sign * mean(r.score for r in fixed[b]) >= score]
             same = min(as_good, key=times.__getitem__, default=None)
-            beside = "none | " if same is None else f"{same} | {time / times[same]:.2f}"
-            lines.append(
-                f"| {workload.title} | {overhead:g} | {times[1] / times[best]:.2f} | {best} "
-                f"| {time / times[best]:.2f} | {score_cell(workload, fixed[best])} "
-                f"| {score_cell(workload, ramp)} | {beside} |"
+            cells.append(
+                [
+                    *(workload.title, f"{overhead:g}", f"{times[1] / times[best]:.2f}", best),
+                    *(f"{time / times[best]:.2f}", score_cell(workload, fixed[best])),
+                    *(score_cell(workload, ramp), "none" if same is None else same),
+                    "" if same is None else f"{time / times[same]:.2f}",
+                ]
             )
-    return lines
+    return pages.table(HEAD, cells)
 
 
-def samples_table(rows: Sequence[Row]) -> list[str]:
+def samples_table(rows: Sequence[Row]) -> str:
     """`goal="samples"` beside scale 1."""
-    lines = []
+    cells = []
     for workload in WORKLOADS:
         own = [r for r in rows if r.workload == workload.name]
         found = [r for r in own if r.way == "samples"]
         one = [r for r in own if r.way == "fixed" and r.batch == 1]
-        if found and one:
-            steps, samples = (
-                mean(getattr(r, what) for r in found) / mean(getattr(r, what) for r in one)
-                for what in ("steps", "samples")
-            )
-            lines.append(
-                f"| {workload.title} | {1 - steps:.0%} | {samples:.2f} "
-                f"| {score_cell(workload, found)} | {score_cell(workload, one)} |"
-            )
-    return lines
+        steps, samples = (
+            mean(getattr(r, what) for r in found) / mean(getattr(r, what) for r in one)
+            for what in ("steps", "samples")
+        )
+        scores = (score_cell(workload, some) for some in (found, one))
+        cells.append([workload.title, f"{1 - steps:.0%}", f"{samples:.2f}", *scores])
+    head = "workload | fewer steps than scale 1 | samples over scale 1's | score | at scale 1"
+    return pages.table(head, cells)
 
 
+HEAD = (
+    "workload | overhead | scale 1's time over the best | best fixed batch | Ramp's time over it "
+    "| its score | Ramp's score | fastest no worse than Ramp | Ramp's time over it"
+)
 TEXT = """# Ramp and the best fixed batch size
 
 **The time is simulated.** A step takes `overhead + passes`, so the best fixed batch depends on the
@@ -217,9 +201,6 @@ over {seeds} seeds, and the range of the scores: accuracy in %, or loss on Shake
 python benchmarks/ramp.py --data ../shared/data
 ```
 
-| workload | overhead | scale 1's time over the best | best fixed batch | Ramp's time over it \
-| its score | Ramp's score | fastest no worse than Ramp | Ramp's time over it |
-|---|--:|--:|--:|--:|--:|--:|--:|--:|
 {table}
 
 Where `Ramp` saves most time, its model is worse than that of the best fixed batch: the ranges of
@@ -230,8 +211,6 @@ last two columns compare it with the fastest fixed batch whose mean score is no 
 
 The batch is sqrt(0.8 noise scale), the best one if each step has a fixed cost of 0.8 small batches.
 
-| workload | fewer steps than scale 1 | samples over scale 1's | score | at scale 1 |
-|---|--:|--:|--:|--:|
 {samples}
 
 ## Predictions
@@ -243,7 +222,7 @@ of a run is {middle:.1%} in the middle of {runs} runs, and {worst:.1%} in the wo
 
 def write(rows: Sequence[Row]) -> None:
     errors = [r.prediction_error for r in rows if r.way == "ramp"]
-    parts = {"table": "\n".join(table(rows)), "samples": "\n".join(samples_table(rows))}
+    parts = {"table": table(rows), "samples": samples_table(rows)}
     known = {"middle": median(errors), "worst": max(errors), "runs": len(errors), "seeds": SEEDS}
     pages.write("ramp", TEXT, {**parts, **known})
 

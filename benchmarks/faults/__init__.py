@@ -2,5 +2,4 @@
 
 worker.py  what each worker runs: an ordinary training script that keeps a log
 harm.py    starts a run with `manyhands run`, and kills and stops its workers at set times
-tally.py   the figures of a run, from its log and the list of its faults
 """

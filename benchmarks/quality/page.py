@@ -9,7 +9,7 @@ from typing import Any
 
 import pages
 
-from quality.plan import FIXED
+from quality.training import FIXED
 from quality.workloads import Workload
 
 Row = dict[str, Any]
