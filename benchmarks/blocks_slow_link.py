@@ -36,9 +36,9 @@ from sharding.models import Size  # noqa: E402
 from slow_link import Link, NoSlowLink, Terms, probe, slow_link  # noqa: E402
 from team import Team  # noqa: E402
 from torch.optim import AdamW  # noqa: E402
+from traffic import bytes_sent  # noqa: E402
 
 import manyhands as mh  # noqa: E402
-from sharding import traffic  # noqa: E402
 
 EVERY = 16  # steps of a block; a block that is not measured comes before
 BLOCKS = 2
@@ -116,9 +116,9 @@ def trained(contender: Contender, size: Size, seconds: float, rank: int) -> dict
 
     train(warm_up)
     module.seconds = seconds
-    cpu, sent = time.process_time(), traffic.bytes_sent()
+    cpu, sent = time.process_time(), bytes_sent()
     walls = [train(length) for _ in range(blocks)]
-    cpu, sent = time.process_time() - cpu, traffic.bytes_sent() - sent
+    cpu, sent = time.process_time() - cpu, bytes_sent() - sent
     if isinstance(optimizer, mh.Blocks):
         optimizer.synchronize()  # what is under way arrives before processes end
     return {"wall": walls, "cpu": cpu / (blocks * length), "sent": sent / (blocks * length)}

@@ -16,19 +16,21 @@ same command continues where it was interrupted.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pages
 import torch
-from quality import page
-from quality.training import Run, comparison, train
+from quality.training import FIXED, Run, comparison, train
 from quality.workloads import WORKLOADS, Workload
 
 RESULTS = pages.RESULTS / "quality.jsonl"
 SEEDS = 3
+Row = dict[str, Any]
+BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
 
 
 def main() -> None:
@@ -37,14 +39,14 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.quick:
         few = [replace(w, steps=32, scales=(4,)) for w in WORKLOADS if w.name == "digits-sgd"]
-        print(page.table(page.results_of(few, run(few, Path(), 1, []))[0]))
+        print(table(results_of(few, run(few, Path(), 1, []))[0]))
         return
     rows = pages.read_rows(RESULTS)
     if not options.draw:
         if options.data is None:
             parser.error("--data FOLDER is needed.")
         rows = run(WORKLOADS, options.data, SEEDS, rows, RESULTS)
-    page.write(page.results_of(WORKLOADS, rows))
+    write(results_of(WORKLOADS, rows))
 
 
 def run(
@@ -78,6 +80,94 @@ def steps_of(one: Run, workload: Workload, done: dict[Run, dict[str, Any]]) -> i
     if one.budget == "progress":
         return None
     return int(done[replace(one, method=workload.adaptive, budget="progress")]["steps"])
+
+
+# -- the tables ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The same run with several seeds. `mean` and `spread` are over those that have a score."""
+
+    workload: Workload
+    rows: Sequence[Row]
+
+    @property
+    def good(self) -> list[float]:
+        return [row["score"] for row in self.rows if not self.workload.failure(row["score"])]
+
+    def __str__(self) -> str:
+        places = 2 if self.workload.higher_is_better else 3
+        values = ""
+        if good := self.good:
+            values = f"{statistics.mean(good):.{places}f}"
+        if len(good) > 1:
+            values += f" ± {statistics.stdev(good):.{places}f}"
+        return "; ".join(filter(None, (self.fate(), values)))
+
+    def fate(self) -> str:
+        """What became of the runs without a score."""
+        failed = [found for row in self.rows if (found := self.workload.failure(row["score"]))]
+        some = f"{len(failed)} of {len(self.rows)} " if self.good else ""
+        return some + " or ".join(sorted(set(failed))) if failed else ""
+
+    def steps(self) -> str:
+        steps = [row["steps"] for row in self.rows]
+        spread = statistics.stdev(steps) if len(steps) > 1 else 0.0
+        return f"{statistics.mean(steps):,.0f}" + (f" ± {spread:,.0f}" if spread >= 0.5 else "")
+
+
+@dataclass(frozen=True)
+class Results:
+    """The finished runs of one workload."""
+
+    workload: Workload
+    rows: Sequence[Row]
+
+    def cell(self, method: str, scale: int, budget: str) -> Cell:
+        """Under the budget "steps", AdaScale's runs are its own progress runs."""
+        if method == self.workload.adaptive and budget == "steps":
+            budget = "progress"
+        wanted = {"method": method, "scale": scale, "budget": budget}
+        found = [row for row in self.rows if all(row[k] == v for k, v in wanted.items())]
+        return Cell(self.workload, found)
+
+    @property
+    def base(self) -> Cell:
+        return self.cell("plain", 1, "base")
+
+    @property
+    def methods(self) -> list[str]:
+        return [*FIXED, self.workload.adaptive]
+
+
+def results_of(workloads: Sequence[Workload], rows: Sequence[Row]) -> list[Results]:
+    found = (Results(w, [row for row in rows if row["workload"] == w.name]) for w in workloads)
+    return [results for results in found if results.rows]
+
+
+def table(results: Results) -> str:
+    workload, base = results.workload, results.base
+    columns = [(scale, budget) for scale in workload.scales for budget in ("samples", "steps")]
+    heads = [
+        f"S = {scale} ({'A' if budget == 'samples' else 'B'}), "
+        f"{results.cell(workload.adaptive, scale, budget).steps()} steps"
+        for scale, budget in columns
+    ]
+    cells = [[m, *(results.cell(m, *column) for column in columns)] for m in results.methods]
+    return (
+        f"### {workload.title}\n\nScale 1 (batch {workload.batch}, lr {workload.lr:g}): "
+        f"**{base}** {workload.metric.split(', ')[-1]} in {base.steps()} steps.\n\n"
+        + pages.table(" | ".join(["method", *heads]), cells)
+    )
+
+
+def write(found: Sequence[Results]) -> None:
+    """Replace the tables between the page's two marks."""
+    page = pages.PAGES / "quality.md"
+    before, _, rest = page.read_text().partition(BEGIN)
+    tables = "\n\n".join(table(results) for results in found)
+    page.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def test_the_page_names_the_fastest_way_for_each_line(benchmark):
 
 
 def test_the_loss_is_the_mean_of_the_last_progress(benchmark):
-    from lines.training import SmoothLoss
+    from ways import SmoothLoss
 
     smooth = SmoothLoss(over=20.0)
     found = [smooth.add(*seen) for seen in ((10, 3.0), (20, 1.0), (35, 0.0))]
@@ -109,7 +109,7 @@ def test_the_loss_is_the_mean_of_the_last_progress(benchmark):
 
 
 def test_the_clock_stands_during_evaluations(benchmark, monkeypatch):
-    from lines import training
+    import ways
 
     class Clock:
         now = 10.0
@@ -121,8 +121,8 @@ def test_the_clock_stands_during_evaluations(benchmark, monkeypatch):
             self.now += seconds
 
     time = Clock()
-    monkeypatch.setattr(training, "time", time)
-    clock = training.TrainingClock()
+    monkeypatch.setattr(ways, "time", time)
+    clock = ways.TrainingClock()
     time.sleep(1.0)
     assert clock.perf_counter() == 11.0
     clock.pause(lambda: time.sleep(2.0) or 15.0)  # works until 13, and goes on at 15

@@ -1,8 +1,9 @@
-"""One rank that trains until the loss is reached, on a clock that stops for evaluations.
+"""The ways to train that `time_to_loss.py` compares, the lines, and a rank that trains.
 
-After every `evaluate_every` small-batch steps of progress (in blocks: after each sync round) rank 0
-measures the loss on held-out samples and sends it to all, with the moment at which they go on. The
-ranks are on one machine and read one clock, so they go on together.
+Its clock stops for evaluations. After every `evaluate_every` small-batch steps of progress (in
+blocks: after each sync round) rank 0 measures the loss on held-out samples and sends it to all,
+with the moment at which they go on. The ranks are on one machine and read one clock, so they go on
+together.
 
 The loss that counts is the mean of those measured during the last `smooth_over` of progress.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -20,12 +21,100 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from blocks.contenders import diloco
 from quality.workloads import WORKLOADS, Pictures, Workload, loss_of
+from slow_link import Link, Terms, slow_link
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from traffic import bytes_sent
 
-from lines.ways import Prepared, Way
+import manyhands as mh
 from manyhands.ramp import _observed
+
+MAX_SCALE = 128
+# DiLoCo's, found by trial: at a constant rate a large outer momentum keeps the loss high. What else
+# was tried is in docs/notes.md.
+OUTER = {"lr": 1.0, "momentum": 0.5}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train."""
+
+    name: str
+    passes: int = 1  # micro-batches of every step on each rank, without `ramp`
+    rule: bool = False  # AdaScale; without it the rate stays as it was tuned
+    ramp: bool = False
+    every: int = 0  # steps of a block of DiLoCo; 0: DDP
+
+    def prepare(self, bare: nn.Module, optimizer: Optimizer, ranks: int) -> Prepared:
+        """Wrap the model and the optimizer."""
+        model = bare if self.every else DistributedDataParallel(bare)
+        rule = ramp = None
+        if self.rule:
+            workers = {"world_size": 1} if self.every else {}
+            optimizer = rule = mh.AdaScale(
+                optimizer, num_gradients_to_accumulate=self.passes, **workers
+            )
+        if self.every:
+            optimizer = diloco(**OUTER)(optimizer, self.every, bare)
+        if self.ramp:
+            # inside blocks a worker is alone, and its batch is its own
+            most, averaged = (MAX_SCALE // ranks, None) if self.every else (MAX_SCALE, model)
+            ramp = mh.Ramp(rule, most, model=averaged)
+        return Prepared(model, optimizer, rule, ramp)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model and an optimizer to train with, and what they are made of."""
+
+    model: nn.Module
+    optimizer: Any
+    rule: mh.AdaScale | None
+    ramp: mh.Ramp | None
+
+
+PLAIN = Way("DDP")
+RAMP = Way("DDP + AdaScale + Ramp", rule=True, ramp=True)
+WAYS = {
+    way.name: way
+    for way in (
+        PLAIN,
+        Way("DDP + AdaScale, 1 pass", rule=True),
+        Way("DDP + AdaScale, 4 passes", passes=4, rule=True),
+        Way("DDP + AdaScale, 16 passes", passes=16, rule=True),
+        RAMP,
+        Way("DiLoCo, H = 16", every=16),
+        Way("DiLoCo, H = 64", every=64),
+        Way("DiLoCo, H = 16, Ramp inside", rule=True, ramp=True, every=16),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """What lies between the ranks: a line of `terms` between two hosts, or nothing."""
+
+    name: str
+    terms: Terms | None = None
+
+    def laid(self) -> AbstractContextManager[Link | None]:
+        return nullcontext() if self.terms is None else slow_link(self.terms)
+
+
+LINES = {
+    line.name: line
+    for line in (
+        Line("loopback"),
+        Line("1 Gbit/s", Terms(rate=1e9, delay=0.0001)),
+        Line("50 Mbit/s, 20 ms", Terms()),
+    )
+}
+
+
+# -- until the loss is reached --------------------------------------------------------------------
 
 AHEAD = 0.03  # seconds from the end of an evaluation to the moment when all ranks go on
 HELD_OUT = 2000  # samples
