@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -163,15 +164,9 @@ def resnet20() -> nn.Module:
 
 def mlp() -> nn.Module:
     """10.5 M parameters, of which each is used a few times a step: reading them is the work."""
-    return nn.Sequential(
-        nn.Linear(1024, 2048),
-        nn.ReLU(),
-        nn.Linear(2048, 2048),
-        nn.ReLU(),
-        nn.Linear(2048, 2048),
-        nn.ReLU(),
-        nn.Linear(2048, 10),
-    )
+    sizes = pairwise((1024, 2048, 2048, 2048))
+    hidden = [layer for size in sizes for layer in (nn.Linear(*size), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(2048, 10))
 
 
 def sgd(model: nn.Module) -> SGD:
@@ -196,30 +191,23 @@ def fairscale_adascale(model: nn.Module) -> Trained:
     return DistributedDataParallel(model), AdaScale(sgd(model))
 
 
-def adaptdl_adascale(model: nn.Module) -> Trained:
-    from adaptdl.torch.gradient_noise_scale import GradientNoiseScale
-    from adaptdl.torch.scaling_rules import AdaScale
-
-    return _adaptdl(model, sgd(model), AdaScale(), GradientNoiseScale)
-
-
-def adaptdl_adamscale(model: nn.Module) -> Trained:
-    from adaptdl.torch.gradient_noise_scale import AdamGradientNoiseScale
-    from adaptdl.torch.scaling_rules import AdamScale
-
-    return _adaptdl(model, adamw(model), AdamScale(), AdamGradientNoiseScale)
-
-
-def _adaptdl(model: nn.Module, optimizer: Any, rule: Any, noise: Any) -> Trained:
+def adaptdl(rule: str, optimizer: Make) -> Callable[[nn.Module], Trained]:
     """adaptdl's statistics and rule on torch's DDP.
 
     Its own data-parallel class only runs inside its data loader; what that class and the loader
     add to a step is left out, in adaptdl's favour.
     """
-    ddp = DistributedDataParallel(model)
-    ddp.gns = noise(ddp, optimizer)
-    rule.initialize(ddp, optimizer, patch_optimizer=True)
-    return ddp, optimizer
+
+    def make(model: nn.Module) -> Trained:
+        from adaptdl.torch import gradient_noise_scale, scaling_rules
+
+        ddp, inner = DistributedDataParallel(model), optimizer(model)
+        noise = "GradientNoiseScale" if rule == "AdaScale" else "AdamGradientNoiseScale"
+        ddp.gns = getattr(gradient_noise_scale, noise)(ddp, inner)
+        getattr(scaling_rules, rule)().initialize(ddp, inner, patch_optimizer=True)
+        return ddp, inner
+
+    return make
 
 
 @dataclass(frozen=True)
@@ -256,14 +244,14 @@ WITH_SGD = (
     Variant(ADASCALE, ours(mh.AdaScale, sgd), BARE_SGD, warm_up=SETTLED),
     Variant(f"{ADASCALE}, {EXACT}", ours(mh.AdaScale, sgd, measure_every=1), BARE_SGD),
     Variant("fairscale AdaScale", fairscale_adascale, BARE_SGD, "fairscale"),
-    Variant("adaptdl AdaScale", adaptdl_adascale, BARE_SGD, "adaptdl"),
+    Variant("adaptdl AdaScale", adaptdl("AdaScale", sgd), BARE_SGD, "adaptdl"),
 )
 WITH_ADAMW = (
     Variant(BARE_ADAMW, bare(adamw), BARE_ADAMW),
     Variant(f"{BARE_ADAMW} again (A/A)", bare(adamw), BARE_ADAMW),
     Variant(ADAMSCALE, ours(mh.AdamScale, adamw), BARE_ADAMW, warm_up=SETTLED),
     Variant(f"{ADAMSCALE}, {EXACT}", ours(mh.AdamScale, adamw, measure_every=1), BARE_ADAMW),
-    Variant("adaptdl AdamScale", adaptdl_adamscale, BARE_ADAMW, "adaptdl"),
+    Variant("adaptdl AdamScale", adaptdl("AdamScale", adamw), BARE_ADAMW, "adaptdl"),
 )
 WORKLOADS = (
     Workload("ResNet-20, batch 8", resnet20, (8, 3, 32, 32), WITH_SGD),

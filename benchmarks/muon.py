@@ -12,6 +12,7 @@ alone says what an element-wise step sends. `sharding/speed.py` says how times a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import peers
@@ -81,14 +82,8 @@ def sharded(model: nn.Module) -> Trained:
     return Trained(mh.ShardedDataParallel(model, [muon, adamw]), both, both.zero_grad)
 
 
-def muon(params: list[nn.Parameter]) -> Muon:
-    return Muon(params, lr=1e-3)
-
-
-def owned(params: list[nn.Parameter]) -> mh.WholeTensorOptimizer:
-    return mh.WholeTensorOptimizer(params, optim=Muon, lr=1e-3)
-
-
+muon = partial(Muon, lr=1e-3)
+owned = partial(mh.WholeTensorOptimizer, optim=Muon, lr=1e-3)
 CONTENDERS = {
     contender.name: contender
     for contender in (
@@ -111,7 +106,7 @@ QUICK = (Workload("tiny", 2, rounds=2, steps=1, groups=(tuple(CONTENDERS),)),)
 def alone(workload: Workload) -> list[Row]:
     """What an element-wise step sends: it trains in another way, so it is beside DDP with AdamW."""
     apart = Workload(workload.size, workload.ranks, 2, 1, ((DDP, ADAMW),))
-    return measured(apart, ALONE, {"fused": True}, apart.rounds)[-1:]
+    return measured(apart, ALONE, {"fused": True})[-1:]
 
 
 TEXT = """# Muon where matrices are sharded

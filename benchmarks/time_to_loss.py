@@ -26,9 +26,9 @@ import peers
 peers.this_checkout()
 
 import pages  # noqa: E402
-import ways  # noqa: E402
 from slow_link import Link, NoSlowLink, probe  # noqa: E402
 from team import Team  # noqa: E402
+from ways import DIGITS, LINES, MNIST, OUTER, PLAIN, RAMP, WAYS, Rank, Task, target_of  # noqa: E402
 
 RESULTS = pages.RESULTS / "time_to_loss.jsonl"
 RANKS = (2, 4)
@@ -58,19 +58,19 @@ def planned(
             yield [Run(line, n, way, seed) for way in in_turn for n in ranks]
 
 
-def measure(run: Run, task: ways.Task, folder: Path, link: Link | None, target: float) -> Any:
+def measure(run: Run, task: Task, folder: Path, link: Link | None, target: float) -> Any:
     """Train once, in processes of its own; return the row.
 
     The first half of the ranks is on the first host of a link, the others on the second.
     """
-    way = ways.WAYS[run.way]
+    way = WAYS[run.way]
 
     def enter(rank: int) -> None:
         if link is not None:
             link.enter(2 * rank // run.ranks)
 
     def work(rank: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
-        return lambda order: ways.Rank(task, folder, way, run.seed, target, rank).train()
+        return lambda order: Rank(task, folder, way, run.seed, target, rank).train()
 
     conditions = pages.conditions()
     with Team(run.ranks, work, enter) as team:
@@ -89,29 +89,29 @@ def run_all(groups: Iterator[list[Run]], folder: Path) -> None:
     """Add the runs that are missing to the results, one line each."""
     rows = pages.read_rows(RESULTS)
     done = {Run(row["line"], row["ranks"], row["way"], row["seed"]) for row in rows}
-    target = rows[0]["target"] if rows else ways.target_loss(ways.MNIST, folder)
+    target = rows[0]["target"] if rows else target_of(MNIST, folder)
     for group in groups:
         missing = [run for run in group if run not in done]
         if not missing:
             continue
-        line = ways.LINES[missing[0].line]
+        line = LINES[missing[0].line]
         with line.laid() as link:
             if line.terms is not None:
                 found = {line.name: {**asdict(line.terms), **probe(link)}}
                 pages.store("time_to_loss_lines", pages.read("time_to_loss_lines") | found)
             for run in missing:
-                pages.add_row(RESULTS, measure(run, ways.MNIST, folder, link, target))
+                pages.add_row(RESULTS, measure(run, MNIST, folder, link, target))
 
 
 def quick() -> None:
     """Train on digits for a moment, over loopback and, where there may be one, over a line."""
-    target = ways.target_loss(ways.DIGITS, Path(), seeds=(0,))
-    few = [way.name for way in ways.WAYS.values() if way.ramp or way.passes == 4 or way.every == 16]
-    for name, names in (("loopback", few), ("1 Gbit/s", [ways.RAMP.name])):
+    target = target_of(DIGITS, Path(), seeds=(0,))
+    few = [way.name for way in WAYS.values() if way.ramp or way.passes == 4 or way.every == 16]
+    for name, names in (("loopback", few), ("1 Gbit/s", [RAMP.name])):
         try:
-            with ways.LINES[name].laid() as link:
+            with LINES[name].laid() as link:
                 for way in names:
-                    measure(Run(name, 2, way, 0), ways.DIGITS, Path(), link, target)
+                    measure(Run(name, 2, way, 0), DIGITS, Path(), link, target)
         except NoSlowLink as error:
             print(f"{name} is left out: {error}")
 
@@ -126,7 +126,7 @@ def main() -> None:
         if given.data is None:
             parser.error("--data FOLDER is needed: where mnist.npz is")
         try:
-            run_all(planned(list(ways.LINES), RANKS, list(ways.WAYS), SEEDS), given.data)
+            run_all(planned(list(LINES), RANKS, list(WAYS), SEEDS), given.data)
         except NoSlowLink as error:
             raise SystemExit(f"There is no slow line here: {error}") from error
     pages.write("time_to_loss", PAGE, parts(pages.read_rows(RESULTS)))
@@ -151,7 +151,7 @@ def fastest(rows: Sequence[Row], among: Callable[[str], bool]) -> tuple[str, flo
     """Return the fastest way of those that `among` says, and its seconds."""
     times = {
         name: seconds
-        for name in ways.WAYS
+        for name in WAYS
         if among(name) and (seconds := seconds_of(of(rows, way=name))) is not None
     }
     return min(times.items(), key=lambda item: item[1]) if times else None
@@ -159,7 +159,7 @@ def fastest(rows: Sequence[Row], among: Callable[[str], bool]) -> tuple[str, flo
 
 def ratio(rows: Sequence[Row]) -> float | None:
     """Return what a step costs besides its passes, in passes, as `Ramp` has measured it."""
-    found = [r["fixed_ms"] / r["pass_ms"] for r in of(rows, way=ways.RAMP.name) if "fixed_ms" in r]
+    found = [r["fixed_ms"] / r["pass_ms"] for r in of(rows, way=RAMP.name) if "fixed_ms" in r]
     return median(found) if found else None
 
 
@@ -173,17 +173,17 @@ def which(rows: Sequence[Row]) -> str:
     """Return a row for each line and number of ranks."""
     head = "network | ranks | a / b | DDP at the small batch | fastest that averages in every step "
     lines = [f"| {head}| fastest in blocks |", "|---|--:|--:|--:|---|---|"]
-    for line in ways.LINES:
+    for line in LINES:
         for ranks in sorted({row["ranks"] for row in of(rows, line=line)}):
             own = of(rows, line=line, ranks=ranks)
-            plain, a_to_b = seconds_of(of(own, way=ways.PLAIN.name)), ratio(own)
+            plain, a_to_b = seconds_of(of(own, way=PLAIN.name)), ratio(own)
             cells = [
                 line,
                 str(ranks),
                 "" if a_to_b is None else _rounded(a_to_b),
                 "" if plain is None else f"{plain:.2f} s",
-                _best(fastest(own, lambda name: not ways.WAYS[name].every), plain),
-                _best(fastest(own, lambda name: ways.WAYS[name].every > 0), plain),
+                _best(fastest(own, lambda name: not WAYS[name].every), plain),
+                _best(fastest(own, lambda name: WAYS[name].every > 0), plain),
             ]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -193,22 +193,18 @@ def _best(found: tuple[str, float] | None, plain: float | None) -> str:
     if found is None:
         return ""
     name, seconds = found
-    times = (
-        "" if plain is None or name == ways.PLAIN.name else f" ({plain / seconds:.1f} times DDP)"
-    )
+    times = "" if plain is None or name == PLAIN.name else f" ({plain / seconds:.1f} times DDP)"
     return f"{name}: {seconds:.2f} s{times}"
 
 
 def over_best_fixed(rows: Sequence[Row]) -> str:
     """Say how far `Ramp` is from the best fixed batch, everywhere."""
     found = []
-    for line in ways.LINES:
+    for line in LINES:
         for ranks in sorted({row["ranks"] for row in of(rows, line=line)}):
             own = of(rows, line=line, ranks=ranks)
-            ramp = seconds_of(of(own, way=ways.RAMP.name))
-            fixed = fastest(
-                own, lambda name: not ways.WAYS[name].every and not ways.WAYS[name].ramp
-            )
+            ramp = seconds_of(of(own, way=RAMP.name))
+            fixed = fastest(own, lambda name: not WAYS[name].every and not WAYS[name].ramp)
             if ramp is not None and fixed is not None:
                 found.append((ramp / fixed[1], f"{line}, {ranks} ranks"))
     each = "; ".join(f"{where}: {times:.2f}" for times, where in found)
@@ -218,14 +214,14 @@ def over_best_fixed(rows: Sequence[Row]) -> str:
 def table(rows: Sequence[Row]) -> str:
     """Return the seconds of 2 ranks by way and line, and the mean of what a rank has sent."""
     own = of(rows, ranks=2)
-    lines = [line for line in ways.LINES if of(own, line=line)]
+    lines = [line for line in LINES if of(own, line=line)]
     cells = [
         [
             name,
             *(_seconds_cell(of(own, way=name, line=line)) for line in lines),
             f"{fmean(row['sent'] for row in of(own, way=name)) / 1e6:,.1f}",
         ]
-        for name in ways.WAYS
+        for name in WAYS
         if of(own, way=name)
     ]
     return pages.table(" | ".join(["way", *lines, "MB sent by a rank"]), cells)
@@ -304,15 +300,15 @@ def parts(rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "which": which(rows),
         "over_best_fixed": over_best_fixed(rows),
-        "task": ways.MNIST.about,
+        "task": MNIST.about,
         "target": rows[0]["target"],
-        "small_steps": round(ways.MNIST.at * ways.MNIST.small_steps),
+        "small_steps": round(MNIST.at * MNIST.small_steps),
         "seeds": len({row["seed"] for row in rows}),
         "machines": " and ".join(sorted(machines)),
         "load": max(row["load"] for row in rows),
         "table": table(rows),
         "lines": lines_text(pages.read("time_to_loss_lines")),
-        **ways.OUTER,
+        **OUTER,
     }
 
 

@@ -179,7 +179,7 @@ def held_out_loss(data: Pictures, model: nn.Module) -> float:
         return loss_of(model, x[::apart], y[::apart]).item()
 
 
-def target_loss(task: Task, folder: Path, seeds: Sequence[int] = (0, 1, 2)) -> float:
+def target_of(task: Task, folder: Path, seeds: Sequence[int] = (0, 1, 2)) -> float:
     """Return the loss that one process at the small batch reaches, in the mean over the seeds."""
     return fmean(_small_batch_loss(task, folder, seed) for seed in seeds)
 

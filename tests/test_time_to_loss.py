@@ -69,7 +69,7 @@ def test_only_missing_runs_are_measured(benchmark, tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     monkeypatch.setattr(benchmark, "RESULTS", rows)
     monkeypatch.setattr(benchmark, "measure", lambda run, *_: row(**vars(run), seconds=1.0))
-    monkeypatch.setattr(benchmark, "target_loss", lambda *_: 0.25)
+    monkeypatch.setattr(benchmark, "target_of", lambda *_: 0.25)
     # the last line was cut off
     rows.write_text(json.dumps(row("loopback", 2, "DDP", 1.0)) + '\n{"line": "loop')
     ways = list(benchmark.WAYS)[:2]

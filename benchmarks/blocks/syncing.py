@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from rounds import Spent, spent
 from sharding.models import Size
+from team import Work
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -91,8 +92,8 @@ def _sampled(params: list[Tensor]) -> Tensor:
     return torch.cat([part[:: max(1, len(part) // SAMPLED)] for part in parts])
 
 
-def syncing(contender: Contender, size: Size) -> Callable[[int], Callable[..., Any]]:
-    """What a team's ranks do (`team.Work`)."""
+def syncing(contender: Contender, size: Size) -> Work:
+    """What a team's ranks do."""
 
     def work(rank: int) -> Callable[[dict[str, Any]], Any]:
         one = Syncing(contender, size, _drifts(size, rank))
@@ -101,13 +102,9 @@ def syncing(contender: Contender, size: Size) -> Callable[[int], Callable[..., A
     return work
 
 
-def held(contender: Contender, size: Size) -> Callable[[int], Callable[..., Any]]:
+def held(contender: Contender, size: Size) -> Work:
     """What a team's ranks do to find out what they hold, in units of the parameters."""
-
-    def work(rank: int) -> Callable[[dict[str, Any]], Any]:
-        return lambda _: _held(contender, size, rank)
-
-    return work
+    return lambda rank: lambda _: _held(contender, size, rank)
 
 
 def _held(contender: Contender, size: Size, rank: int) -> dict[str, float]:

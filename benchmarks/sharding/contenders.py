@@ -67,9 +67,16 @@ class Contender:
         return self.name.startswith("manyhands")
 
 
-def ddp(model: nn.Module) -> Trained:
-    optimizer = AdamW(model.parameters(), **OPTIONS)
-    return Trained(DistributedDataParallel(model), optimizer, optimizer.zero_grad)
+def under_ddp(optimizer: Callable[..., Any], **options: Any) -> Callable[[nn.Module], Trained]:
+    def make(model: nn.Module) -> Trained:
+        made = optimizer(model.parameters(), **options, **OPTIONS)
+        return Trained(DistributedDataParallel(model), made, made.zero_grad)
+
+    return make
+
+
+ddp, oss_and_ddp = under_ddp(AdamW), under_ddp(mh.OSS, optim=AdamW)
+zero_redundancy = under_ddp(ZeroRedundancyOptimizer, optimizer_class=AdamW)
 
 
 def sharded(shared_memory: bool = False, **options: Any) -> Callable[[nn.Module], Trained]:
@@ -81,16 +88,6 @@ def sharded(shared_memory: bool = False, **options: Any) -> Callable[[nn.Module]
     return make
 
 
-def oss_and_ddp(model: nn.Module) -> Trained:
-    optimizer = mh.OSS(model.parameters(), optim=AdamW, **OPTIONS)
-    return Trained(DistributedDataParallel(model), optimizer, optimizer.zero_grad)
-
-
-def zero_redundancy(model: nn.Module) -> Trained:
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=AdamW, **OPTIONS)
-    return Trained(DistributedDataParallel(model), optimizer, optimizer.zero_grad)
-
-
 def fairscale(**options: Any) -> Callable[[nn.Module], Trained]:
     def make(model: nn.Module) -> Trained:
         with warnings.catch_warnings():
@@ -99,20 +96,10 @@ def fairscale(**options: Any) -> Callable[[nn.Module], Trained]:
             from fairscale.optim.oss import OSS
         optimizer = OSS(model.parameters(), optim=AdamW, **OPTIONS)
         wrapped = ShardedDataParallel(model, optimizer, **options)
-        return Trained(wrapped, optimizer, wrapped.zero_grad if not options else none(optimizer))
+        # Its own zero_grad keeps the gradients and sets them to zero; the model's drops them.
+        return Trained(wrapped, optimizer, model.zero_grad if options else wrapped.zero_grad)
 
     return make
-
-
-def none(optimizer: Any) -> Callable[[], object]:
-    """fairscale's own zero_grad sets gradients to zero; it does not know of set_to_none."""
-
-    def clear() -> None:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                param.grad = None
-
-    return clear
 
 
 def deepspeed_zero(stage: int, **options: Any) -> Callable[[nn.Module], Trained]:

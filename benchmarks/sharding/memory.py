@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from team import Work
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -114,10 +115,6 @@ def growth(step: Callable[[], object]) -> int:
     return max(resident("VmHWM") - before, 0)
 
 
-def work(contender: Contender, size: models.Size) -> Callable[[int], Callable[..., Any]]:
-    """What a team's ranks do (`team.Work`)."""
-
-    def start(rank: int) -> Callable[[dict[str, Any]], Any]:
-        return lambda _: vars(seen(contender, size, rank))
-
-    return start
+def work(contender: Contender, size: models.Size) -> Work:
+    """What a team's ranks do."""
+    return lambda rank: lambda _: vars(seen(contender, size, rank))

@@ -16,7 +16,7 @@ import pages
 import torch
 import torch.distributed as dist
 from rounds import Ratio, Times, in_turns, ratio, spent
-from team import Team
+from team import Team, Work
 
 from sharding import models
 from sharding.contenders import CONTROL, DDP, Contender, import_early
@@ -80,7 +80,6 @@ def measured(
     workload: Workload,
     contenders: Contenders,
     choices: Mapping[str, Any],
-    rounds: int,
     rivals: Mapping[str, str] | None = None,
 ) -> list[Row]:
     """All contenders of a workload as rows, DDP's first; `rivals`: who is compared with whom."""
@@ -90,7 +89,7 @@ def measured(
         known = {(row.name, row.choice) for row in rows}
         rows += [
             row
-            for row in _group(workload, present, choices, rounds, rivals or {})
+            for row in _group(workload, present, choices, rivals or {})
             if (row.name, row.choice) not in known
         ]
     order = list(choices)
@@ -101,7 +100,6 @@ def _group(
     workload: Workload,
     contenders: Contenders,
     choices: Mapping[str, Any],
-    rounds: int,
     rivals: Mapping[str, str],
 ) -> list[Row]:
     """Contenders that are in memory at the same time."""
@@ -124,7 +122,7 @@ def _group(
             for choice in choices
             for name, team in teams.items()
         }
-        times = in_turns(turns, rounds)
+        times = in_turns(turns, workload.rounds)
     return [
         Row(
             name,
@@ -202,16 +200,12 @@ class Training:
         return flat[:: max(1, len(flat) // SAMPLED)].tolist()
 
 
-def training(contender: Contender, size: models.Size) -> Callable[[int], Callable[..., Any]]:
-    """What a team's ranks do (`team.Work`)."""
+def training(contender: Contender, size: models.Size) -> Work:
+    """What a team's ranks do."""
 
     def work(rank: int) -> Callable[[dict[str, Any]], Any]:
         one = Training(contender, size, rank)
-
-        def answer(order: dict[str, Any]) -> Any:
-            return getattr(one, order["do"])(**order.get("with", {}))
-
-        return answer
+        return lambda order: getattr(one, order["do"])(**order.get("with", {}))
 
     return work
 
@@ -245,7 +239,7 @@ def run(
         if args.workload and workload.name not in args.workload:
             continue
         load = pages.conditions()["load"]
-        rows = measured(workload, contenders, choices, workload.rounds, rivals) + more(workload)
+        rows = measured(workload, contenders, choices, rivals) + more(workload)
         for row in rows:
             print(workload.title, row.name, row.choice, row.cpu, row.wall, row.sent, flush=True)
         if not args.quick:
