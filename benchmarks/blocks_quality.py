@@ -26,14 +26,7 @@ peers.this_checkout()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from blocks.learning import (  # noqa: E402
-    TASKS,
-    WORKERS,
-    Task,
-    Transformer,
-    in_processes,
-    run,
-)
+from blocks.learning import TASKS, WORKERS, Task, Transformer, in_processes, run  # noqa: E402
 from quality.workloads import shakespeare  # noqa: E402
 from sharding.models import divided  # noqa: E402
 from traffic import bytes_sent  # noqa: E402

@@ -27,7 +27,7 @@ peers.run_again_beside_peers()  # before torch, which this Python may not have
 
 import pages  # noqa: E402
 import torch  # noqa: E402
-from rounds import Ratio, in_turns, ratio, spent  # noqa: E402
+from rounds import Ratio, in_turns, ratio, restored, spent  # noqa: E402
 from team import Team  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
@@ -68,7 +68,9 @@ def main() -> None:
         for workload in WORKLOADS:
             rows = measured(workload, 2 if args.quick else args.rounds, args.quick)
             result["workloads"][workload.title] = [asdict(row) for row in rows]
-    tables = {title: [restored(row) for row in rows] for title, rows in result["workloads"].items()}
+    tables = {
+        title: [restored(Row, row) for row in rows] for title, rows in result["workloads"].items()
+    }
     for title, rows in tables.items():
         print(f"\n{title}\n{table(rows)}")
     if not args.quick:
@@ -115,10 +117,6 @@ def measured(workload: Workload, rounds: int, quick: bool) -> list[Row]:
         )
         for v in variants
     ]
-
-
-def restored(row: dict[str, Any]) -> Row:
-    return Row(**{**row, "cpu": Ratio(**row["cpu"]), "wall": Ratio(**row["wall"])})
 
 
 # -- the models, and the ways to train each -------------------------------------------------------

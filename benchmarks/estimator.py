@@ -10,11 +10,10 @@ the true gradient plus normal noise of a given covariance trace. Nothing is trai
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, stdev
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import peers
 
@@ -30,8 +29,7 @@ SIZE = 180  # parameters
 SMALL_BATCHES = 2
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """What an estimator says after a step."""
 
     sqr: float
@@ -134,8 +132,7 @@ def low_signal(make: Callable[[], Estimator], runs: int, steps: int) -> list[See
     for run in range(runs):
         estimator = make()
         seen = [estimator.step(g) for g in gradients(1.0, 40.0, steps, run)][steps // 3 :]
-        columns = zip(*((s.sqr, s.var, s.gain) for s in seen), strict=True)
-        result.append(Seen(*map(fmean, columns)))
+        result.append(Seen(*map(fmean, zip(*seen, strict=True))))
     return result
 
 
@@ -158,7 +155,7 @@ def change_of_scale(make: Callable[[], Estimator], runs: int, steps: int) -> lis
     return result
 
 
-def spread(values: list[float], digits: int) -> str:
+def spread(values: Sequence[float], digits: int) -> str:
     """Mean and standard error over runs."""
     error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
     return f"{fmean(values):.{digits}f} ± {error:.{digits}f}"
@@ -208,10 +205,9 @@ def main() -> None:
     low, change = [["the truth", "1", "40", "1.952"]], [["the truth", *["1.667"], *["2.500"] * 3]]
     for name, make in estimators().items():
         seen = low_signal(make, runs, steps)
-        columns = ([s.sqr for s in seen], [s.var for s in seen], [s.gain for s in seen])
-        low.append([name, *(spread(c, d) for c, d in zip(columns, (2, 2, 3), strict=True))])
+        low.append([name, *map(spread, zip(*seen, strict=True), (2, 2, 3))])
         gains = zip(*change_of_scale(make, runs, steps), strict=True)
-        change.append([name, *(spread(list(values), 3) for values in gains)])
+        change.append([name, *(spread(values, 3) for values in gains)])
     tables = {
         "low": pages.table("estimate by | signal | noise | gain", low),
         "change": pages.table(

@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from traffic import bytes_sent
 
-Name = TypeVar("Name")
+Name, Row = TypeVar("Name"), TypeVar("Row")
 Spent = dict[str, float]  # wall and CPU seconds, and bytes sent
 Times = dict[Name, dict[str, list[float]]]  # the same, one for each round
 
@@ -37,6 +37,12 @@ class Ratio:
 
     def __str__(self) -> str:
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def restored(kind: type[Row], stored: Mapping[str, Any]) -> Row:
+    """A row as it was before it was stored: what is a dict was a ratio."""
+    ratios = {key: Ratio(**value) for key, value in stored.items() if isinstance(value, dict)}
+    return kind(**{**stored, **ratios})
 
 
 def shuffled(names: Sequence[Name], round_number: int) -> list[Name]:

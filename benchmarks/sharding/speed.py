@@ -15,7 +15,7 @@ from typing import Any
 import pages
 import torch
 import torch.distributed as dist
-from rounds import Ratio, Times, in_turns, ratio, spent
+from rounds import Ratio, Times, in_turns, ratio, restored, spent
 from team import Team, Work
 
 from sharding import models
@@ -47,12 +47,6 @@ class Row:
     sent: int  # bytes, by a rank in a step
     rival: Ratio | None = None  # wall of the contender it is compared with, over its own
     rival_cpu: Ratio | None = None  # the same of CPU time
-
-
-def restored(stored: dict[str, Any]) -> Row:
-    kinds = ("cpu", "wall", "rival", "rival_cpu")
-    ratios = {key: Ratio(**stored[key]) for key in kinds if stored.get(key)}
-    return Row(**{**stored, **ratios})
 
 
 @dataclass(frozen=True)
@@ -252,7 +246,8 @@ def run(
 def rows_of(result: Result) -> Rows:
     """The rows of each workload."""
     return {
-        title: [restored(row) for row in one["rows"]] for title, one in result["workloads"].items()
+        title: [restored(Row, row) for row in one["rows"]]
+        for title, one in result["workloads"].items()
     }
 
 
