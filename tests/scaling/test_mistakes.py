@@ -557,3 +557,13 @@ def test_gain_on_one_rank_only_does_not_hang():
 
     first, second = run_ranks(2, train, timeout=10)
     assert first == second
+
+
+@pytest.mark.parametrize("kind", [mh.AdaScale, mh.AdamScale, mh.LinearScale])
+def test_an_unknown_argument_names_the_class_and_the_argument_that_was_meant(kind):
+    with pytest.raises(TypeError) as raised:
+        kind(num_grads=4)
+    message = f"{kind.__name__} has no argument num_grads. Is num_gradients_to_accumulate meant?"
+    assert str(raised.value) == message
+    with pytest.raises(TypeError, match=rf"^{kind.__name__} has no argument quux. See help\("):
+        kind(quux=4)

@@ -259,7 +259,7 @@ def test_an_instance_for_the_class():
         params = list(make_model().parameters())
         mh.OSS(params, SGD(params, lr=0.1))
 
-    raises_on_ranks(2, TypeError, run, match="must be an optimizer class")
+    raises_on_ranks(2, TypeError, run, match=r"made already.*optim=SGD, lr=")
 
 
 def test_a_parameter_in_two_groups():
@@ -349,3 +349,16 @@ def test_gradients_are_compared_in_the_first_step_only(monkeypatch):
         return len(calls)
 
     assert run_ranks(2, train) == [1, 1]
+
+
+# -- arguments in the wrong place ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [{}, {"optim": SGD}])
+def test_an_optimizer_that_is_made_already_is_named(arguments):
+    model = nn.Linear(2, 2)
+    made = AdamW(model.parameters())
+    given = {"params": made, **arguments} if arguments else {"params": [], "optim": made}
+    which = "params" if arguments else "optim"
+    with pytest.raises(TypeError, match=f"^{which} is an optimizer.*optim=AdamW, lr=.*shard"):
+        mh.OSS(**given)

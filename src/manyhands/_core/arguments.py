@@ -12,13 +12,19 @@ Sizes, rates and times are read and written with their units: "24GiB", "50Mbit",
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
+from functools import wraps
 from numbers import Real
-from typing import SupportsIndex
+from typing import ParamSpec, SupportsIndex, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 SIZES = {"": 1, "b": 1} | {
     f"{prefix}{b}": base**power
@@ -138,3 +144,28 @@ def format_seconds(seconds: float) -> str:
         return "0 s"
     value, unit = (seconds, "s") if seconds >= 0.9995 else (1e3 * seconds, "ms")
     return f"{value:,.0f} {unit}" if value >= 9.95 else f"{value:#.2g} {unit}"
+
+
+def explained(call: Callable[P, R]) -> Callable[P, R]:
+    """Name the argument that was meant, where Python would name a base class, or a number."""
+    known = inspect.signature(call).parameters.values()
+    named = [each.name for each in known if each.kind != each.VAR_KEYWORD and each.name != "self"]
+    first = [each.name for each in known if each.kind == each.POSITIONAL_OR_KEYWORD]
+    any_name = any(each.kind == each.VAR_KEYWORD for each in known)
+
+    @wraps(call)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        who = type(args[0]).__name__ if first[0] == "self" and args else call.__name__
+        for name in () if any_name else kwargs.keys() - set(named):
+            near = get_close_matches(name, named, 1, 0.4)
+            meant = f"Is {near[0]} meant?" if near else f"See help({who})."
+            raise TypeError(f"{who} has no argument {name}. {meant}")
+        if len(args) > len(first):
+            others = ", ".join(f"{name}=" for name in named[len(first) :])
+            raise TypeError(
+                f"{who} takes only {', '.join(first).removeprefix('self, ')} by position, got "
+                f"{type(args[len(first)]).__name__} after it. Name the others: {others}."
+            )
+        return call(*args, **kwargs)
+
+    return checked

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core.arguments import flag, one_of, whole
+from manyhands._core.arguments import explained, flag, one_of, whole
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import local_shard
 from manyhands._core.stop_notice import stop_notice
@@ -129,6 +129,7 @@ class Blocks(OptimizerWrapper):
     _names: ClassVar[Mapping[str, str]] = {}
     _described: Outer | None = None  # the outer step that is saved, if not the one in use
 
+    @explained
     def __init__(
         self,
         optimizer: Optimizer,

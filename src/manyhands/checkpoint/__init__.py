@@ -95,6 +95,7 @@ def wait_for_pending() -> None:
         before.wait()
 
 
+@arguments.explained
 def save(
     path: str | os.PathLike[str],
     *,
@@ -161,6 +162,7 @@ def save(
     return saving
 
 
+@arguments.explained
 def load(
     path: str | os.PathLike[str],
     *,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors
-from manyhands._core.arguments import real, whole
+from manyhands._core.arguments import explained, real, whole
 from manyhands._core.ranks import rank_group_of
 from manyhands._core.state_parts import SavedState
 from manyhands._core.wrappers import LossScale, LossScaler, find_prepared, unwrap
@@ -85,6 +85,7 @@ class NoiseScale:
         model: the module that `fully_shard` was called on; needed only after `gc.freeze()`.
     """
 
+    @explained
     def __init__(
         self,
         parameters: Optimizer | Iterable[Tensor],

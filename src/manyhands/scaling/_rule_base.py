@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._core.arguments import flag, one_of, real, whole
+from manyhands._core.arguments import explained, flag, one_of, real, whole
 from manyhands._core.state_parts import SavedState, plain_optimizer
 from manyhands._core.wrappers import LossScaler, unwrap
 from manyhands.scaling._binding import KEY
@@ -108,6 +108,7 @@ class ScalingRuleBase(ScaledOptimizer):
         model: the module that `fully_shard` was called on; needed only after `gc.freeze()`.
     """
 
+    @explained
     def __init__(
         self,
         optimizer: Optimizer | None = None,

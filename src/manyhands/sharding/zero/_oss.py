@@ -120,11 +120,7 @@ class OSS(ShardedOptimizer):
         gather_state: bool = False,
         **defaults: object,
     ) -> None:
-        if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
-            raise TypeError(
-                f"optim must be an optimizer class, got {type(optim).__name__}. Its arguments "
-                "follow by name: OSS(params, optim=AdamW, lr=1e-3)."
-            )
+        _check_is_class(params, optim)
         if isinstance(group, float | str):
             raise TypeError(f"group must be a process group, got {group!r}. Give lr by name.")
         flag("broadcast_fp16", broadcast_fp16)  # catches arguments in another order
@@ -458,6 +454,22 @@ class OSS(ShardedOptimizer):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("OSS is not pickled. Save state_dict() after consolidate_state_dict().")
+
+
+def _check_is_class(params: object, optim: object) -> None:
+    """Raise a TypeError if `optim` is no optimizer class, or if an optimizer was given instead."""
+    for name, given in (("params", params), ("optim", optim)):
+        if isinstance(given, Optimizer):
+            raise TypeError(
+                f"{name} is an optimizer that is made already. OSS makes its own: "
+                f"OSS(model.parameters(), optim={type(given).__name__}, lr=...). Or give yours "
+                "to mh.shard(model, optimizer, level=1)."
+            )
+    if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
+        raise TypeError(
+            f"optim must be an optimizer class, got {type(optim).__name__}. Its arguments "
+            "follow by name: OSS(params, optim=AdamW, lr=1e-3)."
+        )
 
 
 def _global_rank(group: GroupLike | None, rank: int) -> tuple[int, str | None]:
