@@ -9,9 +9,10 @@ import time
 
 import pytest
 
+from manyhands import watch
 from manyhands.record import Record, read_record
 from manyhands.record._run import GrowingRecord, is_alive, this_process
-from manyhands.watch import Jobs, WatchedJob, _jobs, _points, _server
+from manyhands.watch import Jobs, WatchedJob, _jobs, _points
 
 pytestmark = pytest.mark.quick
 
@@ -338,7 +339,7 @@ def test_any_value_can_be_watched(path, key):
     state = job.state()
     assert state.step == len(ODD)
     for found in (state.__dict__ | {"events": ()}, job.curves()):
-        json.dumps(_server.to_strict_json(found), allow_nan=False)
+        json.dumps(watch.to_strict_json(found), allow_nan=False)
 
 
 @pytest.mark.parametrize(
@@ -352,9 +353,9 @@ def test_any_header_can_be_watched(path, key):
         job = WatchedJob(path)
         job.read()
         assert job.state().state in ("ended", "failed")
-        json.dumps(_server.to_strict_json(job.state().__dict__ | {"events": ()}), allow_nan=False)
+        json.dumps(watch.to_strict_json(job.state().__dict__ | {"events": ()}), allow_nan=False)
 
 
 def test_examples_run():
-    for module in (_points, _jobs, _server):
+    for module in (_points, _jobs, watch):
         assert doctest.testmod(module).failed == 0

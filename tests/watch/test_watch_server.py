@@ -120,6 +120,6 @@ def test_a_port_that_is_taken_is_an_error_if_it_was_asked_for(tmp_path, monkeypa
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match="in use"):
             serve(Jobs([tmp_path]), port)
-        monkeypatch.setattr("manyhands.watch._server.PORT", port)
+        monkeypatch.setattr("manyhands.watch.PORT", port)
         with serve(Jobs([tmp_path])) as server:
             assert server.server_address[1] != port
