@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import manyhands as mh
 from helpers.ranks import run_ranks
@@ -381,3 +382,82 @@ def test_a_step_count_on_the_device_is_read_only_if_something_else_has_changed_i
     assert measure.norm_kind == "preconditioned"
     optimizer.state.clear()
     assert measure.norm_kind == "plain"
+
+
+# -- what users combine with a rule: the lines of docs/scaling.md --------------------------------
+
+
+def noisy(rule, optimizer_of, passes=8):
+    """A parameter with four times as much noise as signal, one without gradients, and the rule."""
+    weight, quiet = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.ones(4))
+    inner = optimizer_of([weight, quiet])
+    draw = torch.Generator().manual_seed(0)
+
+    def gradients(optimizer):
+        optimizer.zero_grad()
+        for _ in range(passes):
+            along = 0.5 / 8 + torch.randn(64, generator=draw) / 8
+            ((weight @ along + 0.0 * quiet.sum()) / passes).backward()
+
+    return weight, quiet, gradients, rule(inner, num_gradients_to_accumulate=passes)
+
+
+@pytest.mark.parametrize("passes", [4, 16])
+def test_weight_decay_times_the_factor_is_the_small_batchs(passes):
+    rate, decay = 1e-2, 0.1
+    decayed = {}
+    for restored in (True, False):
+        _, quiet, gradients, optimizer = noisy(
+            mh.AdamScale, lambda p: torch.optim.AdamW(p, lr=rate, weight_decay=decay), passes
+        )
+        while optimizer.progress < 400:
+            gradients(optimizer)
+            for group, factor in zip(optimizer.param_groups, optimizer.factors, strict=True):
+                group["weight_decay"] = decay * factor if restored else decay
+            optimizer.step()
+        small = (1 - rate * decay) ** optimizer.progress  # without a gradient there is only decay
+        decayed[restored] = math.log(float(quiet.detach()[0])) / math.log(small)
+    assert decayed[True] == pytest.approx(1.0, abs=0.03)
+    assert decayed[False] < 0.8
+
+
+@pytest.mark.parametrize("passes", [4, 16])
+def test_an_average_of_weights_lags_as_far_behind_as_the_small_batchs(passes):
+    """Weights that go ahead by one in each small-batch step; their average is steps behind."""
+    decay, lag = 0.9, {}
+    for by_gain in (True, False):
+        weight, _, gradients, optimizer = noisy(
+            mh.AdaScale, lambda p: torch.optim.SGD(p, lr=0.0), passes
+        )
+        average = AveragedModel(
+            nn.ParameterList([weight]),
+            avg_fn=lambda mean, new, _, o=optimizer, g=by_gain: mean.lerp(
+                new, 1 - decay ** (o.gain() if g else 1)
+            ),
+        )
+        while optimizer.progress < 400:
+            gradients(optimizer)
+            optimizer.step()
+            with torch.no_grad():
+                weight.fill_(optimizer.progress)
+            average.update_parameters(nn.ParameterList([weight]))
+        lag[by_gain] = optimizer.progress - float(average.module[0].detach()[0])
+    gain, small = optimizer.gain(), decay / (1 - decay)
+    assert lag[True] == pytest.approx(small, abs=gain / 2)  # it is seen only after whole steps
+    assert lag[False] == pytest.approx(small * gain, rel=0.05) and gain > 2
+
+
+@pytest.mark.parametrize("passes", [4, 16])
+def test_a_threshold_divided_by_the_gains_root_clips_what_the_small_batchs_did(passes):
+    """Relative to it, the norm of the mean gradient is that of one small batch's."""
+    weight, _, gradients, optimizer = noisy(
+        mh.AdaScale, lambda p: torch.optim.SGD(p, lr=0.0), passes
+    )
+    squares = []
+    for _ in range(400):
+        gradients(optimizer)
+        threshold = 1.0 / optimizer.gain() ** 0.5
+        squares.append((float(weight.grad.norm()) / threshold) ** 2)
+        optimizer.step()
+    small = 0.25 + 1.0  # |signal|^2 and the noise of one pass
+    assert sum(squares) / len(squares) == pytest.approx(small, rel=0.03)
