@@ -1,1 +1,1 @@
-"""The parts of `benchmarks/quality.py`: workloads, plan (which runs), training (one), page."""
+"""The parts of `benchmarks/quality.py`: workloads, and training (which runs, and one of them)."""

@@ -1,1 +1,1 @@
-"""What the three benchmarks of sharding share: a model, contenders, their ranks and traffic."""
+"""What the benchmarks of sharding share: a model, contenders, how they are measured."""
