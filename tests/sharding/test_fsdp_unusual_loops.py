@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim import AdamW
 
 import manyhands as mh
-from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.ranks import RanksFailed, raises_on_ranks, run_ranks
 from helpers.sharding_oracle import assert_same, copied, make_batches, make_model
+from manyhands._core.groups import RollCall
 from manyhands.sharding._agreement import wait_for_all_ranks
 
 X = make_batches(3, 2, 2)[0]  # of [step][pass][worker]
@@ -445,3 +446,46 @@ def test_a_scalar_parameter_is_refused_when_it_is_wrapped():
         mh.FSDP(layer)
 
     raises_on_ranks(2, ValueError, mistake, match="parameter scale is a scalar")
+
+
+def test_a_rank_that_evaluates_alone_gets_an_error_that_says_so(monkeypatch):
+    monkeypatch.setattr(RollCall, "LOOK_AFTER", 0.2)
+
+    def run():
+        model = nested(make_model())
+        optimizer = optimizer_of(model)
+        x = torch.ones(2, 5, dtype=torch.float64)
+        for step in range(3):
+            with torch.no_grad():
+                model(x)  # on every rank
+            if step == 1 and dist.get_rank() == 0:
+                with torch.no_grad():
+                    model(x)
+            model(x).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(2, run)
+    message = str(raised.value)
+    assert "rank 0 evaluates the model" in message and "ranks [1] train on" in message
+    assert "SIGABRT" not in message
+
+
+def test_a_layer_that_one_rank_skips_is_named_where_another_rank_sees_it():
+    class Skipping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 5)
+
+        def forward(self, x):
+            x = self.a(x)
+            return self.c(x if dist.get_rank() == 0 else self.b(x))
+
+    def run():
+        model = Skipping()
+        for name, layer in list(model.named_children()):
+            setattr(model, name, mh.FSDP(layer))
+        mh.FSDP(model)(torch.ones(2, 5)).sum().backward()
+
+    with pytest.raises(RanksFailed, match="have run different"):
+        run_ranks(2, run)

@@ -108,9 +108,10 @@ class RollCall:
     """
 
     WARN_AFTER, GIVE_UP_AFTER = 30.0, 600.0  # seconds: a rank may be writing files meanwhile
+    LOOK_AFTER = 10.0  # seconds after which the caller looks whether waiting is in vain
 
     def __init__(self, store: Store, size: int, prefix: str = "manyhands/roll call") -> None:
-        self._store, self._size, self._prefix = store, size, prefix
+        self.store, self._size, self.prefix = store, size, prefix
 
     @classmethod
     def of(cls, ranks: Ranks) -> RollCall:
@@ -123,13 +124,18 @@ class RollCall:
         prefix = f"manyhands/roll call/{'_'.join(map(str, ranks.ranks))}/{serial}"
         return cls(store, ranks.size, prefix)
 
-    def wait(self, call: str) -> None:
-        """Wait until all ranks are here; warn if that takes long, and raise if they do not come."""
+    def wait(self, call: str, in_vain: Callable[[], str] = str) -> None:
+        """Wait until all ranks are here; warn if that takes long, and raise if they do not come.
+
+        `in_vain` may know earlier that they will not, and returns the error's message then.
+        """
         began, warned, pause = time.monotonic(), False, FIRST_PAUSE
-        count = self._store.add(self._prefix, 1)
+        count = self.store.add(self.prefix, 1)
         earlier = (count - 1) // self._size * self._size  # of calls that all ranks have made
         while (here := count - earlier) < self._size:
             waited = time.monotonic() - began
+            if waited > self.LOOK_AFTER and (problem := in_vain()) and self._leave(earlier):
+                raise RuntimeError(problem)
             if waited > self.GIVE_UP_AFTER and self._leave(earlier):
                 raise RuntimeError(
                     f"{call} collects something from all {self._size} workers, and only {here} of "
@@ -143,14 +149,14 @@ class RollCall:
                     stacklevel=3,
                 )
             time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-            count = self._store.add(self._prefix, 0)
+            pause = min(2 * pause, 0.05 if waited < self.LOOK_AFTER else LONGEST_PAUSE)
+            count = self.store.add(self.prefix, 0)
 
     def _leave(self, earlier: int) -> bool:
         """Return whether this rank could take back that it was here, before all were."""
-        if self._store.add(self._prefix, -1) < earlier + self._size - 1:
+        if self.store.add(self.prefix, -1) < earlier + self._size - 1:
             return True
-        self._store.add(self._prefix, 1)  # the last one has come in this moment
+        self.store.add(self.prefix, 1)  # the last one has come in this moment
         return False
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
@@ -30,6 +31,19 @@ IN_FLIGHT = 1  # wraps whose gradients are sent while the next wrap's are comput
 
 
 Pending: TypeAlias = PendingReduceScatter | SharedMemoryReduceScatter
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Let the error of a broken connection say what may have broken it."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{error}\nAnother rank has ended. If its last words were gloo::EnforceNotMet, ranks "
+            "have run different layers, or one has evaluated alone, and gloo has ended it. Run "
+            "every forward of the model, and every wrap in it, on every rank."
+        ) from error
 
 
 class _Allocator:
@@ -62,8 +76,9 @@ class _Works(dist.Work):
         self._works = works
 
     def wait(self, timeout: object = None) -> bool:
-        for work in self._works:
-            work.wait()
+        with explained():
+            for work in self._works:
+                work.wait()
         return True
 
 
@@ -134,7 +149,8 @@ class ReduceQueue:
     def _complete_first(self) -> torch.UntypedStorage:
         """Wait for the first mean in flight, and return the memory its gradients were sent from."""
         pending, total, divisor = self._in_flight.popleft()
-        mean = pending.mean(divisor, total.dtype)
+        with explained():
+            mean = pending.mean(divisor, total.dtype)
         if mean is not total:  # `mean` may have been computed in `total`
             total.copy_(mean)
         return pending.sent.untyped_storage()

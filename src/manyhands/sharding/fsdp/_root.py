@@ -33,11 +33,51 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from manyhands._core.groups import RollCall
 from manyhands._core.ranks import RankGroup
 from manyhands.sharding.fsdp._collectives import ReduceQueue
 from manyhands.sharding.fsdp._engine import Engine, dereference, eager
 from manyhands.sharding.fsdp._places import Place, check_inner_groups, check_same_model
 from manyhands.sharding.fsdp._transparent import Wrap, wraps_in
+
+
+class Attendance:
+    """Lets a forward without gradients begin when all ranks are in one.
+
+    A rank that evaluates alone would answer the others' training with collectives of other sizes,
+    and gloo ends the process then. So ranks wait for each other through the store. A rank that
+    waits for long looks there for ranks that train on without it.
+    """
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
+        self._roll_call = RollCall.of(ranks)
+        self._trained = 0  # forwards with gradients
+
+    def forward(self) -> None:
+        """Take part in the next forward of the root."""
+        if not torch.is_grad_enabled():
+            self._roll_call.wait("a forward without gradients", self._find_training)
+            return
+        self._trained += 1
+        self._roll_call.store.set(self._key(self._ranks.rank), str(self._trained))
+
+    def _key(self, rank: int) -> str:
+        return f"{self._roll_call.prefix}/trained/{rank}"
+
+    def _find_training(self) -> str:
+        store = self._roll_call.store
+        keys = {rank: self._key(rank) for rank in range(self._ranks.size)}
+        ahead = [
+            r for r, k in keys.items() if store.check([k]) and int(store.get(k)) > self._trained
+        ]
+        if not ahead:
+            return ""
+        return (
+            f"rank {self._ranks.rank} evaluates the model (a forward without gradients), and ranks "
+            f"{ahead[:8]} train on. Its parameters are sharded: evaluate on every rank, as many "
+            "batches on each, and let no rank skip a layer."
+        )
 
 
 class PrefetchOrder:
@@ -174,6 +214,7 @@ class RootState:
 
         self.used = used = UsedParameters(ranks, params)
         self.reduce_queue = ReduceQueue(ranks, used.begin, end)
+        self._attendance = Attendance(ranks)
         self._order = PrefetchOrder()
         # With NCCL the engine prefetches by itself, on streams of its own.
         self._prefetches = all(engine.on_gloo and engine.overlap for engine in engines)
@@ -189,6 +230,7 @@ class RootState:
     @eager
     def start_forward(self) -> None:
         """Prepare for a forward of the root that is not inside a backward."""
+        self._attendance.forward()
         self.reduce_queue.forget()
         # The engine still expects the end of a backward, so that backward raised an error.
         if self._engines[0].in_backward:
