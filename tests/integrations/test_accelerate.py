@@ -891,6 +891,29 @@ def test_a_model_of_blocks_that_accelerates_own_prepare_has_put_in_ddp():
         assert all(any(OURS in text for text in of_order) for of_order in texts), texts
 
 
+@pytest.mark.parametrize("rule", [True, False])
+def test_accelerates_own_prepare_of_oss_warns_that_parameters_are_not_saved(rule):
+    def prepared(by):
+        model = make_model()
+        optimizer = mh.OSS(model.parameters(), optim=SGD, lr=0.1, gather_state=True)
+        accelerator = accelerator_of()
+        if rule:
+            optimizer = mh.AdaScale(optimizer, num_gradients_to_accumulate=accelerator)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            by(accelerator, model, optimizer)
+        return [str(each.message) for each in caught if OURS in str(each.message)]
+
+    def both():
+        return prepared(lambda accelerator, *made: accelerator.prepare(*made)), prepared(prepare)
+
+    for own, ours in run_ranks(2, both):
+        assert len(own) == 1 and "save_model() leave out parameters" in own[0]
+        assert ours == []
+    assert run_ranks(1, both) == [([], [])]
+
+
+@pytest.mark.filterwarnings("ignore:accelerator.save_state")
 def test_the_state_of_a_shard_leads_to_prepare(tmp_path):
     def save():
         accelerator = accelerator_of()

@@ -49,6 +49,7 @@ from manyhands.scaling._binding import KEY
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.zero._ddp import ShardedDataParallel
+from manyhands.sharding.zero._oss import OSS
 
 __all__ = ["RuleState", "prepare"]
 
@@ -80,6 +81,8 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     """
     optimizers = [each for each in objects if isinstance(each, Optimizer)]
     in_blocks = any(find_layer(each, Blocks) is not None for each in optimizers)
+    for each in optimizers:
+        expect_slices(each)
     for each in objects:
         if isinstance(each, nn.Module) and (in_blocks or isinstance(each, ModuleWrapper)):
             prepare_without_ddp(accelerator, each)
@@ -110,6 +113,13 @@ def prepare_without_ddp(accelerator: Accelerator, model: nn.Module) -> nn.Module
         vars(accelerator).update(_manyhands_unwrap=unwrap, unwrap_model=unwrap_model)
     prepared: nn.Module = accelerator.prepare_model(model, evaluation_mode=True)
     return prepared
+
+
+def expect_slices(optimizer: Optimizer) -> None:
+    """Keep an OSS from warning when it is prepared, as slices of memory are saved as copies."""
+    oss = find_layer(optimizer, OSS)
+    if oss is not None:
+        vars(oss)["_is_accelerate_prepared"] = False
 
 
 class RuleState:

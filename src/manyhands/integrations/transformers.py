@@ -51,7 +51,7 @@ from transformers.training_args import ParallelMode
 from manyhands._core.modules import ModuleWrapper
 from manyhands._core.wrappers import find_layer
 from manyhands.blocks._optimizer import Blocks
-from manyhands.integrations.accelerate import prepare_without_ddp
+from manyhands.integrations.accelerate import expect_slices, prepare_without_ddp
 from manyhands.ramp import Ramp
 from manyhands.ramp._micro_batches import StepPasses
 from manyhands.scaling._optimizer import rule_of
@@ -192,6 +192,8 @@ class Attachment(TrainerCallback):
         """Wrap the model for training. What is returned as prepared gets no DDP."""
         trainer = self._trainer
         in_blocks = training and find_layer(trainer.optimizer, Blocks) is not None
+        if training:
+            expect_slices(trainer.optimizer)
         if not training or not (in_blocks or self._wrap):
             return self._replaced["_wrap_model"](model, training, *args, **kw)
         if self._wrap is not None:

@@ -12,6 +12,7 @@ Saving and loading are in `_state.py`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -179,6 +180,18 @@ class OSS(ShardedOptimizer):
         # Options that were left out, such as betas, are known only from here on.
         self._sliced.pull_options(self.param_groups)
         agree(self._workers, facts_of_options(self.param_groups, self.defaults), ADVICE)
+
+    @YieldingProperty
+    def _is_accelerate_prepared(self) -> bool:
+        """Warn, as Accelerate's own `prepare` asks for this; ours sets it on the instance."""
+        if self.world_size > 1:  # one worker's parameters stay where they are
+            warnings.warn(
+                "accelerator.save_state() and save_model() leave out parameters that share memory, "
+                "as OSS's do. Use manyhands.integrations.accelerate.prepare(accelerator, ...), "
+                "with gather_state=True of OSS, or save with mh.save.",
+                stacklevel=3,
+            )
+        return False
 
     @property
     def gradient_ranks(self) -> RankGroup:
