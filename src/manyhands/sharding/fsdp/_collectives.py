@@ -34,7 +34,7 @@ Pending: TypeAlias = PendingReduceScatter | SharedMemoryReduceScatter
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def _broken_explained() -> Iterator[None]:
     """Let the error of a broken connection say what may have broken it."""
     try:
         yield
@@ -76,7 +76,7 @@ class _Works(dist.Work):
         self._works = works
 
     def wait(self, timeout: object = None) -> bool:
-        with explained():
+        with _broken_explained():
             for work in self._works:
                 work.wait()
         return True
@@ -149,7 +149,7 @@ class ReduceQueue:
     def _complete_first(self) -> torch.UntypedStorage:
         """Wait for the first mean in flight, and return the memory its gradients were sent from."""
         pending, total, divisor = self._in_flight.popleft()
-        with explained():
+        with _broken_explained():
             mean = pending.mean(divisor, total.dtype)
         if mean is not total:  # `mean` may have been computed in `total`
             total.copy_(mean)
