@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhands.scaling import _noise
 from manyhands.scaling._noise import (
     DebiasedAverage,
     NoiseAverage,
@@ -178,3 +179,54 @@ def test_a_rescaled_beta_forgets_scale_times_as_fast(beta, scale):
     elif scale * (1.0 - beta) > 1.001:
         with pytest.raises(ValueError, match="the scale must be below"):
             sde_beta(beta, scale)
+
+
+# -- one step's influence ----------------------------------------------------------------------
+
+
+def average_of(norms, small_batches, smoothing):
+    average = NoiseAverage(1)
+    for small, mean in norms:
+        sums = NormSums((small,), (mean,), small_batches, float(small_batches))
+        average = average.add(sums, smoothing)
+    return average
+
+
+def norms_of(steps, small_batches, directions, generator, signal=1.0):
+    """The norms of gradients with |true gradient|^2 = signal and unit noise."""
+    shape = (steps, small_batches, directions)
+    gradients = torch.randn(shape, generator=generator, dtype=torch.float64) / directions**0.5
+    gradients[:, :, 0] += signal**0.5
+    small = gradients.square().sum(dim=(1, 2))
+    return list(
+        zip(small.tolist(), gradients.mean(dim=1).square().sum(dim=1).tolist(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("small_batches, directions", [(2, 1), (4, 1), (2, 10), (16, 1), (64, 10)])
+def test_without_outliers_the_limit_changes_the_noise_by_less_than_1_percent(
+    small_batches, directions, monkeypatch
+):
+    norms = norms_of(4000, small_batches, directions, torch.Generator().manual_seed(0))
+    limited = average_of(norms, small_batches, 0.999)
+    monkeypatch.setattr(_noise, "OUTLIER_DEVIATIONS", math.inf)
+    free = average_of(norms, small_batches, 0.999)
+    assert limited.var_of() == pytest.approx(free.var_of(), rel=0.01)
+    assert limited.sqr_of() == pytest.approx(free.sqr_of(), rel=0.01)
+
+
+def test_one_exploded_gradient_hardly_moves_the_gain():
+    """One of 32 gradients is a thousand times as long as usual, in any direction."""
+    norms = norms_of(60, 32, 50, torch.Generator().manual_seed(0))
+    before = average_of(norms, 32, 0.968).gain(32.0)
+    small, mean = norms[-1]
+    exploded = (small + 1e6, mean + 1e6 / 32**2)
+    after = average_of([*norms, exploded], 32, 0.968).gain(32.0)
+    assert after == pytest.approx(before, rel=0.03)
+
+
+def test_gradients_that_grow_together_are_followed_at_once():
+    norms = norms_of(60, 32, 50, torch.Generator().manual_seed(0))
+    grown = [(100.0 * small, 100.0 * mean) for small, mean in norms]
+    average = average_of([*norms, *grown], 32, 0.9)
+    assert average.var_of() == pytest.approx(100.0 * average_of(norms, 32, 0.9).var_of(), rel=0.1)

@@ -384,6 +384,31 @@ def test_a_step_count_on_the_device_is_read_only_if_something_else_has_changed_i
     assert measure.norm_kind == "plain"
 
 
+def test_an_exploded_gradient_is_said_once_and_leaves_the_gain():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(20, 1)
+    optimizer = mh.AdaScale(
+        torch.optim.SGD(model.parameters(), lr=1e-6), num_gradients_to_accumulate=16
+    )
+
+    def step(size):
+        x = torch.randn(16, 8, 20)
+        y = x.sum(dim=2, keepdim=True)
+        y[3] += size * torch.randn(8, 1)
+        for part, targets in zip(x, y, strict=True):
+            ((model(part) - targets).square().mean() / 16).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(40):
+        step(0.0)
+    before = optimizer.gain()
+    with pytest.warns(UserWarning, match="a gradient has exploded"):
+        step(1000.0)
+    assert optimizer.gain() == pytest.approx(before, rel=0.1)
+    step(1000.0)  # a second warning would be an error
+
+
 # -- what users combine with a rule: the lines of docs/scaling.md --------------------------------
 
 

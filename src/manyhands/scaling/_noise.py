@@ -18,6 +18,10 @@ measured (`_step_in_progress.py`). Its estimate then counts as k equal ones in a
 
     average = smoothing^k average + (1 - smoothing^k) estimate
 
+A single exploded gradient can have a thousand times the usual noise. For as long as the average
+remembers it, the gain would be near its maximum, progress would race ahead, and training would end
+early. `limit_noise` bounds what one step can add (`docs/benchmarks/collapse.md`).
+
 * `DebiasedAverage` is a moving average divided by the weight it has gathered (as Adam does). The
   smoothing may differ from step to step.
 * `PaperAverage` is the AdaScale paper's appendix B.3: a plain mean until 1 / (1 - smoothing)
@@ -43,6 +47,15 @@ from typing import Any
 # no noise was seen. The squared signal can only be cut off at zero.
 VAR_FLOOR = 1e-6
 SQR_FLOOR = 0.0
+
+# The largest noise of a step, in standard deviations above its average, and at least half of the
+# average above it. Without outliers this changes the average by less than 1 %, even where the noise
+# has one direction only, whose estimates have the longest tail. The limit grows with the signal, to
+# so many times itself. Short averages are not limited.
+OUTLIER_DEVIATIONS = 4.0
+LEAST_EXCESS = 0.5
+MOST_GROWTH = 4.0
+STEPS_BEFORE_LIMIT = 10
 
 
 @dataclass(frozen=True)
@@ -95,6 +108,44 @@ def estimate(sums: NormSums) -> Estimate:
         sqr=tuple((n * mean - small) / (n - 1) for small, mean in pairs),
         # var of one small batch is (small - mean) * n / (n - 1); times scale / n: at scale 1
         var=tuple((small - mean) * scale / (n - 1) for small, mean in pairs),
+    )
+
+
+def noise_over_limit(
+    new: Estimate, sqr: Sequence[float], var: Sequence[float], small_batches: float
+) -> tuple[float, ...]:
+    """Return a step's noise over the limit that the averages `sqr` and `var` set, per group.
+
+    The noise of n gradients deviates by about 1 / sqrt(n - 1) of itself, with a longer tail if n is
+    small. If |true gradient|^2 is larger than its average as well, all gradients have grown: the
+    limit grows by the same factor, up to `MOST_GROWTH`. The signal itself is not limited, because a
+    gain that is too small for some steps does no harm. Without a signal in the average there is no
+    limit; the gain is at its maximum then.
+
+    >>> noise_over_limit(Estimate(sqr=(1.0,), var=(700.0,)), [1.0], [5.0], small_batches=5)
+    (40.0,)
+    >>> noise_over_limit(Estimate(sqr=(4.0,), var=(700.0,)), [1.0], [5.0], small_batches=5)
+    (10.0,)
+    """
+    deviation = small_batches / (small_batches - 1.0) ** 1.5
+    limit = 1.0 + max(OUTLIER_DEVIATIONS * deviation, LEAST_EXCESS)
+    return tuple(
+        v / (limit * old_v * min(max(s / old_s, 1.0), MOST_GROWTH))
+        if old_s > 0.0 and old_v > 0.0
+        else 0.0
+        for s, v, old_s, old_v in zip(new.sqr, new.var, sqr, var, strict=True)
+    )
+
+
+def limit_noise(new: Estimate, over_limit: Sequence[float]) -> Estimate:
+    """Return a step's estimate with its noise at the limit, where it is over the limit.
+
+    A negative estimate of the signal comes from the same noise, and shrinks with it.
+    """
+    cuts = [max(1.0, over) for over in over_limit]
+    return Estimate(
+        sqr=tuple(s / cut if s < 0.0 else s for s, cut in zip(new.sqr, cuts, strict=True)),
+        var=tuple(v / cut for v, cut in zip(new.var, cuts, strict=True)),
     )
 
 
@@ -265,20 +316,9 @@ class NoiseAverage:
     var_floor: float = VAR_FLOOR
 
     def add(self, sums: NormSums, smoothing: float) -> NoiseAverage:
-        """Return the average with one more step, whose norms must be finite.
-
-        The average restarts in two cases. Comparing consecutive gradients is the worse
-        measurement, so its values are dropped as soon as a step has several gradients of its
-        own. And plain and preconditioned norms differ by orders of magnitude, so a change between
-        them restarts the average. adaptdl mixes the two (`mix_norm_kinds`) when it begins to
-        precondition; a change back to plain norms, after the optimizer was reset, restarts even
-        then.
-        """
-        new = estimate(sums)
-        kinds_must_match = sums.norm_kind != "preconditioned" or not self.mix_norm_kinds
-        kind_changed = sums.norm_kind != self.norm_kind and kinds_must_match
-        restart = kind_changed or (self.consecutive and not sums.consecutive)
-        old = self.begun_anew() if restart else self
+        """Return the average with one more step, whose norms must be finite."""
+        old = self._before(sums)
+        new = limit_noise(estimate(sums), self.over_limit(sums, smoothing))
         return replace(
             self,
             sqr=old.sqr.add(new.sqr, smoothing, sums.steps),
@@ -286,6 +326,29 @@ class NoiseAverage:
             consecutive=sums.consecutive,
             norm_kind=sums.norm_kind,
         )
+
+    def _before(self, sums: NormSums) -> NoiseAverage:
+        """Return the average that a step is added to: this one, or one that restarts.
+
+        Comparing consecutive gradients is the worse measurement, so its values are dropped as soon
+        as a step has several gradients of its own. And plain and preconditioned norms differ by
+        orders of magnitude, so a change between them restarts the average. adaptdl mixes the two
+        (`mix_norm_kinds`) when it begins to precondition; a change back to plain norms, after the
+        optimizer was reset, restarts even then.
+        """
+        kinds_must_match = sums.norm_kind != "preconditioned" or not self.mix_norm_kinds
+        kind_changed = sums.norm_kind != self.norm_kind and kinds_must_match
+        restart = kind_changed or (self.consecutive and not sums.consecutive)
+        return self.begun_anew() if restart else self
+
+    def over_limit(self, sums: NormSums, smoothing: float) -> tuple[float, ...]:
+        """Return a step's noise over the limit that `add` sets it, per group; 0 without a limit."""
+        old = self._before(sums)
+        # adaptdl lets preconditioned norms join an average of plain ones, of another size
+        mixed = self.mix_norm_kinds and sums.norm_kind == "preconditioned"
+        if mixed or old.steps_held(smoothing) < STEPS_BEFORE_LIMIT:
+            return (0.0,) * len(sums.mean_square)
+        return noise_over_limit(estimate(sums), old.raw_sqr, old.raw_var, sums.small_batches)
 
     def with_settings(
         self,

@@ -29,6 +29,7 @@ from manyhands.scaling._step_stats import RankReport, StepStats
 from manyhands.scaling._tap import GradientTap
 
 NONFINITE_LIMIT = 10
+EXPLODED = 10.0  # a step's noise over the limit of its average, of which the user should know
 STEPS_IN_A_ROW = 20  # a rate that changes in so many follows a schedule
 AHEAD = 1.5  # progress per step at which a schedule in steps is clearly behind
 
@@ -152,6 +153,7 @@ class NoiseTracker:
         self.sums: NormSums | None = None  # of the last step that was added, if it has any
         self._preview: _Preview | None = None
         self._last_stats: StepStats | None = None
+        self._warned = False
         self.measures_every_step = False  # whether somebody needs the numbers of each
         self.reports: Sequence[RankReport] = ()  # of the last step that has sent them
         self._new_reports: Sequence[RankReport] = ()  # the same, until they are taken
@@ -272,6 +274,7 @@ class NoiseTracker:
             self.nonfinite_in_a_row += 1
         else:
             self.nonfinite_in_a_row = 0
+            self._warn_if_exploded(sums)
             self.average = self._average_with(sums)
             self.sums = sums
         return StepOutcome(self.average.gain(scale), skipped)
@@ -280,6 +283,20 @@ class NoiseTracker:
         if sums is None or not sums.all_finite:
             return self.average
         return self.average.add(sums, self.tap.batch.smoothing_for(sums.scale))
+
+    def _warn_if_exploded(self, sums: NormSums | None) -> None:
+        if sums is None or self._warned:
+            return
+        over = max(self.average.over_limit(sums, self.tap.batch.smoothing_for(sums.scale)))
+        if over < EXPLODED:
+            return
+        self._warned = True
+        warnings.warn(
+            f"a gradient has exploded: this step's noise was {over:.0f} times the most that counts. "
+            "The gain stays what it was. If the loss rises, clip the gradients or lower the rate. "
+            "(Said once.)",
+            stacklevel=2,
+        )
 
     def _configure(self, average: NoiseAverage) -> NoiseAverage:
         """Return the average with the settings that the options ask for."""

@@ -1,0 +1,241 @@
+"""Does AdaScale end well where gradients explode now and then?
+
+    python benchmarks/collapse.py            an hour; the same command continues where it stopped
+    python benchmarks/collapse.py --draw     the page from the rows so far
+    python benchmarks/collapse.py --quick    a smoke test, seconds
+
+Four small models learn at rates that are right for one worker, and so high that a gradient explodes
+now and then: three LSTMs and a transformer, on sequences of this file's own. Each is trained with
+SGD and a cosine by progress, at scale 1 and under AdaScale at 16, 32 and 64 and with `Ramp`, once
+with the noise of a step limited (the default) and once without. A run has collapsed if its accuracy
+is 7 points below that of scale 1 with the same seed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+from typing import Any
+
+import pages
+import torch
+from quality.training import cosine
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.optim.lr_scheduler import LambdaLR
+
+import manyhands as mh
+from manyhands.ramp import _observed
+from manyhands.scaling import _noise
+from ramp import StatedClock
+
+RESULTS = pages.RESULTS / "collapse.jsonl"
+SEEDS = 40
+SETTINGS = ("16", "32", "64", "Ramp")
+LIMITS = {"limited": _noise.OUTLIER_DEVIATIONS, "not limited": math.inf}
+POINTS = 7.0
+BATCH, LARGEST, OVERHEAD = 16, 64, 8.0
+FEATURES, CLASSES = 13, 10
+
+
+class Recurrent(nn.Module):
+    def __init__(self, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(FEATURES, hidden, layers, batch_first=True)
+        self.readout = nn.Linear(hidden, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.readout(self.lstm(x)[0][:, -1])
+
+
+class Transformer(nn.Module):
+    def __init__(self, length: int, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(FEATURES, width)
+        self.place = nn.Parameter(0.02 * torch.randn(length, width))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.attend = nn.ModuleList((nn.Linear(width, 3 * width), nn.Linear(width, width)))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+        self.readout = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) + self.place
+        parts = self.attend[0](self.norms[0](x)).unflatten(-1, (3, 2, -1))
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        mixed = scaled_dot_product_attention(query, key, value)
+        x = x + self.attend[1](mixed.transpose(1, 2).flatten(-2))
+        x = x + self.mlp(self.norms[1](x))
+        return self.readout(x.mean(dim=1))
+
+
+@dataclass(frozen=True)
+class Task:
+    name: str
+    title: str
+    model: Callable[[], nn.Module]
+    lr: float
+    length: int  # of a sequence
+    noise: float
+    steps: int  # at scale 1
+
+
+TASKS = (
+    Task("lstm", "LSTM of 32", lambda: Recurrent(32, 1), 0.4, 20, 0.7, 800),
+    Task("wide", "LSTM of 48", lambda: Recurrent(48, 1), 0.45, 16, 0.9, 800),
+    Task("deep", "LSTM of 2 x 24", lambda: Recurrent(24, 2), 0.4, 12, 0.7, 800),
+    Task("transformer", "transformer", lambda: Transformer(12, 16), 0.08, 12, 0.7, 600),
+)
+
+
+@cache
+def sequences(task: Task, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Every class has its own slow course in each feature; loudness differs, and noise is added."""
+    shapes = torch.Generator().manual_seed(7)
+    courses = 0.5 * torch.randn(CLASSES, 3, FEATURES, generator=shapes)
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randint(CLASSES, (count,), generator=generator)
+    t = math.pi * torch.linspace(0.0, 1.0, task.length)
+    basis = torch.stack([torch.ones(task.length), torch.sin(2 * t), torch.cos(3 * t)])
+    loudness = torch.exp(0.3 * torch.randn(count, 1, 1, generator=generator))
+    x = torch.einsum("nkf,kt->ntf", courses[y], basis) * loudness
+    return x + task.noise * torch.randn(x.shape, generator=generator), y
+
+
+def train(task: Task, setting: str, limit: str, seed: int, steps: int) -> dict[str, Any]:
+    """Train until the progress is that of `steps` small-batch steps."""
+    _noise.OUTLIER_DEVIATIONS = LIMITS[limit]
+    torch.manual_seed(seed)
+    model, generator = task.model(), torch.Generator().manual_seed(1000 + seed)
+    passes = int(setting) if setting != "Ramp" else 1
+    sgd = torch.optim.SGD(model.parameters(), lr=task.lr, momentum=0.9)
+    optimizer = mh.AdaScale(sgd, num_gradients_to_accumulate=passes)
+    _observed.time = clock = StatedClock(OVERHEAD)  # type: ignore[assignment]
+    ramp = mh.Ramp(optimizer, LARGEST) if setting == "Ramp" else None
+    schedule = mh.ProgressScheduler(
+        LambdaLR(optimizer, lambda k: cosine(k, steps)), optimizer, end=steps
+    )
+    x, y = sequences(task, 20_000, 1)
+    taken, most, start = 0, 1.0, time.process_time()
+    while not schedule.done:
+        passes = passes if ramp is None else ramp.passes
+        for _ in range(passes):
+            some = torch.randint(len(x), (BATCH,), generator=generator)
+            (cross_entropy(model(x[some]), y[some]) / passes).backward()
+        clock.step(passes)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        taken, most = taken + 1, max(most, optimizer.gain())
+    x, y = sequences(task, 2_000, 2)
+    with torch.no_grad():
+        score = 100.0 * (model(x).argmax(dim=1) == y).double().mean().item()
+    seconds = round(time.process_time() - start, 2)
+    of_run = {"task": task.name, "setting": setting, "limit": limit, "seed": seed}
+    found = {"score": round(score, 2), "steps": taken, "largest_gain": round(most, 2)}
+    return {**of_run, **found, "cpu_seconds": seconds}
+
+
+def run() -> None:
+    """Add the runs that are missing, a line each. Two processes share them: `HALF=0`, `HALF=1`."""
+    half = os.environ.get("HALF")
+    for seed in range(SEEDS):
+        if half is not None and seed % 2 != int(half):
+            continue
+        done = {key(row) for row in pages.read_rows(RESULTS)}
+        for task in TASKS:
+            for setting, limit in (("1", "limited"), *((s, k) for s in SETTINGS for k in LIMITS)):
+                if (task.name, setting, limit, seed) not in done:
+                    pages.add_row(RESULTS, train(task, setting, limit, seed, task.steps))
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["task"], row["setting"], row["limit"], row["seed"]
+
+
+def cells(rows: list[dict[str, Any]]) -> list[list[object]]:
+    """A table row for each task and setting: how often it collapsed, and how it ended."""
+    scores = {key(row): row["score"] for row in rows}
+    table: list[list[object]] = []
+    for task in TASKS:
+        for setting in SETTINGS:
+            found: list[object] = []
+            for limit in LIMITS:
+                pairs = [
+                    (
+                        scores[task.name, setting, limit, seed],
+                        scores[task.name, "1", "limited", seed],
+                    )
+                    for seed in range(SEEDS)
+                    if (task.name, setting, limit, seed) in scores
+                ]
+                if not pairs:
+                    continue
+                low = sum(score < one - POINTS for score, one in pairs)
+                ends = [score for score, _ in pairs]
+                found += [f"{low} of {len(pairs)}", f"{median(ends):.1f} ({min(ends):.1f})"]
+                one = median(other for _, other in pairs)
+            if found:
+                table.append([task.title, setting, f"{one:.1f}", *found])
+    return table
+
+
+def collapsed(rows: list[dict[str, Any]], limit: str) -> tuple[int, int]:
+    """How many of the runs collapsed, and how many there are."""
+    scores = {key(row): row["score"] for row in rows}
+    runs = [k for k in scores if k[2] == limit and k[1] != "1"]
+    low = sum(scores[k] < scores[k[0], "1", "limited", k[3]] - POINTS for k in runs)
+    return low, len(runs)
+
+
+PAGE = """# AdaScale where gradients explode
+
+Four small models are trained with SGD at rates that are right for one worker and so high that a
+gradient explodes now and then. A run has **collapsed** if its accuracy on held-out sequences is
+{points:g} points below that of scale 1 with the same seed. One process accumulates the gradients;
+`Ramp` (at most {largest} micro-batches) reads a stated clock, in which a step takes
+{overhead:g} + passes. Up to {seeds} seeds a row; the median accuracy, and the lowest.
+
+```bash
+python benchmarks/collapse.py
+```
+
+AdaScale limits the noise that a step can add to its average: of {after[1]} runs, {after[0]}
+collapsed. Without the limit it was {before[0]} of {before[1]}.
+
+{table}
+
+A collapse without the limit begins with a step whose noise is many times the usual. The gain rises
+towards the scale, progress races to its end, and the schedule ends with it. The limit does not help
+where the learning rate times an honest gain is too high for the model.
+"""
+
+
+def write() -> None:
+    rows = pages.read_rows(RESULTS)
+    head = "model | setting | scale 1 | collapsed | accuracy | not limited: collapsed | accuracy"
+    known = {"points": POINTS, "largest": LARGEST, "overhead": OVERHEAD, "seeds": SEEDS}
+    counts = {"after": collapsed(rows, "limited"), "before": collapsed(rows, "not limited")}
+    pages.write("collapse", PAGE, {**known, **counts}, table=pages.table(head, cells(rows), left=2))
+
+
+def main() -> None:
+    arguments = pages.parser(__doc__).parse_args()
+    torch.set_num_threads(1)
+    if arguments.quick:
+        for setting in SETTINGS:
+            print(train(TASKS[0], setting, "limited", 0, 60))
+        return
+    if not arguments.draw:
+        run()
+    write()
+
+
+if __name__ == "__main__":
+    main()
