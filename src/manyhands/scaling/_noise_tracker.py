@@ -292,7 +292,7 @@ class NoiseTracker:
             return
         self._warned = True
         warnings.warn(
-            f"a gradient has exploded: this step's noise was {over:.0f} times the most that counts. "
+            f"a gradient has exploded: its noise was {over:.0f} times the most that counts. "
             "The gain stays what it was. If the loss rises, clip the gradients or lower the rate. "
             "(Said once.)",
             stacklevel=2,
