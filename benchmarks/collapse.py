@@ -123,11 +123,13 @@ def train(task: Task, setting: str, limit: str, seed: int, steps: int) -> dict[s
     )
     x, y = sequences(task, 20_000, 1)
     taken, most, start = 0, 1.0, time.process_time()
-    while not schedule.done:
+    loss = torch.zeros(())
+    while not schedule.done and loss.isfinite():
         passes = passes if ramp is None else ramp.passes
         for _ in range(passes):
             some = torch.randint(len(x), (BATCH,), generator=generator)
-            (cross_entropy(model(x[some]), y[some]) / passes).backward()
+            loss = cross_entropy(model(x[some]), y[some]) / passes
+            loss.backward()
         clock.step(passes)
         optimizer.step()
         optimizer.zero_grad()
