@@ -1,6 +1,7 @@
 """A ramp in real runs: the batch it chooses, the data it hands out, the same on all ranks."""
 
 import contextlib
+import copy
 import itertools
 
 import pytest
@@ -192,6 +193,54 @@ def test_a_run_continues_as_if_it_had_not_stopped(clock, spread):
         thing.load_state_dict(state)
     second = train(clock, model, optimizer, ramp, loader[sum(first) :], steps=97)
     assert first + second == whole
+
+
+@pytest.mark.parametrize("order", ["optimizer first", "ramp first", "mh.load"])
+@pytest.mark.parametrize("rule", ["AdaScale", "AdamScale", "a scale of its own"])
+def test_a_loop_over_passes_continues_exactly_in_any_order_of_loading(clock, tmp_path, rule, order):
+    def begin():
+        model, loader = quadratic(spread=8.0)
+        if rule == "AdamScale":
+            optimizer = mh.AdamScale(torch.optim.Adam(model.parameters(), lr=0.01))
+        else:
+            optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.01))
+        if rule == "a scale of its own" and not clock.now:  # a continued run has it from the state
+            optimizer.set_scale(1.5)
+        return model, optimizer, mh.Ramp(optimizer, 16), iter(loader)
+
+    def train(model, optimizer, ramp, batches, steps):
+        seen = []
+        for _ in range(steps):
+            passes = ramp.passes
+            for target in itertools.islice(batches, passes):
+                loss = (model(torch.ones_like(target)) - target).square().mean() / 2
+                (loss / passes).backward()
+            clock.step(passes)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(passes)
+        return seen, model.weight.item(), optimizer.gain(), optimizer.smoothing
+
+    run = begin()
+    first, *_ = train(*run, steps=103)
+    model, optimizer, ramp, batches = run
+    states = optimizer.state_dict(), ramp.state_dict()
+    mh.save(tmp_path, model=model, optimizer=optimizer, ramp=ramp)
+    saved = copy.deepcopy((model.state_dict(), *states))
+    whole = train(*run, steps=97)
+    assert len(set(first + whole[0])) > 4
+
+    model, optimizer, ramp, batches = begin()
+    if order == "mh.load":
+        mh.load(tmp_path, model=model, optimizer=optimizer, ramp=ramp)
+    else:
+        model.load_state_dict(saved[0])
+        pairs = list(zip((optimizer, ramp), saved[1:], strict=True))
+        for thing, state in pairs if order == "optimizer first" else reversed(pairs):
+            thing.load_state_dict(state)
+    assert ramp.state_dict() == saved[2]
+    rest = itertools.islice(batches, sum(first), None)
+    assert train(model, optimizer, ramp, rest, steps=97) == whole
 
 
 def test_a_batch_is_kept_on_another_number_of_workers():

@@ -8,6 +8,7 @@ Neither knows which sharding there is, nor how a rule or blocks keep their state
     RuleParts          what a scaling rule adds to the optimizer's state
     BlocksParts        what blocks add to it
     StatePart          state of one parameter, or of the range of it that this rank holds
+    SavedEntries       reads plain values of a saved state, and refuses what makes no sense
 
 docs/architecture.md says what a new sharding has to implement.
 """
@@ -22,11 +23,88 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
+from manyhands._core.arguments import real, whole
 from manyhands._core.wrappers import OptimizerWrapper, ParamGroup, SharingOptimizer, unwrap
 
 Value = TypeVar("Value")
 # A state dict, or an entry of one, from wherever: its reader checks what is in it.
 SavedState: TypeAlias = Mapping[str, Any]
+BELOW = 2.0**53  # no count, time or size of ours is larger; whole numbers are exact up to here
+
+
+class SavedEntries:
+    """Reads plain values of a saved state: a file may be damaged, or of another version.
+
+    An entry that is missing, of another type, not finite or out of range is a ValueError that names
+    it. Read all entries before you change anything.
+    """
+
+    def __init__(self, saved: object, owner: str) -> None:
+        self._owner = owner
+        if not isinstance(saved, Mapping):
+            raise self.wrong("It", "a dict", saved)
+        self._saved = saved
+
+    def wrong(self, name: str, needed: str, came: object) -> ValueError:
+        """Return the error for an entry that is not what is needed."""
+        return ValueError(
+            f"the saved state of {self._owner} does not fit: {name} must be {needed}, got "
+            f"{came!r:.80}."
+        )
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._saved:
+            raise self.wrong(name, "there", sorted(map(str, self._saved)))
+        return self._saved[name]
+
+    def real(self, name: str, least: float = 0.0, above: float | None = None) -> float:
+        """Return a finite number within these bounds."""
+        return self._real(name, self[name], least, above)
+
+    def whole(self, name: str, least: int = 0) -> int:
+        """Return a whole number."""
+        return self._whole(name, self[name], least)
+
+    def reals(self, name: str, length: int | None = None, least: float = 0.0) -> list[float]:
+        """Return a list of finite numbers, of this length if one is given."""
+        values = self._list(name, self[name], length)
+        return [self._real(f"{name}[{i}]", value, least) for i, value in enumerate(values)]
+
+    def wholes(self, name: str, length: int | None = None) -> list[int]:
+        """Return a list of whole numbers, of this length if one is given."""
+        values = self._list(name, self[name], length)
+        return [self._whole(f"{name}[{i}]", value) for i, value in enumerate(values)]
+
+    def pairs(self, name: str) -> list[tuple[int, float]]:
+        """Return a list of pairs of a whole number and a finite number."""
+        return [
+            (self._whole(f"{name}[{i}][0]", first), self._real(f"{name}[{i}][1]", second))
+            for i, pair in enumerate(self._list(name, self[name]))
+            for first, second in [self._list(f"{name}[{i}]", pair, 2)]
+        ]
+
+    def _real(
+        self, name: str, value: object, least: float = 0.0, above: float | None = None
+    ) -> float:
+        try:
+            return real(name, value, least=least, above=above, below=BELOW)
+        except (ValueError, OverflowError) as error:  # of an integer of many digits
+            bound = f"above {above:g}" if above is not None else f"at least {least:g}"
+            raise self.wrong(name, f"a number {bound} and below 2**53", value) from error
+
+    def _whole(self, name: str, value: object, least: int = 0) -> int:
+        try:
+            number = whole(name, value, least)
+        except ValueError as error:
+            raise self.wrong(name, f"a whole number of at least {least}", value) from error
+        if number >= BELOW:
+            raise self.wrong(name, "below 2**53", value)
+        return number
+
+    def _list(self, name: str, value: object, length: int | None = None) -> Sequence[Any]:
+        if isinstance(value, list | tuple) and length in (None, len(value)):
+            return value
+        raise self.wrong(name, "a list" + ("" if length is None else f" of {length}"), value)
 
 
 @dataclass

@@ -25,6 +25,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
+from manyhands._core.state_parts import SavedEntries
+
 SpanLists = list[list[int]]  # spans in JSON's types
 Spans = tuple[tuple[int, int], ...]
 
@@ -180,8 +182,16 @@ class Ledger:
 
     @classmethod
     def of_saved(cls, samples: int, saved: Mapping[str, Any]) -> Ledger:
-        """Return the ledger that was `saved`."""
-        return cls(samples, saved["epoch"], saved["fresh"], _as_spans(saved["returned"]))
+        """Return the ledger that was `saved`; raise a ValueError if it makes no sense."""
+        entries = SavedEntries(saved, "a position in the data")
+        epoch, fresh = entries.whole("epoch"), entries.whole("fresh")
+        if fresh > samples:
+            raise entries.wrong("fresh", f"at most {samples}, the number of samples", fresh)
+        pairs = entries.pairs("returned")
+        bounds = [0, *(bound for pair in pairs for bound in pair), fresh]
+        if bounds != sorted(bounds) or any(start == stop or stop % 1 for start, stop in pairs):
+            raise entries.wrong("returned", f"sorted ranges below {fresh}", saved["returned"])
+        return cls(samples, epoch, fresh, tuple((start, int(stop)) for start, stop in pairs))
 
     def state(self) -> LedgerState:
         """Return the whole ledger."""

@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sized
 from typing import Any, Protocol, TypedDict, cast
 
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from manyhands._core.agreement import agree
 from manyhands._core.arguments import one_of, whole
 from manyhands._core.ranks import RankGroup
+from manyhands._core.state_parts import SavedEntries
 from manyhands.data._ledger import CommittedPart
 from manyhands.data._order import DataShards
 from manyhands.errors import RanksDisagree
@@ -147,9 +149,11 @@ def describe_order(rules: EpochOrder) -> SavedOrder:
 
 def check_state(state: Mapping[str, object], rules: EpochOrder) -> None:
     """Raise if a saved position is not one in this order."""
+    SavedEntries(state, "a position in the data")  # raises if it is not a dict
     for name, here in describe_order(rules).items():
-        if state.get(name) != here:
+        came = state.get(name)
+        if isinstance(came, Tensor) or came != here:  # (a tensor compares element by element)
             raise ValueError(
-                f"the saved position is one in an order with {name}={state.get(name)!r}, and here "
-                f"it is {here!r}. Make the Cursor as in that run, or leave it out of the load."
+                f"the saved position is one in an order with {name}={came!r}, and here it is "
+                f"{here!r}. Make the Cursor as in that run, or leave it out of the load."
             )

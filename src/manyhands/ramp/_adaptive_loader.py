@@ -23,9 +23,9 @@ from typing import Any
 from torch.optim.optimizer import StateDict
 
 from manyhands._core.arguments import whole
-from manyhands._core.state_parts import SavedState
+from manyhands._core.state_parts import SavedEntries, SavedState
 from manyhands.ramp._micro_batches import StepLoader, StepSize, step_size
-from manyhands.ramp._ramp import Ramp
+from manyhands.ramp._ramp import Ramp, SavedRamp
 from manyhands.scaling._adaptdl import AdaptiveDataParallel, ScalarWriter, pass_source
 
 
@@ -81,7 +81,7 @@ class AdaptiveDataLoader(StepLoader):
     _bounds: _Bounds | None = None
     _ramp: Ramp | None = None
     _module: AdaptiveDataParallel | None = None
-    _saved_ramp: SavedState | None = None  # of a run that continues, until there is a ramp
+    _saved_ramp: SavedRamp | None = None  # of a run that continues, until there is a ramp
     _more_follow = False
     _iterated = False
     _end: float | None = None  # the progress at which the present epoch ends
@@ -252,7 +252,7 @@ class AdaptiveDataLoader(StepLoader):
             return
         self._ramp = Ramp(rule, self._bounds.max_scale, loader=self)
         if self._saved_ramp is not None:
-            self._ramp.load_state_dict(self._saved_ramp)
+            self._ramp._take(self._saved_ramp)
             self._saved_ramp = None
         self._ramp._begin_step(self.size)
         if self._end is None:
@@ -281,14 +281,16 @@ class AdaptiveDataLoader(StepLoader):
         The rest of the data comes first, in the order that it had. `remaining_epochs_until` goes on
         with the epoch that was not finished.
         """
-        super().load_state_dict(state_dict)
-        _epochs.finished = int(state_dict["finished_epochs"])
-        end, ramp = state_dict["end"], state_dict["ramp"]
-        self._end = None if end is None else float(end)
+        ledger = self._parse_position(state_dict)
+        saved = SavedEntries(state_dict, "an AdaptiveDataLoader")
+        finished = saved.whole("finished_epochs")
+        end = None if saved["end"] is None else saved.real("end")
+        ramp = None if saved["ramp"] is None else SavedRamp.parse(saved["ramp"])
+        self._ledger, _epochs.finished, self._end = ledger, finished, end
         if self._ramp is None:
             self._saved_ramp = ramp
         elif ramp is not None:
-            self._ramp.load_state_dict(ramp)
+            self._ramp._take(ramp)
 
 
 class _Epochs:

@@ -348,8 +348,11 @@ class StepLoader(DataLoader[Any]):
 
         The rest of the data comes first, in the order that it had.
         """
+        self._ledger = self._parse_position(state_dict)
+
+    def _parse_position(self, state_dict: SavedState) -> Ledger:
         check_state(state_dict, self._order)
-        self._ledger = Ledger.of_saved(self._samples, state_dict)
+        return Ledger.of_saved(self._samples, state_dict)
 
 
 class _Order:

@@ -55,7 +55,7 @@ from dataclasses import astuple, dataclass, field
 from itertools import combinations
 from statistics import fmean, median
 
-from manyhands._core.state_parts import SavedState
+from manyhands._core.state_parts import SavedEntries
 from manyhands.ramp._decision import Noise, StepTime
 from manyhands.scaling._noise import estimate
 from manyhands.scaling._rule_base import ScalingRuleBase
@@ -83,6 +83,7 @@ class NoiseWatch:
         self._rule = rule
         self._average = rule._tracker.average
         self._unmeasured = 0  # steps since the noise was last measured
+        self._memory = rule._batch.memory
         self.evidence = Evidence()
 
     def measured(self) -> Noise | None:
@@ -132,17 +133,23 @@ class NoiseWatch:
         if average.measured:
             gradients = batch.passes * batch.workers
             noise = Noise(average.sqr_of(), average.var_of())
-            batch.memory = memory_for(noise, gradients, self._rule.scale)
+            self._memory = batch.memory = memory_for(noise, gradients, self._rule.scale)
 
     def state_dict(self) -> dict[str, object]:
         """Return what is known, in plain values. The rule saves its averages itself."""
-        return {"unmeasured": self._unmeasured, "evidence": list(astuple(self.evidence))}
+        return {
+            "memory": self._memory,
+            "unmeasured": self._unmeasured,
+            "evidence": list(astuple(self.evidence)),
+        }
 
-    def load_state_dict(self, state_dict: SavedState) -> None:
-        """Continue with a `state_dict`."""
-        self._unmeasured = int(state_dict["unmeasured"])
-        self._average = self._rule._tracker.average
-        self.evidence = Evidence(*map(float, state_dict["evidence"]))
+    def load(self, memory: float, unmeasured: int, evidence: Evidence) -> None:
+        """Continue with what a saved run knew."""
+        self._memory, self._unmeasured, self.evidence = memory, unmeasured, evidence
+
+    def rule_was_loaded(self) -> None:
+        """Take the rule's average as it is now, and set its memory again."""
+        self._average, self._rule._batch.memory = self._rule._tracker.average, self._memory
 
 
 @dataclass
@@ -153,6 +160,14 @@ class Evidence:
     weight: float = 0.0
     deviations: float = PRIOR_STEPS  # squared, over what they would be in one direction
     steps: float = PRIOR_STEPS
+
+    @classmethod
+    def of_saved(cls, saved: SavedEntries) -> Evidence:
+        """Return the evidence in a ramp's state dict."""
+        evidence = cls(*saved.reals("evidence", 4))
+        if not evidence.steps:
+            raise saved.wrong("evidence[3]", "above 0", evidence.steps)
+        return evidence
 
     def see_deviation(self, small_batches: float, scale: float, deviation: float) -> None:
         """Take note of how far a step's estimate is from the average before it."""
@@ -242,6 +257,10 @@ class StepTimer:
         """Seconds and units of this rank's last step that counted."""
         return self._last
 
+    def fits(self, ranks: int) -> bool:
+        """Return whether the times are of so many ranks, or of none yet."""
+        return len(self._slowest.seconds) in (0, ranks)
+
     def add_reports(self, reports: Sequence[RankReport]) -> None:
         """Add the time of a step, as the ranks have reported it."""
         slowest = reports[self._slowest.find([report.seconds for report in reports])]
@@ -253,19 +272,25 @@ class StepTimer:
         return {
             "times": [[passes, seconds] for passes, seconds in self.times.steps],
             "timed": list(self._last),
-            "slowest": [self._slowest.rank, self._slowest.seconds],
+            "slowest": self._slowest.rank,
+            "rank_seconds": list(self._slowest.seconds),
             "sync_rounds": list(astuple(self.sync_rounds)),
         }
 
-    def load_state_dict(self, state_dict: SavedState) -> None:
-        """Continue with the times of a `state_dict`, in a timer that has none yet."""
-        for timed_passes, seconds in state_dict["times"]:
-            self.times.add(int(timed_passes), float(seconds))
-        seconds, timed_passes = state_dict["timed"]
-        self._last = float(seconds), int(timed_passes)
-        rank, of_ranks = state_dict["slowest"]
-        self._slowest = SlowestRank(int(rank), [float(each) for each in of_ranks])
-        self.sync_rounds = SyncRounds(*map(float, state_dict["sync_rounds"]))
+    @classmethod
+    def of_saved(cls, saved: SavedEntries) -> StepTimer:
+        """Return the timer that a `state_dict` is of."""
+        timer = cls()
+        for passes, seconds in saved.pairs("times"):
+            timer.times.add(passes, seconds)
+        timed_seconds, timed_passes = saved.reals("timed", 2)
+        timer._last = timed_seconds, int(timed_passes)
+        rank, of_ranks = saved.whole("slowest"), saved.reals("rank_seconds")
+        if rank >= max(len(of_ranks), 1):
+            raise saved.wrong("slowest", f"a rank below {len(of_ranks)}", rank)
+        timer._slowest = SlowestRank(rank, of_ranks)
+        timer.sync_rounds = SyncRounds(*saved.reals("sync_rounds", 3))
+        return timer
 
 
 @dataclass

@@ -20,7 +20,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from torch.optim.optimizer import StateDict
 
 from manyhands._core.arguments import one_of, real, whole
 from manyhands._core.modules import modules_holding, no_sync_of
-from manyhands._core.state_parts import SavedState
+from manyhands._core.state_parts import SavedEntries, SavedState
 from manyhands.data._cursor import Cursor
 from manyhands.ramp._decision import (
     GROWTH,
@@ -42,7 +42,7 @@ from manyhands.ramp._decision import (
     efficiency,
 )
 from manyhands.ramp._micro_batches import MicroBatches, StepLoader, StepSize, Supply
-from manyhands.ramp._observed import NoiseWatch, StepTimer
+from manyhands.ramp._observed import Evidence, NoiseWatch, StepTimer
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._settings import PASSES, PER_STEP
 from manyhands.scaling._step_stats import RankReport
@@ -128,6 +128,7 @@ class Ramp:
         self._noise = NoiseWatch(optimizer)
         self._moments_scale = self.scale  # of the batch that Adam's second moments belong to
         self._steps = 0  # since this object was made
+        self._saved: SavedRamp | None = None  # what was loaded, until the next step
         self._supply = Supply(optimizer)
         if loader is not None:
             self._bind(loader)
@@ -136,7 +137,7 @@ class Ramp:
     def _set_units(self, units: int) -> None:
         """Begin with this number of units. Raise if it, or the largest batch, is not allowed."""
         rule, batch = self.optimizer, self.optimizer._batch
-        most = math.floor(self.max_scale / self._scale_per_unit + 1e-9)
+        most = self._most
         if most < units:
             raise ValueError(
                 f"max_scale={self.max_scale:g} is below the present scale of {rule.scale:g}: a "
@@ -149,6 +150,11 @@ class Ramp:
         self._limits = replace(self._limits, most=most)
         self._units = units
         self._decision = Decision(units, "wait", units)
+
+    @property
+    def _most(self) -> int:
+        """The most units of a step."""
+        return math.floor(self.max_scale / self._scale_per_unit + 1e-9)
 
     def _bind(self, loader: StepLoader) -> None:
         """Count in the units of this loader from now on."""
@@ -278,6 +284,7 @@ class Ramp:
         units = self.optimizer.passes * (1 if self._loader is None else self._loader.size.per_pass)
         self._timer.step_ended(units, counts=self._steps >= SKIPPED)
         self._steps += 1
+        self._saved = None
         self._noise.see_step()
         self._supply.step_ended(reports)
         self._timer.add_reports(reports)
@@ -389,7 +396,6 @@ class Ramp:
             "scale": self.scale,
             "workers": self.optimizer._batch.workers,
             "steps": self._steps,
-            "memory": self.optimizer._batch.memory,
             "moments_scale": self._moments_scale,
             **self._timer.state_dict(),
             **self._noise.state_dict(),
@@ -400,18 +406,62 @@ class Ramp:
 
         With another number of workers a step takes a different time, which is measured anew.
         """
-        units = max(1, round(float(state_dict["scale"]) / self._scale_per_unit))
-        self._units = min(units, self._limits.most)
-        self._decision = Decision(self._units, "wait", self._units)
-        self._steps = int(state_dict["steps"])
-        self.optimizer._batch.memory = float(state_dict["memory"])
-        self._moments_scale = float(state_dict["moments_scale"])
-        self._noise.load_state_dict(state_dict)
-        self._timer = StepTimer()
-        if int(state_dict["workers"]) == self.optimizer._batch.workers:
-            self._timer.load_state_dict(state_dict)
-        # The optimizer's state may be loaded later: its second moments follow with the next step.
+        self._take(SavedRamp.parse(state_dict))
+
+    def _take(self, saved: SavedRamp) -> None:
+        self._saved = saved
+        self._steps, self._moments_scale = saved.steps, saved.moments_scale
+        self._noise.load(saved.memory, saved.unmeasured, saved.evidence)
+        rule, ranks = self.optimizer, self.optimizer._ranks.size
+        same = saved.workers == rule._batch.workers and saved.timer.fits(ranks)
+        self._timer = saved.timer if same else StepTimer()
+        self.after_load()
+
+    def after_load(self) -> None:
+        """Let the rule have this batch: state of its own, loaded before or after, has another.
+
+        Its second moments follow with the next step.
+        """
+        rule, saved = self.optimizer, self._saved
+        batch = rule._batch
+        if batch.scale is not None:  # of the whole batch; from now on the batch changes
+            batch.scale_per_pass, batch.scale = batch.scale / batch.passes, None
+        most = max(1, self._most)
+        self._limits = replace(self._limits, most=most)
+        if saved is not None:
+            self._units = min(max(1, round(saved.scale / self._scale_per_unit)), most)
+            self._decision = Decision(self._units, "wait", self._units)
+        self._noise.rule_was_loaded()
         self._expect(self._size)
+
+
+@dataclass(frozen=True)
+class SavedRamp:
+    """A ramp's state dict, parsed."""
+
+    scale: float
+    workers: int
+    steps: int
+    moments_scale: float
+    memory: float
+    unmeasured: int
+    evidence: Evidence
+    timer: StepTimer
+
+    @classmethod
+    def parse(cls, state_dict: object) -> SavedRamp:
+        """Return the parsed state, or raise a ValueError; nothing is changed."""
+        saved = SavedEntries(state_dict, "a Ramp")
+        return cls(
+            scale=saved.real("scale", above=0.0),
+            workers=saved.whole("workers", least=1),
+            steps=saved.whole("steps"),
+            moments_scale=saved.real("moments_scale", above=0.0),
+            memory=saved.real("memory", least=1.0),
+            unmeasured=saved.whole("unmeasured"),
+            evidence=Evidence.of_saved(saved),
+            timer=StepTimer.of_saved(saved),
+        )
 
 
 def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[object]]:

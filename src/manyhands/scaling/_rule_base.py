@@ -352,6 +352,8 @@ class ScalingRuleBase(ScaledOptimizer):
         self._tap.load_state(state.tap)
         self._tracker.load_state(state.tracker)
         self._counts.load_state(state.counts)
+        if self._observer is not None:
+            self._observer.after_load()
         if state.mismatches:
             message = describe_mismatches(state.mismatches, type(self).__name__)
             warnings.warn(message, stacklevel=3)

@@ -70,6 +70,9 @@ class StepObserver(Protocol):
         They are those of this step.
         """
 
+    def after_load(self) -> None:
+        """Act after the rule has loaded its state, which includes the batch of a step."""
+
     def after_sync(self, seconds: float) -> None:
         """Take note that blocks around the rule took so many seconds for a sync after its step."""
 
