@@ -164,7 +164,8 @@ def gain(sqr: float, var: float, scale: float) -> float:
     large_batch = var / scale + sqr
     if scale == 1.0 or large_batch == 0.0:
         return 1.0
-    return (var + sqr) / large_batch
+    least, most = sorted((1.0, scale))
+    return min(max((var + sqr) / large_batch, least), most)  # despite rounding
 
 
 def ratio_of_squares(sqr: float, var: float, before: float, now: float) -> float:
