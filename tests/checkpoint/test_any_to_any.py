@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import manyhands as mh
-from helpers.checkpoint_oracle import ADAFACTOR, ADAMW, LAMB, SGD, WAYS, Setup, assert_equal
+from helpers.checkpoint_oracle import ADAFACTOR, ADAMW, LAMB, SGD, Setup, assert_equal
 from helpers.ranks import run_ranks
+from helpers.ways import WAYS
 
 WORLDS = (1, 2, 3, 4)
 STEPS = 3

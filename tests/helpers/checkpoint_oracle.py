@@ -8,12 +8,11 @@ import torch
 import torch.distributed.checkpoint  # slow, so that ranks have it when they are forked
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
 from helpers.sharding_oracle import Lamb, everyone
+from helpers.ways import WAYS
 
-WAYS = ("plain", "OSS", "ShardedDataParallel", "FSDP")
 ADAMW = (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.1})
 SGD = (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
 LAMB = (Lamb, {"lr": 0.02})
@@ -61,20 +60,15 @@ class Setup:
             fully_shard(self.module.last)
             self.model = fully_shard(self.module)
             self.optimizer = cls(params(), **given)
-        elif self.way == "FSDP":
-            self.module.image.to(memory_format=torch.contiguous_format)
-            self.module.last = mh.FSDP(self.module.last)
-            self.model = mh.FSDP(self.module)
-            self.optimizer = cls(params(), **given)
-        elif self.way == "plain":
-            self.optimizer = cls(params(), **given)
-            self.model = DistributedDataParallel(self.module) if workers > 1 else self.module
-        else:
+        elif workers > 1:
+            self.model, self.optimizer = WAYS[self.way](
+                self.module, params, cls, **given, **options
+            )
+        elif self.way == "OSS":
+            self.model = self.module
             self.optimizer = mh.OSS(params(), optim=cls, bucket_size=64, **given, **options)
-            if self.way == "OSS":
-                self.model = DistributedDataParallel(self.module) if workers > 1 else self.module
-            else:
-                self.model = mh.ShardedDataParallel(self.module, self.optimizer)
+        else:
+            self.model, self.optimizer = self.module, cls(params(), **given)
         if rule is not None:
             self.optimizer = rule(self.optimizer)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)

@@ -15,7 +15,7 @@ import manyhands as mh
 
 STEPS = 3
 BUCKET = 64  # elements: the model has five times as many, and a layer of more than two buckets
-WAYS = ("OSS + DDP", "OSS + ShardedDataParallel")
+AROUND_OSS = ("OSS + DDP", "OSS + ShardedDataParallel")
 
 
 class Lamb(torch.optim.Optimizer):

@@ -10,8 +10,8 @@ from torch.optim import SGD, AdamW
 import manyhands as mh
 from helpers.ranks import run_ranks
 from helpers.sharding_oracle import (
+    AROUND_OSS,
     STEPS,
-    WAYS,
     Lamb,
     assert_same,
     copied,
@@ -70,7 +70,7 @@ def test_any_optimizer_and_option_is_the_plain_run():
     def run():
         result = {}
         for name, build in BUILDS.items():
-            for way in WAYS:
+            for way in AROUND_OSS:
 
                 def laid_out(model, make, build=build, name=name):
                     layout = "whole" if name == "AdamW left whole" else None
@@ -87,7 +87,7 @@ def test_any_optimizer_and_option_is_the_plain_run():
     ranks = run_ranks(3, run)
     for name, build in BUILDS.items():
         _, expected = train_alone(build, 3, passes=2)
-        for way in WAYS:
+        for way in AROUND_OSS:
             what = f"{name}, {way}"
             assert_same([r[what] for r in ranks], list(expected.parameters()), what)
 
@@ -174,7 +174,7 @@ def training(make, way, act=None, *, build=two_rates, steps=6, model=make_model,
     return module, optimizer
 
 
-def check(act, *, ways=WAYS, exact_groups=True, **options):
+def check(act, *, ways=AROUND_OSS, exact_groups=True, **options):
     """The training with `act` is the plain one's, and so are the optimizer's groups."""
 
     def groups_of(optimizer):
@@ -237,7 +237,7 @@ def test_a_group_that_is_added_later_joins_in():
                 p.requires_grad_(True)
             optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.07})
 
-    check(act, build=build, model=freeze_rest, ways=WAYS[1:])
+    check(act, build=build, model=freeze_rest, ways=AROUND_OSS[1:])
 
 
 def test_a_group_that_is_added_before_ddp_joins_in():
@@ -268,8 +268,8 @@ def test_parameters_that_thaw_and_freeze_again():
         if step == 4:
             module[0].requires_grad_(False)
 
-    check(act, model=freeze_first, ways=WAYS[1:])
-    check(act, model=freeze_first, ways=WAYS[1:], build=one(Lamb, weight_decay=0.1))
+    check(act, model=freeze_first, ways=AROUND_OSS[1:])
+    check(act, model=freeze_first, ways=AROUND_OSS[1:], build=one(Lamb, weight_decay=0.1))
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -300,7 +300,7 @@ def test_parameters_that_freeze_between_backward_and_step(set_to_none):
             optimizer.step()
         return copied(module.parameters())
 
-    ranks = run_ranks(3, run, oss, WAYS[1])
+    ranks = run_ranks(3, run, oss, AROUND_OSS[1])
     assert_same(ranks, run(plain, None))
 
 
@@ -352,8 +352,8 @@ def test_a_closure_runs_once_and_its_loss_comes_back():
         assert calls == [0, 1, 2, 3]
         return [*losses, *copied(module.parameters())]
 
-    ranks = run_ranks(3, lambda: [run(oss, way) for way in WAYS])
-    for i, way in enumerate(WAYS):
+    ranks = run_ranks(3, lambda: [run(oss, way) for way in AROUND_OSS])
+    for i, way in enumerate(AROUND_OSS):
         assert_same([r[i] for r in ranks], run(plain, None), way)
 
 
@@ -366,7 +366,7 @@ def test_step_hooks_run_once_around_each_step():
                 optimizer.register_step_pre_hook(lambda o, *_: calls.append(("pre", o)))
                 optimizer.register_step_post_hook(lambda o, *_: calls.append(("post", o)))
 
-        _, optimizer = training(oss, WAYS[1], act, steps=2)
+        _, optimizer = training(oss, AROUND_OSS[1], act, steps=2)
         assert [o is optimizer for _, o in calls] == [True] * 4
         return [name for name, _ in calls]
 
@@ -440,7 +440,7 @@ def test_dtypes_mixed_in_a_group_and_bfloat16_parameters(options):
     build = one(AdamW, lr=0.02, weight_decay=0.1, **options)
 
     def run():
-        _, module = train(build, WAYS[1], model=Mixed, loss=loss)
+        _, module = train(build, AROUND_OSS[1], model=Mixed, loss=loss)
         return copied(module.parameters())
 
     _, expected = train_averaged(build, 3, model=Mixed, loss=loss)
@@ -459,11 +459,11 @@ def test_autocast_is_the_plain_runs():
     build = one(AdamW, lr=0.02)
 
     def run():
-        return [copied(train(build, w, model=model, loss=loss)[1].parameters()) for w in WAYS]
+        return [copied(train(build, w, model=model, loss=loss)[1].parameters()) for w in AROUND_OSS]
 
     ranks = run_ranks(2, run)
     _, expected = train_averaged(build, 2, model=model, loss=loss)
-    for i, way in enumerate(WAYS):
+    for i, way in enumerate(AROUND_OSS):
         assert_same([r[i] for r in ranks], copied(expected.parameters()), way, 1e-5, 1e-6)
 
 
@@ -475,7 +475,7 @@ def test_small_updates_are_not_lost_in_float16():
 
     def run():
         result = []
-        for way in WAYS:
+        for way in AROUND_OSS:
             module = nn.Linear(7, 9, bias=False)
             with torch.no_grad():
                 module.weight.fill_(1.0)
@@ -497,7 +497,7 @@ def test_with_float16_workers_are_equal_and_near_the_plain_run():
 
     def run():
         result = []
-        for way in WAYS:
+        for way in AROUND_OSS:
             made = one(AdamW, lr=0.02, broadcast_fp16=True)
             _, module = train(made, way, passes=2)
             result.append(copied(module.parameters()))
@@ -505,7 +505,7 @@ def test_with_float16_workers_are_equal_and_near_the_plain_run():
 
     ranks = run_ranks(3, run)
     _, expected = train_alone(build, 3, passes=2)
-    for i, way in enumerate(WAYS):
+    for i, way in enumerate(AROUND_OSS):
         assert_same([r[i] for r in ranks], list(expected.parameters()), way, 1e-2, 5e-3)
         assert all(torch.equal(p, p.half().double()) for p in ranks[0][i])
 
@@ -554,7 +554,7 @@ def test_ddp_may_come_first_and_keep_gradients_in_its_buckets():
 
 def test_without_a_process_group_it_is_the_bare_optimizer():
     _, expected = train_alone(two_rates, 1)
-    _, module = train(two_rates, WAYS[1])
+    _, module = train(two_rates, AROUND_OSS[1])
     assert_same([copied(module.parameters())], list(expected.parameters()), rtol=0, atol=0)
 
 

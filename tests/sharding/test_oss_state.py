@@ -13,8 +13,8 @@ from torch.optim import SGD, Adagrad, AdamW
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
 from helpers.sharding_oracle import (
+    AROUND_OSS,
     OPTIMIZERS,
-    WAYS,
     Lamb,
     assert_same,
     copied,
@@ -93,7 +93,7 @@ def assert_states_match(mine, expected, **near):
 
 
 def trained(name, steps=3):
-    (optimizer,), wrapped = train(BUILDS[name], WAYS[1], model=WithWide, steps=steps)
+    (optimizer,), wrapped = train(BUILDS[name], AROUND_OSS[1], model=WithWide, steps=steps)
     return optimizer, wrapped
 
 
@@ -129,7 +129,7 @@ def test_a_frozen_parameter_has_no_state():
         return [make(model.parameters(), AdamW, lr=0.02)]
 
     def run():
-        (optimizer,), _ = train(build, WAYS[0], model=Used)
+        (optimizer,), _ = train(build, AROUND_OSS[0], model=Used)
         return optimizer.state_dict(all_ranks=True)
 
     class Used(WithWide):
@@ -417,7 +417,7 @@ def test_a_wrong_dict_raises_everywhere_and_changes_nothing(wrong):
     given = wrong(copy.deepcopy(there.state_dict()))
 
     def run():
-        (optimizer,), _ = train(build, WAYS[1], steps=3)
+        (optimizer,), _ = train(build, AROUND_OSS[1], steps=3)
         before = optimizer.state_dict(all_ranks=True)
         try:
             optimizer.load_state_dict(given)
@@ -434,7 +434,7 @@ def test_a_momentum_of_another_shape_raises_with_whole_parameters_too():
     given["state"][0]["momentum_buffer"] = torch.zeros(5, 13, dtype=torch.float64)
 
     def run():
-        (optimizer,), _ = train(build, WAYS[1], steps=1)
+        (optimizer,), _ = train(build, AROUND_OSS[1], steps=1)
         optimizer.load_state_dict(given)
 
     raises_on_ranks(2, ValueError, run, timeout=20)

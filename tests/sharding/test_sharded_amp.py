@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
 from helpers.sharding_oracle import (
-    WAYS,
+    AROUND_OSS,
     Lamb,
     assert_same,
     copied,
@@ -77,11 +77,11 @@ def run(build, way, *, clip=False, passes=1, scaler=None):
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("build", [one(AdamW, lr=0.02), one(Lamb, lr=0.02), muon_and_adamw])
 def test_all_workers_skip_and_back_off_as_the_plain_run(build, clip):
-    ranks = run_ranks(3, lambda: [run(build, way, clip=clip, passes=2) for way in WAYS])
+    ranks = run_ranks(3, lambda: [run(build, way, clip=clip, passes=2) for way in AROUND_OSS])
     expected = run(build, None, clip=clip, passes=2)
     assert expected["stepped"] == [True, False, True, False, True, True]
     for i in range(2):
-        assert_same([r[i]["params"] for r in ranks], expected["params"], WAYS[i], 1e-4, 1e-5)
+        assert_same([r[i]["params"] for r in ranks], expected["params"], AROUND_OSS[i], 1e-4, 1e-5)
         for rank in ranks:
             assert {k: rank[i][k] for k in ("scales", "stepped", "state")} == {
                 k: expected[k] for k in ("scales", "stepped", "state")
@@ -138,7 +138,7 @@ def test_the_scalers_state_round_trips():
 
     def half():
         scaler = scaler_of(mh.ShardedGradScaler)
-        run(one(SGD, lr=0.05), WAYS[1], scaler=scaler)
+        run(one(SGD, lr=0.05), AROUND_OSS[1], scaler=scaler)
         file = io.BytesIO()
         torch.save(scaler.state_dict(), file)
         file.seek(0)

@@ -11,7 +11,7 @@ from torch.optim import AdamW
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
 from helpers.sharding_oracle import (
-    WAYS,
+    AROUND_OSS,
     Lamb,
     assert_same,
     copied,
@@ -25,7 +25,7 @@ from helpers.sharding_oracle import (
 from manyhands._core.groups import RollCall
 
 
-def after_backward(way=WAYS[1], kind=AdamW, *, model=make_model, passes=1, **options):
+def after_backward(way=AROUND_OSS[1], kind=AdamW, *, model=make_model, passes=1, **options):
     """A model with gradients, as one of the workers (or, `way` None, alone)."""
     rank, workers = everyone()
     module = model()
@@ -64,7 +64,7 @@ def matrices(params):
 @pytest.mark.parametrize("kind", [AdamW, Lamb])
 def test_the_pieces_of_all_workers_are_the_mean_gradient(kind):
     def run():
-        module, _, _ = after_backward(WAYS[1], kind, passes=2)
+        module, _, _ = after_backward(AROUND_OSS[1], kind, passes=2)
         assert [p.grad.shape for p in module.parameters()] == [p.shape for p in module.parameters()]
         return full_gradients(module)
 
@@ -78,7 +78,7 @@ def test_clip_grad_norm_is_torchs_on_the_whole_gradient(workers):
 
     def run():
         result = []
-        for way in WAYS:
+        for way in AROUND_OSS:
             for kind in (AdamW, Lamb):
                 for limit, norm_type in limits:
                     for chosen in (None, matrices):
@@ -112,7 +112,7 @@ def test_clip_grad_norm_is_torchs_on_the_whole_gradient(workers):
 
 def test_clipping_nothing_and_what_has_no_gradient():
     def run():
-        for way in WAYS:
+        for way in AROUND_OSS:
             module, optimizer, wrapped = after_backward(way)
             before = full_gradients(module)
             norm = optimizer.clip_grad_norm(1e-3, filter_params_fn=lambda params: [])
@@ -120,7 +120,7 @@ def test_clipping_nothing_and_what_has_no_gradient():
             for p, q in zip(full_gradients(module), before, strict=True):
                 assert torch.equal(p, q)
             optimizer.zero_grad()
-            if way == WAYS[0]:  # a sharded module would take part with zeros
+            if way == AROUND_OSS[0]:  # a sharded module would take part with zeros
                 assert optimizer.clip_grad_norm(1.0) == 0.0
             assert wrapped is not None
 
@@ -144,10 +144,10 @@ def test_a_norm_of_bfloat16_gradients_is_taken_in_float32():
 def test_a_gradient_that_is_not_a_number_shows_in_every_workers_norm():
     def run():
         result = []
-        for way in WAYS:
+        for way in AROUND_OSS:
             for norm_type in (2.0, float("inf")):
                 module, optimizer, _ = after_backward(way)
-                if way == WAYS[1]:
+                if way == AROUND_OSS[1]:
                     if dist.get_rank() == 1:
                         module[2].weight.grad.slices[0][3] = torch.nan
                 else:
@@ -175,7 +175,7 @@ def test_torchs_clipping_of_values_works():
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_torchs_clipping_of_the_norm_works(foreach, workers):
-    def run(way=WAYS[1]):
+    def run(way=AROUND_OSS[1]):
         results = []
         for limit, norm_type in [(0.05, 2.0), (0.05, 1), (0.01, float("inf")), (100.0, 2.0)]:
             module, optimizer, _ = after_backward(way)
@@ -298,7 +298,7 @@ def test_clipping_between_the_passes_of_a_step_is_the_plain_runs():
             optimizer.step()
         return copied(module.parameters())
 
-    ranks = run_ranks(3, lambda: run(oss, WAYS[1]))
+    ranks = run_ranks(3, lambda: run(oss, AROUND_OSS[1]))
     assert_same(ranks, run(lambda p, kind, **o: kind(p, **o), None))
 
 

@@ -5,8 +5,8 @@ import pytest
 
 from helpers.ranks import run_ranks
 from helpers.sharding_oracle import (
+    AROUND_OSS,
     OPTIMIZERS,
-    WAYS,
     assert_same,
     copied,
     train,
@@ -25,14 +25,14 @@ def test_training_is_the_plain_run(optimizer, workers):
 
     def run():
         result = {}
-        for way in WAYS:
+        for way in AROUND_OSS:
             for name, (passes, no_sync) in ACCUMULATION.items():
                 _, module = train(build, way, passes, no_sync)
                 result[f"{way}, {name}"] = copied(module.parameters())
         return result
 
     ranks = run_ranks(workers, run)
-    for way in WAYS:
+    for way in AROUND_OSS:
         for name, (passes, _) in ACCUMULATION.items():
             _, expected = train_alone(build, workers, passes)
             what = f"{way}, {name}"

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
 from helpers.sharding_oracle import (
+    AROUND_OSS,
     OPTIMIZERS,
-    WAYS,
     assert_same,
     copied,
     everyone,
@@ -30,14 +30,14 @@ def shared(params, kind, **options):
     return oss(params, kind, shared_memory=True, **options)
 
 
-def train(build, way=WAYS[1], steps=3, delays=None, between=lambda *_: None, **options):
+def train(build, way=AROUND_OSS[1], steps=3, delays=None, between=lambda *_: None, **options):
     """Train with shared memory; `between` is called after each step."""
     rank, workers = everyone()
     module = make_model()
     optimizers = build(module, shared)
     wrapped = (
         DistributedDataParallel(module)
-        if way == WAYS[0]
+        if way == AROUND_OSS[0]
         else mh.ShardedDataParallel(module, optimizers, **options)
     )
     x, y = make_batches(steps, 1, workers)
@@ -53,7 +53,7 @@ def train(build, way=WAYS[1], steps=3, delays=None, between=lambda *_: None, **o
     return copied(wrapped.state_dict().values())  # which waits for what is under way
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", AROUND_OSS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_numbers_are_those_of_the_plain_run(name, way):
     _, expected = train_alone(OPTIMIZERS[name], 3)

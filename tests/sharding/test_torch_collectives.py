@@ -6,8 +6,8 @@ import torch
 import manyhands as mh
 from helpers.ranks import run_ranks
 from helpers.sharding_oracle import (
+    AROUND_OSS,
     OPTIMIZERS,
-    WAYS,
     assert_same,
     copied,
     everyone,
@@ -28,7 +28,7 @@ def _not_gloo(monkeypatch):
     monkeypatch.setattr(RankGroup, "on_gloo", lambda self, device: False)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", AROUND_OSS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_numbers_are_those_of_the_plain_run(name, way):
     def run():
@@ -42,7 +42,9 @@ def test_the_numbers_are_those_of_the_plain_run(name, way):
 @pytest.mark.parametrize("name", ["SGD", "LAMB"])
 def test_narrow_gradients_are_added_up_in_float32(name):
     def run():
-        _, wrapped = train(OPTIMIZERS[name], WAYS[1], model=in_float32, reduce_dtype=torch.bfloat16)
+        _, wrapped = train(
+            OPTIMIZERS[name], AROUND_OSS[1], model=in_float32, reduce_dtype=torch.bfloat16
+        )
         return copied(wrapped.parameters())
 
     def in_float32():
