@@ -24,7 +24,7 @@ def written(folder, way, kind, rule=None):
 
 
 def kind_of(way, workers):
-    return ("AdamW", "SGD")[(WAYS.index(way) + workers) % 2]
+    return ("AdamW", "SGD")[(list(WAYS).index(way) + workers) % 2]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_any_to_any(sources, there):
                 if (way, workers) == (to, there):
                     mine = setup.train(2, STEPS, draw=True).held()
                     assert_equal(mine, went_on, where)
-                elif (WAYS.index(way) + workers) % 4 == 0:
+                elif (list(WAYS).index(way) + workers) % 4 == 0:
                     later.append((f"{way}{workers}", where, setup.train(2, STEPS).held()))
         return later
 
@@ -89,7 +89,7 @@ def test_state_of_whole_parameters(kind, tmp_path):
     """It has other shapes than the parameter's, numbers that are no tensors, and one owner."""
 
     def read(folder, saved):
-        for to in WAYS[:3]:
+        for to in ("plain", "OSS", "ShardedDataParallel"):
             setup = Setup(to, kind, seed=7).train(1)
             mh.load(folder, **setup.given())
             assert_equal(setup.held(), saved, to)
