@@ -4,6 +4,7 @@ ranks.py                                  run a function on several ranks; error
 pages.py                                  run the examples of the documentation
 scaling_oracle.py, sharding_oracle.py, checkpoint_oracle.py, blocks_oracle.py, blocks_plain.py
                                           the one-process loops that each part must equal
+ways.py, new_sharding.py                   the ways to shard; one that the library does not know
 blocks_runs.py, crew_workers.py           runs in blocks; crews whose workers come and go
 link.py                                   a line between two hosts that can be cut
 damage.py, forge.py                       damaged checkpoints; forged checkpoints

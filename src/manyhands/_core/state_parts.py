@@ -10,7 +10,7 @@ Neither knows which sharding there is, nor how a rule or blocks keep their state
     StatePart          state of one parameter, or of the range of it that this rank holds
     SavedEntries       reads plain values of a saved state, and refuses what makes no sense
 
-docs/architecture.md says what a new sharding has to implement.
+docs/extending.md says what a new sharding has to implement.
 """
 
 from __future__ import annotations
