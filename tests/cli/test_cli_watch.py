@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 from manyhands.record import Record
+from manyhands.record._record import KINDS
 
 
 @pytest.fixture
@@ -77,6 +79,25 @@ def test_once_tells_a_script_that_a_job_failed(manyhands):
     result = manyhands("a.jsonl", "--once")
     assert result.exit_code == 1
     assert "failed  ended by RuntimeError: out of memory" in result.output
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        {"progress": 5e-324},
+        dict.fromkeys((f"{kind}_seconds" for kind in KINDS), 1e308),
+    ],
+    ids=["endless", "endless parts"],
+)
+def test_numbers_that_no_run_has_are_shown(manyhands, later):
+    train("a.jsonl", 1)
+    header = Path("a.jsonl").read_text().splitlines()[0]
+    first = json.dumps({"step": 1, "time": 1.0, "progress": 0.0})
+    second = json.dumps({"step": 2, "time": 2.0} | later)
+    Path("a.jsonl").write_text("\n".join([header, first, second, ""]))
+    result = manyhands("a.jsonl", "--once")
+    assert isinstance(result.exception, SystemExit | None), result.exception
+    assert "step 2" in result.output
 
 
 def test_an_empty_folder_has_no_record_yet(manyhands, tmp_path):

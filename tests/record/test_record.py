@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import subprocess
 import sys
 import time
 
@@ -413,3 +414,31 @@ def test_a_line_costs_less_than_a_tenth_of_a_millisecond(tmp_path):
                 record.step(loss=0.123456789, accuracy=0.987654321)
             costs.append((time.perf_counter() - before) / 100)
     assert min(costs) < 100e-6
+
+
+WRITER = """
+import sys, manyhands as mh
+record = mh.Record(sys.argv[1])
+record.step(loss=1.0)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_file_that_another_process_writes_is_refused_until_it_has_ended(tmp_path):
+    path = tmp_path / "a.jsonl"
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout.readline() == b"ready\n"
+        before = path.read_bytes()
+        for mode in ("continue", "overwrite"):
+            with pytest.raises(ValueError, match=r"another process is writing .*a\.jsonl"):
+                Record(path, mode=mode)
+        assert path.read_bytes() == before
+        assert read_record(path).column("loss") == [1.0]
+        other.kill()
+    for _ in range(2):  # this process may open its own record again
+        record = Record(path)
+        record.step(loss=2.0)
+    assert read_record(path).column("loss") == [1.0, 2.0, 2.0]

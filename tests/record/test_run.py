@@ -140,7 +140,18 @@ def test_a_header_that_was_cut_off_is_written_anew(path):
 
 
 @pytest.mark.parametrize(
-    "damage", ['{"step": 2, "ti', "[]", '"manyhands"', "{}", '{"step": "2", "time": 0}', "\x00\x00"]
+    "damage",
+    [
+        '{"step": 2, "ti',
+        "[]",
+        '"manyhands"',
+        "{}",
+        '{"step": "2", "time": 0}',
+        "\x00\x00",
+        '{"step": 2, "time": 0, "deep": ' + "[" * 500 + "]" * 500 + "}",
+        '{"step": 2, "time": 0, "deep": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    ],
+    ids=len,
 )
 def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(path, damage):
     write(path, 3)

@@ -3,6 +3,7 @@
 import http.client
 import json
 import socket
+import struct
 import threading
 
 import pytest
@@ -47,6 +48,17 @@ def test_the_page_may_load_nothing_from_elsewhere(server):
         assert answer.headers["Content-Security-Policy"].startswith("default-src 'none';")
         assert b"https:" not in body and body.count(b"http:") == body.count(b"http://www.w3.org")
         assert answer.headers["Cache-Control"] == "no-store"
+
+
+def test_a_browser_that_goes_away_is_not_worth_a_traceback(server, capsys):
+    ask(server, "/")  # or the socket might be closed before it is accepted
+    for _ in range(5):
+        with socket.create_connection(server.server_address) as gone:
+            gone.sendall(b"GET /jobs HTTP/1.1\r\nHost: localhost\r\n")
+            # a reset in place of an orderly end
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        ask(server, "/jobs")
+    assert capsys.readouterr() == ("", "")
 
 
 def test_the_numbers_are_strict_json(server):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import webbrowser
 from collections.abc import Sequence
@@ -120,7 +121,7 @@ def _job_lines(state: JobState) -> RenderableType:
     facts = [f"{name} {value}" for name, value in _facts(state)]
     lines.append(Text("  " + " · ".join(facts)))
     if state.parts:
-        total = sum(state.parts.values())
+        total = sum(state.parts.values()) or math.nan
         shares = [f"{part} {seconds / total:.0%}" for part, seconds in state.parts.items()]
         lines.append(Text(f"  a step takes {_duration(total)}: " + ", ".join(shares), style="dim"))
     return Group(*lines, Text())
@@ -168,7 +169,7 @@ def _duration(seconds: float) -> str:
     >>> _duration(0.01234), _duration(75), _duration(7500)
     ('0.012 s', '1 min 15 s', '2 h 05 min')
     """
-    if seconds < 60:
+    if seconds < 60 or not math.isfinite(seconds):
         return f"{seconds:.2g} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -55,6 +55,11 @@ from manyhands.record._run import (
     to_columns,
 )
 
+try:
+    import fcntl
+except ImportError:  # Windows: two runs on one path are not noticed
+    fcntl = None  # type: ignore[assignment]
+
 _OUR_KEYS = ("step", "time", HEADER)
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 _LONGEST_TEXT = 4000  # characters of a source's description, or of an error, in a header
@@ -103,10 +108,11 @@ class Record:
     only checks its arguments, so that a mistake raises everywhere. A record uses no collectives.
 
     Surprises. An existing file is continued (`mode="continue"`), which a resumed run needs; `"new"`
-    refuses it and `"overwrite"` empties it. With `every=10` only each tenth call of `step` writes.
-    The record does not wait for a number on a GPU: its line is written up to four steps later, so
-    end with `close()` or use `with`. Without a source that has a "step", the record counts its
-    calls, and continues from the last line of the file.
+    refuses it and `"overwrite"` empties it. A file that another process is writing is refused. With
+    `every=10` only each tenth call of `step` writes. The record does not wait for a number on a
+    GPU: its line is written up to four steps later, so end with `close()` or use `with`. Without a
+    source that has a "step", the record counts its calls, and continues from the last line of the
+    file.
 
     `writer` also receives every value: TensorBoard's `SummaryWriter` by
     `writer.add_scalar("manyhands/gain", value, step)`, a run of Weights & Biases by
@@ -365,12 +371,33 @@ def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
     """Return a descriptor to append to, and the last line of a continued record."""
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    if mode == "new":
-        return open_file(path, flags | os.O_EXCL), None
-    last, end = _last_line(path) if path.exists() else (None, 0)
-    file = open_file(path, flags)
-    os.ftruncate(file, 0 if mode == "overwrite" else end)  # also drops a line that was cut off
-    return file, None if mode == "overwrite" else last
+    file = open_file(path, flags | (os.O_EXCL if mode == "new" else 0))
+    try:
+        _lock(file, path)
+        last, end = _last_line(path)
+        if mode == "overwrite":
+            last, end = None, 0
+        _lock(file, path)  # again: reading has given it back, as any close() of the file does
+        os.ftruncate(file, end)  # drops a line that was cut off
+    except BaseException:
+        os.close(file)
+        raise
+    return file, last
+
+
+def _lock(file: int, path: Path) -> None:
+    """Let no other process write this record. The lock ends with this process, however it ends."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise ValueError(
+            f"another process is writing {path}, and the lines of two runs would mix. "
+            "Give each run a path of its own."
+        ) from None
+    except OSError:
+        pass  # a file system without locks
 
 
 def _last_line(path: Path) -> tuple[Line | None, int]:

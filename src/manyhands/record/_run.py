@@ -252,6 +252,7 @@ def parse_line(raw: bytes, path: Path, number: int) -> Line:
     """Read and check one line of a record. The file may come from a stranger."""
     try:
         line: Line = json.loads(raw)
+        shallow = _is_shallow(line)
         if HEADER in line:
             version = line[HEADER]["version"]
             # A later format may have other fields: say "version" then, and not "damaged".
@@ -260,6 +261,7 @@ def parse_line(raw: bytes, path: Path, number: int) -> Line:
             version = FORMAT_VERSION
             line = {key: _restore_nonfinite(value) for key, value in line.items()}
             complete = _is_step(line["step"]) and _is_time(line["time"])
+        complete = complete and shallow
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         complete = False
     if not complete or (number == 1 and HEADER not in line):
@@ -277,6 +279,14 @@ def _is_header(header: Line) -> bool:
     keys = header["keys"]
     named = isinstance(header["name"], str) and isinstance(keys, list)
     return named and all(isinstance(key, str) for key in keys) and _is_step(header["step"])
+
+
+def _is_shallow(value: object, levels: int = 32) -> bool:
+    """Return whether lists and dicts are nested in so many levels at most."""
+    if not isinstance(value, dict | list):
+        return True
+    entries = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_shallow(entry, levels - 1) for entry in entries)
 
 
 def _is_step(value: object) -> bool:

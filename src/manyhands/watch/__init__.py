@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
 import time
 from dataclasses import asdict
@@ -64,6 +65,11 @@ class WatchServer(ThreadingHTTPServer):
         self._jobs = jobs
         self._lock = threading.Lock()
         self._read = -math.inf
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Show what went wrong, unless the browser has only closed its connection."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     @property
     def url(self) -> str:
