@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import textwrap
 import threading
@@ -22,7 +23,8 @@ from manyhands.blocks.crew._store import Signer, StoreClient
 class Command:
     """`manyhands run ...` in a fork of this process, which has everything imported."""
 
-    def __init__(self, folder, script, *options, arguments=(), name="train"):
+    def __init__(self, folder, script, *options, arguments=(), name="train", instead=()):
+        """`instead` has other places for its output: {1: stdout's, 2: stderr's}."""
         self.folder = folder
         self.script = folder / f"{name}.py"
         self.script.write_text(textwrap.dedent(script))
@@ -33,7 +35,7 @@ class Command:
             from manyhands.cli import app
 
             os.chdir(folder)
-            for number, path in ((1, self.out), (2, self.err)):
+            for number, path in {1: self.out, 2: self.err, **dict(instead)}.items():
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
             sys.stdout = os.fdopen(1, "w")
             sys.stderr = os.fdopen(2, "w")
@@ -104,6 +106,7 @@ SLEEPERS = """
     print("pids", os.getpid(), child.pid, flush=True)
     time.sleep(100)
 """
+ON_ITS_OWN = SLEEPERS.replace("time.sleep(100)\n", "os.closerange(3, 99); time.sleep(100)\n")
 
 
 def test_each_line_stands_behind_its_workers_number_and_arguments_pass_through(tmp_path):
@@ -123,6 +126,48 @@ def test_each_line_stands_behind_its_workers_number_and_arguments_pass_through(t
         b"[1] \xff no newline",
     ]
     assert sorted(command.err.read_text().splitlines()) == ["[0] 3 90", "[1] 3 90"]
+
+
+@pytest.mark.parametrize(
+    ("instead", "said"),
+    [
+        ({1: "head"}, "output is lost (Broken pipe)"),
+        ({1: "/dev/full"}, "output is lost (No space left on device)"),
+        ({2: "/dev/full"}, None),
+        ({1: "head", 2: "/dev/full"}, None),
+        ({1: "/dev/full", 2: "head"}, None),
+    ],
+)
+def test_workers_go_on_if_what_they_print_cannot_be_written(tmp_path, instead, said):
+    """As in `manyhands run ... | head -1`: the launcher prints it, for all of them."""
+    script = """
+        import os, signal, sys, time
+        for line in range(30):
+            print("line", line)
+            print("error", line, file=sys.stderr)
+            time.sleep(0.01)
+        if not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        open("done", "w").close()
+        sys.exit(7)
+    """
+    os.mkfifo(tmp_path / "head")
+    places = {number: tmp_path / name for number, name in instead.items()}
+    head = subprocess.Popen(["head", "-n", "1", tmp_path / "head"], stdout=subprocess.DEVNULL)
+    try:
+        with Command(tmp_path, script, "--workers", "1", instead=places) as command:
+            assert command.wait() == 7
+    finally:
+        head.kill()  # if it had nothing to read
+        head.wait()
+    assert (tmp_path / "done").exists()
+    if 1 not in instead:
+        assert command.out.read_text().count("[0] line 29\n") == 2
+    if 2 not in instead:
+        errors = command.err.read_text()
+        assert errors.count("is lost") == errors.count(said) == 1
+        assert "worker 0 ended (SIGKILL) and is started again." in errors
 
 
 def test_an_error_at_the_start_ends_the_run_with_it(tmp_path):
@@ -365,8 +410,22 @@ def test_no_worker_outlives_the_command(tmp_path, number):
     assert gone(pids)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_nor_its_children_if_the_guard_is_killed_with_the_command(tmp_path, processes):
+    options = ("--workers", "2", "--processes", str(processes))
+    with Command(tmp_path, SLEEPERS, *options) as command:
+        command.until(rf"(?s)(pids.*){{{2 * processes}}}")
+        pids = re.findall(r"pids (\d+) (\d+)", command.said())
+        os.kill(command.pid, signal.SIGSTOP)  # it would start another guard
+        (guard,) = children_running("_processes.py", command.pid)
+        os.kill(guard, signal.SIGKILL)
+        os.kill(command.pid, signal.SIGKILL)
+        command.wait()
+    assert gone([int(pid) for pair in pids for pid in pair])
+
+
 def test_a_guard_that_was_killed_is_replaced(tmp_path):
-    with Command(tmp_path, SLEEPERS, "--workers", "2", "--stall", "1") as command:
+    with Command(tmp_path, ON_ITS_OWN, "--workers", "2", "--stall", "1") as command:
         command.until(r"\[0\] pids")
         command.until(r"\[1\] pids")
         found = re.findall(r"\[(.)\] pids (\d+) (\d+)", command.said())
@@ -383,7 +442,7 @@ def test_a_guard_that_was_killed_is_replaced(tmp_path):
 
 
 def test_a_guard_is_replaced_though_no_worker_starts_or_ends(tmp_path):
-    with Command(tmp_path, SLEEPERS, "--workers", "1") as command:
+    with Command(tmp_path, ON_ITS_OWN, "--workers", "1") as command:
         command.until(r"\[0\] pids")
         ((worker, child),) = re.findall(r"\[0\] pids (\d+) (\d+)", command.said())
         (guard,) = children_running("_processes.py", command.pid)

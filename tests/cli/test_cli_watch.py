@@ -115,14 +115,15 @@ def test_a_port_that_is_taken_is_said(manyhands):
     assert "Leave --port out for a free one." in result.stderr
 
 
-def start(tmp_path, *arguments):
+def start(tmp_path, *arguments, stdout=subprocess.PIPE, stderr=None):
     # Tests that run in the background of a shell inherit that Ctrl-C is ignored.
     heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     code = f"{heed}; from manyhands.cli import main; main()"
     return subprocess.Popen(
         [sys.executable, "-u", "-c", code, "watch", *arguments],
         cwd=tmp_path,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
+        stderr=stderr,
         text=True,
         env={**os.environ, "COLUMNS": "120", "TERM": "xterm", "FORCE_COLOR": "1"},
     )
@@ -140,6 +141,31 @@ def test_the_page_is_served_until_it_is_interrupted(tmp_path):
         command.send_signal(signal.SIGINT)
         assert "the jobs go on" in command.stdout.read()
     assert command.returncode == 0
+
+
+def test_a_page_is_served_though_its_address_cannot_be_printed(tmp_path):
+    pytest.importorskip("typer", reason='typer is missing: pip install "manyhands[cli]"')
+    train(tmp_path / "a.jsonl", 5)
+    with (
+        open("/dev/full", "w") as full,
+        start(tmp_path, "a.jsonl", "--port", "0", stdout=full, stderr=subprocess.PIPE) as command,
+    ):
+        url = re.search(r"http://127\.0\.0\.1:\d+/", command.stderr.readline())[0]
+        with urllib.request.urlopen(url + "jobs", timeout=60) as answer:
+            assert len(json.load(answer)["jobs"]) == 1
+        command.terminate()
+
+
+def test_once_is_an_error_of_its_own_if_the_jobs_cannot_be_printed(tmp_path):
+    pytest.importorskip("rich", reason='rich is missing: pip install "manyhands[cli]"')
+    train(tmp_path / "a.jsonl", 5)
+    with (
+        open("/dev/full", "w") as full,
+        start(tmp_path, "a.jsonl", "--once", stdout=full, stderr=subprocess.PIPE) as command,
+    ):
+        said = command.stderr.read()
+    assert command.wait() not in (0, 1)  # 1: a job has died
+    assert "the jobs cannot be shown" in said and "Traceback" not in said
 
 
 def test_the_terminal_shows_a_job_while_it_trains(tmp_path):

@@ -64,7 +64,11 @@ def _serve(jobs: Jobs, port: int | None, show: bool) -> None:
     except OSError as error:
         stop("watch", f"port {port} cannot be used: {error}", "Leave --port out for a free one.")
     with server:
-        typer.echo(f"Watching {len(jobs.all)} record(s) at {server.url} (end with Ctrl-C)")
+        place = f"Watching {len(jobs.all)} record(s) at {server.url} (end with Ctrl-C)"
+        try:
+            typer.echo(place)
+        except OSError:  # the disk is full, or nobody reads it: the page is there all the same
+            typer.echo(place, err=True)
         if show:
             webbrowser.open(server.url)
         try:
@@ -75,7 +79,10 @@ def _serve(jobs: Jobs, port: int | None, show: bool) -> None:
 
 def _show_once(jobs: Jobs) -> None:
     states = [job.state() for job in jobs.read(seconds=60.0)]
-    Console(highlight=False).print(_view(states))
+    try:
+        Console(highlight=False).print(_view(states))
+    except OSError as error:
+        stop("watch", f"the jobs cannot be shown: {error}")
     if any(state.state in ("died", "failed", "damaged") for state in states):
         raise typer.Exit(1)
 

@@ -17,9 +17,9 @@ count.
 One thread does all this, between waiting for output. What the crew has to know (this worker died,
 this one is done) is in the store before a worker is restarted.
 
-Each worker is a process group. However the launcher ends, none of its processes is left behind: on
-Linux they get a signal when the launcher dies, and on every system a separate process
-(_processes.py) kills the process groups.
+Each worker is a process group. However the launcher ends, no group is left behind: on Linux the
+system kills them when the launcher dies, and on every system a separate process, the guard, does
+(_processes.py). A launcher that cannot print goes on.
 
 A launcher that needs the store is in the roster until it ends. The launcher that serves the store
 waits for the others.
@@ -41,7 +41,12 @@ from typing import IO
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from manyhands.blocks.crew import _store
-from manyhands.blocks.crew._processes import Guard, OutputForwarder, die_with_parent
+from manyhands.blocks.crew._processes import (
+    Guard,
+    OutputForwarder,
+    die_with_parent,
+    write_or_drop,
+)
 from manyhands.blocks.crew._roster import Roster, number_of
 from manyhands.blocks.crew._shared_roster import PREFIX, HeartbeatMonitor, SharedRoster
 from manyhands.blocks.crew._store import (
@@ -208,7 +213,7 @@ class Launcher:
                 env={**self.environment, **self._own_environment(worker, inner_rank, port)},
                 # A process group: Ctrl-C reaches only us, and its children end with it.
                 start_new_session=True,
-                preexec_fn=die_with_parent(),
+                **die_with_parent(),
             )
             worker.processes.append(process)
             self._guard.add(process.pid)
@@ -400,4 +405,4 @@ def _restart_pause(short_lives: int) -> float:
 
 
 def _print(message: str) -> None:
-    print(f"manyhands run: {message}", file=sys.stderr, flush=True)
+    write_or_drop(sys.stderr, f"manyhands run: {message}\n".encode())

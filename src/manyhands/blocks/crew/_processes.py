@@ -1,6 +1,7 @@
 """What a launcher does for its processes: their output is forwarded, and none is left behind.
 
 OutputForwarder   forwards what they print, line by line, with each one's name in front
+write_or_drop     writes it, and goes on if nobody reads it, or the disk is full
 Guard             kills them if the launcher is killed: a process of its own
 die_with_parent   lets the system kill them when the launcher dies (Linux)
 
@@ -14,15 +15,15 @@ standard library: the guard starts within milliseconds and stays small.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import selectors
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
-from typing import IO, TextIO
+from collections.abc import Iterable
+from functools import cache
+from typing import IO, Any, TextIO
 
 LONGEST_LINE = 1 << 20  # bytes: a longer line is forwarded in several
 READ_SIZE = 1 << 16  # bytes: what a pipe holds on Linux
@@ -34,6 +35,7 @@ class OutputForwarder:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._unfinished: dict[IO[bytes], bytes] = {}  # the beginning of each pipe's present line
+        self._told = False  # that output is lost
 
     def add(self, pipe: IO[bytes], name: str, target: TextIO) -> None:
         """Forward a pipe's lines to `target`, as "[name] line"."""
@@ -74,12 +76,27 @@ class OutputForwarder:
         if lines:
             prefix = f"[{name}] ".encode()
             # As bytes, in one write: a line need not be valid text, and lines do not mix.
-            target.buffer.write(b"".join(prefix + line + b"\n" for line in lines))
-            target.flush()
+            error = write_or_drop(target, b"".join(prefix + line + b"\n" for line in lines))
+            if error is not None and not self._told:
+                told = f"manyhands run: output is lost ({error.strerror}), and the workers go on.\n"
+                self._told = write_or_drop(sys.stderr, told.encode()) is None
         if last:
             self._selector.unregister(pipe)
             del self._unfinished[pipe]
             pipe.close()
+
+
+def write_or_drop(target: TextIO | None, data: bytes) -> OSError | None:
+    """Write to the terminal, or return why that failed: it is no reason to end the workers.
+
+    Past Python's buffer, which would keep what failed, and fail again when Python ends.
+    """
+    try:
+        while data:
+            data = data[os.write(-1 if target is None else target.fileno(), data) :]
+    except OSError as error:
+        return error
+    return None
 
 
 class Guard:
@@ -132,13 +149,33 @@ class Guard:
         )
 
 
-def die_with_parent() -> Callable[[], None] | None:
-    """Return a function for a new process: the system kills it when its parent dies (Linux)."""
+@cache
+def _lifeline() -> tuple[int, int]:
+    """Return the ends of a pipe to which nobody writes. We hold the second one until we die."""
+    return os.pipe()
+
+
+def die_with_parent() -> dict[str, Any]:
+    """Return options of `Popen`: the system kills the new process group when we die (Linux).
+
+    It can send a group any signal when the other end of a pipe closes. (`PR_SET_PDEATHSIG` reaches
+    no children; nor may it come in addition: who is killed by it no longer holds the pipe.)
+    """
     if not sys.platform.startswith("linux"):
-        return None
-    # Loaded before the fork: between fork and exec hardly anything is safe to call.
-    prctl = ctypes.CDLL(None).prctl
-    return lambda: prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        return {}
+    import fcntl  # not on every system
+
+    end, _ = _lifeline()
+
+    def prepare() -> None:
+        with contextlib.suppress(OSError):  # a system that cannot: the guard is left
+            own = os.open(f"/proc/self/fd/{end}", os.O_RDONLY)  # its owner is this group alone
+            fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpid())
+            fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(own, fcntl.F_SETFL, os.O_ASYNC)
+            os.dup2(own, end)
+
+    return {"preexec_fn": prepare, "pass_fds": (end,)}
 
 
 def kill_groups_left_behind() -> None:
