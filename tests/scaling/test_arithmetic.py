@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhands._core.state_parts import SavedEntries
 from manyhands.scaling import _noise
 from manyhands.scaling._noise import (
     DebiasedAverage,
@@ -94,7 +95,7 @@ def test_a_debiased_average_lies_among_its_values(values, smoothing):
         average = average.add((value,), smoothing)
     (result,) = average.value(0.0, 1)
     assert min(values) - 1e-6 <= result <= max(values) + 1e-6
-    assert load_average(DebiasedAverage, save_average(average)) == average
+    assert load_average(DebiasedAverage, SavedEntries(save_average(average), "it"), 1) == average
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20), smoothings)
@@ -104,7 +105,7 @@ def test_the_papers_average_is_the_plain_mean_at_first(values, smoothing):
         average = average.add((value,), smoothing)
     if len(values) < 1 / (1 - smoothing) - 1e-6:
         assert average.value(0.0, 1)[0] == pytest.approx(sum(values) / len(values), abs=1e-6)
-    assert load_average(PaperAverage, save_average(average)) == average
+    assert load_average(PaperAverage, SavedEntries(save_average(average), "it"), 1) == average
 
 
 @pytest.mark.parametrize("kind", [DebiasedAverage, PaperAverage])

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhands._core.state_parts import SavedEntries
 from manyhands.scaling._settings import Batch
 
 pytestmark = pytest.mark.quick
@@ -40,7 +41,7 @@ def test_a_smoothing_that_was_set_is_kept_until_none_is_set():
 def test_a_saved_scale_keeps_its_proportion_on_another_number_of_workers(before, now, passes):
     batch = Batch(before, passes)
     batch.set_scale(scale=3.0 * before * passes)
-    loaded, mismatches = Batch(now, passes).parse_state(batch.to_state())
+    loaded, mismatches = Batch(now, passes).parse_state(SavedEntries(batch.to_state(), "it"))
     assert loaded.scale_for(passes) == pytest.approx(3.0 * now * passes) and mismatches == []
 
 
@@ -51,8 +52,8 @@ def test_what_is_set_in_this_run_wins_and_is_reported():
     ours = Batch(2, 2)
     ours.set_scale(scale=8.0)
     ours.set_smoothing(0.5)
-    loaded, mismatches = ours.parse_state(saved.to_state())
+    loaded, mismatches = ours.parse_state(SavedEntries(saved.to_state(), "it"))
     assert (loaded.scale_for(2), loaded.smoothing_for(8.0)) == (8.0, 0.5)
     assert len(mismatches) == 2
-    same, mismatches = ours.parse_state(ours.to_state())
+    same, mismatches = ours.parse_state(SavedEntries(ours.to_state(), "it"))
     assert (same.scale, same.smoothing, mismatches) == (8.0, 0.5, [])

@@ -107,7 +107,7 @@ def test_a_state_from_between_is_loaded_where_every_step_is_measured():
 def test_a_damaged_position_is_found(schedule):
     *_, (_, optimizer) = train("AdaScale", 2, steps=SETTLED + 2)
     entry = {**optimizer.scaling_state_dict(), "schedule": schedule}
-    with pytest.raises(ValueError, match="damaged"):
+    with pytest.raises(ValueError, match="schedule must be a list of 2"):
         optimizer.load_scaling_state_dict(entry)
 
 

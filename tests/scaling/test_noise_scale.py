@@ -490,11 +490,11 @@ def test_a_state_that_does_not_fit_changes_nothing():
     model = Known()
     noise = mh.NoiseScale(model.parameters(), num_gradients_to_accumulate=2)
     state = mh.NoiseScale(make_model().parameters()).state_dict()
-    with pytest.raises(ValueError, match="other parameters"):
+    with pytest.raises(ValueError, match="shapes must be"):
         noise.load_state_dict(state)
     good = noise.state_dict()
     for name in good:
-        with pytest.raises(ValueError, match=f"damaged.*{name}|{name}|other"):
+        with pytest.raises(ValueError, match=f"{name} must be there"):
             noise.load_state_dict({k: v for k, v in good.items() if k != name})
     with pytest.raises(ValueError, match="smoothing must be a finite number at least 0"):
         noise.load_state_dict({**good, "options": {**good["options"], "smoothing": 2.0}})

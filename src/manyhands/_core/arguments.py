@@ -60,7 +60,10 @@ def real(
     why: str = "",
 ) -> float:
     """Return a finite number within these bounds as a float."""
-    number = float(value) if isinstance(value, Real) and not _is_flag(value) else math.nan
+    number = math.nan
+    if isinstance(value, Real) and not _is_flag(value):
+        with suppress(OverflowError):  # an integer of many digits
+            number = float(value)
     low = (above is None or number > above) and (least is None or number >= least)
     if not (math.isfinite(number) and low and (below is None or number < below)):
         bounds = [("above", above), ("at least", least), ("below", below)]

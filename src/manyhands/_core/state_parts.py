@@ -15,7 +15,7 @@ docs/extending.md says what a new sharding has to implement.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -30,6 +30,7 @@ Value = TypeVar("Value")
 # A state dict, or an entry of one, from wherever: its reader checks what is in it.
 SavedState: TypeAlias = Mapping[str, Any]
 BELOW = 2.0**53  # no count, time or size of ours is larger; whole numbers are exact up to here
+SQUARES = 1e100  # no square of a float32, nor a sum of many, is larger
 
 
 class SavedEntries:
@@ -39,72 +40,126 @@ class SavedEntries:
     it. Read all entries before you change anything.
     """
 
-    def __init__(self, saved: object, owner: str) -> None:
-        self._owner = owner
+    def __init__(self, saved: object, owner: str, inside: str = "") -> None:
+        self._owner, self._inside = owner, inside
         if not isinstance(saved, Mapping):
-            raise self.wrong("It", "a dict", saved)
-        self._saved = saved
+            raise self.wrong("", "a dict", saved)
+        self.plain = saved
 
     def wrong(self, name: str, needed: str, came: object) -> ValueError:
         """Return the error for an entry that is not what is needed."""
+        if isinstance(came, Tensor):
+            came = (came.dtype, tuple(came.shape))  # not its numbers
+        where = f"{self._inside}.{name}".strip(".") or "it"
         return ValueError(
-            f"the saved state of {self._owner} does not fit: {name} must be {needed}, got "
+            f"the saved state of {self._owner} does not fit: {where} must be {needed}, got "
             f"{came!r:.80}."
         )
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._saved:
-            raise self.wrong(name, "there", sorted(map(str, self._saved)))
-        return self._saved[name]
+        if name not in self.plain:
+            raise self.wrong(name, "there", sorted(map(str, self.plain)))
+        return self.plain[name]
 
-    def real(self, name: str, least: float = 0.0, above: float | None = None) -> float:
+    def expect(self, facts: Mapping[str, object]) -> None:
+        """Raise unless these entries are there, and the same as here."""
+        for name, here in facts.items():
+            if repr(came := self[name]) != repr(here):  # (tensors cannot be compared by !=)
+                raise self.wrong(name, f"{here!r}, as it is here", came)
+
+    def has(self, name: str) -> bool:
+        """Return whether an entry that has to be there is not None."""
+        return self[name] is not None
+
+    def part(self, name: str) -> SavedEntries:
+        """Return the entries of a dict inside."""
+        return SavedEntries(self[name], self._owner, f"{self._inside}.{name}".strip("."))
+
+    def flag(self, name: str) -> bool:
+        """Return True or False."""
+        if not isinstance(value := self[name], bool):
+            raise self.wrong(name, "True or False", value)
+        return value
+
+    def real(
+        self, name: str, least: float = 0.0, above: float | None = None, below: float = BELOW
+    ) -> float:
         """Return a finite number within these bounds."""
-        return self._real(name, self[name], least, above)
+        try:
+            return real(name, self[name], least=least, above=above, below=below)
+        except ValueError as error:
+            bound = f"above {above:g}" if above is not None else f"at least {least:g}"
+            needed = f"a number {bound} and below {below:g}"
+            raise self.wrong(name, needed, self[name]) from error
 
     def whole(self, name: str, least: int = 0) -> int:
         """Return a whole number."""
-        return self._whole(name, self[name], least)
+        try:
+            number = whole(name, self[name], least)
+        except ValueError as error:
+            raise self.wrong(name, f"a whole number of at least {least}", self[name]) from error
+        if number >= BELOW:
+            raise self.wrong(name, "below 2**53", number)
+        return number
 
-    def reals(self, name: str, length: int | None = None, least: float = 0.0) -> list[float]:
-        """Return a list of finite numbers, of this length if one is given."""
-        values = self._list(name, self[name], length)
-        return [self._real(f"{name}[{i}]", value, least) for i, value in enumerate(values)]
+    def check_tensor(self, name: str, like: Tensor, *, finite: bool = True) -> None:
+        """Raise unless an entry is a tensor of the same shape and kind of numbers as another."""
+        both = [each for each in (like, self[name]) if isinstance(each, Tensor)]
+        kinds = [(each.shape, each.is_complex(), each.is_floating_point()) for each in both]
+        if kinds[1:] != kinds[:1]:
+            raise self.wrong(name, f"a tensor of {like.dtype} and {tuple(like.shape)}", self[name])
+        if finite and not self[name].isfinite().all():
+            raise self.wrong(name, "finite", self[name])
+
+    # -- lists: their values are the entries NAME[0], NAME[1] and so on ---------------------------
+
+    def each(self, name: str, length: int | None = None) -> SavedEntries:
+        """Return the entries of a list, which has this length if one is given."""
+        values = self[name]
+        if not isinstance(values, list | tuple) or length not in (None, len(values)):
+            needed = "a list" + ("" if length is None else f" of {length}")
+            raise self.wrong(name, needed, values)
+        named = {f"{name}[{i}]": value for i, value in enumerate(values)}
+        return SavedEntries(named, self._owner, self._inside)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.plain)
+
+    def parts(self, name: str) -> list[SavedEntries]:
+        """Return the entries of each dict in a list."""
+        each = self.each(name)
+        return [each.part(part) for part in each]
+
+    def reals(
+        self, name: str, length: int | None = None, least: float = 0.0, below: float = BELOW
+    ) -> list[float]:
+        """Return a list of finite numbers within bounds."""
+        each = self.each(name, length)
+        return [each.real(number, least, below=below) for number in each]
+
+    def floats(self, name: str, length: int) -> list[float]:
+        """Return a list of floats, which may be NaN or infinite."""
+        if not all(isinstance(value, float) for value in self.each(name, length).plain.values()):
+            raise self.wrong(name, "a list of floats", self[name])
+        return list(self[name])
 
     def wholes(self, name: str, length: int | None = None) -> list[int]:
-        """Return a list of whole numbers, of this length if one is given."""
-        values = self._list(name, self[name], length)
-        return [self._whole(f"{name}[{i}]", value) for i, value in enumerate(values)]
+        """Return a list of whole numbers."""
+        each = self.each(name, length)
+        return [each.whole(number) for number in each]
 
     def pairs(self, name: str) -> list[tuple[int, float]]:
         """Return a list of pairs of a whole number and a finite number."""
+        each = self.each(name)
+        pairs = (each.each(pair, 2) for pair in each)
         return [
-            (self._whole(f"{name}[{i}][0]", first), self._real(f"{name}[{i}][1]", second))
-            for i, pair in enumerate(self._list(name, self[name]))
-            for first, second in [self._list(f"{name}[{i}]", pair, 2)]
+            (pair.whole(first), pair.real(second)) for pair in pairs for first, second in [pair]
         ]
 
-    def _real(
-        self, name: str, value: object, least: float = 0.0, above: float | None = None
-    ) -> float:
-        try:
-            return real(name, value, least=least, above=above, below=BELOW)
-        except (ValueError, OverflowError) as error:  # of an integer of many digits
-            bound = f"above {above:g}" if above is not None else f"at least {least:g}"
-            raise self.wrong(name, f"a number {bound} and below 2**53", value) from error
-
-    def _whole(self, name: str, value: object, least: int = 0) -> int:
-        try:
-            number = whole(name, value, least)
-        except ValueError as error:
-            raise self.wrong(name, f"a whole number of at least {least}", value) from error
-        if number >= BELOW:
-            raise self.wrong(name, "below 2**53", value)
-        return number
-
-    def _list(self, name: str, value: object, length: int | None = None) -> Sequence[Any]:
-        if isinstance(value, list | tuple) and length in (None, len(value)):
-            return value
-        raise self.wrong(name, "a list" + ("" if length is None else f" of {length}"), value)
+    def rows(self, name: str, length: int, least: float = 0.0) -> list[list[float]]:
+        """Return a list of lists, each of so many finite numbers."""
+        each = self.each(name)
+        return [each.reals(row, length, least, SQUARES) for row in each]
 
 
 @dataclass

@@ -270,7 +270,9 @@ def check_options(
                 f"optimizer_overrides has {names.get(name, name)}={changed[name]!r}, and the "
                 f"optimizer was made with {here}."
             )
-    differ = [n for n in options if n not in meant and saved.get(n) != options[n]]
+    # (a tensor compares element by element)
+    here = {name: value for name, value in options.items() if name not in meant}
+    differ = [n for n in here if isinstance(saved.get(n), Tensor) or saved.get(n) != here[n]]
     if differ:
         called = {name: names.get(name, name) for name in differ}
         listed = "; ".join(f"{called[n]}: saved {saved.get(n)}, now {options[n]}" for n in differ)

@@ -8,6 +8,7 @@ only, because `checkpoint/_optimizer.py` saves anchor and memories by parameter.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import TypedDict, cast
@@ -15,7 +16,7 @@ from typing import TypedDict, cast
 import torch
 from torch import Tensor
 
-from manyhands._core.state_parts import StatePart
+from manyhands._core.state_parts import BELOW, SavedEntries, StatePart
 from manyhands.blocks._anchor import Anchor, OuterState, OverlappedDifference, memory_order
 from manyhands.blocks._block_state import Work
 from manyhands.blocks._checks import (
@@ -26,7 +27,7 @@ from manyhands.blocks._checks import (
 )
 from manyhands.blocks._common_state import CommonState, Counters
 from manyhands.blocks._sync import Pending, Sync
-from manyhands.blocks.averaging._payload import ArrivedMean, Note, RoundResult, SavedMean
+from manyhands.blocks.averaging._payload import NOTE, ArrivedMean, Note, RoundResult, SavedMean
 from manyhands.blocks.averaging._round import BackgroundSync
 
 KEY = "blocks"
@@ -155,34 +156,64 @@ def _check_format_and_options(
 ) -> dict[str, object] | None:
     if saved is None:
         return None
-    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
-        raise ValueError('the "blocks" part of this state dict is of another version')
-    check_options(saved["options"], options, changed, names)
+    entries = SavedEntries(saved, "blocks")
+    entries.expect({"format": FORMAT})
+    check_options(entries.part("options").plain, options, changed, names)
+    _check_counters(entries)
     return saved
 
 
-def check_fits(saved: SavedWorker, sync: Sync) -> None:
-    """Raise if the saved anchor does not belong to these parameters."""
-    if sync.alone or not saved["anchor"]:  # a single worker, there or here, has no anchor
+def _check_counters(saved: SavedEntries) -> None:
+    for name in ("steps", "rounds"):
+        saved.whole(name)
+    saved.wholes("totals", 2)
+    if saved.wholes("block", 2)[1] < 1:
+        raise saved.wrong("block[1]", "above 0", 0)
+    if not 0.0 <= (seconds := saved.floats("drift", 4)[3]) < math.inf:
+        raise saved.wrong("drift[3]", "finite and not negative", seconds)
+    if "plan" in saved:
+        saved.reals("pace", 2, least=-BELOW)
+        if any(steps < 1 or steps % 1 for _, steps in saved.pairs("plan")):
+            raise saved.wrong("plan", "of steps above 0", saved["plan"])
+
+
+def check_fits(state: SavedWorker, sync: Sync) -> None:
+    """Raise if a worker's saved part makes no sense, or is of other parameters."""
+    saved = SavedEntries(state, "blocks")
+    diverged, _ = saved.flag("diverged"), saved.reals("clock", 2)
+    for name in ("taken", "dropped"):
+        saved.whole(name)
+    for name, length in (("workers", 2), ("own", 4), ("last_round", None)):
+        if not saved.wholes(name, length):
+            raise saved.wrong(name, "of at least one number", [])
+    if state["own"][2] > state["own"][1]:
+        raise saved.wrong("own[2]", "at most own[1]", state["own"])
+    if saved.has("initial_state"):
+        saved.part("initial_state")
+    if sync.alone or not [*saved.each("anchor")]:  # a single worker has no anchor
         return
-    sizes = [anchor.numel() for anchor in saved["anchor"]]
-    here = [bucket.anchor.numel() for bucket in sync.anchor.buckets]
-    memories = {len(memories) for memories in saved["memories"]}
-    if memories - {sync.anchor.outer.memories}:
-        raise ValueError(
-            f"this state dict has {max(memories)} memories of its outer step, and the outer step "
-            f"here has {sync.anchor.outer.memories}."
-        )
-    if saved["order"] != memory_order(sync.anchor.params):
+    if saved.real("order") != memory_order(sync.anchor.params):
         raise ValueError(
             "this state dict is of parameters that lay in memory in another order, as after "
             "model.to(memory_format=torch.channels_last)."
         )
-    if sizes != here:
-        raise ValueError(
-            f"this state dict is of {sum(sizes):,} elements in {len(sizes)} types of parameters, "
-            f"and the optimizer has {sum(here):,} in {len(here)}."
-        )
+    _check_anchor(saved, sync)
+    in_flight = [restore_round(each, sync.anchor) for each in saved.parts("pending")]
+    if in_flight and not diverged:
+        raise saved.wrong("diverged", "True with rounds in flight", diverged)
+
+
+def _check_anchor(saved: SavedEntries, sync: Sync) -> None:
+    buckets, workers = sync.anchor.buckets, sync.members.workers
+    has_residual = saved["workers"] == [workers.size, workers.rank]
+    lists = [saved.each(name, len(buckets)) for name in ("anchor", "memories", "residual")]
+    for bucket, anchor, memories, residual in zip(buckets, *lists, strict=True):
+        lists[0].check_tensor(anchor, bucket.anchor)
+        outer = lists[1].each(memories, len(bucket.memories))
+        for memory in outer:
+            outer.check_tensor(memory, bucket.anchor)
+        if has_residual and bucket.residual is not None and lists[2].has(residual):
+            lists[2].check_tensor(residual, bucket.anchor)
 
 
 @torch.no_grad()
@@ -231,9 +262,10 @@ def _load_worker(saved: SavedWorker, sync: Sync) -> None:
     if (initial := saved["initial_state"]) is not None:
         sync.initial_state.state = copy.deepcopy(initial)
     # A crew sends its differences again when they are due.
-    for each in saved["pending"] if sync.anchor.buckets and not sync.members.elastic else []:
-        sync.pending.append(restore_round(each, sync.anchor))
-        sync.state = sync.state.send(each["fragments"])
+    if sync.anchor.buckets and not sync.members.elastic:
+        for each in SavedEntries(saved, "blocks").parts("pending"):
+            sync.pending.append(restore_round(each, sync.anchor))
+            sync.state = sync.state.send(each["fragments"])
     sync.samples.restart(sync.state)
 
 
@@ -279,23 +311,36 @@ def save_round(pending: Pending) -> SavedRound:
     }
 
 
-def restore_round(saved: SavedRound, anchor: Anchor) -> Pending:
+def restore_round(saved: SavedEntries, anchor: Anchor) -> Pending:
     """Return the round that `save_round` has described: its mean arrived, and was not merged."""
-    fragments = saved["fragments"]
+    fragments = saved.wholes("fragments")
+    if not all(fragment < anchor.fragments for fragment in fragments):
+        raise saved.wrong("fragments", f"below {anchor.fragments}", fragments)
     differences = [OverlappedDifference(d) for f in fragments for d in anchor.differences(f)]
-    for difference, held, arrived in zip(differences, saved["held"], saved["arrived"], strict=True):
-        difference.held.copy_(held)
-        difference.arrived.copy_(arrived)
-    buffers, state = (
-        # (cloned: the caller's state dict must not change when the mean is merged)
-        [ArrivedMean(mean["keys"], mean["sizes"], mean["mean"].clone()) for mean in means]
-        for means in (saved["buffers"], saved["state"])
-    )
-    *squares, square_of_mean = saved["squares"]
-    notes = [Note(*note) for note in saved["notes"]]
+    note = Note(*saved.reals("note", NOTE - 2, least=-BELOW))
+    notes = [Note(*row) for row in saved.rows("notes", NOTE - 2, least=-BELOW)]
+    *squares, square_of_mean = saved.floats("squares", len(notes) + 1)
+    if min(squares, default=0.0) < 0.0 or square_of_mean < 0.0:
+        raise saved.wrong("squares", "not negative", squares)
     result = RoundResult(notes, squares, square_of_mean=square_of_mean)
-    note, done = Note(*saved["note"]), BackgroundSync.already_done(result)
-    return Pending(fragments, saved["merge_at"], differences, buffers, state, note, done)
+    for name, used in (("held", note.included), ("arrived", bool(result.included))):
+        values = saved.each(name, len(differences))
+        for difference, value in zip(differences, values, strict=True):
+            values.check_tensor(value, getattr(difference, name), finite=used)
+            getattr(difference, name).copy_(values[value])
+    buffers, state = (
+        [_restore_mean(mean) for mean in saved.parts(name)] for name in ("buffers", "state")
+    )
+    done = BackgroundSync.already_done(result)
+    return Pending(fragments, saved.whole("merge_at"), differences, buffers, state, note, done)
+
+
+def _restore_mean(saved: SavedEntries) -> ArrivedMean:
+    sizes = saved.wholes("sizes")
+    saved.each("keys", len(sizes))
+    saved.check_tensor("mean", torch.empty(sum(sizes), device="meta"), finite=False)
+    # (cloned: the caller's state dict must not change when the mean is merged)
+    return ArrivedMean(map(str, saved["keys"]), sizes, saved["mean"].clone())
 
 
 # -- for checkpoints -------------------------------------------------------------------------------

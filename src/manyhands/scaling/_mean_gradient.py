@@ -30,6 +30,7 @@ from manyhands._core.flat import flatten
 from manyhands._core.ranks import RankGroup, widest_float
 from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
 from manyhands._core.sharded_gradient import ShardedGradient
+from manyhands._core.state_parts import SavedEntries
 from manyhands._core.wrappers import ParamGroup
 from manyhands.scaling._hooks import GradientSlice, NormKind
 from manyhands.scaling._step_stats import LocalNumbers, Norm, Numbers, StepFacts, to_tensor
@@ -332,17 +333,16 @@ class PreviousGradient:
         ]
 
 
-def parse_previous(
-    previous: Sequence[Tensor | None], params: Sequence[Tensor]
-) -> list[Tensor | None]:
+def parse_previous(saved: SavedEntries, params: Sequence[Tensor]) -> list[Tensor | None]:
     """Return a copy of a saved gradient; raise if its shapes are not the parameters'."""
+    previous = saved.each("previous")
+    if len(saved["previous"]) > len(params):
+        raise saved.wrong("previous", f"a list of at most {len(params)}", saved["previous"])
     for grad, param in zip(previous, params, strict=False):
-        if grad is not None and (not isinstance(grad, Tensor) or grad.shape != param.shape):
-            raise ValueError("the previous gradient has other shapes than the parameters")
-    if len(previous) > len(params):
-        raise ValueError("the previous gradient has more tensors than there are parameters")
+        if previous.has(grad):
+            previous.check_tensor(grad, param, finite=False)
     # a copy, because the gradient is later written to in place and the dict is the caller's
-    return [None if grad is None else torch.clone(grad) for grad in previous]
+    return [None if grad is None else torch.clone(grad) for grad in saved["previous"]]
 
 
 def _to_dense_float(grad: Tensor) -> Tensor:

@@ -39,9 +39,11 @@ Everything here is plain floats: no tensors, no process groups. The norms come f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+
+from manyhands._core.arguments import one_of
+from manyhands._core.state_parts import SQUARES, SavedEntries
 
 # The noise has a positive floor, as in fairscale and adaptdl, so that a gain is defined even if
 # no noise was seen. The squared signal can only be cut off at zero.
@@ -279,12 +281,18 @@ def save_average(average: AnyAverage) -> dict[str, list[float]]:
 
 
 def load_average(
-    kind: type[DebiasedAverage] | type[PaperAverage], state: Mapping[str, Any]
+    kind: type[DebiasedAverage] | type[PaperAverage], state: SavedEntries, groups: int
 ) -> AnyAverage:
-    """Return the average that `save_average` wrote."""
+    """Return the average that `save_average` wrote, of at most so many parameter groups."""
+    values, weights = ("mean", "count") if kind is PaperAverage else ("total", "weight")
+    value = state.reals(values, least=-SQUARES, below=SQUARES)
+    if len(value) > groups:
+        raise state.wrong(values, f"of at most {groups} parameter groups", value)
     if kind is PaperAverage:
-        return PaperAverage(tuple(map(float, state["mean"])), tuple(map(int, state["count"])))
-    return DebiasedAverage(tuple(map(float, state["total"])), tuple(map(float, state["weight"])))
+        return PaperAverage(tuple(value), tuple(state.wholes(weights, len(value))))
+    # rounding may lead above 1, and no step adds less than the smallest 1 - smoothing
+    weight = state.reals(weights, len(value), least=1e-16, below=1.001)
+    return DebiasedAverage(tuple(value), tuple(weight))
 
 
 @dataclass(frozen=True)
@@ -425,18 +433,16 @@ class NoiseAverage:
             "norm_kind": self.norm_kind,
         }
 
-    def from_state(self, state: Mapping[str, Any]) -> NoiseAverage:
+    def from_state(self, state: SavedEntries) -> NoiseAverage:
         """Return this average with the measured part from `to_state`; raise if it cannot fit."""
-        kind = DebiasedAverage if state["debiased"] else PaperAverage
-        sqr, var = load_average(kind, state["sqr"]), load_average(kind, state["var"])
-        if len(sqr.value(1.0, 0)) > self.groups or len(var.value(0.0, 0)) > self.groups:
-            raise ValueError(f"the average has more than {self.groups} parameter groups")
+        kind = DebiasedAverage if state.flag("debiased") else PaperAverage
+        one_of("norm_kind", state["norm_kind"], ("plain", "preconditioned"))
         return replace(
             self,
-            sqr=sqr,
-            var=var,
-            consecutive=bool(state["consecutive"]),
-            norm_kind=str(state["norm_kind"]),
+            sqr=load_average(kind, state.part("sqr"), self.groups),
+            var=load_average(kind, state.part("var"), self.groups),
+            consecutive=state.flag("consecutive"),
+            norm_kind=state["norm_kind"],
         )
 
 
@@ -451,6 +457,16 @@ class NoiseMoments:
     sqr_sqr: float = 0.0
     var_var: float = 0.0
     sqr_var: float = 0.0
+
+    @classmethod
+    def of_saved(cls, saved: SavedEntries, steps: int) -> NoiseMoments:
+        """Return the saved moments of so many steps."""
+        least = 1e-32 if steps else 0.0
+        weights = {n: saved.real(n, least, below=1.001) for n in ("weight", "squared_weight")}
+        names = (each.name for each in fields(cls) if each.name not in weights)
+        return cls(
+            **weights, **{name: saved.real(name, -math.inf, below=math.inf) for name in names}
+        )
 
     def add(self, sqr: float, var: float, smoothing: float) -> NoiseMoments:
         """Return the moments with one more step's estimates."""

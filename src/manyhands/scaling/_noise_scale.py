@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from manyhands._core.agreement import agree, describe_tensors
 from manyhands._core.arguments import explained, real, whole
 from manyhands._core.ranks import rank_group_of
-from manyhands._core.state_parts import SavedState
+from manyhands._core.state_parts import BELOW, SavedEntries, SavedState
 from manyhands._core.wrappers import LossScale, LossScaler, find_prepared, unwrap
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._noise import NoiseMoments, estimate
@@ -99,7 +99,9 @@ class NoiseScale:
         model: nn.Module | None = None,
     ) -> None:
         self._options: Options = {
-            "batch_size": Option(None, batch_size, check=partial(real, "batch_size", above=0.0)),
+            "batch_size": Option(
+                None, batch_size, check=partial(real, "batch_size", above=0.0, below=BELOW)
+            ),
             "smoothing": Option(0.99, smoothing, check=check_smoothing),
         }
         passes, accumulation = passes_and_loop(num_gradients_to_accumulate)
@@ -326,12 +328,14 @@ class NoiseScale:
         self._tap.exchange.announce(passes, batch.scale_for(passes))
         batch.set_passes(passes)
 
+    def _origin(self) -> dict[str, object]:
+        return {"version": VERSION, "shapes": [list(param.shape) for param in self._params]}
+
     def state_dict(self) -> dict[str, object]:
         """Return the measurement so far, for `load_state_dict` or `mh.save(path, noise=noise)`."""
         self._add_in_flight()
         return {
-            "version": VERSION,
-            "shapes": [list(param.shape) for param in self._params],
+            **self._origin(),
             "options": save_options(self._options),
             "moments": asdict(self._moments),
             "consecutive": self._consecutive,
@@ -347,20 +351,12 @@ class NoiseScale:
         differ, a warning says so.
         """
         self._tap.check_between_steps("load_state_dict()")
-        shapes = [list(param.shape) for param in self._params]
-        if state_dict.get("version") != VERSION or state_dict.get("shapes") != shapes:
-            raise ValueError(
-                "the state dict is of other parameters, or not of a NoiseScale of version "
-                f"{VERSION}. Make the NoiseScale around the same ones."
-            )
-        try:
-            options, mismatches = load_options(self._options, state_dict["options"])
-            moments = NoiseMoments(**{k: float(v) for k, v in state_dict["moments"].items()})
-            consecutive = bool(state_dict["consecutive"])
-            steps, nonfinite = int(state_dict["steps"]), int(state_dict["nonfinite"])
-            tap = self._tap.parse_state({"norms": [], **state_dict})
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"the state dict is damaged: {error!r}.") from error
+        entries = SavedEntries({"norms": [], **state_dict}, "a NoiseScale")
+        entries.expect(self._origin())
+        options, mismatches = load_options(self._options, entries.part("options").plain)
+        consecutive, steps = entries.flag("consecutive"), entries.whole("steps")
+        moments = NoiseMoments.of_saved(entries.part("moments"), steps)
+        nonfinite, tap = entries.whole("nonfinite"), self._tap.parse_state(entries)
         saved = options["batch_size"].recorded
         if saved is not None:
             moments = moments.rescale((options["batch_size"].value or 1.0) / saved)

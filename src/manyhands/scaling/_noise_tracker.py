@@ -19,8 +19,7 @@ from typing import NoReturn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands._core.arguments import real
-from manyhands._core.state_parts import SavedState
+from manyhands._core.state_parts import SQUARES, SavedEntries
 from manyhands._core.wrappers import ScalerSignals
 from manyhands.scaling._noise import NoiseAverage, NormSums
 from manyhands.scaling._settings import Options
@@ -56,14 +55,9 @@ class StepCounts:
         return asdict(self)
 
     @classmethod
-    def parse_state(cls, entry: SavedState) -> StepCounts:
+    def parse_state(cls, entry: SavedEntries) -> StepCounts:
         """Return the counts of a state dict, or raise."""
-        return cls(
-            real("progress", entry["progress"], least=0.0),
-            int(entry["steps"]),
-            int(entry["skipped"]),
-            int(entry["short"]),
-        )
+        return cls(entry.real("progress"), *map(entry.whole, ("steps", "skipped", "short")))
 
     def load_state(self, loaded: StepCounts) -> None:
         """Become `loaded`, in place: the proxies that trainers put around a rule share this."""
@@ -381,14 +375,14 @@ class NoiseTracker:
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
         }
 
-    def parse_state(self, entry: SavedState) -> TrackerState:
+    def parse_state(self, entry: SavedEntries) -> TrackerState:
         """Return the tracker's part of a state dict, or raise; nothing is changed."""
-        loss_scale = entry["loss_scale"]
+        known = entry.has("loss_scale")
         return TrackerState(
-            self.average.from_state(entry["average"]),
-            None if loss_scale is None else float(loss_scale),
-            int(entry["nonfinite"]),
-            int(entry["nonfinite_in_a_row"]),
+            self.average.from_state(entry.part("average")),
+            entry.real("loss_scale", above=0.0, below=SQUARES) if known else None,
+            entry.whole("nonfinite"),
+            entry.whole("nonfinite_in_a_row"),
         )
 
     def load_state(self, state: TrackerState) -> None:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from manyhands._core.arguments import real
 from manyhands._core.ranks import RankGroup, rank_group_of
-from manyhands._core.state_parts import OptimizerLayers
+from manyhands._core.state_parts import OptimizerLayers, SavedEntries
 from manyhands._core.stop_notice import stop_notice
 from manyhands._core.wrappers import (
     SHARED,
@@ -303,7 +303,9 @@ class ScaledOptimizer(OptimizerWrapper):
         twin._schedule = ScheduleWatch()
         if twin._inner is not None:
             twin._start_measuring(twin._make_norm(twin._inner), self._tracker.average)
-            twin._tap.load_state(twin._tap.parse_state(self._tap.to_state()))
+            twin._tap.load_state(
+                twin._tap.parse_state(SavedEntries(self._tap.to_state(), "a rule"))
+            )
             twin._tracker.load_state(self._tracker.state)
             if self._binding.patched:
                 twin._binding.patch(twin)

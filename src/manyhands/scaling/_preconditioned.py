@@ -139,7 +139,7 @@ class PreconditionedNorm:
             self._warm_counts[index] = step, step._version
 
     def to_state(self) -> list[list[float]]:
-        return [[index, *astuple(floor)] for index, floor in self._floors.items()]
+        return [[*map(float, (index, *astuple(floor)))] for index, floor in self._floors.items()]
 
     def load_state(self, state: list[list[float]]) -> None:
         self.refresh()

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands._core.arguments import real
-from manyhands._core.state_parts import SavedState
+from manyhands._core.state_parts import SavedEntries, SavedState
 from manyhands.scaling._optimizer import rule_of
 from manyhands.scaling._rule_base import ScalingRuleBase
 
@@ -117,8 +117,10 @@ class ProgressScheduler(LRScheduler):
     def load_state_dict(self, state_dict: SavedState) -> None:
         """Continue from a `state_dict`, at any scale; it may be the plain scheduler's."""
         if is_by_progress(state_dict):
+            saved = SavedEntries(state_dict, type(self).__name__)
+            steps, _ = saved.whole("steps"), saved.part("scheduler")
             self.scheduler.load_state_dict(state_dict["scheduler"])
-            self._steps = int(state_dict["steps"])
+            self._steps = steps
         else:
             self.scheduler.load_state_dict(dict(state_dict))
             self._steps = self.scheduler.last_epoch
@@ -126,4 +128,4 @@ class ProgressScheduler(LRScheduler):
 
 def is_by_progress(state_dict: SavedState) -> bool:
     """Return whether this is the state of a `ProgressScheduler`."""
-    return state_dict.keys() == {"scheduler", "steps"}
+    return "last_epoch" not in state_dict  # which all of torch's have

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from manyhands._core.arguments import explained, flag, one_of, real, whole
-from manyhands._core.state_parts import SavedState, plain_optimizer
+from manyhands._core.state_parts import SavedEntries, SavedState, plain_optimizer
 from manyhands._core.wrappers import LossScaler, unwrap
 from manyhands.scaling._binding import KEY
 from manyhands.scaling._noise import VAR_FLOOR
@@ -45,6 +45,7 @@ from manyhands.scaling._tap import TapState
 
 VERSION = 2  # of the entry's format
 _EVERY = partial(whole, "measure_every", least=1)
+_DEBIAS = partial(flag, "debias_ewma")
 
 
 class ScalingRuleBase(ScaledOptimizer):
@@ -127,7 +128,7 @@ class ScalingRuleBase(ScaledOptimizer):
         model: nn.Module | None = None,
     ) -> None:
         options = {
-            "debias_ewma": Option(True, None if flag("debias_ewma", debias_ewma) else False),
+            "debias_ewma": Option(True, None if _DEBIAS(debias_ewma) else False, check=_DEBIAS),
             "var_floor": Option(VAR_FLOOR, var_floor, check=partial(real, "var_floor", least=0.0)),
             "measure_every": Option(4, measure_every, check=_EVERY),
             **self._extra_options(),
@@ -383,26 +384,18 @@ def _describe_origin(norm_kind: str, optimizer: Optimizer) -> dict[str, object]:
 
 
 def _parse_entry(
-    entry: SavedState, origin: Mapping[str, object], tracker: NoiseTracker, options: Options
+    saved: SavedState, origin: Mapping[str, object], tracker: NoiseTracker, options: Options
 ) -> ScalingState:
     """Return the parsed entry; raise a ValueError if it does not fit the wrapper of `origin`."""
-    for name, here in origin.items():
-        if (came := entry.get(name)) != here:
-            raise ValueError(f"the state dict's {name} is {came!r}, this wrapper's is {here!r}.")
-    try:
-        batch, batch_mismatches = tracker.tap.batch.parse_state(entry["batch"])
-        loaded_options, mismatches = load_options(options, entry["options"])
-        return ScalingState(
-            batch=batch,
-            options=loaded_options,
-            mismatches=batch_mismatches + mismatches,
-            tracker=tracker.parse_state(entry),
-            tap=tracker.tap.parse_state(entry),
-            counts=StepCounts.parse_state(entry),
-        )
-    # Whatever a damaged file can provoke: the user gets one kind of error for all of it. A
-    # RuntimeError is torch's, for a tensor of several elements where a number is expected.
-    except (
-        KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError
-    ) as error:  # fmt: skip
-        raise ValueError(f"the state dict is damaged: its {KEY!r} entry, {error!r}.") from error
+    entry = SavedEntries(saved, "a scaling rule")
+    entry.expect(origin)
+    batch, batch_mismatches = tracker.tap.batch.parse_state(entry.part("batch"))
+    loaded_options, mismatches = load_options(options, entry.part("options").plain)
+    return ScalingState(
+        batch=batch,
+        options=loaded_options,
+        mismatches=batch_mismatches + mismatches,
+        tracker=tracker.parse_state(entry),
+        tap=tracker.tap.parse_state(entry),
+        counts=StepCounts.parse_state(entry),
+    )

@@ -44,7 +44,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands._core.arguments import real, whole
-from manyhands._core.state_parts import SavedState
+from manyhands._core.state_parts import SavedEntries, SavedState
 from manyhands._core.wrappers import LossScaler, find_prepared
 
 ShortStep: TypeAlias = Literal["error", "count"]
@@ -321,27 +321,24 @@ class Batch:
             "passes": self.passes,
         }
 
-    def parse_state(self, state: SavedState) -> tuple[Batch, list[OptionMismatch]]:
+    def parse_state(self, state: SavedEntries) -> tuple[Batch, list[OptionMismatch]]:
         """Return this run's batch with the saved settings, and where the two runs disagree.
 
         Workers and passes are this run's. A saved scale keeps its proportion to workers x passes.
         """
-        passes = int(state["passes"]) if self.counts_passes else self.passes
-        scale, per_pass, smoothing = (state[k] for k in ("scale", "scale_per_pass", "smoothing"))
-        saved = replace(
-            self,
-            workers=int(state["workers"]),
-            passes=int(state["passes"]),
-            scale=scale,
-            scale_per_pass=per_pass,
+        saved_passes = state.whole("passes", 1)
+        passes = saved_passes if self.counts_passes else self.passes
+        growth = self.workers * passes / (state.whole("workers", 1) * saved_passes)
+        scale, per_pass = (
+            state.real(name, above=0.0) if state.has(name) else None
+            for name in ("scale", "scale_per_pass")
         )
-        saved_micro_batches = saved.workers * saved.passes
         ours = replace(self, passes=passes, short=None)
         loaded = replace(
             ours,
-            scale=scale and float(scale) * self.workers * passes / saved_micro_batches,
-            scale_per_pass=per_pass and float(per_pass),
-            smoothing=None if smoothing is None else check_smoothing(smoothing),
+            scale=scale and scale * growth,
+            scale_per_pass=per_pass,
+            smoothing=check_smoothing(state["smoothing"]) if state.has("smoothing") else None,
         )
         mismatches = []
         if "scale" in self.set_by_user:

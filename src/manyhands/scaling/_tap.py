@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from manyhands._core.backward import BackwardPasses
 from manyhands._core.ranks import RankGroup
-from manyhands._core.state_parts import SavedState
+from manyhands._core.state_parts import SavedEntries
 from manyhands._core.wrappers import LossScale, ParamGroup, unwrap
 from manyhands.scaling._hooks import (
     GradientHooks,
@@ -438,11 +438,11 @@ class GradientTap:
             "schedule": self.schedule.to_state(),
         }
 
-    def parse_state(self, entry: SavedState) -> TapState:
+    def parse_state(self, entry: SavedEntries) -> TapState:
         """Return the tap's part of a state dict, or raise; nothing is changed."""
-        norms = [[float(number) for number in numbers] for numbers in entry["norms"]]
-        previous = parse_previous(entry["previous"], self._params)
-        return TapState(previous, norms, MeasuredSteps(*map(int, entry["schedule"])))
+        norms = entry.rows("norms", 5)
+        previous = parse_previous(entry, self._params)
+        return TapState(previous, norms, MeasuredSteps(*entry.wholes("schedule", 2)))
 
     def load_state(self, state: TapState) -> None:
         """Continue from a parsed state; measurements under way are dropped."""

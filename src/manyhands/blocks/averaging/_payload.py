@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol, TypedDict
 
@@ -248,7 +248,7 @@ class SavedMean(TypedDict):
 class ArrivedMean:
     """The mean of a `TensorPayload`, kept apart from the tensors until `copy_to`."""
 
-    def __init__(self, keys: Sequence[str], sizes: Sequence[int], mean: Tensor) -> None:
+    def __init__(self, keys: Iterable[str], sizes: Sequence[int], mean: Tensor) -> None:
         self.keys, self.sizes, self.mean = list(keys), list(sizes), mean  # mean: (sum(sizes),)
 
     def copy_to(self, result: RoundResult, tensors: Mapping[str, Tensor]) -> None:
