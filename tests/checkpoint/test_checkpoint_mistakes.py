@@ -90,7 +90,7 @@ def test_a_rule_needs_a_saved_rule_but_not_the_other_way_round(tmp_path):
     mh.load(tmp_path / "ruled", **bare.given())
     assert_equal(bare.held(), ruled.held())
     other = Setup("plain", rule=lambda o: mh.LinearScale(o)).train(1)
-    with pytest.raises(ValueError, match="gradients is"):
+    with pytest.raises(ValueError, match="gradients must be"):
         mh.load(tmp_path / "ruled", **other.given())
 
 

@@ -15,7 +15,7 @@ docs/extending.md says what a new sharding has to implement.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._core.arguments import real, whole
+from manyhands._core.arguments import flag, real, whole
 from manyhands._core.wrappers import OptimizerWrapper, ParamGroup, SharingOptimizer, unwrap
 
 Value = TypeVar("Value")
@@ -75,29 +75,26 @@ class SavedEntries:
         """Return the entries of a dict inside."""
         return SavedEntries(self[name], self._owner, f"{self._inside}.{name}".strip("."))
 
+    def _read(self, read: Callable[..., Value], name: str, **bounds: Any) -> Value:
+        try:
+            return read(f"{self._inside}.{name}".strip("."), self[name], **bounds)
+        except ValueError as error:
+            text = f"the saved state of {self._owner} does not fit: {error!s:.200}"
+            raise ValueError(text) from error
+
     def flag(self, name: str) -> bool:
         """Return True or False."""
-        if not isinstance(value := self[name], bool):
-            raise self.wrong(name, "True or False", value)
-        return value
+        return self._read(flag, name)
 
     def real(
         self, name: str, least: float = 0.0, above: float | None = None, below: float = BELOW
     ) -> float:
         """Return a finite number within these bounds."""
-        try:
-            return real(name, self[name], least=least, above=above, below=below)
-        except ValueError as error:
-            bound = f"above {above:g}" if above is not None else f"at least {least:g}"
-            needed = f"a number {bound} and below {below:g}"
-            raise self.wrong(name, needed, self[name]) from error
+        return self._read(real, name, least=least, above=above, below=below)
 
     def whole(self, name: str, least: int = 0) -> int:
         """Return a whole number."""
-        try:
-            number = whole(name, self[name], least)
-        except ValueError as error:
-            raise self.wrong(name, f"a whole number of at least {least}", self[name]) from error
+        number = self._read(whole, name, least=least)
         if number >= BELOW:
             raise self.wrong(name, "below 2**53", number)
         return number

@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
-from typing import TypedDict, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,30 +22,15 @@ from manyhands.blocks._block_state import Work
 from manyhands.blocks._checks import (
     Names,
     Options,
-    Value,
     check_options,
 )
-from manyhands.blocks._common_state import CommonState, Counters
+from manyhands.blocks._common_state import CommonState
 from manyhands.blocks._sync import Pending, Sync
-from manyhands.blocks.averaging._payload import NOTE, ArrivedMean, Note, RoundResult, SavedMean
+from manyhands.blocks.averaging._payload import NOTE, ArrivedMean, Note, RoundResult
 from manyhands.blocks.averaging._round import BackgroundSync
 
 KEY = "blocks"
 FORMAT = 3
-
-
-class SavedRound(TypedDict):
-    """A round in flight, in plain values and tensors."""
-
-    fragments: list[int]
-    merge_at: int
-    held: list[Tensor]
-    arrived: list[Tensor]
-    buffers: list[SavedMean]
-    state: list[SavedMean]
-    note: tuple[float, ...]
-    notes: list[tuple[float, ...]]
-    squares: list[float]
 
 
 class SavedWorker(CommonState):
@@ -55,7 +40,7 @@ class SavedWorker(CommonState):
     workers: list[int]  # size and rank of the worker that saved it
     diverged: bool
     residual: list[Tensor | None]
-    pending: list[SavedRound]
+    pending: list[dict[str, object]]  # rounds in flight: `save_round`
     totals: list[int]  # workers left out, and rounds undone, since the run began
     initial_state: dict[object, object] | None
     last_round: list[int]  # its workers, and the numbers of those left out
@@ -63,15 +48,6 @@ class SavedWorker(CommonState):
     own: list[int]  # steps of its own in all; then its `Work`
     taken: int  # with own steps: how many of the present block are taken
     dropped: int  # steps of its own that are in no mean
-
-
-class SavedCounters(Counters):
-    """The plain numbers in a checkpoint that all workers share."""
-
-    format: int
-    options: dict[str, Value]
-    alone: bool
-    totals: list[int]
 
 
 def save_worker(sync: Sync) -> SavedWorker:
@@ -107,7 +83,7 @@ def check_not_diverged(sync: Sync) -> None:
         )
 
 
-def save_counters(sync: Sync, options: Options) -> SavedCounters:
+def save_counters(sync: Sync, options: Options) -> dict[str, object]:
     """Return the plain numbers that any worker can continue from, without tensors."""
     check_not_diverged(sync)
     return {
@@ -119,7 +95,7 @@ def save_counters(sync: Sync, options: Options) -> SavedCounters:
     }
 
 
-def load_counters(saved: SavedCounters, sync: Sync, unsaved: Sequence[OuterState]) -> None:
+def load_counters(saved: Any, sync: Sync, unsaved: Sequence[OuterState]) -> None:
     """Continue from these numbers, after anchor and memories have been filled.
 
     `unsaved` are the parameters without an anchor in the checkpoint: they were frozen, or one
@@ -152,7 +128,7 @@ def check_saved(
 
 
 def _check_format_and_options(
-    saved: object, options: Options, changed: Mapping[str, object], names: Names
+    saved: Any, options: Options, changed: Mapping[str, object], names: Names
 ) -> dict[str, object] | None:
     if saved is None:
         return None
@@ -180,9 +156,9 @@ def _check_counters(saved: SavedEntries) -> None:
 def check_fits(state: SavedWorker, sync: Sync) -> None:
     """Raise if a worker's saved part makes no sense, or is of other parameters."""
     saved = SavedEntries(state, "blocks")
-    diverged, _ = saved.flag("diverged"), saved.reals("clock", 2)
-    for name in ("taken", "dropped"):
-        saved.whole(name)
+    diverged, _ = saved.flag("diverged"), saved.reals("clock", 2, least=-BELOW)
+    saved.whole("dropped")
+    saved.whole("taken", -int(BELOW))  # before the first block it is negative
     for name, length in (("workers", 2), ("own", 4), ("last_round", None)):
         if not saved.wholes(name, length):
             raise saved.wrong(name, "of at least one number", [])
@@ -287,7 +263,7 @@ def _load_residuals(saved: SavedWorker, sync: Sync) -> None:
 # -- rounds in flight ------------------------------------------------------------------------------
 
 
-def save_round(pending: Pending) -> SavedRound:
+def save_round(pending: Pending) -> dict[str, object]:
     """Wait for the mean of a round in flight, and return everything in plain values and tensors."""
     pending.background.finished()
     result = pending.background.result
@@ -377,7 +353,7 @@ class OuterStateParts:
         return parts
 
     def save_counters(self) -> dict[str, object]:
-        return dict(save_counters(self._sync, self._options))
+        return save_counters(self._sync, self._options)
 
     def check_counters(self, saved: object) -> dict[str, object] | None:
         return _check_format_and_options(saved, self._options, {}, {})
@@ -389,7 +365,7 @@ class OuterStateParts:
         if not residuals:
             anchor.reset_residuals()
         begun = [state for state in anchor.outer_state() if id(state.param) in new]
-        load_counters(cast(SavedCounters, saved), self._sync, begun)  # `check_counters` has seen it
+        load_counters(saved, self._sync, begun)  # `check_counters` has seen it
 
     @torch.no_grad()
     def begin(self) -> None:

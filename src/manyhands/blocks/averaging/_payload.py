@@ -28,7 +28,7 @@ import copy
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Protocol, TypedDict
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -237,14 +237,6 @@ class GradientPayloads:
                 param.grad = grad
 
 
-class SavedMean(TypedDict):
-    """An `ArrivedMean` in plain values and a tensor."""
-
-    keys: list[str]
-    sizes: list[int]
-    mean: Tensor
-
-
 class ArrivedMean:
     """The mean of a `TensorPayload`, kept apart from the tensors until `copy_to`."""
 
@@ -260,7 +252,8 @@ class ArrivedMean:
             if len(vector) == len(mean):
                 vector.write(0, mean)
 
-    def saved(self) -> SavedMean:
+    def saved(self) -> dict[str, object]:
+        """Return it in plain values and a tensor."""
         return {"keys": self.keys, "sizes": self.sizes, "mean": self.mean}
 
 
