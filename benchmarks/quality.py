@@ -9,28 +9,32 @@ Compares AdaScale and AdamScale with fixed rules for the learning rate. Each rul
     (B) as many steps as AdaScale (AdamScale) took: much of what it gains over linear scaling
         at equal samples is that it takes more steps
 
+With AdamW and more seeds, compares AdamScale and AdaScale, and the square root in their steps.
+
 All use the same base learning rate and a cosine over their own length. The batch of S workers
-is made in one process by accumulation. Each finished run is one line in results/quality.jsonl: the
-same command continues where it was interrupted.
+is made in one process by accumulation. Each finished run is one line in results/quality.jsonl
+or quality_adam.jsonl: the same command continues where it was interrupted.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pages
 import torch
-from quality.training import FIXED, Run, comparison, train
+from quality.training import FIXED, Run, comparison, rules_of_adam, train
 from quality.workloads import WORKLOADS, Workload
 
 RESULTS = pages.RESULTS / "quality.jsonl"
-SEEDS = 3
+ADAM_RESULTS = pages.RESULTS / "quality_adam.jsonl"
+SEEDS, ADAM_SEEDS = 3, 10
+ADAMW = [workload for workload in WORKLOADS if workload.optimizer == "AdamW"]
 Row = dict[str, Any]
-BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
+MARKS = "<!-- {} -->", "<!-- end of {} -->"
 
 
 def main() -> None:
@@ -41,12 +45,14 @@ def main() -> None:
         few = [replace(w, steps=32, scales=(4,)) for w in WORKLOADS if w.name == "digits-sgd"]
         print(table(results_of(few, run(few, Path(), 1, []))[0]))
         return
-    rows = pages.read_rows(RESULTS)
+    rows, adam_rows = pages.read_rows(RESULTS), pages.read_rows(ADAM_RESULTS)
     if not options.draw:
         if options.data is None:
             parser.error("--data FOLDER is needed.")
         rows = run(WORKLOADS, options.data, SEEDS, rows, RESULTS)
-    write(results_of(WORKLOADS, rows))
+        adam_rows = run(ADAMW, options.data, ADAM_SEEDS, adam_rows, ADAM_RESULTS, rules_of_adam)
+    write("tables", "\n\n".join(table(results) for results in results_of(WORKLOADS, rows)))
+    write("AdamW", adam_table(results_of(ADAMW, adam_rows)))
 
 
 def run(
@@ -55,11 +61,12 @@ def run(
     seeds: int,
     rows: list[dict[str, Any]],
     results: Path | None = None,
+    runs: Callable[[Workload, int], Iterator[Run]] = comparison,
 ) -> list[dict[str, Any]]:
     """Add the missing runs to the rows, and store each at once."""
     done = {Run(*(row[name] for name in Run.__annotations__)): row for row in rows}
     for workload in workloads:
-        for one in comparison(workload, seeds):
+        for one in runs(workload, seeds):
             if one in done:
                 continue
             steps = steps_of(one, workload, done)
@@ -79,7 +86,8 @@ def steps_of(one: Run, workload: Workload, done: dict[Run, dict[str, Any]]) -> i
         return round(workload.steps / one.scale)
     if one.budget == "progress":
         return None
-    return int(done[replace(one, method=workload.adaptive, budget="progress")]["steps"])
+    rule = workload.adaptive if one.budget == "steps" else one.budget.removesuffix("'s steps")
+    return int(done[replace(one, method=rule, budget="progress")]["steps"])
 
 
 # -- the tables ------------------------------------------------------------------------------------
@@ -162,12 +170,27 @@ def table(results: Results) -> str:
     )
 
 
-def write(found: Sequence[Results]) -> None:
-    """Replace the tables between the page's two marks."""
+def adam_table(found: Sequence[Results]) -> str:
+    """A line for each workload; of the seeds that all methods have."""
+    rules = [(rule, "progress") for rule in ("AdamScale", "AdaScale")]
+    columns = [("plain", "base"), *rules, *(("sqrt", f"{rule}'s steps") for rule, _ in rules)]
+    lines = []
+    for results in found:
+        runs = [[r for r in results.rows if (r["method"], r["budget"]) == c] for c in columns]
+        seeds = set.intersection(*({row["seed"] for row in each} for each in runs))
+        cells = [Cell(results.workload, [r for r in each if r["seed"] in seeds]) for each in runs]
+        name = f"{results.workload.title}, {results.workload.metric.split(', ')[-1]}"
+        lines.append([name, len(seeds), *(f"{cell}, {cell.steps()} steps" for cell in cells)])
+    heads = ("scale 1", "AdamScale", "AdaScale", "square root", "square root")
+    return pages.table(" | ".join(["S = 16", "seeds", *heads]), lines)
+
+
+def write(name: str, tables: str) -> None:
+    """Replace what stands between two marks of the page."""
     page = pages.PAGES / "quality.md"
-    before, _, rest = page.read_text().partition(BEGIN)
-    tables = "\n\n".join(table(results) for results in found)
-    page.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}")
+    begin, end = (mark.format(name) for mark in MARKS)
+    before, _, rest = page.read_text().partition(begin)
+    page.write_text(f"{before}{begin}\n\n{tables}\n\n{end}{rest.partition(end)[2]}")
 
 
 if __name__ == "__main__":

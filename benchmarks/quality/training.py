@@ -10,6 +10,7 @@ Budgets, for a workload that takes T steps at scale 1:
     progress  AdaScale or AdamScale as it is meant to be used: until its progress is T
     samples   T / S steps: as many samples as the base run
     steps     as many steps as the progress run of the same seed took
+    R's steps as many steps as the progress run under the rule R took, for several rules
 """
 
 from __future__ import annotations
@@ -84,6 +85,18 @@ def comparison(workload: Workload, seeds: int) -> Iterator[Run]:
             for budget in ("samples", "steps"):
                 for method in FIXED:
                     yield Run(workload.name, method, scale, budget, seed)
+
+
+def rules_of_adam(workload: Workload, seeds: int) -> Iterator[Run]:
+    """The runs that compare rules around AdamW, and with the square root in as many steps."""
+    (scale,) = workload.scales
+    rules = ("AdamScale", "AdaScale")
+    for method, size, budget in (
+        ("plain", 1, "base"),
+        *((rule, scale, "progress") for rule in rules),
+        *(("sqrt", scale, f"{rule}'s steps") for rule in rules),
+    ):
+        yield from (Run(workload.name, method, size, budget, seed) for seed in range(seeds))
 
 
 # -- one run ---------------------------------------------------------------------------------------

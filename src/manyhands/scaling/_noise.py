@@ -419,7 +419,10 @@ class NoiseAverage:
         return self.sqr != type(self.sqr)()
 
     def noise_scale(self, group: int | None = None) -> float | None:
-        """Return noise / |true gradient|^2 in batches of scale 1; None if no signal was seen."""
+        """Return noise / |true gradient|^2 in batches of scale 1; None if no signal was seen.
+
+        Where it is far above the scale, it may be several times off; the gain is not.
+        """
         sqr = self.sqr_of(group)
         return self.var_of(group) / sqr if self.measured and sqr > 0.0 else None
 

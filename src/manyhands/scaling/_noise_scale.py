@@ -306,7 +306,8 @@ class NoiseScale:
     def standard_error(self) -> float:
         """Standard error of `noise_scale`, from the scatter of the steps' estimates.
 
-        The steps are assumed to be independent.
+        The steps are assumed to be independent. With one worker and one pass, two consecutive ones
+        share a gradient, and the error is larger than stated.
         """
         sqr = self.squared_norm
         if self.steps < 2 or not sqr > 0.0:

@@ -90,8 +90,8 @@ class AdaScale(ScalingRuleBase):
     >>> 1.0 <= optimizer.gain() <= 8.0
     True
 
-    `ScalingRuleBase` documents the arguments. Use AdaScale for SGD with or without momentum, and
-    `AdamScale` for Adam, AdamW and RMSprop.
+    `ScalingRuleBase` documents the arguments. AdaScale is made for SGD with or without momentum.
+    `docs/scaling.md` says when it is the better rule for Adam, instead of `AdamScale`.
     """
 
     _min_scale = 1.0  # the gain is for a batch of at least one small batch
