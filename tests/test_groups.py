@@ -134,7 +134,7 @@ def test_a_drop_does_not_wait_for_what_others_have_not_sent():
         model, optimizer = train(adascale)
         took = 0.0
         if dist.get_rank() == 0:
-            workers = optimizer._tap.ranks
+            workers = optimizer._core.measurement.ranks
             under_way = workers.sum_and_gather(torch.zeros(4), 0)  # the other rank never answers
             begin = time.monotonic()
             del model, optimizer, workers, under_way

@@ -96,3 +96,27 @@ def imported(module, tree):
                     yield full
                 elif base and base != module:
                     yield base if base in MODULES else f"{base}.__init__"
+
+
+def test_no_package_uses_what_is_private_in_another():
+    """A loop that is not ours, data and blocks use a rule's port, and public names."""
+    private, used = collections.defaultdict(set), []
+    for module, tree in MODULES.items():
+        package = module.split(".")[0]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                private[package].add(node.name)
+            if isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr):
+                if isinstance(node.ctx, ast.Store):
+                    private[package].add(node.attr)
+                if ast.unparse(node.value) not in ("self", "cls"):
+                    used.append((package, module, node))
+    theirs = {"accelerator", "trainer", "model", "module", "options"}  # not ours
+    assert [
+        f"{module}:{node.lineno}: {ast.unparse(node)}"
+        for package, module, node in used
+        if package in ("blocks", "data", "integrations", "ramp")
+        and node.attr not in private[package]
+        and any(node.attr in names for names in private.values())
+        and ast.unparse(node.value) not in theirs
+    ] == []

@@ -7,8 +7,8 @@ adaptdl has the rules in a module of their own, `adaptdl.torch.scaling_rules`; h
 """
 
 from manyhands.ramp import AdaptiveDataLoader, remaining_epochs_until
+from manyhands.ramp._data_parallel import AdaptiveDataParallel
 from manyhands.scaling import ScalingRuleBase
-from manyhands.scaling._adaptdl import AdaptiveDataParallel
 from manyhands.scaling._rules import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
 
 __all__ = [

@@ -17,7 +17,7 @@ from helpers.scaling_oracle import (
     make_model,
     two_groups,
 )
-from manyhands.scaling import _step_in_progress
+from manyhands.scaling import _noise
 
 K = 3
 SMOOTHING = 0.9  # a memory of ten steps
@@ -27,8 +27,8 @@ STEPS = 20
 
 def settle_soon(monkeypatch):
     """Let averages of ten steps rest on three measured ones."""
-    monkeypatch.setattr(_step_in_progress, "LEAST", 6)
-    monkeypatch.setattr(_step_in_progress, "LEAST_STEPS", 3)
+    monkeypatch.setattr(_noise, "LEAST", 6)
+    monkeypatch.setattr(_noise, "LEAST_STEPS", 3)
 
 
 def is_measured(step, settled=SETTLED):

@@ -478,7 +478,7 @@ def test_a_ramp_under_accelerate_is_the_plain_loop_and_goes_on_where_it_was(tmp_
             first = 0
             while first < BATCHES:
                 passes = min(ramp.passes, BATCHES - first)  # fewer at the end of an epoch
-                rule._batch.passes = passes
+                rule._core.batch.passes = passes
                 for i in own[first : first + passes]:
                     (loss_of(wrapped, x[0, i], y[0, i]) / passes).backward()
                 rule.step()

@@ -445,7 +445,7 @@ def ramp_by_hand(batches, epochs):
         first = 0
         while first < batches:
             passes = min(ramp.passes, batches - first)
-            rule._batch.passes = passes  # fewer at the end of an epoch
+            rule._core.batch.passes = passes  # fewer at the end of an epoch
             rule.zero_grad()
             for batch in own[first : first + passes]:
                 losses.append(loss_of(wrapped, batch))

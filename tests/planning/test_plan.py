@@ -347,8 +347,9 @@ def held_with_a_rule(way, rule, options):
             optimizer.zero_grad()
             module(torch.randn(2, 256)).sum().backward()
             optimizer.step()
-    replica = getattr(getattr(optimizer, "_tap", None), "norms", None)
-    replica = getattr(replica, "_replica", None)
+    replica = None
+    if rule is not None:
+        replica = getattr(optimizer._core.measurement.norms, "_replica", None)
     memory = [] if replica is None else list(replica._memory.values())
     return held(memory), seen.sent
 
@@ -377,7 +378,7 @@ def fully_sharded_with_adamscale(code):
         model(torch.randint(500, (4,))).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return held(optimizer._tap.norms._replica._memory.values())
+    return held(optimizer._core.measurement.norms._replica._memory.values())
 
 
 def test_what_adamscale_holds_of_sharded_parameters_is_planned():

@@ -246,9 +246,9 @@ def adaptdl_loop(clock, clear, accumulate=True, epochs=2, samples=600):
                 optimizer.zero_grad()
             loss.backward()
             passes.append((loader.current_local_bsz, loader.accumulation_steps, numbers))
-            steps = rule._counts.steps
+            steps = rule._core.history.steps
             optimizer.step()
-            if rule._counts.steps > steps:
+            if rule._core.history.steps > steps:
                 clock.step(loader.size.units)
             if clear == "last":
                 optimizer.zero_grad()
@@ -314,7 +314,7 @@ def test_a_gradient_scaler_in_adaptdls_loop_changes_nothing(clock, monkeypatch, 
 def test_without_accumulation_every_micro_batch_is_a_step(clock):
     _, rule, passes, loader = adaptdl_loop(clock, "first", accumulate=False)
     assert {more for _, more, _ in passes} == {0}
-    assert rule._counts.steps == len(passes) and max(size for size, *_ in passes) == 16
+    assert rule._core.history.steps == len(passes) and max(size for size, *_ in passes) == 16
     assert loader.training and loader.current_batch_size == loader.current_local_bsz
 
 

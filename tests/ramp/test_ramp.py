@@ -116,7 +116,7 @@ def test_a_step_that_somebody_else_declares(clock):
     ramp = mh.Ramp(optimizer, max_scale=4)
     with pytest.raises(ValueError, match="must be a whole number of at least 1"):
         ramp.begin_step(0)
-    optimizer._batch.accumulation = object()
+    optimizer._core.batch.accumulation = object()
     with pytest.raises(RuntimeError, match=r"declares its passes.* the trainer's loop"):
         ramp.begin_step(2)
 
@@ -305,9 +305,9 @@ def count_collectives():
         calls = []
         ddp.register_comm_hook(None, lambda _, bucket: reduce(bucket, calls))
         optimizer = mh.AdaScale(torch.optim.SGD(ddp.parameters(), lr=0.01))
-        exchange = optimizer._tap.exchange
+        exchange = optimizer._core.measurement.exchange
         send = exchange.send
-        exchange.send = lambda *a: (calls.append("statistics"), send(*a))[1]
+        exchange.send = lambda *a, **k: (calls.append("statistics"), send(*a, **k))[1]
         if use_ramp:
             ramp = mh.Ramp(optimizer, 8, goal="steps", model=ddp)
             seen = train(Clock(), ddp, optimizer, ramp, loader)
@@ -404,7 +404,7 @@ def test_loss_scaling_and_clipping_at_a_changing_batch(clock, rule):
         optimizer = rule(kind(model.parameters(), lr=0.01))
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
         if scaled:
-            optimizer._loss_scale.scaler = scaler
+            optimizer._core.loss_scale.scaler = scaler
         ramp = mh.Ramp(optimizer, 16, goal="steps")
         seen = []
         for micro_batches in ramp.over(loader.float()):

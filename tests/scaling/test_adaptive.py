@@ -402,7 +402,7 @@ def test_adaptdls_order_of_arguments_is_taken_by_position():
         rule = mh.LinearScale()
         adp = adaptdl.AdaptiveDataParallel(model, optimizer, schedule, scaler, rule, "mine")
         assert (adp.lr_scheduler, adp.scaling_rule, adp.name) == (schedule, rule, "mine")
-        assert rule._loss_scale.scaler is scaler
+        assert rule._core.loss_scale.scaler is scaler
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = ExponentialLR(optimizer, 0.9)

@@ -178,7 +178,7 @@ def test_without_a_scaler_a_non_finite_gradient_steps_but_leaves_the_statistics_
             for a in range(passes):
                 loss_of(wrapped, x[step, rank + a], y[step, rank + a]).backward()
             if step == 2:
-                before = optimizer._tracker.average
+                before = optimizer._core.history.average
             try:
                 optimizer.step()
             except RuntimeError as error:

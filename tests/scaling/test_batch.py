@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands._core.state_parts import SavedEntries
-from manyhands.scaling._settings import Batch
+from manyhands.scaling._step import Batch
 
 pytestmark = pytest.mark.quick
 

@@ -230,7 +230,7 @@ EXPLICIT = {
         True,
     ),
     "var_floor": (0.0, lambda rule: rule.noise.var_floor, 1e-6),
-    "second_moment_floor": (0.01, lambda rule: rule._tap.norms.floor, 1e-3),
+    "second_moment_floor": (0.01, lambda rule: rule._core.measurement.norms.floor, 1e-3),
 }
 
 

@@ -36,10 +36,9 @@ from helpers.scaling_oracle import (
     two_groups,
 )
 from manyhands._core.ranks import RankGroup
-from manyhands.scaling import _step_in_progress
+from manyhands.scaling import _noise
 from manyhands.scaling._hooks import PlainNorm
-from manyhands.scaling._noise import DebiasedAverage, PaperAverage
-from manyhands.scaling._step_in_progress import MeasuredSteps, steps_between
+from manyhands.scaling._noise import DebiasedAverage, MeasuredSteps, PaperAverage, steps_between
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +62,8 @@ def test_a_measured_step_stands_for_at_most_k_steps_and_leaves_enough_measured_o
     assert 1 <= period <= k
     if period > 1:
         measured = memory / period + 1e-3
-        assert held >= memory - 0.5 and measured >= _step_in_progress.LEAST_STEPS
-        assert measured * small_batches >= _step_in_progress.LEAST
+        assert held >= memory - 0.5 and measured >= _noise.LEAST_STEPS
+        assert measured * small_batches >= _noise.LEAST
 
 
 @pytest.mark.parametrize("kind", [DebiasedAverage, PaperAverage])
@@ -151,8 +150,8 @@ def test_training_is_the_plain_run_that_measures_one_step_in_k_by_hand(
 
 
 def test_one_step_in_four_is_measured_by_default(monkeypatch):
-    monkeypatch.setattr(_step_in_progress, "LEAST_STEPS", 2)
-    monkeypatch.setattr(_step_in_progress, "LEAST", 4)
+    monkeypatch.setattr(_noise, "LEAST_STEPS", 2)
+    monkeypatch.setattr(_noise, "LEAST", 4)
     gains = run("AdaScale", 2, measure_every=None)["gains"]
     assert gains == run("AdaScale", 2, measure_every=4)["gains"]
     assert len(set(gains)) == SETTLED + 1 + (STEPS - SETTLED - 1) // 4
@@ -160,7 +159,7 @@ def test_one_step_in_four_is_measured_by_default(monkeypatch):
 
 
 def test_averages_that_would_rest_on_few_steps_are_measured_more_often(monkeypatch):
-    monkeypatch.setattr(_step_in_progress, "LEAST_STEPS", 5)  # ten steps leave one in two
+    monkeypatch.setattr(_noise, "LEAST_STEPS", 5)  # ten steps leave one in two
     gains = run("AdaScale", 2)["gains"]
     changed = [step for step in range(1, STEPS) if gains[step] != gains[step - 1]]
     assert changed == [*range(1, SETTLED + 1), *range(SETTLED + 2, STEPS, 2)]
@@ -262,7 +261,7 @@ def test_one_sample_and_weighted_mean_in_steps_that_are_not_measured():
             mean = mh.WeightedMean([4, 2], optimizer)
             mean(model(x[step, 0]).square().sum()).backward()
             mean(model(x[step, 1][:2]).square().sum()).backward()
-            assert optimizer._tap.next_weight is None
+            assert optimizer._core.measurement.next_weight is None
         else:
             for a in range(2):
                 with optimizer.one_sample():
@@ -271,7 +270,7 @@ def test_one_sample_and_weighted_mean_in_steps_that_are_not_measured():
         before = optimizer.gain()
         optimizer.step()
         assert optimizer.gain() == before
-        assert optimizer._tap.hooks.idle is not is_measured(step)
+        assert optimizer._core.measurement.hooks.idle is not is_measured(step)
 
 
 def sharded(how, rule, passes=1):
@@ -305,7 +304,7 @@ def sharded(how, rule, passes=1):
                 i = rank * passes + a
                 (loss_of(model, x[step, i], y[step, i]) / passes).backward()
         optimizer.step()
-        seen += [optimizer.gain(), float(optimizer._tap.hooks.idle)]
+        seen += [optimizer.gain(), float(optimizer._core.measurement.hooks.idle)]
     if how == "FSDP":
         params = list(model.state_dict().values())
     else:

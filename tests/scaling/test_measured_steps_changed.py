@@ -99,7 +99,7 @@ def test_a_state_from_between_is_loaded_where_every_step_is_measured():
         for _ in range(optimizer.passes):
             (model(torch.randn(4, 3, dtype=torch.float64)).square().mean() / 2).backward()
         optimizer.step()
-        idle.append(optimizer._tap.hooks.idle)
+        idle.append(optimizer._core.measurement.hooks.idle)
     assert idle == [True, False, False, False]
 
 
@@ -117,7 +117,7 @@ def test_another_number_of_workers_goes_on_from_the_same_position():
 
     def go():
         return [
-            optimizer._tap.hooks.idle
+            optimizer._core.measurement.hooks.idle
             for _, optimizer in train("AdaScale", 1, load=state, measure_every=None)
         ]
 
@@ -128,7 +128,8 @@ def test_another_number_of_workers_goes_on_from_the_same_position():
 def test_a_copy_is_at_the_same_position():
     *_, (_, optimizer) = train("AdaScale", 2, steps=SETTLED + 2)
     twin = copy.deepcopy(optimizer)
-    assert twin._tap.schedule.to_state() == [1, 1] == optimizer._tap.schedule.to_state()
+    for each in (twin, optimizer):
+        assert each._core.measurement.schedule.to_state() == [1, 1]
 
 
 # -- changes in the middle ----------------------------------------------------------------------
@@ -141,7 +142,7 @@ def test_set_scale_between_two_measured_steps_changes_the_gain_at_once():
                 noise = optimizer.noise
                 optimizer.set_scale(3.0)
                 assert optimizer.gain() == noise.gain(3.0) != noise.gain(2.0)
-            yield optimizer._tap.hooks.idle
+            yield optimizer._core.measurement.hooks.idle
 
     expected = [not is_measured(step) for step in range(STEPS)]
     assert run_ranks(2, lambda: list(go())) == [expected] * 2
@@ -166,7 +167,7 @@ def test_passes_that_change_between_two_measured_steps():
                     i = 2 * dist.get_rank() + a
                     (loss_of(wrapped, x[step, i], y[step, i]) / passes).backward()
             optimizer.step()
-            idle.append(optimizer._tap.hooks.idle)
+            idle.append(optimizer._core.measurement.hooks.idle)
         return idle
 
     assert run_ranks(2, go) == [[not is_measured(step) for step in range(STEPS)]] * 2
@@ -197,7 +198,7 @@ def with_bad_step(bad, scaler=None):
         else:
             scaler.step(optimizer)
             scaler.update()
-        idle.append(optimizer._tap.hooks.idle)
+        idle.append(optimizer._core.measurement.hooks.idle)
         seen.append(optimizer.snapshot())
     return idle, seen
 
@@ -239,6 +240,6 @@ def test_an_added_group_is_measured_from_the_next_measured_step_on():
             x = torch.randn(4, 3, dtype=torch.float64)
             ((model(x) + more(x)).square().mean() / 2).backward()
         optimizer.step()
-        idle.append(optimizer._tap.hooks.idle)
+        idle.append(optimizer._core.measurement.hooks.idle)
     assert idle == [True, False, False, False, False, False]  # it holds few steps
     assert optimizer.gain(2) > 1.0

@@ -29,7 +29,7 @@ from helpers.scaling_oracle import (
 from manyhands import adaptdl
 from manyhands._core.stop_notice import stop_notice
 from manyhands.errors import RanksDisagree
-from manyhands.scaling._step_stats import NO_REPORT
+from manyhands.scaling._payload import RankReport
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def every_step_measured(what):
             with model.no_sync() if alone else contextlib.nullcontext():
                 (model(torch.randn(4, 3)).square().mean() / passes).backward()
         optimizer.step()
-        idle.append(optimizer._tap.hooks.idle)
+        idle.append(optimizer._core.measurement.hooks.idle)
     return any(idle)
 
 
@@ -80,7 +80,7 @@ def test_a_ramp_that_comes_later_measures_every_step_from_its_first_on():
     def go():
         idle, ramp = [], None
         for _, optimizer in train("AdaScale", 1):
-            idle.append(optimizer._tap.hooks.idle)
+            idle.append(optimizer._core.measurement.hooks.idle)
             if len(idle) == SETTLED + 2:
                 ramp = mh.Ramp(optimizer, max_scale=2.0)
         return idle, ramp._steps
@@ -97,7 +97,7 @@ class Listener:
         self.heard = []
 
     def report(self):
-        return NO_REPORT
+        return RankReport()
 
     def after_step(self, reports):
         self.heard.append(len(reports))
@@ -108,7 +108,7 @@ def test_an_observer_is_given_no_reports_of_an_earlier_step():
         listener = Listener()
         for _, optimizer in train("AdaScale", 1, steps=SETTLED + 5):
             if optimizer.snapshot()["step"] == SETTLED + 2:
-                optimizer._observer = listener
+                optimizer._core.observer = listener
         return listener.heard
 
     assert run_ranks(2, go) == [[2, 2, 2]] * 2

@@ -386,7 +386,7 @@ def test_noise_that_was_not_measured_is_not_a_number():
     snapshot = optimizer.snapshot()
     assert (snapshot["sqr"], snapshot["var"], snapshot["noise_scale"]) == ([None], [None], [None])
     assert (snapshot["gain"], snapshot["progress"]) == (1.0, 2.0)
-    assert not optimizer._tap.previous.grads  # no copy of the gradient is kept
+    assert not optimizer._core.measurement.previous.grads  # no copy of the gradient is kept
 
 
 @pytest.mark.parametrize("every", [1.0, 3.0])

@@ -240,7 +240,7 @@ def rule_knowing(kind, raw):
     base = torch.optim.Adam if kind is mh.AdamScale else torch.optim.SGD
     rule = kind(base([{"params": [p]} for p in params], lr=0.1))
     ones = (1.0,) * groups
-    rule._tracker.average = NoiseAverage(
+    rule._core.history.average = NoiseAverage(
         groups, DebiasedAverage(tuple(raw["sqr"]), ones), DebiasedAverage(tuple(raw["var"]), ones)
     )
     return rule

@@ -306,7 +306,7 @@ def test_ranks_that_run_different_numbers_of_passes(passes):
         optimizer = mh.AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=Loop())
         own = passes[dist.get_rank()]
         for a in range(own):
-            optimizer._batch.accumulation.sync_gradients = a == own - 1
+            optimizer._core.batch.accumulation.sync_gradients = a == own - 1
             backward(model, 1)
         optimizer.step()
 

@@ -22,8 +22,7 @@ from helpers.scaling_oracle import TrunkAndExtra, loss_of, make_batches, make_mo
 from manyhands._core.ranks import RankGroup
 from manyhands._core.wrappers import LossScale
 from manyhands.scaling._hooks import PlainNorm
-from manyhands.scaling._settings import Batch
-from manyhands.scaling._tap import GradientTap
+from manyhands.scaling._step import Batch, Measurement
 
 
 def sgd(model, **options):
@@ -79,7 +78,7 @@ def test_a_step_starts_clean_however_gradients_are_cleared(who, set_to_none, aba
             for a in range(abandoned):
                 (loss_of(model, x[0, a] * 9, y[0, a]) / 2).backward()
         (optimizer if who == "optimizer" else model).zero_grad(set_to_none=set_to_none)
-        before = optimizer._tracker.average
+        before = optimizer._core.history.average
         for a in range(2):
             (loss_of(model, x[step, a], y[step, a]) / 2).backward()
         seen = optimizer.noise
@@ -542,9 +541,9 @@ def test_the_average_restarts_after_consecutive_gradients():
 def test_dropping_the_optimizer_drops_its_hooks():
     model = make_model()
     optimizer = sgd(model)
-    tap = weakref.ref(optimizer._tap)
+    tap = weakref.ref(optimizer._core.measurement)
     calls = []
-    optimizer._tap.hooks.passes.enter = lambda task: calls.append(task)
+    optimizer._core.measurement.hooks.passes.enter = lambda task: calls.append(task)
     (model[0].weight.sum() + 0.0).backward()
     assert len(calls) == 1
     del optimizer
@@ -602,19 +601,19 @@ def test_an_abandoned_gradient_is_not_compared_with_the_next():
 def test_a_tap_calls_its_holder_once_a_step_and_returns_the_statistics():
     param = nn.Parameter(torch.ones(2))
     results = []
-    tap = GradientTap(
-        [{"params": [param]}],
-        RankGroup(),
-        PlainNorm(),
-        Batch(passes=2),
-        LossScale(),
-        on_last_pass=lambda: results.append(None if tap.step.too_many else tap.complete()),
-    )
+
+    class Holder:
+        def end_passes(self):
+            results.append(None if tap.step.too_many else tap.complete())
+
+    holder = Holder()
+    params = [{"params": [param]}]
+    tap = Measurement(params, RankGroup(), PlainNorm(), Batch(passes=2), LossScale(), holder)
     (param * torch.tensor([3.0, 0.0]) / 2).sum().backward()
     assert results == []
     (param * torch.tensor([0.0, 5.0]) / 2).sum().backward()
     (stats,) = results
-    assert stats is tap.step.stats
+    assert stats is tap.step.sent
     sums, _ = stats.read()
     assert sums.small_squares == pytest.approx((9.0 + 25.0,))
     assert sums.mean_square == pytest.approx((9.0 / 4 + 25.0 / 4,))

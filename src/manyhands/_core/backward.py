@@ -16,8 +16,10 @@ Words used here
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from types import FrameType
+from typing import Protocol
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -29,17 +31,26 @@ _queue_callback: Callable[[Callable[[], None]], None] = (
 )
 
 
-class BackwardPasses:
-    """Calls `begin` at the first gradient of each backward pass and `end` when it is over.
+class PassOwner(Protocol):
+    """Who is told of backward passes."""
 
-    With `early`, `end` is called before the `end` of objects without it.
+    def begin_pass(self) -> None:
+        """React to a pass's first gradient, before it is added to any `.grad`."""
+
+    def end_pass(self) -> None:
+        """React to the end of a pass."""
+
+
+class BackwardPasses:
+    """Tells its owner when a backward pass begins, and when it is over.
+
+    With `early`, the owner is told of the end before the owners of objects without it.
     """
 
-    def __init__(
-        self, begin: Callable[[], None], end: Callable[[], None], *, early: bool = False
-    ) -> None:
-        self._begin = begin
-        self._end = end
+    def __init__(self, owner: PassOwner, *, early: bool = False) -> None:
+        # Weak, because the owner holds this object. In a cycle it would live, and its hooks would
+        # measure and send, until the garbage collector comes by.
+        self._owner = weakref.ref(owner)
         self._early = early
         self._pass: int | None = None  # the number of the pass, while one is open
         self.count = 0
@@ -69,7 +80,9 @@ class BackwardPasses:
             self.count += 1
             self._pass = self.count
             self._outer = None
-            self._begin()
+            owner = self._owner()
+            if owner is not None:
+                owner.begin_pass()
         if self._outer is None:
             self._find_end(around, task, self._pass)
 
@@ -92,9 +105,10 @@ class BackwardPasses:
                 node.register_prehook(in_the_task_around)
 
     def _finish(self, number: int) -> None:
-        if self._pass == number:
+        owner = self._owner()
+        if self._pass == number and owner is not None:
             self.forget()
-            self._end()
+            owner.end_pass()
 
 
 def _node_around() -> Node | None:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from manyhands._core.arguments import flag, real, whole
-from manyhands._core.wrappers import OptimizerWrapper, ParamGroup, SharingOptimizer, unwrap
+from manyhands._core.wrappers import OptimizerWrapper, ParamGroup, unwrap
 
 Value = TypeVar("Value")
 # A state dict, or an entry of one, from wherever: its reader checks what is in it.
@@ -198,7 +198,7 @@ class ReplicatedState(Protocol):
         """Collect the state as it is now. Called on every rank."""
 
 
-class ShardedOptimizer(SharingOptimizer):
+class ShardedOptimizer(Optimizer):
     """Base class of an optimizer of which each rank steps a shard of the parameters.
 
     Attributes:

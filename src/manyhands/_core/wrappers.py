@@ -14,10 +14,11 @@ in an attribute of its own. In Lightning and Fabric:
 
 A method of ours is then called with the proxy as `self`. Three things keep that right:
 
-    YieldingProperty  a property comes before an instance's attributes, so a private property of
-                      ours would take the place of the proxy's attribute of that name
-    SharedAttribute   what a method sets would be set on the proxy, where the optimizer does not
-                      see it, and go on hiding the optimizer's own
+    one object        what a method sets on `self` would be set on the proxy, where the optimizer
+                      does not see it. So methods of ours set nothing: all that changes is in an
+                      object that the optimizer holds, and the proxy has or finds the same one
+    YieldingProperty  a property comes before an instance's attributes. A name that others set on
+                      an instance is therefore not a plain property
     setters           of `param_groups`, `state` and `defaults`, which trainers assign to
 
 `scaler.step(optimizer)` of a gradient scaler leaves two tensors on an optimizer that declares that
@@ -61,8 +62,6 @@ ParamGroup: TypeAlias = dict[str, Any]  # "params", and options of types that on
 
 T = TypeVar("T")
 
-SHARED = "_manyhands_shared"  # a name that no proxy has for anything else
-
 
 class YieldingProperty(Generic[T]):
     """A property that gives way to an attribute of the instance."""
@@ -79,88 +78,64 @@ class YieldingProperty(Generic[T]):
         return self if instance is None else self._compute(instance)
 
 
-class SharedAttribute(Generic[T]):
-    """An attribute that an optimizer and its proxies have in common, whoever sets it.
+@dataclass
+class RunningClosure:
+    """Whether a step's closure runs at present."""
 
-    Its value is in a dict that the optimizer holds. A proxy that copies the optimizer's attributes
-    has the same dict, and one that looks up what it lacks finds it.
-    """
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> SharedAttribute[T]: ...
-    @overload
-    def __get__(self, instance: object, owner: type) -> T: ...
-    def __get__(self, instance: object, owner: type) -> SharedAttribute[T] | T:
-        if instance is None:
-            return self
-        try:
-            value: T = getattr(instance, SHARED)[self._name]
-        except KeyError:
-            raise AttributeError(self._name) from None
-        return value
-
-    def __set__(self, instance: object, value: T) -> None:
-        getattr(instance, SHARED)[self._name] = value
+    runs: bool = False
 
 
-class SharingOptimizer(Optimizer):
-    """An optimizer with `SharedAttribute`s."""
-
-    def __new__(cls, *args: object, **kwargs: object) -> Self:
-        made = super().__new__(cls)
-        # Not in __init__: wrappers do not call torch's, and set shared attributes early.
-        vars(made)[SHARED] = {}
-        return made
-
-
-class OptimizerWrapper(SharingOptimizer):
-    """Base class of wrappers that take an optimizer's place; `_inner` is that optimizer."""
+class OptimizerWrapper(Optimizer):
+    """Base class of wrappers that take an optimizer's place."""
 
     layer: ClassVar[str]  # "rule" or "blocks": which of the `OptimizerLayers` it is
-    _inner: Optimizer | None
-    _closure_runs = SharedAttribute[bool]()
+    _closure: RunningClosure
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         made = super().__new__(cls)
-        made._closure_runs = False
+        made._closure = RunningClosure()
         return made
 
-    @YieldingProperty
+    def _bound(self) -> Optimizer | None:
+        """Return the optimizer inside, if there is one yet."""
+        raise NotImplementedError
+
     def _inner_optimizer(self) -> Optimizer:
-        assert self._inner is not None
-        return self._inner
+        """Return the optimizer inside, or raise."""
+        inner = self._bound()
+        if inner is None:
+            name = type(self).__name__
+            raise RuntimeError(f"this {name} has no optimizer yet. Give it one: {name}(optimizer).")
+        return inner
 
     @YieldingProperty
     def optimizer(self) -> Optimizer:
         """The optimizer inside."""
-        return self._inner_optimizer
+        return self._inner_optimizer()
 
     @property
     def param_groups(self) -> list[ParamGroup]:
-        return self._inner_optimizer.param_groups
+        return self._inner_optimizer().param_groups
 
     @param_groups.setter
     def param_groups(self, groups: list[ParamGroup]) -> None:
-        self._inner_optimizer.param_groups = groups
+        self._inner_optimizer().param_groups = groups
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        return self._inner_optimizer.state
+        return self._inner_optimizer().state
 
     @state.setter
     def state(self, state: defaultdict[Tensor, Any]) -> None:
-        self._inner_optimizer.state = state
+        self._inner_optimizer().state = state
 
     @property
     def defaults(self) -> dict[str, Any]:
-        return self._inner_optimizer.defaults
+        return self._inner_optimizer().defaults
 
     @defaults.setter
     def defaults(self, defaults: dict[str, Any]) -> None:
-        self._inner_optimizer.defaults = defaults
+        self._inner_optimizer().defaults = defaults
 
     @YieldingProperty
     def _step_supports_amp_scaling(self) -> bool:
@@ -169,21 +144,21 @@ class OptimizerWrapper(SharingOptimizer):
         False while a closure runs, in which gradients are not scaled: a scaler takes no closure.
         Lightning clips gradients there, and refuses to if an optimizer says that it unscales.
         """
-        return not self._closure_runs
+        return not self._closure.runs
 
     def _in_step(self, closure: Callable[[], T]) -> Callable[[], T]:
         """Return the closure, noting while it runs that it does."""
 
         def run() -> T:
-            self._closure_runs = True
+            self._closure.runs = True
             try:
                 return closure()
             finally:
-                self._closure_runs = False
+                self._closure.runs = False
 
         return run
 
-    def _after_sync(self, seconds: float) -> None:
+    def after_sync(self, seconds: float) -> None:
         """Take note that blocks around this optimizer took so many seconds for a sync."""
 
     def stop_agreed(self) -> bool | None:
@@ -203,9 +178,9 @@ class OptimizerWrapper(SharingOptimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Everything else (hooks, the inner optimizer's own attributes) is the inner one's."""
-        # Not `self._inner`, which would come back here while it is not set.
-        inner = self.__dict__.get("_inner")
-        if inner is None or name.startswith("__"):
+        # An attribute of ours that is not set yet is no attribute of the inner one.
+        inner = None if name.startswith(("__", "_core", "_inner")) else self._bound()
+        if inner is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if "gradient_state" in vars(inner) and not hasattr(inner, name):
             inner = vars(inner)["optimizer"]  # Accelerate's wrapper forwards nothing

@@ -23,8 +23,6 @@ from manyhands._core.stop_notice import stop_notice
 from manyhands._core.wrappers import (
     OptimizerWrapper,
     ScalerSignals,
-    SharedAttribute,
-    YieldingProperty,
     apply_signals,
     supports_amp,
     unscale,
@@ -124,7 +122,6 @@ class Blocks(OptimizerWrapper):
     """
 
     layer = "blocks"
-    _known = SharedAttribute[set[int]]()
     #: From the engine's names of options to the subclass's (`_checks.py`).
     _names: ClassVar[Mapping[str, str]] = {}
     _described: Outer | None = None  # the outer step that is saved, if not the one in use
@@ -191,10 +188,13 @@ class Blocks(OptimizerWrapper):
         )
         self._begin(model)
 
+    def _bound(self) -> Optimizer:
+        return self._inner
+
     def _begin(self, model: nn.Module | None) -> None:
         """Check that all workers agree, and take worker 0's parameters, or a member's in a crew."""
         sync = self._sync
-        params = trainable_params(self._inner_optimizer)
+        params = trainable_params(self._inner)
         if not any(group["params"] for group in self.param_groups):
             raise ValueError("the optimizer has no parameters: every group is empty.")
         if self.alone:
@@ -211,7 +211,7 @@ class Blocks(OptimizerWrapper):
             return
         assert isinstance(sync.members, FixedMembers)
         self._all_workers = workers = sync.members.workers
-        check_not_averaged(type(self).__name__, workers, self._inner_optimizer, model)
+        check_not_averaged(type(self).__name__, workers, self._inner, model)
         self._check_agreement(everything, buffers)
         sync.members.choose_transport(
             [param.device for param in everything],
@@ -280,7 +280,7 @@ class Blocks(OptimizerWrapper):
     def snapshot(self) -> dict[str, Any]:
         """Return what the last sync rounds have shown, in plain numbers, for logs and `Record`."""
         sync, stats = self._sync, self._sync.stats
-        inner = self._inner_optimizer
+        inner = self._inner
         return {
             **(inner.snapshot() if hasattr(inner, "snapshot") else {}),
             "step": sync.state.steps,
@@ -310,21 +310,21 @@ class Blocks(OptimizerWrapper):
         if closure is not None:
             closure = self._in_step(closure)
         # A scaler leaves them on what it was given: this optimizer, or the inner one.
-        signals = ScalerSignals.read_from(self, self._inner_optimizer)
+        signals = ScalerSignals.read_from(self, self._inner)
         if sync.state.steps_together and not self.alone:
             result = self._step_together(signals, closure, *args, **kwargs)
         else:
             if not self.alone:
                 self._add_unfrozen_params()
             result = self._step_inner(signals, closure, *args, **kwargs)
-        vars(self._inner_optimizer)["_opt_called"] = True  # torch's schedulers warn without it
+        vars(self._inner)["_opt_called"] = True  # torch's schedulers warn without it
         sync.count_step()
         if not self.alone:
             began = time.perf_counter()
             with torch.no_grad():
                 sync.after_step()
-            if isinstance(self._inner_optimizer, OptimizerWrapper):
-                self._inner_optimizer._after_sync(time.perf_counter() - began)
+            if isinstance(self._inner, OptimizerWrapper):
+                self._inner.after_sync(time.perf_counter() - began)
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # torch must not run step hooks twice: the inner step does
@@ -336,8 +336,8 @@ class Blocks(OptimizerWrapper):
         if signals.present and not self._supports_amp and bool(signals.found_inf):
             return None
         positional = args if closure is None else (closure, *args)
-        step: Step = self._inner_optimizer.step
-        with apply_signals(signals, self._inner_optimizer, self._supports_amp):
+        step: Step = self._inner.step
+        with apply_signals(signals, self._inner, self._supports_amp):
             return step(*positional, **kwargs)
 
     def _step_together(
@@ -348,9 +348,9 @@ class Blocks(OptimizerWrapper):
         def average() -> bool:
             if signals.grad_scale is not None:
                 unscale(self.param_groups, signals.grad_scale)
-            return self._sync.average_gradients(trainable_params(self._inner_optimizer))
+            return self._sync.average_gradients(trainable_params(self._inner))
 
-        step: Step = self._inner_optimizer.step
+        step: Step = self._inner.step
         if closure is None:
             return step(*args, **kwargs) if average() else None
 
@@ -358,15 +358,15 @@ class Blocks(OptimizerWrapper):
             with torch.enable_grad():
                 loss = closure()
             if not average():  # no worker has a finite gradient
-                self._inner_optimizer.zero_grad()
+                self._inner.zero_grad()
             return loss
 
         return step(closure_with_mean, *args, **kwargs)
 
     def _add_unfrozen_params(self) -> None:
-        new = [p for p in trainable_params(self._inner_optimizer) if id(p) not in self._known]
+        new = [p for p in trainable_params(self._inner) if id(p) not in self._known]
         if new:
-            self._known |= {id(param) for param in new}
+            self._known.update(id(param) for param in new)
             with torch.no_grad():
                 # What is in flight was laid out without the new parameters: merge it first.
                 self._sync.merge_pending()
@@ -391,7 +391,7 @@ class Blocks(OptimizerWrapper):
 
     def zero_grad(self, *args: bool, **kwargs: bool) -> None:
         """Clear the gradients."""
-        self._inner_optimizer.zero_grad(*args, **kwargs)
+        self._inner.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every worker; worker 0's values hold for all."""
@@ -401,7 +401,7 @@ class Blocks(OptimizerWrapper):
                 "when it is made."
             )
         # First, so that the check below sees it; a group that differs is taken out again.
-        self._inner_optimizer.add_param_group(param_group)
+        self._inner.add_param_group(param_group)
         if self.alone:
             return
         with torch.no_grad():
@@ -474,8 +474,7 @@ class Blocks(OptimizerWrapper):
         else:
             self.synchronize()
 
-    @YieldingProperty
-    def _block_samples(self) -> CursorRounds | None:
+    def block_samples(self) -> CursorRounds | None:
         """What a `Cursor` needs to hand out this worker's samples; None without other workers."""
         return None if self.alone else CursorRounds(self._sync)
 
@@ -483,9 +482,9 @@ class Blocks(OptimizerWrapper):
 
     def stop_agreed(self) -> bool | None:
         if self.alone:
-            inner = self._inner_optimizer
+            inner = self._inner
             return inner.stop_agreed() if isinstance(inner, OptimizerWrapper) else None
-        if not self._in_crew:
+        if not self.in_crew:
             return self._sync.stats.stop  # every worker's note has come to all workers
         if self._inner_ranks.size > 1:
             return None  # the processes of this worker ask each other
@@ -493,12 +492,13 @@ class Blocks(OptimizerWrapper):
 
     def may_stop_here(self) -> bool:
         """In a crew: between two blocks nothing is lost, and inside one this worker's steps are."""
-        if not self._in_crew or self._sync.between_blocks:
+        if not self.in_crew or self._sync.between_blocks:
             return True
         return self._sync.seconds_to_merge() > stop_notice.seconds_left / 2
 
-    @YieldingProperty
-    def _in_crew(self) -> bool:
+    @property
+    def in_crew(self) -> bool:
+        """Whether a crew keeps the workers, and not a process group."""
         return isinstance(self._sync.members, ElasticMembers)
 
     # -- saving and loading --------------------------------------------------------------------
@@ -509,7 +509,7 @@ class Blocks(OptimizerWrapper):
         Each worker has its own, because parameters differ inside a block. If each worker loads its
         own, training continues bit for bit; worker 0's can be loaded by any number of workers.
         """
-        state = self._inner_optimizer.state_dict()
+        state = self._inner.state_dict()
         state[_saving.KEY] = {"options": self._options, **_saving.save_worker(self._sync)}
         return state
 
@@ -531,7 +531,7 @@ class Blocks(OptimizerWrapper):
         saved = self.checked_state(state_dict.get(_saving.KEY), changed)
         inner = {key: value for key, value in state_dict.items() if key != _saving.KEY}
         # After all checks: a state that does not fit changes nothing.
-        self._inner_optimizer.load_state_dict(inner)
+        self._inner.load_state_dict(inner)
         for group in self.param_groups:
             group.update(for_groups)
         _saving.load_saved(saved, self._sync)
@@ -558,4 +558,4 @@ class Blocks(OptimizerWrapper):
         options = ", ".join(
             f"{name}={value}" for name, value in rename_options(self._options, self._names).items()
         )
-        return f"{type(self).__name__}(workers={workers}, {options})\n{self._inner_optimizer!r}"
+        return f"{type(self).__name__}(workers={workers}, {options})\n{self._inner!r}"

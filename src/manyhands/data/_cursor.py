@@ -234,7 +234,7 @@ class Cursor:
         """Yield this rank's batches of the rest of the epoch."""
         with self._iteration():
             for batch in self._fetch():
-                self._begin()
+                self.begin_batch()
                 yield batch
                 self._check_weighted()
             self._end_epoch()
@@ -258,7 +258,7 @@ class Cursor:
             self._plan.begin()
 
     @contextmanager
-    def _ahead(self) -> Iterator[Iterator[Any]]:
+    def ahead(self) -> Iterator[Iterator[Any]]:
         """Give the batches to a caller that keeps some ready for its loop, as `Ramp` does.
 
         The caller calls `_begin` for each batch when the loop gets it.
@@ -317,7 +317,7 @@ class Cursor:
             self._generator.manual_seed(zlib.crc32(text.encode()))
         return iter(self._loader)
 
-    def _begin(self) -> Pass:
+    def begin_batch(self) -> Pass:
         """Hand one batch to the loop."""
         self._now = now = self._plan.next_pass()
         self._mean_due = True
@@ -397,8 +397,8 @@ def _find_blocks(optimizer: Optimizer) -> SampleRounds | None:
     """Return what the blocks around an optimizer offer; None without blocks, or other workers."""
     for layer in unwrap(optimizer, every_layer=True):
         # On the class: wrappers forward attributes that they do not have to what they wrap.
-        if hasattr(type(layer), "_block_samples"):
-            rounds: SampleRounds | None = layer._block_samples  # type: ignore[attr-defined]
+        if hasattr(type(layer), "block_samples"):
+            rounds: SampleRounds | None = layer.block_samples()  # type: ignore[attr-defined]
             return rounds
     return None
 

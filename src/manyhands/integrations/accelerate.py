@@ -172,7 +172,7 @@ def _before_save(
     _check_whole(accelerator, "save")
     in_blocks = [find_layer(each, Blocks) for each in accelerator._optimizers]
     # the workers of a crew end a block together, and do not all save at the same step
-    ending = [blocks for blocks in in_blocks if blocks is not None and not blocks._in_crew]
+    ending = [blocks for blocks in in_blocks if blocks is not None and not blocks.in_crew]
     for blocks in ending:
         blocks.synchronize()
     if ending:

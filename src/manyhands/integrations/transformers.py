@@ -54,9 +54,8 @@ from manyhands.blocks._optimizer import Blocks
 from manyhands.integrations.accelerate import expect_slices, prepare_without_ddp
 from manyhands.ramp import Ramp
 from manyhands.ramp._micro_batches import StepPasses
-from manyhands.scaling._optimizer import rule_of
 from manyhands.scaling._progress import ProgressScheduler, is_by_progress
-from manyhands.scaling._rule_base import ScalingRuleBase
+from manyhands.scaling._rule_base import ScalingRuleBase, rule_of
 from manyhands.scaling._weighted_mean import WeightedMean
 from manyhands.sharding.zero._ddp import ShardedDataParallel
 from manyhands.sharding.zero._oss import OSS
@@ -252,7 +251,7 @@ class Attachment(TrainerCallback):
             )
         assert isinstance(made, ScalingRuleBase)
         # Trainer counts on its own: to accelerate it says that each step has one pass.
-        made._batch.accumulation = None
+        made.port.declare_passes()
         if made is self.rule:  # in another call of `train`, which counts from 0 again
             made.set_progress(0.0)
             if self.ramp is None:
@@ -263,8 +262,9 @@ class Attachment(TrainerCallback):
                     f"gradient_accumulation_steps={passes} in TrainingArguments, and the rule has "
                     f"num_gradients_to_accumulate={made.passes}."
                 )
-            if made._batch.scale is not None:  # a step with fewer passes then has a smaller scale
-                made.set_scale_per_pass(made._batch.scale / passes)
+            scale = made.port.batch.scale
+            if scale is not None:  # a step with fewer passes then has a smaller scale
+                made.set_scale_per_pass(scale / passes)
         return made
 
     # -- one step ----------------------------------------------------------------------------
@@ -309,7 +309,7 @@ class Attachment(TrainerCallback):
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         """Announce the next pass, if there is one."""
         if self._mean is not None and self._mean.passes_left:
-            self._mean._begin_pass()
+            self._mean.begin_pass()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Keep the scale of this step, for the logs: a ramp sets the next one's in `step`."""
@@ -384,7 +384,7 @@ class Attachment(TrainerCallback):
         used = control.should_evaluate or control.should_save
         ends = control.should_training_stop or state.global_step >= state.max_steps
         # the workers of a crew end a block together, and do not all save at the same step
-        if blocks is not None and not blocks._in_crew and (used or ends):
+        if blocks is not None and not blocks.in_crew and (used or ends):
             blocks.synchronize()
         self._replaced["_maybe_log_save_evaluate"](*args, **kwargs)
 
@@ -490,7 +490,7 @@ def _check_drivable(
         raise ValueError(
             "average_tokens_across_devices=False weighs tokens by their rank. Leave it at True."
         )
-    if rule is not None and rule._observer is not ramp:
+    if rule is not None and rule.port.observer is not ramp:
         raise ValueError("Trainer does not know the rule's Ramp. Let attach() make it: ramp=...")
 
 
@@ -507,7 +507,7 @@ def _check_schedule_saved(schedule: LRScheduler, file: str) -> None:
 
 def _set_passes(rule: ScalingRuleBase, passes: int) -> None:
     """Let the next step have so many passes. A smoothing that was set stays."""
-    rule.set_num_gradients_to_accumulate(passes, update_smoothing=rule._batch.smoothing is None)
+    rule.set_num_gradients_to_accumulate(passes, update_smoothing=rule.port.batch.smoothing is None)
 
 
 def _count_tokens(trainer: Trainer, batch: Any) -> Tensor:

@@ -24,9 +24,9 @@ from torch.optim.optimizer import StateDict
 
 from manyhands._core.arguments import whole
 from manyhands._core.state_parts import SavedEntries, SavedState
+from manyhands.ramp._data_parallel import AdaptiveDataParallel, ScalarWriter, pass_source
 from manyhands.ramp._micro_batches import StepLoader, StepSize, step_size
 from manyhands.ramp._ramp import Ramp, SavedRamp
-from manyhands.scaling._adaptdl import AdaptiveDataParallel, ScalarWriter, pass_source
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,8 @@ class AdaptiveDataLoader(StepLoader):
             return
         self._module, rule = module, module.scaling_rule
         if self._bounds is None:
-            rule._batch.scale_per_pass = self.scale_per_unit  # the batch stays at one unit
+            # the batch stays at one unit
+            rule.port.begin_step(1, scale_per_pass=self.scale_per_unit)
             return
         self._ramp = Ramp(rule, self._bounds.max_scale, loader=self)
         if self._saved_ramp is not None:

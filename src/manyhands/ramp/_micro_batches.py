@@ -50,7 +50,7 @@ from manyhands.data._ledger import Ledger
 from manyhands.data._order import Order
 from manyhands.data._rules import EpochOrder, check_state, describe_order
 from manyhands.scaling._optimizer import ScaledOptimizer
-from manyhands.scaling._step_stats import RankReport
+from manyhands.scaling._payload import RankReport
 from manyhands.scaling._weighted_mean import WeightedMean
 
 Batch = TypeVar("Batch")
@@ -199,7 +199,7 @@ class Supply:
         A collective of its own, for the moments at which no step carries the reports: the beginning
         of the data, and after a step that the loop has left out.
         """
-        ranks: RankGroup = self._optimizer._ranks
+        ranks: RankGroup = self._optimizer.gradient_ranks
         if ranks.size == 1:
             return ready
         param = next(p for group in self._optimizer.param_groups for p in group["params"])

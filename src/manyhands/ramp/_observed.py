@@ -58,8 +58,8 @@ from statistics import fmean, median
 from manyhands._core.state_parts import SavedEntries
 from manyhands.ramp._decision import Noise, StepTime
 from manyhands.scaling._noise import estimate
+from manyhands.scaling._payload import RankReport
 from manyhands.scaling._rule_base import ScalingRuleBase
-from manyhands.scaling._step_stats import RankReport
 
 MEMORIES = (50.0, 1000.0)  # the shortest and the longest, in small batches
 MEMORY_STEPS = 3  # the shortest memory, in steps
@@ -80,15 +80,15 @@ class NoiseWatch:
     """Follows the noise that a rule averages, and how sure it is."""
 
     def __init__(self, rule: ScalingRuleBase) -> None:
-        self._rule = rule
-        self._average = rule._tracker.average
+        self._rule, self._port = rule, rule.port
+        self._average = self._port.history.average
         self._unmeasured = 0  # steps since the noise was last measured
-        self._memory = rule._batch.memory
+        self._memory = self._port.batch.memory
         self.evidence = Evidence()
 
     def measured(self) -> Noise | None:
         """Return the noise and the error of its signal; None before the first measurement."""
-        average = self._rule._tracker.average
+        average = self._port.history.average
         if not average.measured:
             return None
         return Noise(average.sqr_of(), average.var_of(), self.evidence.error)
@@ -98,16 +98,16 @@ class NoiseWatch:
 
         A rule measures nothing from a single gradient at scale 1, or from gradients that overflow.
         """
-        rule, before = self._rule, self._average
-        average = rule._tracker.average
+        rule, port, before = self._rule, self._port, self._average
+        average = port.history.average
         self._unmeasured += 1
         if average is before:
             return
         self._average, self._unmeasured = average, 0
         if before.consecutive and not average.consecutive:
             self.evidence = Evidence()  # the average has begun anew, with a better measurement
-        count, scale = float(rule.passes * rule._batch.workers), rule.scale
-        sums = rule._tracker.sums
+        count, scale = float(rule.passes * port.batch.workers), rule.scale
+        sums = port.history.sums
         assert sums is not None  # the average is another
         if average.consecutive:  # two steps' gradients, as one step of twice the size
             count, scale = 2 * count, 2.0 * scale
@@ -122,18 +122,18 @@ class NoiseWatch:
 
         A few new steps would change little among many old ones.
         """
-        tracker = self._rule._tracker
-        if self._unmeasured > NOISE_LASTS and tracker.average.measured:
-            tracker.average = self._average = tracker.average.begun_anew()
+        if self._unmeasured > NOISE_LASTS and self._port.history.average.measured:
+            self._average = self._port.restart_averages()
             self.evidence = Evidence()
 
     def set_memory(self) -> None:
         """Set how far the averages look back: see `memory_for`."""
-        batch, average = self._rule._batch, self._rule._tracker.average
+        batch, average = self._port.batch, self._port.history.average
         if average.measured:
             gradients = batch.passes * batch.workers
             noise = Noise(average.sqr_of(), average.var_of())
-            self._memory = batch.memory = memory_for(noise, gradients, self._rule.scale)
+            self._memory = memory_for(noise, gradients, self._rule.scale)
+            self._port.set_memory(self._memory)
 
     def state_dict(self) -> dict[str, object]:
         """Return what is known, in plain values. The rule saves its averages itself."""
@@ -149,7 +149,8 @@ class NoiseWatch:
 
     def rule_was_loaded(self) -> None:
         """Take the rule's average as it is now, and set its memory again."""
-        self._average, self._rule._batch.memory = self._rule._tracker.average, self._memory
+        self._average = self._port.history.average
+        self._port.set_memory(self._memory)
 
 
 @dataclass

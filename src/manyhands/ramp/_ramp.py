@@ -43,9 +43,9 @@ from manyhands.ramp._decision import (
 )
 from manyhands.ramp._micro_batches import MicroBatches, StepLoader, StepSize, Supply
 from manyhands.ramp._observed import Evidence, NoiseWatch, StepTimer
+from manyhands.scaling._payload import RankReport
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._settings import PASSES, PER_STEP
-from manyhands.scaling._step_stats import RankReport
 from manyhands.scaling._weighted_mean import WeightedMean
 
 Batch = TypeVar("Batch")
@@ -116,10 +116,10 @@ class Ramp:
             one_of("goal", goal, ["samples"], "efficiency= is for this goal.")
             real("efficiency", efficiency, above=0.0, below=1.0)
         optimizer = _check_rule(optimizer)
-        self.optimizer = optimizer
+        self.optimizer, self._port = optimizer, optimizer.port
         self._model, self._no_sync = model, _no_sync_of(model)
         self._loader: StepLoader | None = None
-        batch = optimizer._batch
+        batch = self._port.batch
         if batch.scale is not None:  # of the whole batch; from now on the batch changes
             optimizer.set_scale_per_pass(batch.scale / batch.passes)
         self._limits = limits
@@ -132,21 +132,20 @@ class Ramp:
         self._supply = Supply(optimizer)
         if loader is not None:
             self._bind(loader)
-        optimizer._observer = self
+        self._port.observer = self
 
     def _set_units(self, units: int) -> None:
         """Begin with this number of units. Raise if it, or the largest batch, is not allowed."""
-        rule, batch = self.optimizer, self.optimizer._batch
         most = self._most
         if most < units:
             raise ValueError(
-                f"max_scale={self.max_scale:g} is below the present scale of {rule.scale:g}: a "
-                f"pass on {batch.workers} worker(s) is a scale of {self._scale_per_unit:g}, and a "
-                f"step has {units} of them. Raise max_scale, or begin with fewer passes or a "
-                "smaller micro-batch."
+                f"max_scale={self.max_scale:g} is below the present scale of "
+                f"{self.optimizer.scale:g}: a pass on {self._port.batch.workers} worker(s) is a "
+                f"scale of {self._scale_per_unit:g}, and a step has {units} of them. Raise "
+                "max_scale, or begin with fewer passes or a smaller micro-batch."
             )
         # raises if the rule cannot scale this optimizer that far
-        rule._check_batch(replace(batch, scale_per_pass=self._scale_per_unit), most)
+        self._port.check_step(most, self._scale_per_unit)
         self._limits = replace(self._limits, most=most)
         self._units = units
         self._decision = Decision(units, "wait", units)
@@ -167,7 +166,7 @@ class Ramp:
                 self._set_units(1)
                 self._moments_scale = self.scale
             optimizer = self.optimizer
-            model = optimizer._model if self._model is None else self._model
+            model = self._port.model if self._model is None else self._model
             params = [param for group in optimizer.param_groups for param in group["params"]]
             _warn_of_batch_norm(model, params, *loader.local_batch_sizes)
         elif self._loader is not loader:
@@ -203,7 +202,7 @@ class Ramp:
     def _scale_per_unit(self) -> float:
         if self._loader is not None:
             return self._loader.scale_per_unit
-        return self.optimizer._batch.scale_for(1)
+        return self._port.batch.scale_for(1)
 
     def over(
         self,
@@ -243,9 +242,9 @@ class Ramp:
         self, cursor: Cursor, count: Callable[[Any], int | float | Tensor] | None
     ) -> Iterator[MicroBatches[Any]]:
         """Yield steps of a cursor's batches, each counted when it is handed out."""
-        with cursor._ahead() as batches:
+        with cursor.ahead() as batches:
             for step in self._supply.steps(batches, lambda: self._units, self._look_ahead):
-                passes = [cursor._begin() for _ in step]
+                passes = [cursor.begin_batch() for _ in step]
                 self._begin_step(StepSize(len(step), 1))
                 if count is None:
                     mean = WeightedMean.of_known(
@@ -301,7 +300,7 @@ class Ramp:
         """Return whether to decide after every step, as the best batch is unknown or far away."""
         if self._limits.goal != "time":
             return False
-        if not self.optimizer._tracker.average.measured:
+        if not self._port.history.average.measured:
             return self._units == 1
         decision = self._decision
         return decision.reason in ("wait", "explore") or decision.target >= GROWTH * self._units
@@ -331,13 +330,13 @@ class Ramp:
         rank, before the step's first pass, and divide the step's losses by that number. The step
         after it has `ramp.passes` again.
         """
-        if self._loader is not None or self.optimizer._batch.accumulation is not None:
+        if self._loader is not None or self._port.batch.accumulation is not None:
             raise RuntimeError(
                 "begin_step() is for a loop that fetches its own data and declares its passes. "
                 "Here the AdaptiveDataLoader or the trainer's loop does."
             )
         passes = whole(PASSES, passes, least=1, why=PER_STEP)
-        self.optimizer._check_between_steps("begin_step()")
+        self._port.check_between_steps("begin_step()")
         self._begin_step(StepSize(passes, 1))
 
     def skip_time(self) -> None:
@@ -355,16 +354,14 @@ class Ramp:
         if (
             size == self._size
             and scale != self._moments_scale
-            and self.optimizer._follow_batch(self._moments_scale, scale)
+            and self._port.follow_batch(self._moments_scale, scale)
         ):
             self._moments_scale = scale
 
     def _expect(self, size: StepSize) -> None:
-        batch = self.optimizer._batch
-        if self._loader is not None:
-            batch.scale_per_pass = self._loader.scale_per_unit * size.per_pass
-        if not batch.counts_passes:
-            batch.set_passes(size.passes)
+        per_unit = None if self._loader is None else self._loader.scale_per_unit
+        scale_per_pass = None if per_unit is None else per_unit * size.per_pass
+        self._port.begin_step(size.passes, scale_per_pass=scale_per_pass)
 
     # -- seeing, saving ------------------------------------------------------------------------
 
@@ -394,7 +391,7 @@ class Ramp:
         """Return what a continued run needs: the batch, and the times that were measured."""
         return {
             "scale": self.scale,
-            "workers": self.optimizer._batch.workers,
+            "workers": self._port.batch.workers,
             "steps": self._steps,
             "moments_scale": self._moments_scale,
             **self._timer.state_dict(),
@@ -412,8 +409,8 @@ class Ramp:
         self._saved = saved
         self._steps, self._moments_scale = saved.steps, saved.moments_scale
         self._noise.load(saved.memory, saved.unmeasured, saved.evidence)
-        rule, ranks = self.optimizer, self.optimizer._ranks.size
-        same = saved.workers == rule._batch.workers and saved.timer.fits(ranks)
+        ranks = self.optimizer.gradient_ranks.size
+        same = saved.workers == self._port.batch.workers and saved.timer.fits(ranks)
         self._timer = saved.timer if same else StepTimer()
         self.after_load()
 
@@ -422,10 +419,8 @@ class Ramp:
 
         Its second moments follow with the next step.
         """
-        rule, saved = self.optimizer, self._saved
-        batch = rule._batch
-        if batch.scale is not None:  # of the whole batch; from now on the batch changes
-            batch.scale_per_pass, batch.scale = batch.scale / batch.passes, None
+        saved = self._saved
+        self._port.set_scale_of_passes()  # from now on the batch changes
         most = max(1, self._most)
         self._limits = replace(self._limits, most=most)
         if saved is not None:
@@ -501,7 +496,7 @@ def _check_rule(optimizer: Optimizer) -> ScalingRuleBase:
             f"Ramp needs an optimizer under a scaling rule, got {type(optimizer).__name__}. Write "
             "mh.AdaScale(optimizer) for SGD, mh.AdamScale(optimizer) for Adam and AdamW."
         )
-    if optimizer._observer is not None:
+    if optimizer.port.observer is not None:
         raise ValueError("this optimizer has a Ramp already: use that one.")
     return optimizer
 

@@ -440,6 +440,19 @@ def _name_nonfinite(value: object) -> object:
     return value if not isinstance(value, float) or math.isfinite(value) else str(float(value))
 
 
+class _LastPass:
+    """When the last backward pass ended; None before the first one of a step."""
+
+    def __init__(self) -> None:
+        self.ended: float | None = None
+
+    def begin_pass(self) -> None:
+        pass
+
+    def end_pass(self) -> None:
+        self.ended = time.perf_counter()
+
+
 class StepTiming:
     """Measure what the time of a step goes into: a source for `Record`.
 
@@ -473,13 +486,9 @@ class StepTiming:
             raise ValueError("the optimizer has no parameter that requires a gradient.")
         self._seconds = dict.fromkeys(KINDS, 0.0)
         self._mark = time.perf_counter()  # the end of the last step, or the last look
-        self._pass_ended: float | None = None
+        self._last_pass = _LastPass()
         self._step_began = 0.0
         this = weakref.ref(self)  # hooks must not keep it alive
-
-        def ended() -> None:
-            if (times := this()) is not None:
-                times._pass_ended = time.perf_counter()
 
         def began(*_: object) -> None:
             if (times := this()) is not None:
@@ -491,7 +500,7 @@ class StepTiming:
 
         # The last parameter's gradient is the first one in most backward passes. The callback that
         # is queued then runs before DDP's own, which waits for the other ranks.
-        passes = BackwardPasses(lambda: None, ended, early=True)
+        passes = BackwardPasses(self._last_pass, early=True)
         node = get_gradient_edge(trained[-1]).node
 
         def enter(_: tuple[Tensor, ...]) -> None:
@@ -528,16 +537,16 @@ class StepTiming:
         """Return the seconds of each kind since the last call, for `Record`."""
         seconds = {f"{kind}_seconds": round(self._seconds[kind], 6) for kind in KINDS}
         self._seconds = dict.fromkeys(KINDS, 0.0)
-        self._mark, self._pass_ended = time.perf_counter(), None
+        self._mark, self._last_pass.ended = time.perf_counter(), None
         return seconds
 
     def _begin_step(self) -> None:
         now = time.perf_counter()
-        computed = now if self._pass_ended is None else self._pass_ended
+        computed = now if self._last_pass.ended is None else self._last_pass.ended
         self._seconds["compute"] += max(0.0, computed - self._mark)
         self._seconds["sync"] += now - max(computed, self._mark)
         self._step_began = now
 
     def _end_step(self) -> None:
-        self._mark, self._pass_ended = time.perf_counter(), None
+        self._mark, self._last_pass.ended = time.perf_counter(), None
         self._seconds["update"] += self._mark - self._step_began

@@ -7,19 +7,17 @@ methods, which are kept here: `patch` replaces them on the instance.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from manyhands._core.agreement import agree, describe_tensors
 from manyhands._core.ranks import RankGroup
-from manyhands._core.wrappers import ParamGroup, supports_amp, unwrap
-from manyhands.scaling._settings import Batch, Options
+from manyhands._core.wrappers import supports_amp, unwrap
+from manyhands.scaling._settings import Options
+from manyhands.scaling._step import Batch
 
 KEY = "manyhands"  # of the rule's entry in the optimizer's state dict
 PATCHED = ("step", "zero_grad", "state_dict", "load_state_dict", "_step_supports_amp_scaling")
@@ -145,28 +143,3 @@ def check_ranks_agree(
         raise ValueError("the optimizer has no parameters: every group is empty.")
     facts = {**claims, "parameters": describe_tensors(params), "short_step": batch.short_step}
     agree(ranks, facts, "Build the same model, optimizer and rule on every rank.")
-
-
-@contextmanager
-def overridden(
-    param_groups: Sequence[ParamGroup], overrides: Sequence[Mapping[str, Any]]
-) -> Iterator[None]:
-    """Change options of each parameter group, and restore them at the end."""
-    before: list[tuple[ParamGroup, str, object]] = []
-    try:
-        for group, options in zip(param_groups, overrides, strict=True):
-            for name, value in options.items():
-                old = group[name]
-                if isinstance(old, Tensor):  # in place: the optimizer may hold this tensor
-                    before.append((group, name, old.clone()))
-                    old.copy_(value)
-                else:
-                    before.append((group, name, old))
-                    group[name] = value
-        yield
-    finally:
-        for group, name, old in before:
-            if isinstance(old, Tensor):
-                group[name].copy_(old)
-            else:
-                group[name] = old

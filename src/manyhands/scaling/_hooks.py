@@ -53,10 +53,13 @@ from manyhands._core.backward import BackwardPasses, current_task
 from manyhands._core.flat import SHORT, norm
 from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
 from manyhands._core.sharded_gradient import ShardedGradient
-from manyhands.scaling._step_stats import Norm
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+# On a GPU norms stay there, as waiting for them would cost more than the work. On a CPU plain
+# floats cost a fraction of what one-element tensors do.
+Norm = Tensor | float
 
 # (parameter index, elements of its gradient that this rank holds, a function that takes the same
 # elements out of any tensor of the parameter's shape)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -32,10 +33,35 @@ from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands._core.state_parts import SavedEntries
 from manyhands._core.wrappers import ParamGroup
-from manyhands.scaling._hooks import GradientSlice, NormKind
-from manyhands.scaling._step_stats import LocalNumbers, Norm, Numbers, StepFacts, to_tensor
+from manyhands.scaling._hooks import GradientSlice, Norm, NormKind
+from manyhands.scaling._payload import LocalNumbers, Numbers, to_tensor
 
 UNDIVIDED = 4_096  # elements of a parameter that every rank measures
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What is known about a step when its last backward pass is over.
+
+    The small batches' gradients were divided by `small_batch_divided_by` when they were measured,
+    and `.grad` is the mean times `mean_multiplied_by`: it depends on who divides by the passes.
+    `small_batches` is how many were compared on all ranks, if not one in each pass.
+    """
+
+    passes: int
+    scale: float
+    loss_scale: Tensor | float
+    small_batch_divided_by: int
+    mean_multiplied_by: int
+    valid: bool
+    small_batches: float | None = None
+
+    @property
+    def needs_no_correction(self) -> bool:
+        """Whether the norms can be used as they were measured."""
+        divided = self.small_batch_divided_by != 1 or self.mean_multiplied_by != 1
+        scaled = isinstance(self.loss_scale, Tensor) or self.loss_scale != 1.0
+        return self.valid and not divided and not scaled
 
 
 class MeanGradient:
@@ -131,7 +157,7 @@ class MeanGradient:
         numbers[:groups] *= facts.small_batch_divided_by**2
         numbers[groups:] /= facts.mean_multiplied_by**2
         numbers /= facts.loss_scale**2
-        if not facts.valid:  # the noise tracker leaves out what is not finite
+        if not facts.valid:  # `History` leaves out what is not finite
             numbers *= torch.nan
         return numbers
 

@@ -13,10 +13,16 @@ noise of a mean falls with the batch size, so var(scale 1) = var(one small batch
 scale S is worth. It is 1 if the gradients agree and S if they are pure noise.
 
 One step's estimate is unbiased and very noisy. A rule acts on the average over roughly the last
-1 / (1 - smoothing) steps. A measured step may stand for k steps, of which the others were not
-measured (`_step_in_progress.py`). Its estimate then counts as k equal ones in a row do:
+1 / (1 - smoothing) steps. With `measure_every=k` a rule measures one step in k. That step stands
+for k steps, so that the averages look back over as many steps as before: its estimate counts as k
+equal ones in a row do:
 
     average = smoothing^k average + (1 - smoothing^k) estimate
+
+In the steps between, no norm is taken, and the averages stay as they are. What is measured must be
+enough: at least `LEAST` small batches, in at least `LEAST_STEPS` steps, of those that the averages
+look back over. Every step is measured while the averages hold fewer steps than that, and while
+gradients are not finite. `MeasuredSteps` counts from one measured step to the next.
 
 A single exploded gradient can have a thousand times the usual noise. For as long as the average
 remembers it, the gain would be near its maximum, progress would race ahead, and training would end
@@ -28,12 +34,12 @@ early. `limit_noise` bounds what one step can add (`docs/benchmarks/collapse.md`
   steps have been seen, a moving average from then on.
 * `NoiseAverage` holds one of these for |true gradient|^2 and one for the noise.
 * `NoiseMoments` are moving averages of both numbers, and of their squares and product.
+* `History` is what a rule's steps have come to: its `NoiseAverage`, its progress and its counts.
 
-All of them are immutable: `add` returns the next average. `gain()` can therefore include the
+Averages are immutable: `add` returns the next average. `gain()` can therefore include the
 gradients of the current step before that step is taken, and drop them if it never is.
 
-Everything here is plain floats: no tensors, no process groups. The norms come from `_tap.py` and
-`_mean_gradient.py`.
+Everything here is plain floats: no tensors, no process groups. The norms come from `_step.py`.
 """
 
 from __future__ import annotations
@@ -58,6 +64,9 @@ OUTLIER_DEVIATIONS = 4.0
 LEAST_EXCESS = 0.5
 MOST_GROWTH = 4.0
 STEPS_BEFORE_LIMIT = 10
+
+LEAST = 100  # measured small batches that an average looks back over
+LEAST_STEPS = 4  # measured steps that it looks back over
 
 
 @dataclass(frozen=True)
@@ -348,7 +357,7 @@ class NoiseAverage:
         kinds_must_match = sums.norm_kind != "preconditioned" or not self.mix_norm_kinds
         kind_changed = sums.norm_kind != self.norm_kind and kinds_must_match
         restart = kind_changed or (self.consecutive and not sums.consecutive)
-        return self.begun_anew() if restart else self
+        return self.restarted() if restart else self
 
     def over_limit(self, sums: NormSums, smoothing: float) -> tuple[float, ...]:
         """Return a step's noise over the limit that `add` sets it, per group; 0 without a limit."""
@@ -377,7 +386,7 @@ class NoiseAverage:
             var_floor=var_floor,
         )
 
-    def begun_anew(self) -> NoiseAverage:
+    def restarted(self) -> NoiseAverage:
         """Return an average that knows nothing, with the same settings."""
         return replace(self, sqr=type(self.sqr)(), var=type(self.var)())
 
@@ -512,4 +521,114 @@ class NoiseMoments:
             var=self.var / factor,
             var_var=self.var_var / factor**2,
             sqr_var=self.sqr_var / factor,
+        )
+
+
+# -- what a rule's steps have come to --------------------------------------------------------------
+
+
+@dataclass
+class MeasuredSteps:
+    """Where a run is between two measured steps."""
+
+    left: int = 0  # steps until the next that is measured; 0: this one is
+    passed: int = 0  # steps since the last that was measured
+
+    @property
+    def due(self) -> bool:
+        """Whether the step under way, or the next, is measured."""
+        return self.left <= 0
+
+    @property
+    def stands_for(self) -> int:
+        """How many steps this one stands for, if it is measured."""
+        return self.passed + 1
+
+    def count(self, period: int) -> None:
+        """Count a step; the next measured one is to stand for `period` steps."""
+        self.passed = 0 if self.due else self.passed + 1
+        self.left = period - 1 if self.due else min(self.left, period) - 1
+
+    def to_state(self) -> list[int]:
+        """Return what a bitwise continuation needs."""
+        return [self.left, self.passed]
+
+
+def steps_between(k: int, memory: float, held: float, small_batches: int) -> int:
+    """Return how many steps a measured one may stand for: at most k.
+
+    `memory` is how many steps the averages look back over, and `held` how many they have seen. A
+    step has so many `small_batches`.
+
+    >>> steps_between(4, 500, held=500, small_batches=2), steps_between(4, 500, 499, 2)
+    (4, 1)
+    >>> steps_between(4, 10, held=10, small_batches=2), steps_between(4, 10, 10, 100)
+    (1, 2)
+    """
+    if held < memory - 0.5:
+        return 1
+    return max(1, min(k, int(memory * min(small_batches / LEAST, 1 / LEAST_STEPS) + 1e-6)))
+
+
+@dataclass
+class History:
+    """What a rule's steps have come to so far. The owner of the progress."""
+
+    average: NoiseAverage
+    factors: tuple[float, ...] = ()  # of the last step, by parameter group
+    progress: float = 0.0  # the sum of the gains
+    steps: int = 0
+    skipped: int = 0
+    short: int = 0  # steps with fewer passes than declared
+    nonfinite: int = 0  # steps with gradients that were not finite
+    nonfinite_in_a_row: int = 0
+    sums: NormSums | None = None  # of the last step that was added, if it has any
+
+    def average_with(self, sums: NormSums | None, smoothing: float) -> NoiseAverage:
+        """Return the average with one more step, unless it has no norms or infinite ones."""
+        if sums is None or not sums.all_finite:
+            return self.average
+        return self.average.add(sums, smoothing)
+
+    def add(self, sums: NormSums | None, smoothing: float, *, skipped: bool) -> None:
+        """Add a step to the average, unless its gradients were not finite, and count it."""
+        self.steps += 1
+        self.skipped += skipped
+        if skipped or not (sums is None or sums.all_finite):
+            self.nonfinite += 1
+            self.nonfinite_in_a_row += 1
+        else:
+            self.nonfinite_in_a_row = 0
+            self.average = self.average_with(sums, smoothing)
+            self.sums = sums
+
+    @property
+    def checksum(self) -> float:
+        """A number that differs between ranks if their statistics or factors do."""
+        average = self.average
+        return self.progress + sum(average.raw_sqr) + sum(average.raw_var) + sum(self.factors)
+
+    def to_state(self) -> dict[str, object]:
+        """Return what a bitwise continuation needs."""
+        return {
+            "average": self.average.to_state(),
+            "progress": self.progress,
+            "steps": self.steps,
+            "skipped": self.skipped,
+            "short": self.short,
+            "nonfinite": self.nonfinite,
+            "nonfinite_in_a_row": self.nonfinite_in_a_row,
+        }
+
+    def parse_state(self, entry: SavedEntries) -> History:
+        """Return the saved history, with this one's settings, or raise; nothing is changed."""
+        return replace(
+            self,
+            average=self.average.from_state(entry.part("average")),
+            progress=entry.real("progress"),
+            steps=entry.whole("steps"),
+            skipped=entry.whole("skipped"),
+            short=entry.whole("short"),
+            nonfinite=entry.whole("nonfinite"),
+            nonfinite_in_a_row=entry.whole("nonfinite_in_a_row"),
         )

@@ -1,7 +1,7 @@
 """Measure the noise scale of any training loop, and change nothing in it.
 
-The norms come from the same tap as the scaling rules' (`_tap.py`). Each step's estimates of
-|true gradient|^2 and of the noise are averaged, and so are their squares and product: from these
+The norms come from the same `Measurement` as the scaling rules' (`_step.py`). Each step's estimates
+of |true gradient|^2 and of the noise are averaged, and so are their squares and product: from these
 second moments the standard error of the ratio follows.
 """
 
@@ -26,11 +26,11 @@ from manyhands._core.state_parts import BELOW, SavedEntries, SavedState
 from manyhands._core.wrappers import LossScale, LossScaler, find_prepared, unwrap
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._noise import NoiseMoments, estimate
+from manyhands.scaling._payload import SentStep
 from manyhands.scaling._settings import (
     PASSES,
     PER_STEP,
     Accumulation,
-    Batch,
     Option,
     Options,
     accumulation_of,
@@ -40,8 +40,7 @@ from manyhands.scaling._settings import (
     passes_and_loop,
     save_options,
 )
-from manyhands.scaling._step_stats import StepStats
-from manyhands.scaling._tap import GradientTap
+from manyhands.scaling._step import Batch, Measurement
 
 VERSION = 2  # of the state dict
 
@@ -124,8 +123,7 @@ class NoiseScale:
         }
         agree(ranks, facts, "Build the same model and NoiseScale on every rank.")
         self._optimizer = optimizer
-        owner = weakref.proxy(self)  # weak: the tap must not keep this object alive
-        self._tap = GradientTap(
+        self._measurement = Measurement(
             groups,
             ranks.with_own_group(params[0].device),
             PlainNorm(),
@@ -138,7 +136,7 @@ class NoiseScale:
                 loss_is_divided=is_scaled_loss,
             ),
             LossScale(grad_scaler),
-            on_last_pass=lambda: owner._complete_step(),
+            self,
             changes_gradients=False,
             model=model,
         )
@@ -148,7 +146,7 @@ class NoiseScale:
     def _begin_measurement(self) -> None:
         self._moments = NoiseMoments()
         self._consecutive = False  # whether the moments are of consecutive gradients
-        self._in_flight: StepStats | None = None  # the last step's, on their way to the host
+        self._in_flight: SentStep | None = None  # the last step's, on their way to the host
         self._steps = 0
         self._nonfinite = 0
         self._warned = False
@@ -192,44 +190,44 @@ class NoiseScale:
                 result = closure()
                 owner._finish_step()
                 return result
-            with owner._tap.hooks.paused():  # LBFGS evaluates the same samples again
+            with owner._measurement.hooks.paused():  # LBFGS evaluates the same samples again
                 return closure()
 
         return watched
 
-    def _complete_step(self) -> None:
+    def end_passes(self) -> None:
         """React to the last backward pass of a step, or to one that is too many."""
-        tap = self._tap
-        if tap.step.too_many:
-            self._leave_out_step(tap.describe_excess())
+        measurement = self._measurement
+        if measurement.step.too_many:
+            self._leave_out_step(measurement.describe_excess())
             return
-        stats = tap.complete()
+        sent = measurement.complete()
         if self._optimizer is None:  # then a step is assumed to follow
-            if tap.step.problem is not None:
-                self._leave_out_step(tap.step.problem)
+            if measurement.step.problem is not None:
+                self._leave_out_step(measurement.step.problem)
             else:
-                self._receive(stats)
+                self._receive(sent)
 
     def _finish_step(self) -> None:
         """Take in the measured gradients: the optimizer is about to step along them."""
-        tap = self._tap
-        step = tap.step
-        if step.stats is None and tap.ranks.size > 1 and tap.hooks.active:
+        measurement = self._measurement
+        step = measurement.step
+        if step.sent is None and measurement.ranks.size > 1 and measurement.hooks.active:
             # other ranks may have used parameters that this rank did not
-            tap.complete_early(self._optimizer)
-        elif step.stats is None and step.passes > 0:
-            self._warn(_too_few_passes(step.passes, tap.batch.passes))
-        if step.passes == 0 and not self._warned and tap.hooks.parameters_moved:
+            measurement.complete_early(self._optimizer)
+        elif step.sent is None and step.passes > 0:
+            self._warn(_too_few_passes(step.passes, measurement.batch.passes))
+        if step.passes == 0 and not self._warned and measurement.hooks.parameters_moved:
             self._warn("parameters were moved or converted. Make a NoiseScale after that.")
         if step.problem is not None:
             self._leave_out_step(step.problem)
-        if tap.step.stats is not None:
-            self._receive(tap.step.stats)
-        tap.finish_step()
+        if measurement.step.sent is not None:
+            self._receive(measurement.step.sent)
+        measurement.finish_step()
 
     def _leave_out_step(self, problem: str) -> None:
         """Drop the measurements of the step under way, and warn."""
-        self._tap.clear()
+        self._measurement.clear()
         self._warn(problem)
 
     def _warn(self, problem: str) -> None:
@@ -238,25 +236,26 @@ class NoiseScale:
             self._warned = True
             warnings.warn(f"NoiseScale leaves a step out: {problem}", stacklevel=2)
 
-    def _receive(self, stats: StepStats) -> None:
+    def _receive(self, sent: SentStep) -> None:
         """Start to copy a step's numbers to the host, and add those of the step before.
 
         The numbers of the step before have long arrived, so this does not wait for a device.
         """
         self._add_in_flight()
-        stats.start_copy()
-        self._in_flight = stats
-        self._tap.previous.remember()
+        sent.start_copy()
+        self._in_flight = sent
+        self._measurement.previous.remember()
 
     def _add_in_flight(self) -> None:
         """Add the numbers that are on their way to the host, if any, to the moments."""
-        stats, self._in_flight = self._in_flight, None
-        if stats is None:
+        sent, self._in_flight = self._in_flight, None
+        if sent is None:
             return
-        sums, _ = stats.read()
-        if stats.incomplete_everywhere and stats.most_passes_seen and stats.share == 1.0:
-            self._warn(_too_few_passes(int(stats.most_passes_seen), stats.passes))
-        if sums is None or (stats.incomplete_everywhere and stats.share == 1.0):
+        sums, _ = sent.read()
+        does_not_count = sent.is_short and sent.share == 1.0
+        if does_not_count and sent.most_passes_seen:
+            self._warn(_too_few_passes(int(sent.most_passes_seen), int(sent.claims.passes)))
+        if sums is None or does_not_count:
             return
         if not sums.all_finite:
             self._nonfinite += 1
@@ -316,7 +315,7 @@ class NoiseScale:
 
     def one_sample(self) -> AbstractContextManager[None]:
         """Treat the backward passes inside as one (see `AdaScale.one_sample`)."""
-        return self._tap.one_sample()
+        return self._measurement.one_sample()
 
     def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int) -> None:
         """Set how many backward passes make a step from now on.
@@ -324,9 +323,9 @@ class NoiseScale:
         Call it on every worker, between two steps.
         """
         passes = whole(PASSES, num_gradients_to_accumulate, least=1, why=PER_STEP)
-        self._tap.check_between_steps("set_num_gradients_to_accumulate()")
-        batch = self._tap.batch
-        self._tap.exchange.announce(passes, batch.scale_for(passes))
+        self._measurement.check_between_steps("set_num_gradients_to_accumulate()")
+        batch = self._measurement.batch
+        self._measurement.exchange.announce(passes, batch.scale_for(passes))
         batch.set_passes(passes)
 
     def _origin(self) -> dict[str, object]:
@@ -342,7 +341,8 @@ class NoiseScale:
             "consecutive": self._consecutive,
             "steps": self._steps,
             "nonfinite": self._nonfinite,
-            **{k: v for k, v in self._tap.to_state().items() if k != "norms"},  # plain: no state
+            # plain norms have no state
+            **{k: v for k, v in self._measurement.to_state().items() if k != "norms"},
         }
 
     def load_state_dict(self, state_dict: SavedState) -> None:
@@ -351,18 +351,18 @@ class NoiseScale:
         `batch_size` and `smoothing` come from the state dict, unless they were arguments. If those
         differ, a warning says so.
         """
-        self._tap.check_between_steps("load_state_dict()")
+        self._measurement.check_between_steps("load_state_dict()")
         entries = SavedEntries({"norms": [], **state_dict}, "a NoiseScale")
         entries.expect(self._origin())
         options, mismatches = load_options(self._options, entries.part("options").plain)
         consecutive, steps = entries.flag("consecutive"), entries.whole("steps")
         moments = NoiseMoments.of_saved(entries.part("moments"), steps)
-        nonfinite, tap = entries.whole("nonfinite"), self._tap.parse_state(entries)
+        nonfinite, measurement = entries.whole("nonfinite"), self._measurement.parse_state(entries)
         saved = options["batch_size"].recorded
         if saved is not None:
             moments = moments.rescale((options["batch_size"].value or 1.0) / saved)
-        self._tap.batch.smoothing = options["smoothing"].number
-        self._tap.load_state(tap)
+        self._measurement.batch.smoothing = options["smoothing"].number
+        self._measurement.load_state(measurement)
         self._in_flight = None
         self._options, self._moments, self._consecutive = options, moments, consecutive
         self._steps, self._nonfinite = steps, nonfinite
@@ -379,7 +379,7 @@ class NoiseScale:
 
     def unhook(self) -> None:
         """Stop measuring."""
-        self._tap.unhook()
+        self._measurement.unhook()
         if self._stop_watching is not None:
             self._stop_watching()
 

@@ -1,80 +1,364 @@
 """An optimizer around another one: it multiplies the learning rates in every step.
 
 One step, in order
-    backward    the tap (`_tap.py`) measures gradients and sends one small payload
+    backward    `Measurement` measures gradients and sends one small payload (`_step.py`)
     gain()      the gain with this step's gradients included
-    step()      the averages add the step's statistics (`_noise_tracker.py`); the rule returns a
-                factor per parameter group; the inner optimizer steps with its learning rates
-                multiplied by them
+    step()      the averages add the step's norms (`_noise.py`); the rule returns a factor per
+                parameter group; the inner optimizer steps with its learning rates multiplied by
+                them
     progress    grows by the gain
 
-A rule holds its parts: the batch, the options and the loss scale from the beginning, and a binding,
-a tap and a noise tracker once it has an optimizer. This file binds and steps. What a user sets,
-reads and saves is in `_rule_base.py`. The factors come from `_rules.py`.
+`RuleCore` holds all that a rule has. A face of the rule has nothing else, and any number of faces
+share one core: the optimizer that the user made, a copy of it, the proxy that a trainer derives
+from its class. What a user sets, reads and saves is in `_rule_base.py`. The factors come from
+`_rules.py`.
 """
 
 from __future__ import annotations
 
-import copy
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any, TypeVar
+import gc
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands._core.arguments import real
-from manyhands._core.ranks import RankGroup, rank_group_of
-from manyhands._core.state_parts import OptimizerLayers, SavedEntries
+from manyhands._core.ranks import RankGroup
+from manyhands._core.state_parts import OptimizerLayers
 from manyhands._core.stop_notice import stop_notice
 from manyhands._core.wrappers import (
-    SHARED,
     LossScale,
-    LossScaler,
     OptimizerWrapper,
     ParamGroup,
     ScalerSignals,
-    SharedAttribute,
-    YieldingProperty,
     apply_signals,
-    find_layer,
-    find_prepared,
     report_skip,
 )
-from manyhands.scaling._binding import (
-    Binding,
-    check_bindable,
-    check_ranks_agree,
-    check_says_which_passes,
-    overridden,
-)
+from manyhands.scaling._binding import Binding
 from manyhands.scaling._hooks import NormKind, PlainNorm
-from manyhands.scaling._noise import NoiseAverage, ratio_of_squares
-from manyhands.scaling._noise_tracker import NoiseTracker, ScheduleWatch, StepCounts
+from manyhands.scaling._noise import (
+    History,
+    NoiseAverage,
+    NormSums,
+    ratio_of_squares,
+    steps_between,
+)
+from manyhands.scaling._payload import RankReport, SentStep, StepObserver
 from manyhands.scaling._preconditioned import rescale_second_moments
 from manyhands.scaling._settings import (
-    Batch,
     GatedAccumulation,
     Options,
     ShortStep,
-    accumulation_of,
-    check_prepared,
-    parse_factors,
 )
-from manyhands.scaling._step_stats import NO_REPORT, StepObserver
-from manyhands.scaling._tap import Averager, GradientTap
+from manyhands.scaling._step import Averager, Batch, Measurement
 
-T = TypeVar("T")
+NONFINITE_LIMIT = 10
+EXPLODED = 10.0  # a step's noise over the limit of its average, of which the user should know
+STEPS_IN_A_ROW = 20  # a rate that changes in so many follows a schedule
+AHEAD = 1.5  # progress per step at which a schedule in steps is clearly behind
 
 
-def rule_of(optimizer: Optimizer) -> ScaledOptimizer | None:
-    """Return the rule that is around an optimizer, or bound to it by `AdaptiveDataParallel`."""
-    patched_by = vars(optimizer).get("_manyhands_rule", lambda: None)()
-    return patched_by or find_layer(optimizer, ScaledOptimizer)
+@dataclass
+class Preview:
+    """A step's norms that were looked at before the step."""
+
+    sent: SentStep | None = None
+    sums: NormSums | None = None
+    average: NoiseAverage | None = None
+
+
+class RuleCore:
+    """All that a rule holds: what was set, what it is bound to, and what its steps have come to."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        options: Options,
+        *,
+        world_size: int | None,
+        process_group: dist.ProcessGroup | None,
+        loss_scale: LossScale,
+        model: nn.Module | None,
+    ) -> None:
+        self.batch = batch
+        self.options = options
+        self.world_size = world_size
+        self.process_group = process_group
+        self.loss_scale = loss_scale
+        self.model = model
+        self.adp: Averager | None = None
+        self.ranks = RankGroup()
+        self.history = History(NoiseAverage(0))
+        self.inner: Optimizer | None = None
+        self.observer: StepObserver | None = None
+        self.schedule = ScheduleWatch()
+        self.schedule_counts_progress = False  # set by `ProgressScheduler`
+        # Under an `AdaptiveDataLoader`: whether more passes of the step follow.
+        self.pass_accumulates: bool | None = None
+        self.reports: Sequence[RankReport] = ()  # of the last step that has sent them
+        self._preview = Preview()
+        self._last_sent: SentStep | None = None
+        self._warned = False
+
+    def start(self, inner: Optimizer, norms: NormKind, average: NoiseAverage) -> None:
+        """Make what a rule has once it has an optimizer."""
+        self.inner = inner
+        groups = inner.param_groups
+        device = next(param.device for group in groups for param in group["params"])
+        self.measurement = Measurement(
+            groups,
+            self.ranks.with_own_group(device),
+            norms,
+            self.batch,
+            self.loss_scale,
+            self,
+            averager=self.adp,
+            compare_at_scale_1=self.batch.counts_passes,
+            model=self.model,
+        )
+        self.binding = Binding(inner)
+        self.configure(average)
+
+    def configure(self, average: NoiseAverage) -> None:
+        """Continue an average in the way that the options ask for."""
+        batch, options = self.batch, self.options
+        self.measure_every = int(options["measure_every"].number)
+        self.history.average = average.with_settings(
+            debiased=bool(options["debias_ewma"].number),
+            smoothing=batch.smoothing_for(batch.scale_for(batch.passes)),
+            mix_norm_kinds=batch.counts_passes,  # adaptdl mixes them
+            var_floor=options["var_floor"].number,
+        )
+
+    def go_on_from(self, history: History) -> None:
+        """Continue a saved history; numbers under way are dropped."""
+        self.forget()
+        self._last_sent = None
+        self.history = replace(history, factors=self.history.factors)
+        self.configure(history.average)
+
+    # -- between backward and step -----------------------------------------------------------
+
+    def end_passes(self) -> None:
+        """Send the step's numbers: this rank has run its backward passes."""
+        if self.measurement.step.too_many:
+            raise RuntimeError(self.measurement.describe_excess())
+        report = RankReport() if self.observer is None else self.observer.report()
+        # asked only where somebody can have given a notice
+        stop = bool(stop_notice.reason or stop_notice.sources) and stop_notice.received
+        micro_batch = float(getattr(self.adp, "leading_dimension", None) or 0)
+        report = replace(report, micro_batch=micro_batch, stop=float(stop))
+        self.measurement.complete(self.history.checksum, report)
+
+    @property
+    def current(self) -> NoiseAverage:
+        """The average, with the gradients of a backward that no step has followed yet.
+
+        It is a preview: nothing is kept until `finish_step`.
+        """
+        sent = self.measurement.step.sent
+        if sent is None:
+            return self.history.average
+        # read once: reading waits for the device
+        if self._preview.sent is not sent or self._preview.average is None:
+            sums, _ = sent.read()
+            self._preview = Preview(sent, sums, self.history.average_with(sums, self._weight(sums)))
+        assert self._preview.average is not None
+        return self._preview.average
+
+    @property
+    def micro_batch(self) -> float:
+        """Samples in a rank's first training input, averaged over the ranks; 0 if unknown.
+
+        The number comes with those of the step under way or the last one.
+        """
+        sent = self.measurement.step.sent or self._last_sent
+        if sent is None:
+            return 0.0
+        sent.read()
+        return sent.micro_batch
+
+    def forget(self) -> None:
+        """Drop the numbers of the step under way: gradients were cleared."""
+        self._preview = Preview()
+        self.measurement.clear()
+
+    @property
+    def in_mid_step(self) -> bool:
+        """Whether a loop that steps after every pass says that its step goes on."""
+        if self.pass_accumulates:
+            return True
+        accumulation = self.batch.accumulation
+        return isinstance(accumulation, GatedAccumulation) and not accumulation.sync_gradients
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether a loop that clears in every pass is in mid-step."""
+        if self.pass_accumulates is not None:  # it may clear before a step's first pass, too
+            return self.measurement.step.passes > 0
+        return self.in_mid_step
+
+    # -- in a step ---------------------------------------------------------------------------
+
+    def complete(self, inner: Optimizer) -> None:
+        """Complete the step, if that is still to be done.
+
+        A step that is short on all ranks is an error, unless that is allowed. If it is, the
+        gradient is the mean of its passes when this returns.
+        """
+        measurement = self.measurement
+        sent = measurement.step.sent or self._complete_early(inner)
+        passes = measurement.step.passes
+        if passes >= sent.claims.passes:
+            return  # this rank has seen all passes
+        sent.read()
+        if not sent.is_short:
+            return
+        if self.batch.short_step == "error":
+            self.forget()
+            raise RuntimeError(self.batch.describe_short(passes))
+        measurement.count_short()
+        self.history.short += 1
+
+    def _complete_early(self, inner: Optimizer) -> SentStep:
+        """Handle a `step` without all of its backward passes: on every rank, an error.
+
+        Except if other ranks have gradients, and DDP has averaged them with this rank's zeros.
+        """
+        measurement = self.measurement
+        # Mistakes of this rank alone come first, before anything is sent.
+        if not measurement.hooks.active:
+            raise RuntimeError("unhook() was called, so gradients are not measured any more.")
+        if measurement.in_one_sample:
+            raise RuntimeError("step() inside one_sample(): leave the `with` block first.")
+        if measurement.hooks.passes.open:
+            raise RuntimeError("step() while backward() is running: step after it has returned.")
+        passes = measurement.step.passes
+        sent = measurement.complete_early(inner)
+        sent.read()  # raises if the ranks disagree about the step
+        if sent.ranks > 1 and sent.claims.passes > 0 and not sent.is_short:
+            return sent
+        if sent.most_passes_seen and not self.batch.counts_passes:
+            return sent  # a short step, for `complete`
+        self.forget()
+        if passes == 0:
+            self._raise_no_backward(inner)
+        raise RuntimeError(f"step() inside no_sync(): run the last of {passes} passes outside it.")
+
+    def _raise_no_backward(self, inner: Optimizer) -> NoReturn:
+        if not self.measurement.measures(inner.param_groups):
+            raise RuntimeError(
+                "the optimizer's parameters were replaced after it was wrapped. Wrap the prepared "
+                "one: mh.AdaScale(accelerator.prepare(optimizer))."
+            )
+        moved = " Parameters were moved or converted: wrap after that."
+        raise RuntimeError(
+            "step() without a backward() before it that reached a parameter of this optimizer."
+            + (moved if self.measurement.hooks.parameters_moved else "")
+        )
+
+    def finish_step(self, signals: ScalerSignals) -> bool:
+        """Add the step to the history; return whether the gradient scaler skips it."""
+        step, preview = self.measurement.step, self._preview
+        sent = step.sent
+        assert sent is not None
+        if step.problem is not None:
+            raise RuntimeError(step.problem)
+        previewed = preview.sent is sent
+        if signals.present and not self.loss_scale.known:
+            _check_loss_scale_known(signals, previewed)
+        # the scaler's one-element tensors come along, in the same copy from the device
+        tensors = [x for x in (signals.found_inf, signals.grad_scale) if x is not None]
+        if previewed:
+            sums, extras = preview.sums, [float(tensor) for tensor in tensors]
+        else:
+            sums, extras = sent.read(tensors)
+        skipped = bool(extras and extras[0])
+        if self.loss_scale.at_step(signals) is not None:
+            sums = self._unscale(sums, extras[1])
+        self.reports = sent.reports
+        if not skipped:
+            self._warn_if_exploded(sums)
+        self.history.add(sums, self._weight(sums), skipped=skipped)
+        self._preview, self._last_sent = Preview(), sent
+        self.measurement.finish_step(self._period())
+        return skipped
+
+    def _weight(self, sums: NormSums | None) -> float:
+        """Return the weight of the past when these norms are added."""
+        return 0.0 if sums is None else self.batch.smoothing_for(sums.scale)
+
+    def _unscale(self, sums: NormSums | None, loss_scale: float) -> NormSums | None:
+        if sums is None:
+            return None
+        if self.loss_scale.update(loss_scale) and sums.consecutive:
+            return None  # the two gradients that were compared have different loss scales
+        return sums.unscale(loss_scale)
+
+    def _period(self) -> int:
+        """Return how many steps the next measured one is to stand for; the same on all ranks.
+
+        Every step is measured where a `Ramp` needs the numbers of each, where consecutive gradients
+        are compared, and after gradients that are not finite.
+        """
+        batch, history = self.batch, self.history
+        passes = batch.passes * batch.workers
+        if self.observer is not None or history.nonfinite_in_a_row or passes == 1:
+            return 1
+        held = history.average.steps_held(batch.smoothing_for(batch.scale_for(batch.passes)))
+        return steps_between(self.measure_every, batch.memory_in_steps, held, passes)
+
+    def check_not_stuck(self) -> None:
+        """Raise if the gradients of the last steps were not finite."""
+        if self.history.nonfinite_in_a_row >= NONFINITE_LIMIT:
+            raise RuntimeError(
+                f"{NONFINITE_LIMIT} steps were not finite. Use a GradScaler with AMP."
+            )
+
+    def _warn_if_exploded(self, sums: NormSums | None) -> None:
+        if sums is None or self._warned or not sums.all_finite:
+            return
+        over = max(self.history.average.over_limit(sums, self._weight(sums)))
+        if over < EXPLODED:
+            return
+        self._warned = True
+        warnings.warn(
+            f"a gradient has exploded: its noise was {over:.0f} times the most that counts. "
+            "The gain stays what it was. If the loss rises, clip the gradients or lower the rate. "
+            "(Said once.)",
+            stacklevel=2,
+        )
+
+    def follow_batch(self, optimizer: Optimizer, before: float, now: float) -> bool:
+        """Let Adam's second moments be those of scale `now`; return whether the noise is known.
+
+        Call it between two steps, on every rank.
+        """
+        average = self.history.average
+        if not average.measured:
+            return False
+        ratio = ratio_of_squares(average.sqr_of(), average.var_of(), before, now)
+        rescale_second_moments(OptimizerLayers.of(optimizer).plain, ratio)
+        # Also on a rank whose shard is empty: sharded moments are collected anew from all ranks.
+        self.measurement.norms.moments_changed()
+        return True
+
+
+def _check_loss_scale_known(signals: ScalerSignals, previewed: bool) -> None:
+    """Raise if the norms contain a loss scale that cannot be divided out any more."""
+    advice = "Pass it when wrapping: grad_scaler=scaler."
+    if signals.grad_scale is None:
+        raise RuntimeError(f"scaler.unscale_() came before the loss scale was known. {advice}")
+    if previewed:
+        raise RuntimeError(f"gain() was read before scaler.step(), so it was wrong. {advice}")
 
 
 class ScaledOptimizer(OptimizerWrapper):
@@ -84,47 +368,21 @@ class ScaledOptimizer(OptimizerWrapper):
     """
 
     layer = "rule"
-    # Shared with the proxies that trainers put around a rule: see `_core/wrappers.py`.
-    _factors = SharedAttribute[tuple[float, ...]]()
-    _options = SharedAttribute[Options]()
-    _observer = SharedAttribute[StepObserver | None]()
-    _schedule_counts_progress = SharedAttribute[bool]()  # set by `ProgressScheduler`
+    _core: RuleCore
     _min_scale = 0.0
     _follows_gain = False  # if not, a schedule in steps may have been made for the large batch
     _norm_kind = "plain"
     _short_step: ShortStep | None = None  # as it was given
-    # Under an `AdaptiveDataLoader`: whether more passes of the step follow (`_adaptdl.py`).
-    _pass_accumulates: bool | None = None
 
-    def __init__(
-        self,
-        batch: Batch,
-        options: Options,
-        *,
-        world_size: int | None,
-        process_group: dist.ProcessGroup | None,
-        grad_scaler: LossScaler | None,
-        model: nn.Module | None,
-    ) -> None:
-        # `Optimizer.__init__` is not called: groups, state and hooks are the inner optimizer's.
-        self._inner: Optimizer | None = None
-        self._ranks = RankGroup()
-        self.adp: Averager | None = None
-        self._world_size = world_size
-        self._process_group = process_group
-        self._loss_scale = LossScale(grad_scaler)
-        self._model = model
-        self._options = options
-        self._batch = batch
-        self._counts, self._schedule = StepCounts(), ScheduleWatch()
-        self._factors = ()
-        self._observer = None
-        self._schedule_counts_progress = False
+    # `Optimizer.__init__` is not called: groups, state and hooks are the inner optimizer's.
+
+    def _bound(self) -> Optimizer | None:
+        return self._core.inner
 
     @property
     def gradient_ranks(self) -> RankGroup:
         """The ranks whose gradients are averaged for a step."""
-        return self._ranks
+        return self._core.ranks
 
     # -- what a rule may override ------------------------------------------------------------
 
@@ -152,182 +410,18 @@ class ScaledOptimizer(OptimizerWrapper):
     def _check_optimizer_supports(self, scale: float) -> None:
         """Raise if this rule cannot scale this optimizer that far."""
 
-    # -- binding to an optimizer -------------------------------------------------------------
-
-    def initialize(
-        self, adp: Averager | None, optimizer: Optimizer, patch_optimizer: bool = False
-    ) -> None:
-        """Bind a rule that was made without an optimizer.
-
-        `adp` is the data-parallel module (ours or torch's DDP). Backward passes are then counted:
-        those inside its `no_sync()` accumulate, and the sum is divided here. With
-        `patch_optimizer`, `optimizer.step`, `.zero_grad`, `.state_dict` and `.load_state_dict`
-        become the rule's.
-        """
-        if self._inner is not None:
-            raise RuntimeError("this rule is bound to an optimizer already; make another one.")
-        if adp is not None:
-            check_says_which_passes(adp)
-            if self._batch.accumulation is not None:
-                raise TypeError("the passes are counted: leave num_gradients_to_accumulate out.")
-            self.adp = adp
-            self._batch.counts_passes = True
-            every = self._options["measure_every"]
-            self._options["measure_every"] = replace(every, default=1)  # as in adaptdl
-            self._process_group = self._process_group or getattr(adp, "process_group", None)
-            self._model = self._model or _module(adp)
-        self._bind(optimizer)
-        if patch_optimizer:
-            self._binding.patch(self)
-
-    def _bind(self, optimizer: Optimizer) -> None:
-        check_bindable(optimizer, type(self).__name__, ScaledOptimizer)
-        norms = self._make_norm(optimizer)
-        prepared = None if self.adp is not None else find_prepared(optimizer)
-        if prepared is not None:
-            self._follow_prepared(prepared)
-        group = self._process_group or getattr(optimizer, "group", None)  # an OSS has one
-        params = [param for g in optimizer.param_groups for param in g["params"]]
-        self._ranks = rank_group_of(params, group, self._world_size)
-        self._batch.workers = self._ranks.size
-        self._inner = optimizer
-        self._factors = (1.0,) * len(optimizer.param_groups)
-        try:
-            scale = self._batch.scale_for(self._batch.passes)
-            if not self._batch.counts_passes:  # else the scale is known only at the step
-                scale = self._check_own_scale(scale)
-            self._check_optimizer_supports(scale)
-            check_ranks_agree(optimizer, self._ranks, self._batch, self._options)
-            self._start_measuring(norms, NoiseAverage(len(optimizer.param_groups)))
-        except BaseException:
-            self._inner = None  # so that the mistake can be corrected, and the rule bound again
-            raise
-        if prepared is optimizer:
-            self._binding.patch(self)
-
-    def _follow_prepared(self, prepared: Optimizer) -> None:
-        """Take the number of passes and the gradient scaler from an optimizer of Accelerate's.
-
-        Its own methods become the rule's: Accelerate saves, loads and steps that object.
-        """
-        check_prepared(prepared, type(self).__name__)
-        batch = self._batch
-        found = accumulation_of(prepared, batch.passes)
-        if found is not None:
-            batch.accumulation = found
-            batch.begin_step()
-            if self._short_step is None:
-                batch.short_step = "count"
-                batch.check_divided()
-        if not self._loss_scale.known:
-            self._loss_scale.scaler = getattr(prepared, "scaler", None)
-
-    def _start_measuring(self, norms: NormKind, average: NoiseAverage) -> None:
-        """Make the parts that a rule has once it has an optimizer."""
-        rule = weakref.proxy(self)  # the tap must not keep `self` alive
-        groups = self._inner_optimizer.param_groups
-        device = next(param.device for group in groups for param in group["params"])
-        tap = GradientTap(
-            groups,
-            self._ranks.with_own_group(device),
-            norms,
-            self._batch,
-            self._loss_scale,
-            on_last_pass=lambda: rule._complete_step(),
-            averager=self.adp,
-            compare_at_scale_1=self._batch.counts_passes,
-            model=self._model,
-        )
-        self._noise_tracker = NoiseTracker(tap, average, self._options)
-        self._binding = Binding(self._inner_optimizer)
-        self._binding.claim(self)
-
-    @YieldingProperty
-    def _inner_optimizer(self) -> Optimizer:
-        if self._inner is None:
-            name = type(self).__name__
-            raise RuntimeError(f"this {name} has no optimizer yet. Give it one: {name}(optimizer).")
-        return self._inner
-
-    @YieldingProperty
-    def _tracker(self) -> NoiseTracker:
-        if self._inner is None:
-            _ = self._inner_optimizer  # raises
-        return self._noise_tracker
-
-    @YieldingProperty
-    def _tap(self) -> GradientTap:
-        return self._tracker.tap
-
-    def unhook(self) -> None:
-        """Stop measuring the parameters, and give the optimizer back as it was."""
-        self._tap.unhook()
-        self._binding.release()
-
-    def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add parameters: they are measured from the next backward pass on."""
-        self._check_between_steps("add_param_group()")
-        self._inner_optimizer.add_param_group(param_group)
-        groups = self._inner_optimizer.param_groups
-        try:
-            self._check_optimizer_supports(self.scale)
-        except ValueError:
-            groups.pop()
-            raise
-        self._tap.norms.refresh()
-        self._tap.hook(groups)
-        self._tracker.average = self._tracker.average.with_groups(len(groups))
-        self._factors += (1.0,)
-
-    def _check_parameter_groups(self) -> None:
-        if len(self.param_groups) != self._tracker.average.groups:
-            raise RuntimeError(
-                f"the inner optimizer has {len(self.param_groups)} parameter groups, of which "
-                f"{self._tracker.average.groups} are measured. Call the rule's add_param_group()."
-            )
-
-    def __deepcopy__(self, memo: dict[int, object]) -> ScaledOptimizer:
-        """Return a copy around a copy of the optimizer (and its parameters, if not in `memo`)."""
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        # Left out: what belongs to the inner optimizer, and is made anew below. `step` is a
-        # scheduler's: it leaves a wrapper that is bound to the original optimizer.
-        remade = {"_inner", "_binding", "_noise_tracker", "step", "adp"}
-        vars(twin).update({k: v for k, v in vars(self).items() if k not in remade})
-        vars(twin)[SHARED] = dict(vars(self)[SHARED])
-        twin._observer = None  # it observes the original
-        twin._inner, twin.adp = copy.deepcopy(self._inner, memo), copy.deepcopy(self.adp, memo)
-        twin._model = _module(twin.adp)  # `fully_shard`'s modules cannot be copied
-        twin._batch, twin._loss_scale = copy.copy(self._batch), copy.copy(self._loss_scale)
-        twin._options, twin._counts = dict(self._options), copy.copy(self._counts)
-        twin._schedule = ScheduleWatch()
-        if twin._inner is not None:
-            twin._start_measuring(twin._make_norm(twin._inner), self._tracker.average)
-            twin._tap.load_state(
-                twin._tap.parse_state(SavedEntries(self._tap.to_state(), "a rule"))
-            )
-            twin._tracker.load_state(self._tracker.state)
-            if self._binding.patched:
-                twin._binding.patch(twin)
-        return twin
-
-    def __copy__(self) -> ScaledOptimizer:
-        """Return another object with the same attributes: everything is shared."""
-        twin = type(self).__new__(type(self))
-        twin.__dict__ = self.__dict__
-        return twin
-
     # -- what a step needs to know -----------------------------------------------------------
 
     @property
     def noise(self) -> NoiseAverage:
         """The averaged statistics, this step's gradients included."""
-        return self._tracker.current
+        self._inner_optimizer()  # raises if there is none
+        return self._core.current
 
     @property
     def scale(self) -> float:
         """Size of the whole batch in small batches."""
-        return self._batch.scale_for(self.passes)
+        return self._core.batch.scale_for(self.passes)
 
     @property
     def passes(self) -> int:
@@ -335,13 +429,22 @@ class ScaledOptimizer(OptimizerWrapper):
 
         After a step that had fewer passes than declared, they are those of that step.
         """
-        if self._batch.counts_passes and self._inner is not None:
-            return self._tap.step.passes or self._batch.passes
-        return self._batch.short or self._batch.passes
+        core = self._core
+        if core.batch.counts_passes and core.inner is not None:
+            return core.measurement.step.passes or core.batch.passes
+        return core.batch.short or core.batch.passes
 
     def _check_between_steps(self, what: str) -> None:
-        if self._inner is not None:
-            self._tap.check_between_steps(what)
+        if self._core.inner is not None:
+            self._core.measurement.check_between_steps(what)
+
+    def _check_parameter_groups(self) -> None:
+        measured = self._core.history.average.groups
+        if len(self.param_groups) != measured:
+            raise RuntimeError(
+                f"the inner optimizer has {len(self.param_groups)} parameter groups, of which "
+                f"{measured} are measured. Call the rule's add_param_group()."
+            )
 
     def _check_own_scale(self, scale: float) -> float:
         why = f"It is {type(self).__name__}'s whole batch, in small batches."
@@ -352,7 +455,7 @@ class ScaledOptimizer(OptimizerWrapper):
     def _check_batch(self, batch: Batch, passes: int) -> float:
         """Return the scale of a step of so many passes, if rule and optimizer support it."""
         scale = self._check_own_scale(batch.scale_for(passes))
-        if self._inner is not None:
+        if self._core.inner is not None:
             self._check_optimizer_supports(scale)
         return scale
 
@@ -364,137 +467,98 @@ class ScaledOptimizer(OptimizerWrapper):
         A `closure` is run once before the step, so that the factors include its gradients; its
         loss is returned. Other arguments are passed on.
         """
-        if self._in_mid_step:
+        core = self._core
+        if core.in_mid_step:
             return None
-        inner, tracker, tap = self._inner_optimizer, self._tracker, self._tap
-        binding, batch = self._binding, self._batch
+        inner = self._inner_optimizer()
         self._check_parameter_groups()
         if closure is not None:
-            closure = self._in_step(closure)
-            with torch.enable_grad():
-                closure = tap.hooks.replay(closure(), closure)
-        elif tap.step.passes == 0 and binding.is_initializing_state():
-            return binding.step(*args, **kwargs)
-        tap.division.check_divided(tap.step)
+            args = (self._run_once(closure), *args)
+        elif core.measurement.step.passes == 0 and core.binding.is_initializing_state():
+            return core.binding.step(*args, **kwargs)
         signals = ScalerSignals.read_from(self, inner)
-        if batch.counts_passes:  # only now is their number final
-            self._check_batch(batch, self.passes)
-            batch.passes = self.passes
-        elif batch.accumulation is not None:  # it may have changed the number
-            self._check_batch(batch, batch.passes)
-        if tracker.complete(inner):
-            self._counts.short += 1
-        tracker.measures_every_step = self._observer is not None
-        outcome = tracker.finish_step(signals, self.scale)
+        self._complete(inner)
+        skipped = core.finish_step(signals)
         self._decide_once()
-        self._counts.steps += 1
-        if not (signals.present or self._loss_scale.known):
-            tracker.check_not_stuck()  # a scaler skips steps that overflow, and they do no harm
-        if outcome.skipped:
-            self._counts.skipped += 1
+        if not (signals.present or core.loss_scale.known):
+            core.check_not_stuck()  # a scaler skips steps that overflow, and they do no harm
+        if skipped:
             report_skip(self)
             return self._end_step(None)
-        scale = self.scale
-        factors = self.scale_lr(scale)
-        self._factors = parse_factors(factors, len(inner.param_groups), type(self).__name__)
-        pairs = zip(inner.param_groups, self._factors, strict=True)
-        overrides = [self._overrides(group, factor) for group, factor in pairs]
-        positional = () if closure is None else (closure,)
-        unscaled = apply_signals(signals, inner, binding.supports_amp)
+        gain = core.history.average.gain(self.scale)
+        factors = parse_factors(self.scale_lr(self.scale), len(inner.param_groups), self)
+        core.history.factors = factors
+        overrides = [
+            self._overrides(*pair) for pair in zip(inner.param_groups, factors, strict=True)
+        ]
+        unscaled = apply_signals(signals, inner, core.binding.supports_amp)
         with overridden(inner.param_groups, overrides), unscaled:
-            result = binding.step(*positional, *args, **kwargs)
-        # torch's schedulers warn unless they find this on the optimizer they were made for
-        vars(inner)["_opt_called"] = True
-        if getattr(inner, "step_was_skipped", False):  # by Accelerate's scaler, inside
-            self._counts.skipped += 1
-            return self._end_step(result)
-        tap.norms.optimizer_stepped()
-        self._counts.progress += outcome.gain
-        if self._watches_schedule:
-            self._schedule.see(self, outcome.gain, self._counts.steps)
+            result = core.binding.step(*args, **kwargs)
+        self._count_progress(inner, gain)
         return self._end_step(result)
 
     # torch wraps the `step` of every subclass to run step hooks, unless it has this attribute. The
     # hooks are the inner optimizer's, and its own `step` runs them.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _follow_batch(self, before: float, now: float) -> bool:
-        """Let Adam's second moments be those of scale `now`; return whether the noise is known.
+    def _run_once(self, closure: Callable[[], object]) -> Callable[[], object]:
+        """Run the closure, and return what the inner optimizer is to call in its place."""
+        closure = self._in_step(closure)
+        with torch.enable_grad():
+            return self._core.measurement.hooks.replay(closure(), closure)
 
-        Call it between two steps, on every rank.
-        """
-        average = self._tracker.average
-        if not average.measured:
-            return False
-        ratio = ratio_of_squares(average.sqr_of(), average.var_of(), before, now)
-        rescale_second_moments(OptimizerLayers.of(self).plain, ratio)
-        # Also on a rank whose shard is empty: sharded moments are collected anew from all ranks.
-        self._tap.norms.moments_changed()
-        return True
+    def _complete(self, inner: Optimizer) -> None:
+        """Find out how many passes the step has had, and wait for nothing else."""
+        core, batch = self._core, self._core.batch
+        core.measurement.check_divided()
+        if batch.counts_passes:  # only now is their number final
+            self._check_batch(batch, self.passes)
+            batch.passes = self.passes
+        elif batch.accumulation is not None:  # it may have changed the number
+            self._check_batch(batch, batch.passes)
+        core.complete(inner)
 
-    @YieldingProperty
-    def _watches_schedule(self) -> bool:
-        """Whether a schedule that counts steps would be a mistake."""
-        if self._schedule_counts_progress:
-            return False
-        return self._follows_gain or self._observer is not None
+    def _count_progress(self, inner: Optimizer, gain: float) -> None:
+        """Count a step that was taken, unless Accelerate's scaler inside has skipped it."""
+        core, history = self._core, self._core.history
+        # torch's schedulers warn unless they find this on the optimizer they were made for
+        vars(inner)["_opt_called"] = True
+        if getattr(inner, "step_was_skipped", False):
+            history.skipped += 1
+            return
+        core.measurement.norms.optimizer_stepped()
+        history.progress += gain
+        may_lag = self._follows_gain or core.observer is not None
+        if may_lag and not core.schedule_counts_progress:
+            core.schedule.see(self, gain, history.steps)
 
-    def _end_step(self, result: T) -> T:
+    def _end_step(self, result: Any) -> Any:
         """Let the observer act between two steps, and return the step's result."""
-        reports = self._tracker.take_reports()
-        if self._observer is not None:
-            self._observer.after_step(reports)
+        core = self._core
+        if core.observer is not None:
+            core.observer.after_step(core.reports)
         return result
 
-    def _after_sync(self, seconds: float) -> None:
-        if self._observer is not None:
-            self._observer.after_sync(seconds)
-
-    def _complete_step(self) -> None:
-        """Let the tap send the step's numbers: this rank has run its backward passes."""
-        tap = self._tap
-        if tap.step.too_many:
-            raise RuntimeError(tap.describe_excess())
-        report = NO_REPORT if self._observer is None else self._observer.report()
-        micro_batch = float(getattr(self.adp, "leading_dimension", None) or 0)
-        stop = float(stop_notice.received)
-        report = report._replace(micro_batch=micro_batch, stop=stop)
-        tap.complete(checksum=self._checksum(), report=report)
+    def after_sync(self, seconds: float) -> None:
+        """Let the observer know of a sync round of blocks around this rule."""
+        if self._core.observer is not None:
+            self._core.observer.after_sync(seconds)
 
     def stop_agreed(self) -> bool:
-        return any(report.stop for report in self._tracker.reports)
-
-    def _checksum(self) -> float:
-        """Return a number that differs between ranks if their statistics or factors do."""
-        average = self._tracker.average
-        factors = sum(self._factors)
-        return self._counts.progress + sum(average.raw_sqr) + sum(average.raw_var) + factors
+        return any(report.stop for report in self._core.reports)
 
     # Accelerate looks for `set_to_none` in the signature.
     def zero_grad(self, set_to_none: bool = True, **kwargs: Any) -> None:
         """Clear the gradients, and their measurements."""
-        if self._keeps_gradients():
+        if self._core.keeps_gradients:
             return
-        self._tracker.forget()
-        self._binding.zero_grad(set_to_none, **kwargs)
-
-    @YieldingProperty
-    def _in_mid_step(self) -> bool:
-        """Whether a loop that steps after every pass says that its step goes on."""
-        if self._pass_accumulates:
-            return True
-        accumulation = self._batch.accumulation
-        return isinstance(accumulation, GatedAccumulation) and not accumulation.sync_gradients
-
-    def _keeps_gradients(self) -> bool:
-        """Whether a loop that clears in every pass is in mid-step."""
-        if self._pass_accumulates is not None:  # it may clear before a step's first pass, too
-            return self._tap.step.passes > 0
-        return self._in_mid_step
+        self.forget_gradients()
+        self._core.binding.zero_grad(set_to_none, **kwargs)
 
     def forget_gradients(self) -> None:
         """Drop the measurements of gradients that were cleared in a way that cannot be detected."""
-        self._tracker.forget()
+        self._inner_optimizer()  # raises if there is none
+        self._core.forget()
 
     def one_sample(self) -> AbstractContextManager[None]:
         """Treat the backward passes inside as one, because they are of the same samples.
@@ -510,12 +574,97 @@ class ScaledOptimizer(OptimizerWrapper):
 
         While the block is open, a copy of the gradient is held.
         """
-        return self._tap.one_sample()
+        self._inner_optimizer()  # raises if there is none
+        return self._core.measurement.one_sample()
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
         """Divide the gradients by the number of passes, with `is_scaled_loss=False`."""
-        self._tap.division.divide_for_user(self._tap.step)
+        self._inner_optimizer()  # raises if there is none
+        self._core.measurement.divide_for_user()
 
 
-def _module(averager: Averager | None) -> nn.Module | None:
-    return averager if isinstance(averager, nn.Module) else None
+def parse_factors(factors: Any, groups: int, rule: object) -> tuple[float, ...]:
+    """Return what `scale_lr` returned as one float per parameter group, or raise."""
+    if hasattr(factors, "tolist"):  # a tensor or an array
+        factors = factors.tolist()
+    values = tuple(map(float, factors if hasattr(factors, "__len__") else [factors] * groups))
+    if len(values) != groups or not all(math.isfinite(v) and v >= 0.0 for v in values):
+        raise ValueError(
+            f"{type(rule).__name__}.scale_lr must return one factor, or one for each of the "
+            f"{groups} parameter groups, finite and not negative; it returned {values}."
+        )
+    return values
+
+
+@contextmanager
+def overridden(
+    param_groups: Sequence[ParamGroup], overrides: Sequence[Mapping[str, Any]]
+) -> Iterator[None]:
+    """Change options of each parameter group, and restore them at the end."""
+    before: list[tuple[ParamGroup, str, object]] = []
+    try:
+        for group, options in zip(param_groups, overrides, strict=True):
+            for name, value in options.items():
+                old = group[name]
+                if isinstance(old, Tensor):  # in place: the optimizer may hold this tensor
+                    before.append((group, name, old.clone()))
+                    old.copy_(value)
+                else:
+                    before.append((group, name, old))
+                    group[name] = value
+        yield
+    finally:
+        for group, name, old in before:
+            if isinstance(old, Tensor):
+                group[name].copy_(old)
+            else:
+                group[name] = old
+
+
+@dataclass
+class ScheduleWatch:
+    """Warns once of a torch scheduler that is stepped once per optimizer step, and so lags behind.
+
+    A scheduler that is stepped in every pass, or with every epoch, counts samples.
+    """
+
+    rates: list[object] = field(default_factory=list)  # of the last step, by parameter group
+    in_a_row: int = 0  # steps whose rates are not those of the step before
+    worth: float = 0.0  # the sum of their gains
+    done: bool = False
+
+    def see(self, optimizer: Optimizer, gain: float, steps: int) -> None:
+        """Take note of a step with this gain, after which there have been so many steps."""
+        if self.done:
+            return
+        before, self.rates = self.rates, [group["lr"] for group in optimizer.param_groups]
+        if before in ([], self.rates):
+            self.in_a_row, self.worth = 0, 0.0
+            return
+        self.in_a_row, self.worth = self.in_a_row + 1, self.worth + gain
+        if self.in_a_row < STEPS_IN_A_ROW or self.worth < AHEAD * self.in_a_row:
+            return
+        self.done = True  # the search is slow
+        if STEPS_IN_A_ROW <= _most_scheduler_steps(optimizer) <= steps:
+            warnings.warn(
+                f"the learning rate schedule counts optimizer steps, and the last {self.in_a_row} "
+                f"of them were worth {self.worth:.0f} of the small batch. A schedule that was made "
+                "for the small batch then lasts too long: step it by progress, with "
+                "mh.ProgressScheduler(scheduler, optimizer, end=...).",
+                stacklevel=3,
+            )
+
+
+def _most_scheduler_steps(optimizer: Optimizer) -> int:
+    """Return how often a torch scheduler of this optimizer, or of one inside, was stepped."""
+    groups = optimizer.param_groups  # one list for all layers
+    return max(
+        (
+            each.last_epoch
+            for each in gc.get_objects()
+            # type(each), because isinstance() runs a lazy proxy's code
+            if issubclass(type(each), LRScheduler)
+            and getattr(vars(each).get("optimizer"), "param_groups", None) is groups
+        ),
+        default=0,
+    )

@@ -47,8 +47,7 @@ from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
 from manyhands._core.state_parts import ReplicatedState, ShardedOptimizer, plain_optimizer
 from manyhands._core.wrappers import ParamGroup, unwrap
-from manyhands.scaling._hooks import GradientSlice
-from manyhands.scaling._step_stats import Norm
+from manyhands.scaling._hooks import GradientSlice, Norm
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

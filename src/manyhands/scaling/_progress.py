@@ -13,8 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands._core.arguments import real
 from manyhands._core.state_parts import SavedEntries, SavedState
-from manyhands.scaling._optimizer import rule_of
-from manyhands.scaling._rule_base import ScalingRuleBase
+from manyhands.scaling._rule_base import ScalingRuleBase, rule_of
 
 
 class ProgressScheduler(LRScheduler):
@@ -70,7 +69,7 @@ class ProgressScheduler(LRScheduler):
         self.scheduler = scheduler
         self.optimizer = optimizer
         self._rule = rule
-        rule._schedule_counts_progress = True
+        rule._core.schedule_counts_progress = True
         self._every = every
         self._end = end
         # A continued run is not stepped again for the progress that it has made before.

@@ -1,14 +1,15 @@
-"""A scaling rule as a user meets it: its arguments, what it says about itself, and its state.
+"""A scaling rule as a user meets it: made, bound to an optimizer, read, set and saved.
 
 How it steps is in `_optimizer.py`, and what the rules answer is in `_rules.py`.
 
 A rule's state dict is its inner optimizer's with one entry added, under `KEY`. The batch, the
-options, the noise tracker and the tap each write their part of the entry and parse it. All of it is
-parsed and checked before anything is changed.
+options, the history and the measurement each write their part of the entry and parse it. All of it
+is parsed and checked before anything is changed.
 """
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,31 +22,189 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from manyhands._core.arguments import explained, flag, one_of, real, whole
-from manyhands._core.state_parts import SavedEntries, SavedState, plain_optimizer
-from manyhands._core.wrappers import LossScaler, unwrap
-from manyhands.scaling._binding import KEY
-from manyhands.scaling._noise import VAR_FLOOR
-from manyhands.scaling._noise_tracker import NoiseTracker, StepCounts, TrackerState
-from manyhands.scaling._optimizer import ScaledOptimizer
+from manyhands._core.ranks import rank_group_of
+from manyhands._core.state_parts import SQUARES, SavedEntries, SavedState, plain_optimizer
+from manyhands._core.wrappers import (
+    LossScale,
+    LossScaler,
+    ParamGroup,
+    find_layer,
+    find_prepared,
+    unwrap,
+)
+from manyhands.scaling._binding import (
+    KEY,
+    check_bindable,
+    check_ranks_agree,
+    check_says_which_passes,
+)
+from manyhands.scaling._noise import VAR_FLOOR, History, NoiseAverage
+from manyhands.scaling._optimizer import RuleCore, ScaledOptimizer
+from manyhands.scaling._payload import StepObserver
 from manyhands.scaling._settings import (
     PASSES,
     PER_STEP,
     Accumulation,
-    Batch,
     Option,
     OptionMismatch,
     Options,
     ShortStep,
+    accumulation_of,
+    check_prepared,
     describe_mismatches,
     load_options,
     passes_and_loop,
     save_options,
 )
-from manyhands.scaling._tap import TapState
+from manyhands.scaling._step import Averager, Batch, MeasurementState, PassWeight
 
 VERSION = 2  # of the entry's format
 _EVERY = partial(whole, "measure_every", least=1)
 _DEBIAS = partial(flag, "debias_ewma")
+
+
+def rule_of(optimizer: Optimizer) -> ScalingRuleBase | None:
+    """Return the rule that is around an optimizer, or bound to it by `AdaptiveDataParallel`."""
+    patched_by = vars(optimizer).get("_manyhands_rule", lambda: None)()
+    return patched_by or find_layer(optimizer, ScalingRuleBase)
+
+
+class LoopPort:
+    """What a loop that is not the user's tells a rule, and what it may ask: `rule.port`.
+
+    `Ramp`, `WeightedMean`, `AdaptiveDataParallel` and the trainers' adapters use it. A loop of your
+    own does not need it: declare the passes (`num_gradients_to_accumulate`), or give an
+    `Accumulation`.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(2, 1)
+    >>> rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> for passes in (1, 3):  # a trainer that knows the passes when a step begins
+    ...     rule.port.begin_step(passes)
+    ...     for _ in range(passes):
+    ...         (model(torch.randn(8, 2)).mean() / rule.port.divide_by).backward()
+    ...     rule.step()
+    ...     rule.zero_grad()
+    >>> rule.scale, rule.port.steps
+    (3.0, 2)
+    """
+
+    def __init__(self, rule: ScalingRuleBase, core: RuleCore) -> None:
+        self._rule, self._core = rule, core
+
+    # -- tell --------------------------------------------------------------------------------
+
+    def begin_step(self, passes: int, *, scale_per_pass: float | None = None) -> None:
+        """Declare the passes of the next steps, on every rank and between two steps.
+
+        `scale_per_pass` is the size of a pass in small batches, on all ranks together, if it has
+        changed. In `AdaptiveDataParallel` the passes are counted, and this sets the size only.
+        """
+        batch = self._core.batch
+        if scale_per_pass is not None:
+            batch.scale_per_pass = scale_per_pass
+        if not batch.counts_passes:
+            batch.set_passes(passes)
+
+    def end_pass(self, last: bool | None) -> None:
+        """Say whether the pass under way is its step's last; None: as in a loop without a port.
+
+        `step()` and `zero_grad()` do nothing while it is not: the loop calls them in every pass.
+        """
+        self._core.pass_accumulates = None if last is None else not last
+
+    def skip(self) -> None:
+        """Drop the passes so far: no step follows, and their gradients were cleared."""
+        self._rule.forget_gradients()
+
+    def declare_passes(self) -> None:
+        """Let `begin_step` declare the passes from now on, and not a loop that was found."""
+        self._core.batch.accumulation = None
+
+    def weigh_pass(self, squares: float, small_batches: int, passes: int) -> None:
+        """Count the squared norm of the next pass so many times (`WeightedMean`).
+
+        The step has so many small batches, on all ranks, and so many passes on this one.
+        """
+        self._core.measurement.next_weight = PassWeight(squares, small_batches, passes)
+
+    def set_scale_of_passes(self) -> None:
+        """Turn a scale of the whole batch into one of each pass: the number of passes changes."""
+        batch = self._core.batch
+        if batch.scale is not None:
+            batch.scale_per_pass, batch.scale = batch.scale / batch.passes, None
+
+    def set_memory(self, small_batches: float) -> None:
+        """Let the averages look back so many small batches, unless a smoothing was set."""
+        self._core.batch.memory = small_batches
+
+    def restart_averages(self) -> NoiseAverage:
+        """Forget the averages, and return the new one."""
+        history = self._core.history
+        history.average = history.average.restarted()
+        return history.average
+
+    def follow_batch(self, before: float, now: float) -> bool:
+        """Let Adam's second moments be those of scale `now`; return whether the noise is known.
+
+        Call it between two steps, on every rank.
+        """
+        return self._core.follow_batch(self._rule, before, now)
+
+    @property
+    def observer(self) -> StepObserver | None:
+        """Who reports and learns something at every step, such as a `Ramp`."""
+        return self._core.observer
+
+    @observer.setter
+    def observer(self, observer: StepObserver) -> None:
+        self._core.observer = observer
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """What gradients are multiplied by when they are measured; give it the `scaler` in use."""
+        return self._core.loss_scale
+
+    # -- ask ---------------------------------------------------------------------------------
+
+    def check_step(self, passes: int, scale_per_pass: float) -> None:
+        """Raise if the rule cannot scale this optimizer so far."""
+        self._rule._check_batch(replace(self._core.batch, scale_per_pass=scale_per_pass), passes)
+
+    def check_between_steps(self, what: str) -> None:
+        """Raise in the middle of a step, where `what` is not possible."""
+        self._rule._check_between_steps(what)
+
+    @property
+    def divide_by(self) -> int:
+        """What each pass's loss is to be divided by, at present."""
+        batch = self._core.batch
+        return batch.passes if batch.passes_divided_by_user else 1
+
+    @property
+    def batch(self) -> Batch:
+        """The size of a step. Read it; what changes it is above."""
+        return self._core.batch
+
+    @property
+    def history(self) -> History:
+        """What the rule's steps have come to, without the gradients of a step under way."""
+        return self._core.history
+
+    @property
+    def steps(self) -> int:
+        """The steps so far."""
+        return self._core.history.steps
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether `zero_grad()` does nothing at present: the loop is in the middle of a step."""
+        return self._core.keeps_gradients
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, if the rule was given it."""
+        return self._core.model
 
 
 class ScalingRuleBase(ScaledOptimizer):
@@ -146,21 +305,167 @@ class ScalingRuleBase(ScaledOptimizer):
         batch.set_smoothing(smoothing)
         if scale is not None:
             batch.set_scale(scale=self._check_own_scale(scale))
-        super().__init__(
+        self._short_step = short_step
+        self._core = RuleCore(
             batch,
             options,
             world_size=world_size,
             process_group=process_group,
-            grad_scaler=grad_scaler,
+            loss_scale=LossScale(grad_scaler),
             model=model,
         )
-        self._short_step = short_step
         if optimizer is not None:
             self._bind(optimizer)
 
     def _extra_options(self) -> Options:
         """Return the options that this rule adds; they are saved and loaded with the others."""
         return {}
+
+    # -- binding to an optimizer -------------------------------------------------------------
+
+    def initialize(
+        self, adp: Averager | None, optimizer: Optimizer, patch_optimizer: bool = False
+    ) -> None:
+        """Bind a rule that was made without an optimizer.
+
+        `adp` is the data-parallel module (ours or torch's DDP). Backward passes are then counted:
+        those inside its `no_sync()` accumulate, and the sum is divided here. With
+        `patch_optimizer`, `optimizer.step`, `.zero_grad`, `.state_dict` and `.load_state_dict`
+        become the rule's.
+        """
+        core = self._core
+        if core.inner is not None:
+            raise RuntimeError("this rule is bound to an optimizer already; make another one.")
+        if adp is not None:
+            check_says_which_passes(adp)
+            if core.batch.accumulation is not None:
+                raise TypeError("the passes are counted: leave num_gradients_to_accumulate out.")
+            core.adp = adp
+            core.batch.counts_passes = True
+            every = core.options["measure_every"]
+            core.options["measure_every"] = replace(every, default=1)  # as in adaptdl
+            core.process_group = core.process_group or getattr(adp, "process_group", None)
+            core.model = core.model or _module(adp)
+        self._bind(optimizer)
+        if patch_optimizer:
+            core.binding.patch(self)
+
+    def _bind(self, optimizer: Optimizer) -> None:
+        core, batch = self._core, self._core.batch
+        check_bindable(optimizer, type(self).__name__, ScaledOptimizer)
+        norms = self._make_norm(optimizer)
+        prepared = None if core.adp is not None else find_prepared(optimizer)
+        if prepared is not None:
+            self._follow_prepared(prepared)
+        group = core.process_group or getattr(optimizer, "group", None)  # an OSS has one
+        params = [param for g in optimizer.param_groups for param in g["params"]]
+        core.ranks = rank_group_of(params, group, core.world_size)
+        batch.workers = core.ranks.size
+        core.inner = optimizer
+        core.history.factors = (1.0,) * len(optimizer.param_groups)
+        try:
+            scale = batch.scale_for(batch.passes)
+            if not batch.counts_passes:  # else the scale is known only at the step
+                scale = self._check_own_scale(scale)
+            self._check_optimizer_supports(scale)
+            check_ranks_agree(optimizer, core.ranks, batch, core.options)
+            core.start(optimizer, norms, NoiseAverage(len(optimizer.param_groups)))
+        except BaseException:
+            core.inner = None  # so that the mistake can be corrected, and the rule bound again
+            raise
+        core.binding.claim(self)
+        if prepared is optimizer:
+            core.binding.patch(self)
+
+    def _follow_prepared(self, prepared: Optimizer) -> None:
+        """Take the number of passes and the gradient scaler from an optimizer of Accelerate's.
+
+        Its own methods become the rule's: Accelerate saves, loads and steps that object.
+        """
+        check_prepared(prepared, type(self).__name__)
+        batch, loss_scale = self._core.batch, self._core.loss_scale
+        found = accumulation_of(prepared, batch.passes)
+        if found is not None:
+            batch.accumulation = found
+            batch.begin_step()
+            if self._short_step is None:
+                batch.short_step = "count"
+                batch.check_divided()
+        if not loss_scale.known:
+            loss_scale.scaler = getattr(prepared, "scaler", None)
+
+    @property
+    def adp(self) -> Averager | None:
+        """The data-parallel module that was given to `initialize`."""
+        return self._core.adp
+
+    def unhook(self) -> None:
+        """Stop measuring the parameters, and give the optimizer back as it was."""
+        self._inner_optimizer()  # raises if there is none
+        self._core.measurement.unhook()
+        self._core.binding.release()
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Add parameters: they are measured from the next backward pass on."""
+        self._check_between_steps("add_param_group()")
+        inner, measurement, history = (
+            self._inner_optimizer(),
+            self._core.measurement,
+            self._core.history,
+        )
+        inner.add_param_group(param_group)
+        groups = inner.param_groups
+        try:
+            self._check_optimizer_supports(self.scale)
+        except ValueError:
+            groups.pop()
+            raise
+        measurement.norms.refresh()
+        measurement.hook(groups)
+        history.average = history.average.with_groups(len(groups))
+        history.factors += (1.0,)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ScaledOptimizer:
+        """Return a copy around a copy of the optimizer (and its parameters, if not in `memo`)."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        old = self._core
+        # `step` is a scheduler's: it leaves a wrapper that is bound to the original optimizer
+        vars(twin).update({k: v for k, v in vars(self).items() if k not in ("_core", "step")})
+        adp = copy.deepcopy(old.adp, memo)
+        twin._core = core = RuleCore(
+            copy.copy(old.batch),
+            dict(old.options),
+            world_size=old.world_size,
+            process_group=old.process_group,
+            loss_scale=copy.copy(old.loss_scale),
+            model=_module(adp),  # `fully_shard`'s modules cannot be copied
+        )
+        core.adp, core.ranks, core.history = adp, old.ranks, copy.copy(old.history)
+        core.schedule_counts_progress = old.schedule_counts_progress
+        core.pass_accumulates = old.pass_accumulates
+        if old.inner is not None:
+            inner = copy.deepcopy(old.inner, memo)
+            core.start(inner, twin._make_norm(inner), core.history.average)
+            core.binding.claim(twin)
+            state = old.measurement.to_state()
+            core.measurement.load_state(
+                core.measurement.parse_state(SavedEntries(state, type(self).__name__))
+            )
+            if old.binding.patched:
+                core.binding.patch(twin)
+        return twin
+
+    def __copy__(self) -> ScaledOptimizer:
+        """Return another face of the same rule."""
+        twin = type(self).__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
+
+    @property
+    def port(self) -> LoopPort:
+        """What a loop that is not the user's tells the rule, and what it may ask."""
+        return LoopPort(self, self._core)
 
     # -- reading the statistics --------------------------------------------------------------
 
@@ -174,58 +479,61 @@ class ScalingRuleBase(ScaledOptimizer):
         groups = len(self.param_groups)
         if pg_idx is not None and not 0 <= pg_idx < groups:
             raise IndexError(f"pg_idx={pg_idx}, but there are {groups} parameter groups.")
-        return self._tracker.current.gain(self.scale, pg_idx)
+        return self.noise.gain(self.scale, pg_idx)
 
     @property
     def progress(self) -> float:
         """Small-batch steps done so far: the sum of the gains of all steps taken."""
-        return self._counts.progress
+        return self._core.history.progress
 
     def set_progress(self, progress: float) -> None:
         """Set the progress, after a phase that was trained without the rule."""
-        self._counts.progress = real("progress", progress, least=0.0)
+        self._core.history.progress = real("progress", progress, least=0.0)
 
     @property
     def factors(self) -> tuple[float, ...]:
         """The factors that the learning rates were multiplied by in the last step, by group."""
-        return self._factors
+        return self._core.history.factors
 
     def snapshot(self) -> dict[str, object]:
         """Return the state of the scaling in plain numbers, for logs and `Record`.
 
         If blocks are inside, their numbers are included, and "step" and "workers" are theirs.
         """
-        noise, groups = self._tracker.average, range(len(self.param_groups))
+        inner, core = self._inner_optimizer(), self._core
+        history, noise = core.history, core.history.average
+        groups = range(len(self.param_groups))
         return {
-            "step": self._counts.steps,
-            "progress": self._counts.progress,
+            "step": history.steps,
+            "progress": history.progress,
             "scale": self.scale,
-            "workers": self._batch.workers,
+            "workers": self._core.batch.workers,
             "passes": self.passes,
             "gain": noise.gain(self.scale),
             "lr": [float(group["lr"]) for group in self.param_groups],
-            "factor": list(self._factors),
+            "factor": list(history.factors),
             "sqr": [noise.sqr_of(i) if noise.measured else None for i in groups],
             "var": [noise.var_of(i) if noise.measured else None for i in groups],
             "noise_scale": [noise.noise_scale(i) for i in groups],
-            "skipped": self._counts.skipped,
-            "short": self._counts.short,
-            "nonfinite": self._tracker.nonfinite,
-            **(self.optimizer.snapshot() if hasattr(self.optimizer, "snapshot") else {}),
+            "skipped": history.skipped,
+            "short": history.short,
+            "nonfinite": history.nonfinite,
+            **(inner.snapshot() if hasattr(inner, "snapshot") else {}),
         }
 
     def __repr__(self) -> str:
-        if self._inner is None:
+        if self._core.inner is None:
             return f"{type(self).__name__}()"
         settings = ", ".join(f"{name}={value}" for name, value in self._settings().items())
-        return f"{type(self).__name__}({settings})\n{self._inner!r}"
+        return f"{type(self).__name__}({settings})\n{self._core.inner!r}"
 
     def _settings(self) -> dict[str, object]:
         """Return the settings that `repr` shows."""
+        batch = self._core.batch
         return {
             "scale": f"{self.scale:g}",
-            "workers": self._batch.workers,
-            "passes": "counted" if self._batch.counts_passes else self._batch.passes,
+            "workers": batch.workers,
+            "passes": "counted" if batch.counts_passes else batch.passes,
             "smoothing": f"{self.smoothing:g}",
         }
 
@@ -239,9 +547,9 @@ class ScalingRuleBase(ScaledOptimizer):
         """
         self._check_between_steps("set_scale()")
         scale = self._check_own_scale(scale)
-        if self._inner is not None:
+        if self._core.inner is not None:
             self._check_optimizer_supports(scale)
-        self._batch.set_scale(scale=scale)
+        self._core.batch.set_scale(scale=scale)
 
     def set_scale_per_pass(self, scale: float) -> None:
         """Set the size of one pass, on all workers together, in small batches.
@@ -250,17 +558,18 @@ class ScalingRuleBase(ScaledOptimizer):
         small batch. A whole step may not, if the rule requires that.
         """
         self._check_between_steps("set_scale_per_pass()")
-        changed = replace(self._batch)  # checked before anything is changed
+        batch = self._core.batch
+        changed = replace(batch)  # checked before anything is changed
         changed.set_scale(per_pass=real("scale", scale, above=0.0))
         # if passes are counted, the scale is known, and checked, only at the step
-        if self._inner is not None and not self._batch.counts_passes:
-            self._check_batch(changed, self._batch.passes)
-        self._batch.set_scale(per_pass=changed.scale_per_pass)
+        if self._core.inner is not None and not batch.counts_passes:
+            self._check_batch(changed, batch.passes)
+        batch.set_scale(per_pass=changed.scale_per_pass)
 
     @property
     def smoothing(self) -> float:
         """The weight of the past in the averages."""
-        return self._batch.smoothing_for(self.scale)
+        return self._core.batch.smoothing_for(self.scale)
 
     def set_num_gradients_to_accumulate(
         self, num_gradients_to_accumulate: int, update_smoothing: bool = True
@@ -271,18 +580,19 @@ class ScalingRuleBase(ScaledOptimizer):
         `set_scale` too. The smoothing becomes the default for the new number, unless
         `update_smoothing=False`.
         """
-        if self._batch.counts_passes:
+        core, batch = self._core, self._core.batch
+        if batch.counts_passes:
             raise RuntimeError("AdaptiveDataParallel counts the passes: there is no number to set.")
-        if self._batch.accumulation is not None:
+        if batch.accumulation is not None:
             raise RuntimeError("the loop decides how many passes a step has: change it there.")
         passes = whole(PASSES, num_gradients_to_accumulate, least=1, why=PER_STEP)
         self._check_between_steps("set_num_gradients_to_accumulate()")
-        if self._inner is not None:
+        if core.inner is not None:
             # a scale that was set explicitly stays, whatever the passes
-            scale = self._check_batch(replace(self._batch, passes=passes), passes)
-            self._tap.exchange.announce(passes, scale, self._checksum())
-        self._batch.set_smoothing(None if update_smoothing else self.smoothing)
-        self._batch.set_passes(passes)
+            scale = self._check_batch(replace(batch, passes=passes), passes)
+            core.measurement.exchange.announce(passes, scale, core.history.checksum)
+        batch.set_smoothing(None if update_smoothing else self.smoothing)
+        batch.set_passes(passes)
 
     # -- saving and loading ------------------------------------------------------------------
 
@@ -292,8 +602,8 @@ class ScalingRuleBase(ScaledOptimizer):
         Between the backward passes of a step, the state is that before the step. Arguments are
         passed to the inner optimizer (OSS has `all_ranks`).
         """
-        _ = self._inner_optimizer  # raises if there is none
-        state: StateDict = self._binding.state_dict(*args, **kwargs)
+        self._inner_optimizer()  # raises if there is none
+        state: StateDict = self._core.binding.state_dict(*args, **kwargs)
         state[KEY] = self.scaling_state_dict()
         return state
 
@@ -309,7 +619,7 @@ class ScalingRuleBase(ScaledOptimizer):
             raise ValueError(f"no {KEY!r} entry: a bare optimizer's? Then load it before wrapping.")
         # parsed first: a state dict that does not fit changes nothing
         state = self.check_scaling_state(state_dict[KEY])
-        self._binding.load_state_dict(dict(state_dict))
+        self._core.binding.load_state_dict(dict(state_dict))
         self.take_scaling_state(state)
 
     def scaling_state_dict(self) -> StateDict:
@@ -318,13 +628,14 @@ class ScalingRuleBase(ScaledOptimizer):
         Use it if the optimizer's state is saved in another way, as by
         torch.distributed.checkpoint, which is given `.optimizer`.
         """
+        inner, core = self._inner_optimizer(), self._core
         return {
-            **_describe_origin(self._norm_kind, self._inner_optimizer),
-            **self._counts.to_state(),
-            **self._tracker.to_state(),
-            **self._tap.to_state(),
-            "batch": self._batch.to_state(),
-            "options": save_options(self._options),
+            **_describe_origin(self._norm_kind, inner),
+            **core.history.to_state(),
+            **core.measurement.to_state(),
+            "loss_scale": core.loss_scale.last,
+            "batch": core.batch.to_state(),
+            "options": save_options(core.options),
         }
 
     def load_scaling_state_dict(self, state_dict: SavedState) -> None:
@@ -334,27 +645,29 @@ class ScalingRuleBase(ScaledOptimizer):
     def check_scaling_state(self, entry: SavedState) -> ScalingState:
         """Return the scaling entry of a state dict, checked against this wrapper."""
         self._check_between_steps("load_state_dict()")
-        origin = _describe_origin(self._norm_kind, self._inner_optimizer)
-        state = _parse_entry(entry, origin, self._tracker, self._options)
+        core = self._core
+        origin = _describe_origin(self._norm_kind, self._inner_optimizer())
+        state = _parse_entry(entry, origin, core)
         scale = self._check_own_scale(state.batch.scale_for(state.batch.passes))
         # the check reads the options, so it sees the loaded ones for a moment
-        own_options, self._options = self._options, state.options
+        own_options, core.options = core.options, state.options
         try:
             self._check_optimizer_supports(scale)
         finally:
-            self._options = own_options
+            core.options = own_options
         return state
 
     def take_scaling_state(self, state: ScalingState) -> None:
         """Take over a parsed state."""
-        self._batch.load_state(state.batch)
-        self._options.update(state.options)  # in place: a trainer's proxy holds this dict
+        core = self._core
+        core.batch.load_state(state.batch)
+        core.options = state.options
         self._apply_options()
-        self._tap.load_state(state.tap)
-        self._tracker.load_state(state.tracker)
-        self._counts.load_state(state.counts)
-        if self._observer is not None:
-            self._observer.after_load()
+        core.measurement.load_state(state.measurement)
+        core.loss_scale.last = state.loss_scale
+        core.go_on_from(state.history)
+        if core.observer is not None:
+            core.observer.after_load()
         if state.mismatches:
             message = describe_mismatches(state.mismatches, type(self).__name__)
             warnings.warn(message, stacklevel=3)
@@ -367,9 +680,9 @@ class ScalingState:
     batch: Batch
     options: Options
     mismatches: list[OptionMismatch]
-    tracker: TrackerState
-    tap: TapState
-    counts: StepCounts
+    history: History
+    measurement: MeasurementState
+    loss_scale: float | None
 
 
 def _describe_origin(norm_kind: str, optimizer: Optimizer) -> dict[str, object]:
@@ -383,19 +696,22 @@ def _describe_origin(norm_kind: str, optimizer: Optimizer) -> dict[str, object]:
     }
 
 
-def _parse_entry(
-    saved: SavedState, origin: Mapping[str, object], tracker: NoiseTracker, options: Options
-) -> ScalingState:
+def _parse_entry(saved: SavedState, origin: Mapping[str, object], core: RuleCore) -> ScalingState:
     """Return the parsed entry; raise a ValueError if it does not fit the wrapper of `origin`."""
     entry = SavedEntries(saved, "a scaling rule")
     entry.expect(origin)
-    batch, batch_mismatches = tracker.tap.batch.parse_state(entry.part("batch"))
-    loaded_options, mismatches = load_options(options, entry.part("options").plain)
+    batch, batch_mismatches = core.batch.parse_state(entry.part("batch"))
+    options, mismatches = load_options(core.options, entry.part("options").plain)
+    known = entry.has("loss_scale")
     return ScalingState(
         batch=batch,
-        options=loaded_options,
+        options=options,
         mismatches=batch_mismatches + mismatches,
-        tracker=tracker.parse_state(entry),
-        tap=tracker.tap.parse_state(entry),
-        counts=StepCounts.parse_state(entry),
+        history=core.history.parse_state(entry),
+        measurement=core.measurement.parse_state(entry),
+        loss_scale=entry.real("loss_scale", above=0.0, below=SQUARES) if known else None,
     )
+
+
+def _module(averager: Averager | None) -> nn.Module | None:
+    return averager if isinstance(averager, nn.Module) else None

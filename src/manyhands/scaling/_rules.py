@@ -27,7 +27,7 @@ from torch.optim.optimizer import ParamsT
 
 from manyhands._core.arguments import flag, real
 from manyhands._core.state_parts import SavedState
-from manyhands._core.wrappers import ParamGroup, YieldingProperty
+from manyhands._core.wrappers import ParamGroup
 from manyhands.scaling._hooks import NormKind
 from manyhands.scaling._preconditioned import PreconditionedNorm
 from manyhands.scaling._rule_base import ScalingRuleBase
@@ -210,15 +210,16 @@ class AdamScale(AdaScale):
         return {"second_moment_floor": floor}
 
     def _make_norm(self, optimizer: Optimizer) -> NormKind:
-        floor = self._options["second_moment_floor"]
-        if self._batch.counts_passes:  # in AdaptiveDataParallel adaptdl's default holds
-            floor = self._options["second_moment_floor"] = replace(floor, default=0.0)
+        core = self._core
+        floor = core.options["second_moment_floor"]
+        if core.batch.counts_passes:  # in AdaptiveDataParallel adaptdl's default holds
+            floor = core.options["second_moment_floor"] = replace(floor, default=0.0)
         return PreconditionedNorm(optimizer, floor.number)
 
     def _apply_options(self) -> None:
-        norms = self._tap.norms
+        norms = self._core.measurement.norms
         assert isinstance(norms, PreconditionedNorm)
-        norms.floor = self._options["second_moment_floor"].number
+        norms.floor = self._core.options["second_moment_floor"].number
 
     def scale_lr(self, scale: float, power: float = 0.5) -> Sequence[float]:
         return [gain**power for gain in super().scale_lr(scale)]
@@ -266,16 +267,15 @@ class SqrtScale(ScalingRuleBase):
         check = partial(flag, "rescale_adam")
         return {"rescale_adam": Option(False, self._rescale_adam, check=check)}
 
-    @YieldingProperty
     def _rescales_adam(self) -> bool:
-        return bool(self._options["rescale_adam"].value)
+        return bool(self._core.options["rescale_adam"].value)
 
     def scale_lr(self, scale: float) -> float:
         return math.sqrt(scale)
 
     def _make_norm(self, optimizer: Optimizer) -> NormKind:
         # Adam and AdamW have betas, RMSprop has alpha; any subclass with either will do.
-        if self._rescales_adam and not {"betas", "alpha"} & set(optimizer.defaults):
+        if self._rescales_adam() and not {"betas", "alpha"} & set(optimizer.defaults):
             raise TypeError(f"rescale_adam=True is not for {type(optimizer).__name__}.")
         return super()._make_norm(optimizer)
 
@@ -288,7 +288,7 @@ class SqrtScale(ScalingRuleBase):
 
     def _rescale_group(self, group: ParamGroup, scale: float) -> Mapping[str, object]:
         """Return the group's epsilon and betas (or alpha) for this scale; empty if unchanged."""
-        if not self._rescales_adam or scale == 1.0:
+        if not self._rescales_adam() or scale == 1.0:
             return {}
         eps = group["eps"] / math.sqrt(scale)
         if "betas" in group:
@@ -343,27 +343,28 @@ class LEGWScale(ScalingRuleBase):
         }
 
     def _check_optimizer_supports(self, scale: float) -> None:
-        batch_size = self._options["batch_size"].value
+        batch_size = self._core.options["batch_size"].value
         if batch_size is None and not hasattr(self.adp, "leading_dimension"):
             raise ValueError("LEGWScale needs the baseline's batch size: batch_size=...")
 
     @property
     def batch_size(self) -> float:
         """The baseline's batch size: an argument, or determined once by the first step."""
-        known = self._options["batch_size"].value
+        known = self._core.options["batch_size"].value
         if known is None:
             raise RuntimeError("batch_size is not known before the first step: batch_size=...")
         return float(known)
 
     def _decide_once(self) -> None:
-        batch_size = self._options["batch_size"]
+        core = self._core
+        batch_size = core.options["batch_size"]
         if batch_size.value is not None:
             return
-        micro_batch = self._tracker.micro_batch
+        micro_batch = core.micro_batch
         if micro_batch == 0.0:
             raise RuntimeError("no tensor came into the model, so pass LEGWScale batch_size=...")
-        small_batch = micro_batch * self._batch.workers * self.passes / self.scale
-        self._options["batch_size"] = replace(batch_size, recorded=small_batch)
+        small_batch = micro_batch * core.batch.workers * self.passes / self.scale
+        core.options["batch_size"] = replace(batch_size, recorded=small_batch)
 
     def scale_lr(self, scale: float) -> float:
         return legw_factor(
@@ -371,7 +372,7 @@ class LEGWScale(ScalingRuleBase):
         )
 
     def _settings(self) -> dict[str, object]:
-        known = self._options["batch_size"].value
+        known = self._core.options["batch_size"].value
         return {
             "base_warmup_epochs": self._warmup_epochs,
             "data_size": self._data_size,

@@ -1,4 +1,4 @@
-"""What a run has set: options that change the numbers, the passes of a step, and its batch.
+"""What a run has set: options that change the numbers, and the loop that decides about passes.
 
 **Options.** A setting belongs to the run, and therefore to its state dict. Its value comes from the
 first of these places that has one:
@@ -19,18 +19,13 @@ left:
 
 An `Accumulation` says both while the loop runs, so nothing is declared twice. Its names are those
 of Accelerate, whose `Accelerator` is one. Other trainers have adapters (`manyhands.integrations`).
-
-**The batch.** `Batch` says how large a step's batch is, in small batches, and how fast its noise is
-averaged. Its scale and smoothing come from the same places as an option.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import (
-    Any,
     Literal,
     Protocol,
     SupportsIndex,
@@ -44,7 +39,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands._core.arguments import real, whole
-from manyhands._core.state_parts import SavedEntries, SavedState
+from manyhands._core.state_parts import SavedState
 from manyhands._core.wrappers import LossScaler, find_prepared
 
 ShortStep: TypeAlias = Literal["error", "count"]
@@ -231,163 +226,9 @@ def passes_and_loop(passes: SupportsIndex | Accumulation) -> tuple[int, Accumula
     return whole(PASSES, passes, least=1, why=PER_STEP), None
 
 
-# -- the batch -------------------------------------------------------------------------------------
-
-
-@dataclass
-class Batch:
-    """The size of the whole batch: all workers, all passes. The owner of the number of passes.
-
-    The scale is workers x passes (each micro-batch is a small batch), unless `scale` or
-    `scale_per_pass` is set.
-
-    Passes are declared, and the user divides: each loss (`loss_is_divided`), or the gradient after
-    the last pass. The default smoothing follows the number of small gradients, as fairscale's does.
-    Or, if `counts_passes`, passes are counted until one is averaged over the ranks, and the tap
-    divides their sum. The default smoothing then follows the scale, as adaptdl's does.
-
-    With an `accumulation`, a trainer's loop declares them, and may end a step before all passes
-    have run. In any loop, `short_step` is what such a short step does: see `StepStats.share`.
-    """
-
-    workers: int = 1
-    passes: int = 1  # of a whole step: declared, or counted in the last step
-    short: int | None = None  # passes of the last step, if it had fewer and was counted
-    accumulation: Accumulation | None = None
-    short_step: ShortStep = "error"
-    scale: float | None = None
-    scale_per_pass: float | None = None
-    smoothing: float | None = None
-    memory: float = 1000.0  # how many small batches the averages look back by default
-    counts_passes: bool = False
-    loss_is_divided: bool = True
-    set_by_user: frozenset[str] = frozenset()  # "scale" and "smoothing", if set in this run
-
-    def scale_for(self, passes: int) -> float:
-        """Return the scale of a batch with this number of passes."""
-        if self.scale is not None:
-            return self.scale * (1.0 if self.counts_passes else passes / self.passes)
-        if self.scale_per_pass is not None:
-            return self.scale_per_pass * passes
-        return float(self.workers * passes)
-
-    def begin_step(self) -> None:
-        """Begin a step, before its first pass; it has as many passes as the loop says now."""
-        self.short = None
-        if self.accumulation is not None:
-            self.passes = self.accumulation.gradient_accumulation_steps
-
-    def set_passes(self, passes: int) -> None:
-        """Set the number of passes of whole steps from now on."""
-        self.passes, self.short = passes, None
-
-    @property
-    def passes_divided_by_user(self) -> bool:
-        """Whether the loss of each pass is divided by the number of passes."""
-        return self.loss_is_divided and not self.counts_passes
-
-    def smoothing_for(self, scale: float) -> float:
-        """Return the weight of the past when a batch of this scale is added to the averages."""
-        if self.smoothing is not None:
-            return self.smoothing
-        if self.counts_passes:
-            return float((1.0 - 1.0 / self.memory) ** scale)
-        return max(1.0 - self.workers * (self.short or self.passes) / self.memory, 0.0)
-
-    @property
-    def memory_in_steps(self) -> float:
-        """About how many steps the averages look back, at the size that whole steps have now."""
-        return 1.0 / (1.0 - self.smoothing_for(self.scale_for(self.passes)))
-
-    def set_scale(self, *, scale: float | None = None, per_pass: float | None = None) -> None:
-        """Set the scale of the whole batch or of one pass, as the user asked."""
-        self.scale, self.scale_per_pass = scale, per_pass
-        self.set_by_user |= {"scale"}
-
-    def set_smoothing(self, smoothing: float | None) -> None:
-        """Set the smoothing as the user asked; None restores the default."""
-        self.smoothing = None if smoothing is None else check_smoothing(smoothing)
-        self.set_by_user = self.set_by_user - {"smoothing"}
-        if smoothing is not None:
-            self.set_by_user |= {"smoothing"}
-
-    def to_state(self) -> dict[str, float | None]:
-        """Return the numbers for a state dict."""
-        return {
-            "scale": self.scale,
-            "scale_per_pass": self.scale_per_pass,
-            "smoothing": self.smoothing,
-            "workers": self.workers,
-            "passes": self.passes,
-        }
-
-    def parse_state(self, state: SavedEntries) -> tuple[Batch, list[OptionMismatch]]:
-        """Return this run's batch with the saved settings, and where the two runs disagree.
-
-        Workers and passes are this run's. A saved scale keeps its proportion to workers x passes.
-        """
-        saved_passes = state.whole("passes", 1)
-        passes = saved_passes if self.counts_passes else self.passes
-        growth = self.workers * passes / (state.whole("workers", 1) * saved_passes)
-        scale, per_pass = (
-            state.real(name, above=0.0) if state.has(name) else None
-            for name in ("scale", "scale_per_pass")
-        )
-        ours = replace(self, passes=passes, short=None)
-        loaded = replace(
-            ours,
-            scale=scale and scale * growth,
-            scale_per_pass=per_pass,
-            smoothing=check_smoothing(state["smoothing"]) if state.has("smoothing") else None,
-        )
-        mismatches = []
-        if "scale" in self.set_by_user:
-            pair = ours.scale_for(passes), loaded.scale_for(passes)
-            mismatches += [OptionMismatch("scale", *pair)] if pair[0] != pair[1] else []
-            loaded = replace(loaded, scale=self.scale, scale_per_pass=self.scale_per_pass)
-        if "smoothing" in self.set_by_user:
-            # the default smoothing may depend on the scale: compare both at the final scale
-            scale = loaded.scale_for(passes)
-            pair = ours.smoothing_for(scale), loaded.smoothing_for(scale)
-            mismatches += [OptionMismatch("smoothing", *pair)] if pair[0] != pair[1] else []
-            loaded = replace(loaded, smoothing=self.smoothing)
-        return loaded, mismatches
-
-    def check_divided(self) -> None:
-        """Raise if the gradient of a short step could not be made the mean of its passes."""
-        if self.short_step == "count" and not self.loss_is_divided:
-            raise ValueError("short_step='count' needs losses that are divided by the passes.")
-
-    def describe_short(self, passes: int, but: str = "") -> str:
-        """Return the error message for a step of fewer passes, and how a loop declares one."""
-        call = f"call set_num_gradients_to_accumulate({passes}) on every worker"
-        if self.accumulation is not None:
-            call = f"let the loop's gradient_accumulation_steps be {passes}"
-        return (
-            f"step() after {passes} of {self.passes} backward passes{but}. Before the first pass "
-            f"of a shorter step, {call}, and divide its losses by {passes}. (short_step='count' is "
-            f"for loops that divide every loss by {self.passes}, and change no gradient before "
-            "step().)"
-        )
-
-    def load_state(self, loaded: Batch) -> None:
-        """Become `loaded`, in place: the tap and the noise tracker hold this object."""
-        vars(self).update(vars(loaded))
+# -- values ----------------------------------------------------------------------------------------
 
 
 def check_smoothing(smoothing: float) -> float:
     """Return the weight of the past, or raise if no average can be made with it."""
     return real("smoothing", smoothing, least=0.0, below=1.0, why="It is the weight of the past.")
-
-
-def parse_factors(factors: Any, groups: int, rule: str) -> tuple[float, ...]:
-    """Return what `scale_lr` returned as one float per parameter group, or raise."""
-    if hasattr(factors, "tolist"):  # a tensor or an array
-        factors = factors.tolist()
-    values = tuple(map(float, factors if hasattr(factors, "__len__") else [factors] * groups))
-    if len(values) != groups or not all(math.isfinite(v) and v >= 0.0 for v in values):
-        raise ValueError(
-            f"{rule}.scale_lr must return one factor, or one for each of the {groups} parameter "
-            f"groups, finite and not negative; it returned {values}."
-        )
-    return values

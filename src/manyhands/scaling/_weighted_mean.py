@@ -35,9 +35,8 @@ from torch.optim import Optimizer
 
 from manyhands._core.ranks import RankGroup
 from manyhands._core.wrappers import find_prepared, gradient_ranks, unwrap
-from manyhands.scaling._optimizer import ScaledOptimizer, rule_of
+from manyhands.scaling._rule_base import ScalingRuleBase, rule_of
 from manyhands.scaling._settings import GatedAccumulation
-from manyhands.scaling._step_in_progress import PassWeight
 
 
 class WeightedMean:
@@ -128,7 +127,7 @@ class WeightedMean:
     def _begin(
         self,
         numbers: Sequence[float],
-        rule: ScaledOptimizer | None,
+        rule: ScalingRuleBase | None,
         factor: int,
         total: float,
         not_empty: int,
@@ -142,11 +141,11 @@ class WeightedMean:
         self._not_empty, self._passes = not_empty, passes
 
     @staticmethod
-    def _mistake(numbers: Sequence[float], rule: ScaledOptimizer | None) -> str | None:
+    def _mistake(numbers: Sequence[float], rule: ScalingRuleBase | None) -> str | None:
         if not numbers or not all(0.0 <= number < float("inf") for number in numbers):
             return f"counts must be one number of at least 0 for each micro-batch, got {numbers}."
-        if rule is not None and not rule._batch.counts_passes:
-            batch = rule._batch
+        if rule is not None and not rule.port.batch.counts_passes:
+            batch = rule.port.batch
             loop = batch.accumulation
             passes = batch.passes if loop is None else loop.gradient_accumulation_steps
             may_be_short = loop is not None and batch.short_step != "error"
@@ -160,7 +159,7 @@ class WeightedMean:
 
     def __call__(self, loss_sum: Tensor) -> Tensor:
         """Return this micro-batch's part of the mean, for `backward()`."""
-        count = self._begin_pass()
+        count = self.begin_pass()
         # Without tokens in this micro-batch, or in the whole step, the gradient is zero.
         return loss_sum * (self._factor / self.total if count else 0.0)
 
@@ -169,25 +168,22 @@ class WeightedMean:
         """How many of this rank's micro-batches are still to come."""
         return len(self._left)
 
-    def _begin_pass(self) -> float:
+    def begin_pass(self) -> float:
         """Return the next micro-batch's count, and pass its weight on to the rule."""
         if not self._left:
             raise RuntimeError("this WeightedMean was called more often than it has counts.")
         count = self._left.pop()
         if self._rule is not None:
-            # The tap multiplies the pass's squared norm by it, when the pass is over.
-            self._rule._tap.next_weight = PassWeight(
-                self.total * self._not_empty / (self._passes**2 * count) if count else 0.0,
-                self._not_empty,
-                self._own_passes,
-            )
+            # The pass's squared norm is multiplied by it, when the pass is over.
+            squares = self.total * self._not_empty / (self._passes**2 * count) if count else 0.0
+            self._rule.port.weigh_pass(squares, self._not_empty, self._own_passes)
         return count
 
 
-def _divided_by(optimizer: Optimizer | None, rule: ScaledOptimizer | None, passes: int) -> int:
+def _divided_by(optimizer: Optimizer | None, rule: ScalingRuleBase | None, passes: int) -> int:
     """Return by what others divide a step of so many passes, after the mean was taken."""
     if rule is not None and (
-        rule._batch.accumulation is not None or not rule._batch.passes_divided_by_user
+        rule.port.batch.accumulation is not None or not rule.port.batch.passes_divided_by_user
     ):
         return passes
     prepared = None if optimizer is None else find_prepared(optimizer)

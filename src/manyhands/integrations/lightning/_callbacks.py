@@ -230,7 +230,7 @@ class Scaling(Callback):
             pl_module.log("scale", self.rule.scale)
 
     def _steps_taken(self) -> int:
-        return self.rule._counts.steps
+        return self.rule.port.steps
 
     def _stop_at_the_end(self, trainer: Trainer) -> None:
         if self._end is not None and self.rule.progress >= self._end:

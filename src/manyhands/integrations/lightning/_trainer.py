@@ -126,7 +126,7 @@ def replace_clipping(plugin: Precision) -> None:
                 for param in group["params"]:
                     if param.grad is not None:
                         param.grad.clamp_(-clip_val, clip_val)
-        elif (oss := find_layer(optimizer, OSS)) is not None and oss._reducer is not None:
+        elif (oss := find_layer(optimizer, OSS)) is not None and oss.shards_gradients:
             oss.clip_grad_norm(float(clip_val))
         else:
             plugin.clip_grad_by_norm(optimizer, clip_val)

@@ -13,7 +13,6 @@ existing gradients, the call waits. With NCCL the engine's own collectives are u
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -92,13 +91,12 @@ class ReduceQueue:
         self, ranks: RankGroup, begin: Callable[[], None], end: Callable[[], None]
     ) -> None:
         self.ranks = ranks
-        self._end = end
+        self._begin, self._end = begin, end
         # For each: what is in flight, the tensor for this rank's slice of the mean, the divisor.
         self._in_flight: deque[tuple[Pending, Tensor, float]] = deque()
-        proxy = weakref.proxy(self)  # the passes are ours: a strong reference would be a cycle
         # At the end of a pass the engine comes first. We come next (`early`), before a scaling
         # rule measures the mean.
-        self._passes = BackwardPasses(begin, lambda: proxy._end_pass(), early=True)
+        self._passes = BackwardPasses(self, early=True)
 
     def send(self, total: Tensor, grads: Tensor, divisor: float, *, wait: bool) -> None:
         """Begin to fill `total` with this rank's slice of the sum of `grads`, over `divisor`.
@@ -137,7 +135,10 @@ class ReduceQueue:
             self._passes.forget()
             self._complete_all()
 
-    def _end_pass(self) -> None:
+    def begin_pass(self) -> None:
+        self._begin()
+
+    def end_pass(self) -> None:
         self._complete_all()
         self._end()
 

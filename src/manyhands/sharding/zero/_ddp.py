@@ -121,7 +121,7 @@ class ShardedDataParallel(ModuleWrapper):
         )
         for one in self._optimizers:
             # Weak: the module owns the reducer and its hooks, and the optimizer may outlive them.
-            one._reducer_ref = weakref.ref(reducer)
+            one._run.reducer_ref = weakref.ref(reducer)
         return reducer
 
     def _synchronised(self) -> Callable[[], bool]:
@@ -296,7 +296,7 @@ def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], group: GroupL
     check_not_averaged_inside(module)
     given = optimizers[0].group if group is None else group
     for one in optimizers:
-        if one._reducer is not None:
+        if one._run.reducer is not None:
             raise RuntimeError("this OSS belongs to another ShardedDataParallel already.")
         if (given or dist.group.WORLD) is not (one.group or dist.group.WORLD):
             raise ValueError("the process group is not the optimizer's. Give OSS the same group.")

@@ -13,7 +13,9 @@ Saving and loading are in `_state.py`.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +31,7 @@ from manyhands._core.groups import RollCall
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded import is_dtensor
 from manyhands._core.state_parts import OptimizerStatePart, SavedState, ShardedOptimizer, options_of
-from manyhands._core.wrappers import ParamGroup, SharedAttribute, YieldingProperty
+from manyhands._core.wrappers import ParamGroup, YieldingProperty
 from manyhands.sharding._agreement import (
     ADVICE,
     GroupLike,
@@ -42,6 +44,25 @@ from manyhands.sharding.zero import _state
 from manyhands.sharding.zero._flat_params import Shards
 from manyhands.sharding.zero._reducer import Reducer
 from manyhands.sharding.zero._slice_optimizer import SliceOptimizer, choose_layout
+
+
+@dataclass
+class OSSRun:
+    """What changes while an OSS is used: one object, for the OSS and the proxies around it."""
+
+    begun: bool = False  # whether there is optimizer state, which is tied to slices
+    averaged: bool = False  # whether the ranks had the same gradients in the first step
+    consolidated: dict[int, _state.ParamState] | None = None
+    recipient: int | None = None  # of what was consolidated since the last step
+    # Loaded state of frozen parameters, by index.
+    pending_state: dict[int, _state.ParamState] = field(default_factory=dict)
+    # Of our ShardedDataParallel: weak, because the module holds it and the OSS.
+    reducer_ref: weakref.ref[Reducer] | None = None
+
+    @property
+    def reducer(self) -> Reducer | None:
+        """The reducer of our ShardedDataParallel, while there is one."""
+        return None if self.reducer_ref is None else self.reducer_ref()
 
 
 class OSS(ShardedOptimizer):
@@ -95,17 +116,6 @@ class OSS(ShardedOptimizer):
         force_broadcast_object: the argument.
     """
 
-    _begun = SharedAttribute[bool]()  # whether there is optimizer state, which is tied to slices
-    _consolidated = SharedAttribute[dict[int, _state.ParamState] | None]()
-    _averaged = SharedAttribute[
-        bool
-    ]()  # whether the ranks had the same gradients in the first step
-    _recipient = SharedAttribute[int | None]()  # of what was consolidated since the last step
-    # Loaded state of frozen parameters, by index.
-    _pending_state = SharedAttribute[dict[int, _state.ParamState]]()
-    # A weak reference to that of our ShardedDataParallel.
-    _reducer_ref = SharedAttribute[Callable[[], Reducer | None]]()
-
     def __init__(
         self,
         params: ParamsT,
@@ -139,10 +149,7 @@ class OSS(ShardedOptimizer):
         self.global_rank, self.backend = _global_rank(group, self.rank)
         self.broadcast_fp16 = broadcast_fp16
         self.force_broadcast_object = force_broadcast_object
-        self._reducer_ref = lambda: None
-        self._begun = self._averaged = False
-        self._consolidated = self._recipient = None
-        self._pending_state = {}
+        self._run = OSSRun()
         self._sliced: Any = None  # a SliceOptimizer, once the parameters are laid out
         # Calls add_param_group. No defaults: only `optim` knows which arguments are its defaults.
         super().__init__(params, {})
@@ -199,19 +206,19 @@ class OSS(ShardedOptimizer):
         return self._workers
 
     @property
+    def shards_gradients(self) -> bool:
+        """Whether a ShardedDataParallel averages the gradients, each slice on its owner."""
+        return self._run.reducer is not None
+
+    @property
     def optim(self) -> Any:
         """The optimizer of this worker's slices; None until the first groups are laid out."""
         return None if self._sliced is None else self._sliced.optim
 
-    @YieldingProperty
+    @property
     def group(self) -> GroupLike | None:
         """The process group of the workers; None for one worker without."""
         return self._group or (dist.group.WORLD if dist.is_available() else None)
-
-    @YieldingProperty
-    def _reducer(self) -> Reducer | None:
-        """The reducer of our ShardedDataParallel, while there is one."""
-        return self._reducer_ref()
 
     def __repr__(self) -> str:
         size = self._workers.size
@@ -253,7 +260,7 @@ class OSS(ShardedOptimizer):
             new = self._shards.lay_out()
             self._sliced.replace_slices(self.param_groups)
             self._cover_new_places()
-            self._sliced.begin_state_of(new, self.param_groups, self._pending_state)
+            self._sliced.begin_state_of(new, self.param_groups, self._run.pending_state)
 
     def _follow_moved(self) -> None:
         """Follow a model that was moved or converted, with its memory and state."""
@@ -262,9 +269,9 @@ class OSS(ShardedOptimizer):
             self._cover_new_places()
 
     def _cover_new_places(self) -> None:
-        if self._reducer is not None:
+        if self._run.reducer is not None:
             # Gradients travel in the parameters' buckets, and these are new.
-            self._reducer.cover()
+            self._run.reducer.cover()
 
     def partition_parameters(self) -> list[list[ParamGroup]]:
         """Return for each rank the parameter groups with what it keeps up to date.
@@ -288,7 +295,7 @@ class OSS(ShardedOptimizer):
         """Lay the parameters out again in buckets of that size. Only before the first step."""
         if elements == self._shards.largest or self._workers.size == 1:
             return
-        if self._begun:
+        if self._run.begun:
             raise ValueError(
                 "the optimizer has state already. Give bucket_size to OSS, or wrap the model "
                 "before the first step."
@@ -305,7 +312,7 @@ class OSS(ShardedOptimizer):
 
         A `closure` is called once before, and its loss returned.
         """
-        self._consolidated, self._recipient, self._begun = None, None, True
+        self._run.consolidated, self._run.recipient, self._run.begun = None, None, True
         self.prepare()
         # Schedulers change our groups, and `optim` has its own, made of slices.
         self._sliced.push_options(self.param_groups)
@@ -322,8 +329,8 @@ class OSS(ShardedOptimizer):
             self._sliced.step(**kwargs)
             # Before the other ranks' slices arrive, which autograd does not see.
             self._shards.note_change()
-            if self._reducer is not None:
-                self._reducer.stepped(self._shards)
+            if self._run.reducer is not None:
+                self._run.reducer.stepped(self._shards)
             self._shards.wait()
         # Some optimizers count steps in their groups.
         self._sliced.pull_options(self.param_groups)
@@ -331,7 +338,7 @@ class OSS(ShardedOptimizer):
 
     def _check_averaged(self) -> None:
         """Raise a RuntimeError in the first step if nothing has averaged the gradients."""
-        if self._averaged or self._reducer is not None:
+        if self._run.averaged or self._run.reducer is not None:
             return
         grads = [param.grad for param in self._shards.params]
         norms = [torch.zeros(()) if grad is None else norm(grad).cpu() for grad in grads]
@@ -347,7 +354,7 @@ class OSS(ShardedOptimizer):
                 "Wrap the model in ShardedDataParallel(model, optimizer) or DistributedDataParallel"
                 ", or all_reduce the gradients before step()."
             )
-        self._averaged = True
+        self._run.averaged = True
 
     @property
     def shards_state(self) -> bool:
@@ -359,15 +366,15 @@ class OSS(ShardedOptimizer):
 
         `step` calls this by itself. If the gradients are averaged already it does nothing.
         """
-        if self._reducer is not None:
+        if self._run.reducer is not None:
             self.refresh_trainable()
-            self._reducer.complete(self._shards)
+            self._run.reducer.complete(self._shards)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
         super().zero_grad(set_to_none)
-        if self._reducer is not None:
-            self._reducer.cleared(self._shards)
+        if self._run.reducer is not None:
+            self._run.reducer.cleared(self._shards)
 
     def prepare(self) -> None:
         """Follow parameters that have thawed, were moved, or were overwritten; on every worker."""
@@ -399,10 +406,10 @@ class OSS(ShardedOptimizer):
 
         Call it on every worker. The collected tensors are on the CPU.
         """
-        self._consolidated = _state.collect_state(
-            self._shards, self.optim, self._pending_state, recipient_rank
+        self._run.consolidated = _state.collect_state(
+            self._shards, self.optim, self._run.pending_state, recipient_rank
         )
-        self._recipient = recipient_rank
+        self._run.recipient = recipient_rank
 
     def state_dict(self, all_ranks: bool = False) -> StateDict:
         """Return the plain optimizer's state dict, after `consolidate_state_dict` on this worker.
@@ -414,12 +421,13 @@ class OSS(ShardedOptimizer):
             return super().state_dict()
         if all_ranks:
             self.consolidate_state_dict(recipient_rank=-1)
-        elif not self._begun and not self.optim.state:
+        elif not self._run.begun and not self.optim.state:
             return _state.plain_state_dict({}, self.param_groups, self._workers.rank)
-        elif self._roll_call is not None and self._recipient is None:
+        elif self._roll_call is not None and self._run.recipient is None:
             self._roll_call.wait("OSS.state_dict()")
             self.consolidate_state_dict(recipient_rank=-1)
-        return _state.plain_state_dict(self._consolidated, self.param_groups, self._workers.rank)
+        state = self._run.consolidated
+        return _state.plain_state_dict(state, self.param_groups, self._workers.rank)
 
     def load_state_dict(self, state_dict: SavedState) -> None:
         """Load a plain optimizer's state dict, or a consolidated one; call it on every worker.
@@ -428,16 +436,16 @@ class OSS(ShardedOptimizer):
         """
         self.prepare()
         shard, for_later = _state.cut_state_dict(state_dict, self.param_groups, self._shards)
-        begun = self._begun or bool(state_dict["state"])
+        begun = self._run.begun or bool(state_dict["state"])
         self.load_parts(shard, for_later, state_dict["param_groups"])
-        self._begun = begun
+        self._run.begun = begun
 
     # The next three are for checkpoints and scaling: `_core/state_parts.py` says what they do.
 
     def save_parts(self, *, include_empty: bool) -> tuple[list[OptimizerStatePart], StateDict]:
         """Return this worker's state by parameter, and the state dict of `optim` it is in."""
         packed = self.optim.state_dict()
-        parts = _state.slice_parts(packed, self.param_groups, self._shards, self._pending_state)
+        parts = _state.slice_parts(packed, self.param_groups, self._shards, self._run.pending_state)
         return [part for part in parts if include_empty or not part.empty], packed
 
     def load_parts(
@@ -448,8 +456,8 @@ class OSS(ShardedOptimizer):
     ) -> None:
         """Load this worker's shard of a state, in the form of the state dict of `optim`."""
         self.optim.load_state_dict(packed)
-        self._consolidated, self._recipient, self._begun = None, None, True
-        self._pending_state = for_later
+        self._run.consolidated, self._run.recipient, self._run.begun = None, None, True
+        self._run.pending_state = for_later
         _state.restore_options(groups, self.param_groups)
 
     def replicate_state(self, names: Sequence[str]) -> _state.ReplicatedOSSState:

@@ -65,9 +65,8 @@ class Reducer:
         self._after_pass = after_pass
         self._hooks: list[RemovableHandle] = []
         weakref.finalize(self, _detach_hooks, self._hooks)
-        me = weakref.proxy(self)  # no reference cycle: dropping the module drops the hooks at once
         # `early`: gradients are averaged before a scaling rule measures their mean.
-        self._passes = BackwardPasses(lambda: me._begin(), lambda: me._end(), early=True)
+        self._passes = BackwardPasses(self, early=True)
         self._order: list[int] | None = None
         self._in_flight: deque[GradientBucket] = deque()
         self._buffers = SendBuffers()
@@ -139,11 +138,11 @@ class Reducer:
             elif self._averaging and number in self._arrived:  # again, within a nested pass
                 self._note_arrival(number)  # raises
 
-    def _begin(self) -> None:
+    def begin_pass(self) -> None:
         self._averaging = self._synchronised()
         self._start_over()
 
-    def _end(self) -> None:
+    def end_pass(self) -> None:
         if self._averaging:
             self._close()
 

@@ -119,7 +119,7 @@ class AdaptiveDataParallel(ModuleWrapper):
         self._averages = True
         self.process_group = ddp_arguments.get("process_group")
         if mp_scaler is not None:
-            rule._loss_scale.scaler = mp_scaler
+            rule.port.loss_scale.scaler = mp_scaler
         if scale is not None:
             rule.set_scale(scale)
         rule.initialize(self, optimizer, patch_optimizer=True)
@@ -158,7 +158,7 @@ class AdaptiveDataParallel(ModuleWrapper):
         for ddp in self._parallel:
             ddp.require_backward_grad_sync = self._averages
         self._set_averaging(self._averages)
-        self.scaling_rule._pass_accumulates = accumulates
+        self.scaling_rule.port.end_pass(None if accumulates is None else not accumulates)
 
     def __getattr__(self, name: str) -> Any:
         """Look up other attributes on DistributedDataParallel (`register_comm_hook`, `join`)."""
@@ -187,7 +187,7 @@ class AdaptiveDataParallel(ModuleWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. (adaptdl ignored this call.)"""
-        if self.scaling_rule._keeps_gradients():
+        if self.scaling_rule.port.keeps_gradients:
             return
         super().zero_grad(set_to_none)
         self.scaling_rule.forget_gradients()

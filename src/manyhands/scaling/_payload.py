@@ -1,0 +1,408 @@
+"""What a rank sends at the end of a step, and what comes back: one small collective for each step.
+
+Each rank sends one vector, its *payload*:
+
+    small_squares[group]   sum of |g_i|^2 over this rank's small batches
+    mean_square[group]     |G|^2 over the parameters that this rank measures (`_mean_gradient.py`)
+    claims                 what this rank believes about the step: see `RankClaims`
+
+The first two come back summed over the ranks, for the estimate. The claims come back as a table
+with one row per rank. If ranks disagree, all of them notice it in the same step and raise the same
+error. No further collective is needed, in which one of them could be left waiting.
+
+Is this rank the one that the others wait for? Under DDP a rank that ran no backward, ran it inside
+`no_sync()`, froze a parameter or left one out has not joined DDP's all-reduce. The other ranks wait
+there until the process group's timeout, and this rank would wait as long for their payload. But it
+knows that something was odd about its own gradients: a `GradientAnomaly`. It waits for `PATIENCE`
+seconds, then looks for a DDP module that cannot have averaged such gradients, and raises an error
+if there is one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from manyhands._core.agreement import raise_if_different
+from manyhands._core.modules import modules_holding
+from manyhands._core.ranks import PendingSums, RankGroup, widest_float
+from manyhands.scaling._hooks import Norm
+from manyhands.scaling._noise import NormSums
+
+Numbers = Tensor | list[float]
+
+ANNOUNCES = "set_num_gradients_to_accumulate()"
+SQUARE_TOLERANCE = 1e-5
+CHECKSUM_TOLERANCE = 1e-9
+
+
+# -- what a rank says -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank says about itself. Each rank may say something else."""
+
+    micro_batch: float = 0.0  # samples in its first training input, or 0 if unknown
+    seconds: float = 0.0  # that the step before took, or 0 if unknown (`ramp/_ramp.py`)
+    timed_passes: float = 0.0  # backward passes of that step
+    batches: float = 0.0  # micro-batches that it has ready for the next steps
+    stop: float = 0.0  # 1 if it was asked to stop (`_core/stop_notice.py`)
+
+
+class StepObserver(Protocol):
+    """Reports something at every step of a rule, and learns what all ranks reported."""
+
+    def report(self) -> RankReport:
+        """Return this rank's report, at the end of a step's last backward pass."""
+
+    def after_step(self, reports: Sequence[RankReport]) -> None:
+        """Act at the end of `optimizer.step()`; each rank is given the same reports.
+
+        They are those of this step.
+        """
+
+    def after_load(self) -> None:
+        """Act after the rule has loaded its state, which includes the batch of a step."""
+
+    def after_sync(self, seconds: float) -> None:
+        """Take note that blocks around the rule took so many seconds for a sync after its step."""
+
+
+@dataclass(frozen=True)
+class RankClaims(RankReport):
+    """What one rank says about itself and believes about a step. All must agree about the step."""
+
+    is_announcement: float = 0.0  # 1 in a payload that only announces a new number of passes
+    passes: float = 0.0  # backward passes of a whole step
+    # Passes that this rank has seen; fewer if its losses in the other passes used none of the
+    # parameters, which is allowed on some ranks, but not on all.
+    passes_seen: float = 0.0
+    scale: float = 0.0  # size of the whole batch in small batches
+    checksum: float = 0.0  # of the progress, the averages so far and the last factors
+    unmeasured_left: float = 0.0  # steps until the next one that is measured; 0: this one is
+    # Squared norm of some averaged gradients that every rank holds whole: equal on all ranks,
+    # unless the gradients were not averaged. The last, because it may be on a device.
+    shared_square: float = 0.0
+
+    def to_numbers(self) -> list[float]:
+        """Return the fields as numbers, in their order."""
+        return [float(getattr(self, name)) for name in CLAIMS]
+
+    @classmethod
+    def table(cls, numbers: Sequence[float]) -> list[RankClaims]:
+        """Return every rank's claims, in rank order, from the numbers of all ranks."""
+        size = len(CLAIMS)
+        return [cls(*numbers[i : i + size]) for i in range(0, len(numbers), size)]
+
+
+CLAIMS = tuple(field.name for field in fields(RankClaims))
+
+
+def check_claims(
+    table: Sequence[RankClaims], *, short_allowed: bool = False, same_passes: bool = False
+) -> bool:
+    """Return whether any rank has seen all passes. Raise if the ranks disagree.
+
+    A step that is short on all ranks has no numbers, unless that is allowed. The gradients of such
+    a step must have been averaged too, over ranks that have seen equally many passes.
+    """
+    # The order of the checks matters: an announcement leaves most other entries at zero.
+    first = table[0]
+    if any(claims.is_announcement != first.is_announcement for claims in table):
+        calls = [ANNOUNCES if claims.is_announcement else "step()" for claims in table]
+        raise_if_different([{"calls": call} for call in calls], "Call it on every worker.")
+    if any((claims.passes, claims.scale) != (first.passes, first.scale) for claims in table):
+        raise_if_different(
+            [{"backward passes per step": c.passes, "scale": c.scale} for c in table],
+            "Set the same on every worker.",
+        )
+    seen = [claims.passes_seen for claims in table]
+    complete = max(seen) >= first.passes
+    if not complete and not (short_allowed and max(seen)):
+        return False  # the caller of `step` knows why, and raises or leaves the step out
+    if (same_passes or not complete) and min(seen) != max(seen):
+        raise_if_different(
+            [{"numbers of backward passes in a step": number} for number in seen],
+            f"Give all workers as many batches; a whole step has {first.passes:g} passes.",
+        )
+    checksums = [claims.checksum for claims in table]
+    if max(checksums) - min(checksums) > CHECKSUM_TOLERANCE * abs(max(checksums)):
+        raise_if_different(
+            [{"statistics, progress or factors (checksums)": each} for each in checksums],
+            "Load the state dict on every worker, and let scale_lr() depend only on what all "
+            "workers know.",
+        )
+    if any(claims.unmeasured_left != first.unmeasured_left for claims in table):
+        raise_if_different(
+            [{"numbers of steps until the next measured one": c.unmeasured_left} for c in table],
+            "Is there a Ramp on some workers only?",
+        )
+    _check_averaged([claims.shared_square for claims in table])
+    return complete
+
+
+def _check_averaged(shared_squares: list[float]) -> None:
+    """Raise if a gradient that all ranks hold is not the same on all of them."""
+    largest, smallest = max(shared_squares), min(shared_squares)
+    if not math.isfinite(largest + smallest):
+        return  # gradients that are not finite are counted, and left out
+    # a reduction may round differently on each rank
+    if largest - smallest > SQUARE_TOLERANCE * abs(largest):
+        raise_if_different(
+            [{"gradients (norms after backward())": max(v, 0.0) ** 0.5} for v in shared_squares],
+            "Was the step's last backward() inside no_sync()? If the model is averaged in another "
+            "group, pass process_group=...; if each worker trains on its own, world_size=1.",
+        )
+
+
+@dataclass(frozen=True)
+class LocalNumbers:
+    """What this rank has measured in a step."""
+
+    numbers: Numbers  # `small_squares`, then `mean_square`
+    small_batches: float  # on all ranks; 1 if there was nothing to compare the gradient with
+    shared_square: Norm = 0.0  # see `RankClaims`
+    consecutive: bool = False  # whether two steps' gradients were compared
+    norm_kind: str = "plain"
+    steps: int = 1  # that this one stands for (`MeasuredSteps`)
+
+
+# -- there and back -------------------------------------------------------------------------------
+
+
+class StepExchange:
+    """Sends a rank's payload to the others once a step, and announcements between steps."""
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self.ranks = ranks
+        self._announcements: list[PendingSums] = []  # sent, and not checked yet
+
+    def set_groups(self, groups: int, device: torch.device) -> None:
+        """Send numbers of so many parameter groups from now on, from this device."""
+        self._groups = groups
+        self._device = device
+
+    def send(
+        self, local: LocalNumbers, claims: RankClaims, *, short_allowed: bool, same_passes: bool
+    ) -> SentStep:
+        """Start the step's collective, and return what its result is read from."""
+        payload = self._payload(local.numbers, claims, local.shared_square)
+        # Kept until the next step's has begun: see `PendingSums`.
+        self._last_sent = self.ranks.sum_and_gather(payload, 2 * self._groups)
+        return SentStep(
+            pending=self._last_sent,
+            groups=self._groups,
+            ranks=self.ranks.size,
+            local=local,
+            claims=claims,
+            short_allowed=short_allowed,
+            same_passes=same_passes,
+        )
+
+    def _payload(self, numbers: Numbers, claims: RankClaims, shared_square: Norm) -> Tensor:
+        """Return what this rank sends, as one vector."""
+        if self.ranks.size == 1:
+            return to_tensor(numbers, self._device)
+        *claimed, _ = claims.to_numbers()
+        if isinstance(numbers, list) and isinstance(shared_square, float):
+            return to_tensor([*numbers, *claimed, shared_square], self._device)
+        payload = torch.cat(
+            [to_tensor(numbers, self._device), to_tensor([*claimed, 0.0], self._device)]
+        )
+        payload[-1] = shared_square  # on the device, without a copy to the host and back
+        return payload
+
+    def announce(self, passes: int, scale: float, checksum: float = 0.0) -> None:
+        """Announce to the other ranks that steps have so many passes from now on.
+
+        This does not wait. If a rank announces something else, or nothing until the end of its
+        next step, all ranks notice: an announcement is as long as a step's payload, so it is
+        paired with whatever the other ranks send next.
+        """
+        if self.ranks.own_group:
+            claims = RankClaims(
+                is_announcement=1.0,
+                passes=passes,
+                passes_seen=passes,
+                scale=scale,
+                checksum=checksum,
+            )
+            payload = self._payload([0.0] * (2 * self._groups), claims, 0.0)
+            self._announcements.append(self.ranks.sum_and_gather(payload, 2 * self._groups))
+
+    def check_announcements(self, patience: float = math.inf) -> None:
+        """Raise if other ranks announced something else. Wait for them, but at most `patience`."""
+        deadline = time.monotonic() + patience
+        while self._announcements:
+            if patience < math.inf and not self._announcements[0].done_within(
+                deadline - time.monotonic()
+            ):
+                return
+            numbers = self._announcements.pop(0).read()
+            check_claims(RankClaims.table(numbers[2 * self._groups :]))
+
+
+@dataclass
+class SentStep:
+    """One step's numbers, on the device until `read`."""
+
+    pending: PendingSums
+    groups: int
+    ranks: int
+    local: LocalNumbers
+    claims: RankClaims  # this rank's
+    short_allowed: bool  # whether a step that is short on all ranks counts
+    same_passes: bool  # whether all ranks must have seen equally many passes
+    anomaly: GradientAnomaly | None = None  # if any, an error instead of waiting forever
+    reports: Sequence[RankReport] = ()  # after `read`: of every rank
+    most_passes_seen: float = 0.0  # after `read`: by the rank that has seen the most
+    _host: Tensor | None = None  # the numbers on the host, or on their way there
+    _copied: torch.cuda.Event | None = None
+
+    @property
+    def is_short(self) -> bool:
+        """After `read`: whether no rank has seen all passes."""
+        return self.most_passes_seen < self.claims.passes
+
+    @property
+    def share(self) -> float:
+        """After `read`: of the passes of a whole step, those that a short one had, if it counts."""
+        if not (self.is_short and self.short_allowed and self.most_passes_seen):
+            return 1.0
+        return self.most_passes_seen / self.claims.passes
+
+    def start_copy(self) -> None:
+        """Begin to copy the numbers to the host, without waiting."""
+        self._check_late()
+        numbers = self.pending.wait()
+        if numbers.device.type != "cuda":
+            self._host = numbers
+        else:
+            # only a copy into pinned memory is asynchronous; the event says when it is done
+            self._host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self, extras: Sequence[Tensor] = ()) -> tuple[NormSums | None, list[float]]:
+        """Return the norm sums, if any, and the values of the extras, from here or `start_copy`.
+
+        Everything comes in one copy, because each copy from a GPU is a synchronization.
+        """
+        numbers = self._numbers(extras)
+        groups, end = self.groups, len(numbers) - len(extras)
+        self.reports, self.most_passes_seen = (self.claims,), self.claims.passes_seen
+        if self.ranks > 1:
+            table = RankClaims.table(numbers[2 * groups : end])
+            check_claims(table, short_allowed=self.short_allowed, same_passes=self.same_passes)
+            self.reports, self.most_passes_seen = table, max(each.passes_seen for each in table)
+        share, local = self.share, self.local
+        small, mean = numbers[:groups], numbers[groups : 2 * groups]
+        if share != 1.0:
+            # The losses were divided by the passes of a whole step, and their sum is the gradient.
+            mean = [square / share**2 for square in mean]
+        small_batches = local.small_batches * share
+        if small_batches < 2:
+            return None, numbers[end:]
+        # two consecutive gradients stand for one step of twice the size
+        scale = (2.0 if local.consecutive else 1.0) * self.claims.scale * share
+        sums = NormSums(
+            small_squares=tuple(small),
+            mean_square=tuple(mean),
+            small_batches=small_batches,
+            scale=scale,
+            consecutive=local.consecutive,
+            norm_kind=local.norm_kind,
+            steps=local.steps,
+        )
+        return sums, numbers[end:]
+
+    def _numbers(self, extras: Sequence[Tensor]) -> list[float]:
+        """Return the numbers of all ranks, then the extras."""
+        if self._host is not None:
+            if self._copied is not None:
+                self._copied.synchronize()
+            on_host: list[float] = self._host.tolist()
+            return on_host
+        self._check_late()
+        if not extras:
+            return self.pending.read()
+        numbers = self.pending.wait()
+        flat = [extra.detach().to(numbers).view(1) for extra in extras]
+        joined: list[float] = torch.cat([numbers, *flat]).tolist()
+        return joined
+
+    @property
+    def micro_batch(self) -> float:
+        """Samples in a rank's first training input, averaged over the ranks; 0 if unknown."""
+        known = [report.micro_batch for report in self.reports if report.micro_batch]
+        return sum(known) / len(known) if known else 0.0
+
+    def _check_late(self) -> None:
+        """Raise if the other ranks wait for this one."""
+        if self.anomaly is not None:
+            self.anomaly.wait(self.pending)
+
+
+def to_tensor(numbers: Numbers, device: torch.device) -> Tensor:
+    """Return the numbers as a tensor on the device, in the widest float there is."""
+    if isinstance(numbers, Tensor):
+        return numbers
+    on_host = torch.tensor(numbers, dtype=widest_float(device))
+    return on_host.to(device, non_blocking=True)
+
+
+# -- late ranks -----------------------------------------------------------------------------------
+
+PATIENCE = 2.0  # seconds
+
+NO_BACKWARD = "step() was called without a backward() before it"
+NOT_AVERAGED = (
+    "the gradients after the step's last backward() are those that this rank computed alone. Was "
+    "that pass inside no_sync()? Only the passes before it may be"
+)
+
+
+@dataclass(frozen=True)
+class GradientAnomaly:
+    """What was odd about a rank's gradients, and whether DDP may be configured to expect it."""
+
+    rank: int
+    params: Sequence[Tensor]
+    text: str
+    may_be_intended: bool = False
+
+    def wait(self, pending: PendingSums) -> None:
+        """Return if the other ranks' payloads are here or may still come; raise if they cannot."""
+        if pending.done_within(PATIENCE):
+            return
+
+        def waits(module: nn.Module) -> bool:
+            if not isinstance(module, DistributedDataParallel):
+                return False
+            # these two options make DDP average without gradients that a rank did not compute
+            expected = module.find_unused_parameters or module.static_graph
+            return not (expected and self.may_be_intended)
+
+        if any(modules_holding(self.params, waits)):
+            raise RuntimeError(
+                f"the other ranks have not sent their part of this step for {PATIENCE:g} s: they "
+                f"wait for rank {self.rank}, which is this one. Here {self.text}."
+            )
+
+
+def describe_missing(missing: Sequence[int], expected: int) -> str:
+    """Return the text for parameters that had no gradient in the step's last pass."""
+    listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    return (
+        f"{len(missing)} of {expected} parameters had no gradient in the step's last backward() "
+        f"(numbers {listed}): frozen, or not used? Use find_unused_parameters=True"
+    )

@@ -1,0 +1,744 @@
+"""One step as a value that grows: its passes, what was measured of them, and who divides.
+
+`Batch` says how many passes a step has, and how large the whole batch is. `Measurement` is told
+when backward passes begin and end (`_core/backward.py`). It adds each pass's squared norms
+(`_hooks.py`) to the `Step` under way. After the step's last pass, when the gradients have been
+averaged, |G|^2 is taken once (`_mean_gradient.py`), and everything is sent in one small collective
+(`_payload.py`). What comes back is read by whoever steps: a rule or a `NoiseScale`.
+
+Tensors held, and when
+    hooks.norms      |g| by parameter, of the pass under way
+    step.squares     sum of |g_i|^2 per group, over the passes of this step so far
+    step.sent        the step's numbers, from its last pass until `clear`
+    previous.grads   the gradient of the last step, if consecutive ones are compared
+
+**Who divides the gradient, and by what?** The gradient of a step is to be the mean over its N
+passes. Either the user divides each loss, or the gradient after the last pass, or it is divided
+here. A short step of m < N passes, whose losses were divided by N, has m / N of their mean: it is
+multiplied by N / m.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from manyhands._core.backward import BackwardPasses
+from manyhands._core.modules import modules_holding
+from manyhands._core.ranks import RankGroup
+from manyhands._core.sharded import local_shard
+from manyhands._core.state_parts import SavedEntries
+from manyhands._core.wrappers import LossScale, ParamGroup, unwrap
+from manyhands.scaling._hooks import (
+    GradientHooks,
+    GradientVersion,
+    Norm,
+    NormKind,
+    any_values,
+    find_unaveraged_gradients,
+    unsharded_parameters,
+)
+from manyhands.scaling._mean_gradient import (
+    MeanGradient,
+    PreviousGradient,
+    StepFacts,
+    parse_previous,
+)
+from manyhands.scaling._noise import MeasuredSteps
+from manyhands.scaling._payload import (
+    NO_BACKWARD,
+    NOT_AVERAGED,
+    PATIENCE,
+    GradientAnomaly,
+    RankClaims,
+    RankReport,
+    SentStep,
+    StepExchange,
+    describe_missing,
+)
+from manyhands.scaling._settings import (
+    PASSES,
+    Accumulation,
+    OptionMismatch,
+    ShortStep,
+    check_smoothing,
+)
+
+# -- the size of a step ----------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """The size of the whole batch: all workers, all passes. The owner of the number of passes.
+
+    The scale is workers x passes (each micro-batch is a small batch), unless `scale` or
+    `scale_per_pass` is set.
+
+    Passes are declared, and the user divides: each loss (`loss_is_divided`), or the gradient after
+    the last pass. The default smoothing follows the number of small gradients, as fairscale's does.
+    Or, if `counts_passes`, passes are counted until one is averaged over the ranks, and
+    `Measurement` divides their sum. The default smoothing then follows the scale, as adaptdl's.
+
+    With an `accumulation`, a trainer's loop declares them, and may end a step before all passes
+    have run. In any loop, `short_step` is what such a short step does: see `SentStep.share`.
+    """
+
+    workers: int = 1
+    passes: int = 1  # of a whole step: declared, or counted in the last step
+    short: int | None = None  # passes of the last step, if it had fewer and was counted
+    accumulation: Accumulation | None = None
+    short_step: ShortStep = "error"
+    scale: float | None = None
+    scale_per_pass: float | None = None
+    smoothing: float | None = None
+    memory: float = 1000.0  # how many small batches the averages look back by default
+    counts_passes: bool = False
+    loss_is_divided: bool = True
+    set_by_user: frozenset[str] = frozenset()  # "scale" and "smoothing", if set in this run
+
+    def scale_for(self, passes: int) -> float:
+        """Return the scale of a batch with this number of passes."""
+        if self.scale is not None:
+            return self.scale * (1.0 if self.counts_passes else passes / self.passes)
+        if self.scale_per_pass is not None:
+            return self.scale_per_pass * passes
+        return float(self.workers * passes)
+
+    def begin_step(self) -> None:
+        """Begin a step, before its first pass; it has as many passes as the loop says now."""
+        self.short = None
+        if self.accumulation is not None:
+            self.passes = self.accumulation.gradient_accumulation_steps
+
+    def set_passes(self, passes: int) -> None:
+        """Set the number of passes of whole steps from now on."""
+        self.passes, self.short = passes, None
+
+    @property
+    def passes_divided_by_user(self) -> bool:
+        """Whether the loss of each pass is divided by the number of passes."""
+        return self.loss_is_divided and not self.counts_passes
+
+    def smoothing_for(self, scale: float) -> float:
+        """Return the weight of the past when a batch of this scale is added to the averages."""
+        if self.smoothing is not None:
+            return self.smoothing
+        if self.counts_passes:
+            return float((1.0 - 1.0 / self.memory) ** scale)
+        return max(1.0 - self.workers * (self.short or self.passes) / self.memory, 0.0)
+
+    @property
+    def memory_in_steps(self) -> float:
+        """About how many steps the averages look back, at the size that whole steps have now."""
+        return 1.0 / (1.0 - self.smoothing_for(self.scale_for(self.passes)))
+
+    def set_scale(self, *, scale: float | None = None, per_pass: float | None = None) -> None:
+        """Set the scale of the whole batch or of one pass, as the user asked."""
+        self.scale, self.scale_per_pass = scale, per_pass
+        self.set_by_user |= {"scale"}
+
+    def set_smoothing(self, smoothing: float | None) -> None:
+        """Set the smoothing as the user asked; None restores the default."""
+        self.smoothing = None if smoothing is None else check_smoothing(smoothing)
+        self.set_by_user = self.set_by_user - {"smoothing"}
+        if smoothing is not None:
+            self.set_by_user |= {"smoothing"}
+
+    def to_state(self) -> dict[str, float | None]:
+        """Return the numbers for a state dict."""
+        return {
+            "scale": self.scale,
+            "scale_per_pass": self.scale_per_pass,
+            "smoothing": self.smoothing,
+            "workers": self.workers,
+            "passes": self.passes,
+        }
+
+    def parse_state(self, state: SavedEntries) -> tuple[Batch, list[OptionMismatch]]:
+        """Return this run's batch with the saved settings, and where the two runs disagree.
+
+        Workers and passes are this run's. A saved scale keeps its proportion to workers x passes.
+        """
+        saved_passes = state.whole("passes", 1)
+        passes = saved_passes if self.counts_passes else self.passes
+        growth = self.workers * passes / (state.whole("workers", 1) * saved_passes)
+        scale, per_pass = (
+            state.real(name, above=0.0) if state.has(name) else None
+            for name in ("scale", "scale_per_pass")
+        )
+        ours = replace(self, passes=passes, short=None)
+        loaded = replace(
+            ours,
+            scale=scale and scale * growth,
+            scale_per_pass=per_pass,
+            smoothing=check_smoothing(state["smoothing"]) if state.has("smoothing") else None,
+        )
+        mismatches = []
+        if "scale" in self.set_by_user:
+            pair = ours.scale_for(passes), loaded.scale_for(passes)
+            mismatches += [OptionMismatch("scale", *pair)] if pair[0] != pair[1] else []
+            loaded = replace(loaded, scale=self.scale, scale_per_pass=self.scale_per_pass)
+        if "smoothing" in self.set_by_user:
+            # the default smoothing may depend on the scale: compare both at the final scale
+            scale = loaded.scale_for(passes)
+            pair = ours.smoothing_for(scale), loaded.smoothing_for(scale)
+            mismatches += [OptionMismatch("smoothing", *pair)] if pair[0] != pair[1] else []
+            loaded = replace(loaded, smoothing=self.smoothing)
+        return loaded, mismatches
+
+    def check_divided(self) -> None:
+        """Raise if the gradient of a short step could not be made the mean of its passes."""
+        if self.short_step == "count" and not self.loss_is_divided:
+            raise ValueError("short_step='count' needs losses that are divided by the passes.")
+
+    def describe_short(self, passes: int, but: str = "") -> str:
+        """Return the error message for a step of fewer passes, and how a loop declares one."""
+        call = f"call set_num_gradients_to_accumulate({passes}) on every worker"
+        if self.accumulation is not None:
+            call = f"let the loop's gradient_accumulation_steps be {passes}"
+        return (
+            f"step() after {passes} of {self.passes} backward passes{but}. Before the first pass "
+            f"of a shorter step, {call}, and divide its losses by {passes}. (short_step='count' is "
+            f"for loops that divide every loss by {self.passes}, and change no gradient before "
+            "step().)"
+        )
+
+    def load_state(self, loaded: Batch) -> None:
+        """Become `loaded`, in place: rule and measurement hold this object."""
+        vars(self).update(vars(loaded))
+
+
+@dataclass(frozen=True)
+class PassWeight:
+    """The weight of a pass's gradient if micro-batches differ in size (`_weighted_mean.py`)."""
+
+    squares: float  # its squared norm counts so many times
+    small_batches: int  # of the whole step, on all ranks: those that are not empty
+    passes: int  # that this rank's step is to have
+
+
+@dataclass
+class Step:
+    """What is known of the step whose backward passes are under way."""
+
+    passes: int = 0  # seen so far; `Batch.passes` is how many the step has
+    too_many: bool = False  # whether the last pass was one more than that, and is not counted
+    complete: bool = False  # whether the last pass is over
+    sent: SentStep | None = None  # once it is complete
+    problem: str | None = None  # an error message, for the `step` that would use these gradients
+    norms: Mapping[int, Norm] = field(default_factory=dict)  # of the last pass, in `complete`
+    squares: Tensor | None = None
+    valid: bool = True  # False if a gradient was seen only in part
+    last_gradient: GradientVersion | None = None  # of one parameter, after the last pass
+    last_norm: Tensor | None = None  # of one gradient, where its version does not tell enough
+    divided_by: float = 1  # what the gradient was divided by here
+    small_batches: int | None = None  # on all ranks; None: one in each pass of each rank
+    announced: int | None = None  # the passes that a WeightedMean was made for
+
+    @property
+    def gradient_untouched(self) -> bool:
+        """Whether nobody has changed the gradients since the last backward pass."""
+        return self.last_gradient is not None and self.last_gradient.unchanged
+
+    @property
+    def lacks_last_pass(self) -> bool:
+        """Whether passes were measured and the last one is still to come."""
+        return self.passes > 0 and not self.complete
+
+
+# -- measuring ------------------------------------------------------------------------------------
+
+
+class Averager(Protocol):
+    """A data-parallel module that averages the gradients of some passes."""
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether it averages those of the next one."""
+
+
+class StepHolder(Protocol):
+    """Who steps: a rule, or a `NoiseScale`."""
+
+    def end_passes(self) -> None:
+        """Call `Measurement.complete`: the step's last pass is over, or one too many was run.
+
+        In that case `step.too_many` is set, and the step cannot be used.
+        """
+
+
+@dataclass(frozen=True)
+class MeasurementState:
+    """The measurement's part of a state dict, parsed."""
+
+    previous: list[Tensor | None]  # the last step's gradient, by parameter
+    norms: list[list[float]]  # of the norm kind: see `NormKind.to_state`
+    schedule: MeasuredSteps = field(default_factory=MeasuredSteps)
+
+
+class Measurement:
+    """Turns the gradients of each step's backward passes into one `SentStep`.
+
+    `batch` says how many passes a step has, `loss_scale` what gradients are multiplied by; if
+    passes are counted, `averager` says which of them is a step's last. In a step that is not
+    measured (`MeasuredSteps`) no norm is taken. The ranks still exchange their claims.
+    """
+
+    def __init__(
+        self,
+        param_groups: Sequence[ParamGroup],
+        ranks: RankGroup,
+        norms: NormKind,
+        batch: Batch,
+        loss_scale: LossScale,
+        holder: StepHolder,
+        *,
+        averager: Averager | None = None,
+        compare_at_scale_1: bool = True,
+        changes_gradients: bool = True,
+        model: nn.Module | None = None,
+    ) -> None:
+        self.ranks = ranks
+        self.norms = norms
+        self.batch = batch
+        self.loss_scale = loss_scale
+        self.exchange = StepExchange(ranks)
+        self.previous = PreviousGradient(norms)
+        self.step = Step()
+        self.schedule = MeasuredSteps()
+        self.next_weight: PassWeight | None = None  # of the next pass; None: all count the same
+        self._holder = weakref.ref(holder)  # weak, because it holds this object: see `PassOwner`
+        self._averager = averager
+        self._compare_at_scale_1 = compare_at_scale_1
+        self._changes_gradients = changes_gradients  # of a short step, to be their mean
+        self._model = model
+        self.hooks = GradientHooks(norms, BackwardPasses(self))
+        # the gradient along which the last step was made, until the next pass begins
+        self._gradient_at_step: GradientVersion | None = None
+        self.hook(param_groups)
+
+    def hook(self, param_groups: Sequence[ParamGroup]) -> None:
+        """Measure these parameters, and no others."""
+        self._params: list[Tensor] = [p for group in param_groups for p in group["params"]]
+        self._mean = MeanGradient(
+            param_groups,
+            self.ranks,
+            self.norms,
+            self.previous,
+            compare_at_scale_1=self._compare_at_scale_1,
+        )
+        self.exchange.set_groups(len(param_groups), self._params[0].device)
+        self._in_no_sync = NoSync(self._params)
+        self._unsharded = unsharded_parameters(self._params, self._model)
+        self.hooks.attach(self._params, self._unsharded)
+        self.clear()
+
+    def measures(self, param_groups: Sequence[ParamGroup]) -> bool:
+        """Return whether these are the parameters that are measured."""
+        params = [param for group in param_groups for param in group["params"]]
+        return all(a is b for a, b in zip(params, self._params, strict=False))
+
+    def unhook(self) -> None:
+        """Stop measuring."""
+        self.hooks.remove()
+
+    # -- from pass to pass -------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """React to a backward pass's first gradient, before it is added to any `.grad`."""
+        if self.in_one_sample and self.hooks.partial_sums:
+            return  # a further pass over the same samples
+        if self._gradients_cleared():
+            self._start_over()
+        # Now, and not after the pass: DDP's collectives are part of it, and in them the other
+        # ranks may be waiting for a pass that this rank will not run.
+        self.exchange.check_announcements(patience=0.0 if self.step.passes else PATIENCE)
+        if self.step.passes == 0:
+            self._begin_step()
+        self.hooks.reset()
+        if self.step.divided_by != 1:  # what looked like the last pass was not: undo the division
+            self.multiply(self.step.divided_by)
+            self.step.divided_by = 1
+        if self.step.passes == 0 and self._gradient_at_step is not None:
+            at_step, self._gradient_at_step = self._gradient_at_step, None
+            not_cleared = at_step.grad is not None and at_step.unchanged
+            if not_cleared and self._unsharded:
+                # foreach operations on DTensors do not change their version
+                not_cleared = any_values(self._params)
+            if not_cleared:
+                self.step.problem = (
+                    "the gradients of the step before were not cleared, and this step's were "
+                    "added to them. Call zero_grad() after every step()."
+                )
+
+    def _begin_step(self) -> None:
+        """Find out how many passes this step will have, and choose what it measures.
+
+        The result is the same on every rank, also on a rank without a pass.
+        """
+        self.batch.begin_step()
+        self.hooks.idle = not self.schedule.due
+
+    def end_pass(self) -> None:
+        """React to the end of a backward pass; DDP has averaged the gradients if it was to."""
+        # asked now, because the caller may leave `no_sync()` before the sample is complete
+        self._averaged = self._averager is None or self._averager.require_backward_grad_sync
+        accumulation = self.batch.accumulation
+        self._loop_ends_step = accumulation is not None and accumulation.sync_gradients
+        if not self.in_one_sample:
+            self._close_pass()
+
+    @property
+    def in_one_sample(self) -> bool:
+        """Whether all backward passes are of the same samples at present."""
+        return self.hooks.sums_gradients
+
+    @contextmanager
+    def one_sample(self) -> Iterator[None]:
+        """Treat the backward passes inside as one pass over one micro-batch."""
+        hooks = self.hooks
+        if self.in_one_sample:
+            raise RuntimeError("one_sample() is open already; leave it before entering it again.")
+        hooks.sums_gradients = True
+        passes_before = hooks.passes.count
+        try:
+            yield
+        except BaseException:
+            self.clear()
+            raise
+        finally:
+            hooks.sums_gradients = False
+        if hooks.passes.count > passes_before:
+            self._close_pass()
+
+    def _close_pass(self) -> None:
+        """Add the pass's squared norms to the step's; if it was the last, say so."""
+        step, batch, hooks = self.step, self.batch, self.hooks
+        step.too_many = step.passes >= batch.passes and not batch.counts_passes
+        if step.too_many:
+            self._tell_holder()
+            return
+        step.norms = self._norms_of_pass()
+        step.passes += 1
+        if self._is_last_pass:
+            self._tell_holder()
+            if self._changes_gradients and batch.accumulation is not None:
+                self._apply_short()  # now, before anybody clips the gradient
+        if not hooks.idle and (batch.counts_passes or step.passes < batch.passes):
+            # Counted passes may go on after one that was averaged, so their sum is always kept.
+            squares = self._mean.squares_per_group(step.norms)
+            step.squares = squares if step.squares is None else step.squares + squares
+        hooks.reset()
+        step.norms = {}
+        step.last_gradient = GradientVersion(self._params[hooks.first_index])
+        if self._unsharded and batch.short_step == "count" and batch.accumulation is None:
+            step.last_norm = self._norm_of_one()
+
+    def _norms_of_pass(self) -> Mapping[int, Norm]:
+        """Return the norms of the pass that has ended; none if its step is not measured."""
+        step, hooks = self.step, self.hooks
+        norms: Mapping[int, Norm] = hooks.finish_pass()
+        if self.next_weight is not None:
+            weight, self.next_weight = self.next_weight, None
+            norms = hooks.multiply_norms(math.sqrt(weight.squares))
+            step.small_batches, step.announced = weight.small_batches, weight.passes
+        step.valid = step.valid and hooks.valid
+        return norms
+
+    @property
+    def _is_last_pass(self) -> bool:
+        """Whether the pass that has ended was its step's last."""
+        if self.batch.counts_passes:
+            return self._averaged
+        if self.batch.accumulation is not None:
+            return self._loop_ends_step
+        return self.step.passes == self.batch.passes
+
+    def _tell_holder(self) -> None:
+        holder = self._holder()
+        if holder is not None:
+            holder.end_passes()
+
+    # -- the end of a step -------------------------------------------------------------------
+
+    @torch.no_grad()
+    def complete(self, checksum: float = 0.0, report: RankReport | None = None) -> SentStep:
+        """Measure the mean gradient and send the step's numbers to the other ranks.
+
+        `checksum` and `report` are what the holder claims: see `RankClaims`.
+        """
+        step, batch, schedule = self.step, self.batch, self.schedule
+        passes = step.passes if batch.counts_passes else batch.passes
+        if step.passes == 0:
+            self._begin_step()
+        step.problem = self._find_unaveraged() or step.problem
+        facts = self._facts(passes)
+        claims = RankClaims(
+            **vars(report or RankReport()),
+            passes=passes,
+            passes_seen=step.passes,
+            scale=batch.scale_for(passes),
+            checksum=checksum,
+            unmeasured_left=schedule.left,
+        )
+        self.exchange.check_announcements()
+        local = self._mean.no_numbers()
+        if schedule.due:
+            local = self._mean.measure(step.squares, step.norms, facts)
+        local = replace(local, norm_kind=self.norms.norm_kind, steps=schedule.stands_for)
+        step.sent = self.exchange.send(
+            local,
+            claims,
+            short_allowed=batch.short_step == "count",
+            # else a rank may have seen fewer, if a loss of its used none of the parameters
+            same_passes=batch.short_step == "count" and batch.accumulation is not None,
+        )
+        step.sent.anomaly = self._find_anomaly()
+        step.complete = True
+        if batch.counts_passes and passes > 1:
+            self.multiply(1 / passes)
+            step.divided_by = passes
+        return step.sent
+
+    def _facts(self, passes: int) -> StepFacts:
+        step, batch = self.step, self.batch
+        by_user = batch.passes_divided_by_user
+        small_batches: float | None = step.small_batches
+        if small_batches is not None and 0 < step.passes < passes:
+            small_batches *= passes / step.passes  # `SentStep.read` takes a short step's share
+        return StepFacts(
+            passes=passes,
+            scale=batch.scale_for(passes),
+            loss_scale=self.loss_scale.in_backward(),
+            small_batch_divided_by=passes if by_user else 1,
+            mean_multiplied_by=1 if by_user else max(passes, 1),
+            valid=step.valid,
+            small_batches=small_batches,
+        )
+
+    def complete_early(self, optimizer: Optimizer | None) -> SentStep:
+        """Complete a step of which this rank has not seen all passes; the holder is told.
+
+        The other ranks may be waiting for these numbers. If the losses of this rank used none of
+        the parameters, and DDP gave it the other ranks' gradients, zero is the right number.
+        """
+        # an OSS takes part in averaging the gradients of passes that this rank did not run
+        for layer in [] if optimizer is None else unwrap(optimizer, every_layer=True):
+            if hasattr(type(layer), "join_in"):
+                layer.join_in()  # type: ignore[attr-defined]
+        self.step.too_many = False
+        self._tell_holder()
+        assert self.step.sent is not None
+        return self.step.sent
+
+    def describe_excess(self) -> str:
+        """Return the error message for a pass that is one too many."""
+        passes = self.batch.passes
+        return (
+            f"this is backward pass {passes + 1} since the last step(), and {PASSES}={passes}. If "
+            "no step follows the passes before it, call zero_grad(); run several losses of the "
+            "same samples inside `with ....one_sample():`."
+        )
+
+    def _find_unaveraged(self) -> str | None:
+        """Return an error message if this rank knows by itself that gradients were not averaged."""
+        step, hooks = self.step, self.hooks
+        if self._unsharded:
+            return find_unaveraged_gradients(self._params, self._unsharded, hooks.norms)
+        # In a measured step the ranks compare their gradients.
+        if hooks.idle and step.passes and self.ranks.size > 1 and self._in_no_sync():
+            return f"{NOT_AVERAGED}."
+        return None
+
+    def _find_anomaly(self) -> GradientAnomaly | None:
+        """Return what is odd about this rank's gradients, if DDP should have averaged them."""
+        step, hooks = self.step, self.hooks
+        # In a group of our own, only a rank that has not sent can delay the numbers.
+        if self.ranks.size == 1 or not self.ranks.own_group or self._unsharded:
+            return None
+        anomaly = partial(GradientAnomaly, self.ranks.rank, self._params)
+        if step.passes == 0:
+            has_gradient = any(param.grad is not None for param in self._params)
+            return None if has_gradient else anomaly(NO_BACKWARD)
+        alone = step.passes == 1 and not hooks.idle and self._mean.not_averaged
+        missing = [index for index in hooks.trainable if index not in hooks.norms]
+        if missing:
+            text = describe_missing(missing, len(hooks.trainable))
+            return anomaly(text, may_be_intended=not alone)
+        return anomaly(NOT_AVERAGED) if alone else None
+
+    # -- from step to step -------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget what was measured and not used: the gradients were cleared."""
+        self.hooks.passes.forget()
+        self._gradient_at_step = None
+        if self._unsharded and self.step.lacks_last_pass:
+            for param in self._unsharded.values():
+                # Passes without synchronization leave their sum here, where the zero_grad() of
+                # `fully_shard` does not clear it.
+                param.grad = None
+        self._start_over()
+
+    def finish_step(self, period: int = 1) -> None:
+        """Prepare for the next step: the optimizer is about to step along these gradients.
+
+        The next measured step is to stand for `period` steps.
+        """
+        if self.previous.candidates:
+            self.previous.remember()
+        last_gradient = self.step.last_gradient
+        self.schedule.count(period)
+        self.clear()
+        self._gradient_at_step = last_gradient
+
+    def _start_over(self) -> None:
+        if self.previous.candidates:
+            self.previous.forget()
+        self.hooks.reset()
+        self.step = Step()
+
+    def check_between_steps(self, what: str) -> None:
+        """Raise in the middle of a step."""
+        if self.step.lacks_last_pass and not self._gradients_cleared():
+            raise RuntimeError(
+                f"{what} in the middle of a step, after {self.step.passes} of its backward passes. "
+                "If no step will follow these, call zero_grad() first."
+            )
+
+    def _gradients_cleared(self) -> bool:
+        """Return whether the gradients of this step's passes have been cleared.
+
+        Values are read only if somebody has touched the gradients.
+        """
+        last = self.step.last_gradient
+        if last is None or last.grad is None or last.unchanged:
+            return False
+        if last.param.grad is None:
+            return True
+        # This needs no collective, even if gradients are sharded. All ranks then come to the same
+        # answer, unless a shard is zero on one rank alone and was changed without being cleared.
+        return not any_values(self._params)
+
+    # -- who divides -------------------------------------------------------------------------
+
+    def multiply(self, factor: float) -> None:
+        """Multiply every `.grad` in place."""
+        with torch.no_grad():
+            for param in self._params:
+                if param.grad is not None:
+                    local_shard(param.grad).mul_(factor)
+
+    def count_short(self) -> None:
+        """Make the gradient the mean of a short step's passes, and the batch their size.
+
+        Each loss was divided by the passes of a whole step, and so is the gradient's sum.
+        """
+        step = self.step
+        if step.divided_by != 1:
+            return  # it is
+        before = step.last_norm
+        if not step.gradient_untouched or (
+            before is not None and not torch.equal(before, self._norm_of_one())
+        ):
+            but = ", whose gradient was changed already (clipped, unscaled)"
+            raise RuntimeError(self.batch.describe_short(step.passes, but))
+        self._apply_short()
+
+    def _norm_of_one(self) -> Tensor:
+        """Return the norm of this rank's shard of one gradient.
+
+        Clipping DTensors in one foreach operation does not change their versions.
+        """
+        shards = (local_shard(p.grad) for p in self._params if p.grad is not None)
+        shard = next((each for each in shards if each.numel()), torch.zeros(1))
+        return torch.linalg.vector_norm(shard.detach())
+
+    def _apply_short(self) -> None:
+        """Do what `count_short` does, without asking whether the gradient was changed before."""
+        step, batch = self.step, self.batch
+        if step.passes >= batch.passes or batch.short_step != "count":
+            batch.short = None  # an earlier pass may have looked like the last one
+            return
+        if step.announced not in (None, step.passes):
+            raise RuntimeError(
+                f"a WeightedMean of {step.announced} counts, and only {step.passes} backward()"
+            )
+        batch.short = step.passes
+        self.multiply(batch.passes / step.passes)
+        step.divided_by = step.passes / batch.passes
+
+    def divide_for_user(self) -> None:
+        """Divide the gradients by the number of passes, if that is left to the user."""
+        step, batch = self.step, self.batch
+        if batch.counts_passes or batch.loss_is_divided:
+            raise RuntimeError("the gradients are divided already: is_scaled_loss is not False.")
+        if not step.complete or not step.gradient_untouched:
+            raise RuntimeError(
+                "call scale_grad_by_num_grads_to_accum() once, right after the last backward()."
+            )
+        self.multiply(1 / batch.passes)
+
+    def check_divided(self) -> None:
+        """Raise if the user was to divide the gradients by the number of passes, and has not."""
+        step, batch = self.step, self.batch
+        left_to_user = not batch.counts_passes and not batch.loss_is_divided and batch.passes > 1
+        if left_to_user and step.complete and step.gradient_untouched:
+            raise RuntimeError(
+                f"is_scaled_loss=False, and the sum of {batch.passes} passes' gradients has not "
+                "been divided. Call scale_grad_by_num_grads_to_accum() before step()."
+            )
+
+    # -- saving and loading ------------------------------------------------------------------
+
+    def to_state(self) -> dict[str, object]:
+        """Return the measurement's part of a state dict."""
+        return {
+            "previous": self.previous.to_state(),
+            "norms": self.norms.to_state(),
+            "schedule": self.schedule.to_state(),
+        }
+
+    def parse_state(self, entry: SavedEntries) -> MeasurementState:
+        """Return the measurement's part of a state dict, or raise; nothing is changed."""
+        norms = entry.rows("norms", 5)
+        previous = parse_previous(entry, self._params)
+        return MeasurementState(previous, norms, MeasuredSteps(*entry.wholes("schedule", 2)))
+
+    def load_state(self, state: MeasurementState) -> None:
+        """Continue from a parsed state; measurements under way are dropped."""
+        self.clear()
+        self.schedule = replace(state.schedule)
+        self.norms.load_state(state.norms)
+        self.previous.load_state(state.previous, self._params)
+
+
+class NoSync:
+    """Whether the pass under way is inside DDP's `no_sync()`: asked where no norm can tell."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = params
+        self._modules: list[weakref.ref[nn.Module]] | None = None  # None: not searched yet
+
+    def __call__(self) -> bool:
+        if self._modules is None:
+            found = modules_holding(self._params, _is_ddp)
+            self._modules = [weakref.ref(module) for module, _ in found]
+        return any(
+            module is not None and not module.require_backward_grad_sync
+            for module in (each() for each in self._modules)
+        )
+
+
+def _is_ddp(module: nn.Module) -> bool:
+    return isinstance(module, DistributedDataParallel)
