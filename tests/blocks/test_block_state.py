@@ -122,7 +122,7 @@ def test_work_is_what_no_kept_round_has_yet():
     merged = later.commit(complete=True, overlaps=True, work=sent.work)
     assert merged.work == Work(1, 1, 1) and merged.own == 4
     for gives_up in (
-        lambda s: s.give_up_steps(),
+        lambda s: s.drop_steps(),
         lambda s: s.return_to_anchor(),
         lambda s: s.join(9, 2, diverged=False, retry=[]),
         lambda s: s.load(9, 2, own=4),
@@ -135,7 +135,7 @@ def test_steps_that_are_given_up_are_counted_and_those_along_a_mean_are_not():
     state = after(3).send(ALL).step()  # 3 in flight, and a fourth
     late = state.undo().join(20, 4, diverged=False, retry=[])
     assert (late.own, late.dropped, late.work) == (4, 4, NO_WORK)
-    assert late.step().give_up_steps().dropped == 5
+    assert late.step().drop_steps().dropped == 5
     assert late.step().return_to_anchor().dropped == 5
     merged = state.commit(complete=True, overlaps=True, work=Work(3))
     assert merged.join(20, 4, diverged=False, retry=[]).dropped == 1
@@ -341,7 +341,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def is_not_finite(self):
         self.given_up += self.unmerged if self.state.diverged else 0
-        self.change(self.state.give_up_steps())
+        self.change(self.state.drop_steps())
         self.sent = [(fragments, overlaps, NO_WORK) for fragments, overlaps, _ in self.sent]
         self.unmerged = 0
 

@@ -122,7 +122,7 @@ class PlainRun:
         for biased, new in zip(self.biased, (sqr, var), strict=True):
             biased[:] = [theta * b + (1 - theta) * v for b, v in zip(biased, new, strict=True)]
 
-    def step(self, x, y, stands_for=1):
+    def step(self, x, y, weight_in_steps=1):
         """Train one step; its gradients count as those of so many steps, with 0 not at all."""
         grads = gradients(self.model, x, y)
         n = len(grads)
@@ -135,8 +135,8 @@ class PlainRun:
         sqr = [(n * b - s) / (n - 1) for s, b in zip(small, big, strict=True)]
         var = [(s - b) * scale / (n - 1) for s, b in zip(small, big, strict=True)]
         theta = max(1 - n / 1000, 0) if self.smoothing is None else self.smoothing
-        if stands_for:
-            self.add(sqr, var, theta**stands_for, any((d != 1).any() for d in pinv))
+        if weight_in_steps:
+            self.add(sqr, var, theta**weight_in_steps, any((d != 1).any() for d in pinv))
         self.sqr = [max(b / self.weight, 0.0) for b in self.biased[0]]
         self.var = [max(b / self.weight, 1e-6) for b in self.biased[1]]
         self.gains.append(gain(sum(self.sqr), sum(self.var), scale))

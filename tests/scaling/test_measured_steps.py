@@ -91,7 +91,7 @@ def test_steps_are_counted_down_to_the_next_measured_one():
     schedule, measured, weights = MeasuredSteps(), [], []
     for _ in range(9):
         measured.append(schedule.due)
-        weights += [schedule.stands_for] if schedule.due else []
+        weights += [schedule.weight_in_steps] if schedule.due else []
         schedule.count(4)
     assert measured == [True, False, False, False] * 2 + [True]
     assert weights == [1, 4, 4]
@@ -134,8 +134,8 @@ def test_training_is_the_plain_run_that_measures_one_step_in_k_by_hand(
     )
     x, y = make_batches(STEPS, workers * passes, dtype=torch.float64)
     for step in range(STEPS):
-        stands_for = 1 if step <= settled else K * is_measured(step, settled)
-        oracle.step(x[step], y[step], stands_for)
+        weight_in_steps = 1 if step <= settled else K * is_measured(step, settled)
+        oracle.step(x[step], y[step], weight_in_steps)
     assert len(set(oracle.gains)) == STEPS - sum(not is_measured(s, settled) for s in range(STEPS))
     near = 2e-5 if rule == "AdamScale" else 1e-9
     for mine in ranks:

@@ -230,9 +230,9 @@ class BlockState:
     def return_to_anchor(self) -> BlockState:
         """Give up the steps of this block: the parameters are at the anchor again."""
         assert self.anchor_in_use and not self.in_flight, f"no anchor to return to: {self}"
-        return replace(self.give_up_steps(), diverged=False)
+        return replace(self.drop_steps(), diverged=False)
 
-    def give_up_steps(self) -> BlockState:
+    def drop_steps(self) -> BlockState:
         """Give up the steps that are in no kept round, such as those of values not finite."""
         # In a shared warm-up the workers step along their mean, and nothing of it is lost.
         lost = self.work.steps if self.diverged else 0
@@ -265,7 +265,7 @@ class BlockState:
         """
         assert not self.in_flight, f"rounds of former members are in flight: {self}"
         state = replace(
-            self.give_up_steps(),
+            self.drop_steps(),
             ends_warmup=False,
             diverged=diverged,
             just_joined=True,

@@ -374,7 +374,7 @@ class Sync:
         self.anchor.restore_params()
         if drop_nonfinite_state(self.optimizer):
             self._state_dropped_at = self.state.own
-        self.state = self.state.give_up_steps()
+        self.state = self.state.drop_steps()
         for pending in self.pending:
             pending.note = replace(pending.note.with_work(NO_WORK), status=NOTHING_YET)
 

@@ -540,7 +540,7 @@ class MeasuredSteps:
         return self.left <= 0
 
     @property
-    def stands_for(self) -> int:
+    def weight_in_steps(self) -> int:
         """How many steps this one stands for, if it is measured."""
         return self.passed + 1
 

@@ -495,7 +495,7 @@ class Measurement:
         local = self._mean.no_numbers()
         if schedule.due:
             local = self._mean.measure(step.squares, step.norms, facts)
-        local = replace(local, norm_kind=self.norms.norm_kind, steps=schedule.stands_for)
+        local = replace(local, norm_kind=self.norms.norm_kind, steps=schedule.weight_in_steps)
         step.sent = self.exchange.send(
             local,
             claims,

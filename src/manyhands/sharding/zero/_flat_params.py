@@ -332,7 +332,7 @@ class Shards:
                     kept = owned.data.to(self.wire).to(owned.data.dtype) == owned.rounded
                     owned.data.copy_(torch.where(kept, owned.data, owned.rounded))
 
-    def note_change(self) -> None:
+    def raise_versions(self) -> None:
         """Raise the parameters' versions: autograd then notices a backward through old values."""
         # Other ranks' slices arrive in `data`, which does not count for the views of it.
         params = [self.params[place.param] for b in self.to_step for place in b.layout.ranges]

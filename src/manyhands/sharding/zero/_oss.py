@@ -328,7 +328,7 @@ class OSS(ShardedOptimizer):
             self._check_averaged()
             self._sliced.step(**kwargs)
             # Before the other ranks' slices arrive, which autograd does not see.
-            self._shards.note_change()
+            self._shards.raise_versions()
             if self._run.reducer is not None:
                 self._run.reducer.stepped(self._shards)
             self._shards.wait()
