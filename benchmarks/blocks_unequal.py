@@ -120,7 +120,7 @@ def train(plan: Plan, folder: Path, seed: int, name: str, asleep: bool) -> dict[
         optimizer.synchronize()
     seconds = time.perf_counter() - began[0]
     own_steps = 0 if alone else optimizer.own_steps - began[1]
-    loss = task.loss_at_the_end(data, model) if rank == 0 else 0.0
+    loss = task.at_the_end(data, model) if rank == 0 else 0.0
     return {"loss": loss, "steps": own_steps, "seconds": seconds}
 
 

@@ -18,13 +18,14 @@ from quality.workloads import loss_of, mnist, shakespeare
 from sharding.models import Block, divided
 from team import Team
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import manyhands as mh
 
 WORKERS = 4
 INNER: dict[str, Callable[[Iterable[nn.Parameter], float], Optimizer]] = {
+    "SGD": lambda params, lr: SGD(params, lr=lr, momentum=0.9),
     "AdamW": lambda params, lr: AdamW(params, lr=lr, betas=(0.9, 0.95)),
     # The learning rate of AdamW, because its steps have the length of AdamW's.
     "Muon": lambda params, lr: Muon(
@@ -81,8 +82,11 @@ class Task:
         chosen = torch.randint(len(x), (count,), generator=generator)
         return x[chosen], y[chosen]
 
+    def loss(self, model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return loss_of(model, x, y)
+
     @torch.no_grad()
-    def loss_at_the_end(self, data: Any, model: nn.Module) -> float:
+    def at_the_end(self, data: Any, model: nn.Module) -> float:
         """On what was not trained on."""
         if self.is_text:
             count = (len(data.test) - 1) // 64
@@ -125,19 +129,19 @@ def learn(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) ->
     for _ in range(task.steps):
         x, y = task.draw(data, count, generator)
         model.zero_grad()
-        loss_of(model, x, y).backward()
+        task.loss(model, x, y).backward()
         for each in (*optimizers, *schedules):
             each.step()
     if method:
         for optimizer in optimizers:
             optimizer.synchronize()
-    return task.loss_at_the_end(data, model) if rank == 0 else 0.0
+    return task.at_the_end(data, model) if rank == 0 else 0.0
 
 
 def inner_optimizers(task: Task, model: nn.Module) -> list[Optimizer]:
     """What steps: with "Muon", Muon for the matrices of the blocks, and AdamW for the rest."""
-    if task.inner == "AdamW":
-        return [INNER["AdamW"](model.parameters(), task.lr)]
+    if task.inner != "Muon":
+        return [INNER[task.inner](model.parameters(), task.lr)]
     matrices, rest = divided(model)
     return [INNER[task.inner](matrices, task.lr), INNER["AdamW"](rest, task.lr)]
 
