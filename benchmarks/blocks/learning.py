@@ -63,6 +63,7 @@ class Task:
     load: Callable[[Path], Any]
     workers: int = WORKERS
     inner: str = "AdamW"  # the optimizer, one of `INNER`
+    length: int = 64  # characters in a sample
 
     @property
     def is_text(self) -> bool:
@@ -70,13 +71,14 @@ class Task:
 
     def model(self, data: Any) -> nn.Module:
         if self.is_text:
-            return Transformer(data.symbols, 64)
+            return Transformer(data.symbols, self.length)
         return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
 
     def draw(self, data: Any, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         if self.is_text:
-            starts = torch.randint(len(data.train) - 65, (count, 1), generator=generator)
-            windows = data.train[starts + torch.arange(65)]
+            last = len(data.train) - self.length - 1
+            starts = torch.randint(last, (count, 1), generator=generator)
+            windows = data.train[starts + torch.arange(self.length + 1)]
             return windows[:, :-1], windows[:, 1:]
         x, y = data.train
         chosen = torch.randint(len(x), (count,), generator=generator)
