@@ -1,19 +1,17 @@
 """Ten short runs of 4 workers, and the plain loop that trains them under many settings at once.
 
-`simulate` needs no process group. The parameters of all settings and workers are stacked as
-(settings, workers, ...): one backward pass has all gradients, and an inner optimizer that works
-element by element steps all. `learning.run` trains the same on ranks, with the library.
+`simulate` stacks the parameters of all settings and workers as (settings, workers, ...): one
+backward pass makes all gradients, and the inner optimizer works element by element.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from blocks.learning import INNER, WORKERS, Task, Transformer, lr_at
 from quality.workloads import loss_of, mnist, shakespeare
 from sharding.models import Block
 from torch import Tensor, nn
@@ -21,7 +19,10 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import avg_pool2d, mse_loss
 
-LENGTH = 16  # characters in a sample
+from blocks.learning import INNER, WORKERS, Task, Transformer, lr_at
+from manyhands.blocks import Outer
+
+Setting = tuple[int, int, Outer]  # H, the steps of the warm-up, and the outer step
 
 
 class Recurrent(nn.Module):
@@ -72,30 +73,27 @@ def cnn() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (1, 14)), *maps, nn.Linear(64, 10))
 
 
-class Taught:
-    """What a teacher says about random numbers, with noise in training."""
-
+def taught(count: int, generator: torch.Generator, noise: float) -> tuple[Tensor, Tensor]:
+    """What a teacher says about random numbers."""
     weights = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0)) / 2
-
-    def draw(self, count: int, generator: torch.Generator, noise: float) -> tuple[Tensor, Tensor]:
-        x = torch.randn(count, 16, generator=generator)
-        y = torch.tanh(x @ self.weights).prod(0).sum(1, keepdim=True)
-        return x, y + noise * torch.randn(count, 1, generator=generator)
+    x = torch.randn(count, 16, generator=generator)
+    y = torch.tanh(x @ weights).prod(0).sum(1, keepdim=True)
+    return x, y + noise * torch.randn(count, 1, generator=generator)
 
 
 @dataclass(frozen=True)
 class Short(Task):
-    """A task whose end is told in points: % of labels, or of the variance that is explained."""
+    """Its end is told in points: % of the labels, or of the variance that is explained."""
 
-    length: int = LENGTH
+    length: int = 16
     make: Callable[[Any], nn.Module] = lambda data: mlp(196, 10)
 
     def model(self, data: Any) -> nn.Module:
         return self.make(data)
 
     def draw(self, data: Any, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        if isinstance(data, Taught):
-            return data.draw(count, generator, noise=0.1)
+        if data is None:
+            return taught(count, generator, noise=0.1)
         x, y = super().draw(data, count, generator)
         return (x, y) if self.is_text else (small(x), y)
 
@@ -104,11 +102,11 @@ class Short(Task):
 
     @torch.no_grad()
     def at_the_end(self, data: Any, model: nn.Module) -> float:
-        if isinstance(data, Taught):
-            x, y = data.draw(4000, torch.Generator().manual_seed(1), noise=0.0)
-            return 100 * (1 - (mse_loss(model(x), y) / y.var()).item())
+        if data is None:
+            x, y = taught(4000, torch.Generator().manual_seed(1), noise=0.0)
+            return max(0.0, 100 * (1 - (mse_loss(model(x), y) / y.var()).item()))  # not NaN
         if self.is_text:
-            windows = data.test[: 1500 * (LENGTH + 1)].view(1500, -1)
+            windows = data.test[: 1500 * 17].view(1500, 17)
             x, y = windows[:, :-1], windows[:, 1:]
         else:
             x, y = small(data.test[0][:4000]), data.test[1][:4000]
@@ -119,54 +117,44 @@ def small(pictures: Tensor) -> Tensor:
     return avg_pool2d(pictures.view(-1, 28, 28), 2)
 
 
-# The learning rates are for synchronous training: the lowest, to a factor of two, that end at most
-# a point below the best (another seed).
-SGD, ADAMW = {"inner": "SGD"}, {"inner": "AdamW"}
-SHORT = {
-    task.name: task
-    for task in (
-        Short("MLP, SGD", 8, 400, 0.04, mnist, **SGD),
-        Short("MLP, AdamW", 8, 400, 8e-3, mnist, **ADAMW),
-        Short("CNN, SGD", 8, 400, 0.08, mnist, **SGD, make=lambda _: cnn()),
-        Short("CNN, AdamW", 8, 400, 0.016, mnist, **ADAMW, make=lambda _: cnn()),
-        Short("LSTM, SGD", 8, 600, 0.1, mnist, **SGD, make=lambda _: Recurrent(14, 10, 4)),
-        Short("GRU, AdamW", 8, 400, 0.032, mnist, **ADAMW, make=lambda _: Recurrent(14, 10, 3)),
-        Short("transformer, AdamW", 8, 400, 0.016, mnist, **ADAMW, make=lambda _: Rows()),
-        Short(
-            *("text, LSTM, SGD", 4, 600, 1.0, shakespeare),
-            **SGD,
-            make=lambda data: Recurrent(data.symbols, data.symbols, 4, text=True),
-        ),
-        Short(
-            *("text, transformer, AdamW", 4, 400, 0.032, shakespeare),
-            **ADAMW,
-            make=lambda data: Transformer(data.symbols, LENGTH, width=32, layers=1),
-        ),
-        Short(
-            *("regression, SGD", 8, 800, 0.02, lambda _: Taught()),
-            **SGD,
-            make=lambda _: mlp(16, 1),
-        ),
-    )
-}
-
-
-class Setting(NamedTuple):
-    """When 4 workers synchronize, and the outer step."""
-
-    every: int
-    warmup: int
-    lr: float = 1.0
-    momentum: float = 0.0
-    nesterov: bool = True
-
-    def due(self, step: int, steps: int) -> bool:
-        """Whether a sync round follows this step."""
-        return step > self.warmup and (step % self.every == 0 or step == steps)
+# The learning rate is that of synchronous training: the lowest, to a factor of two, that ends at
+# most a point below the best on another seed.
+PICTURE, TEXT = (Short("", batch, 400, 0, load) for batch, load in ((8, mnist), (4, shakespeare)))
+SHORT = (
+    replace(PICTURE, name="MLP, SGD", inner="SGD", lr=0.04),
+    replace(PICTURE, name="MLP, AdamW", lr=8e-3),
+    replace(PICTURE, name="CNN, SGD", inner="SGD", lr=0.08, make=lambda _: cnn()),
+    replace(PICTURE, name="CNN, AdamW", lr=0.016, make=lambda _: cnn()),
+    replace(
+        PICTURE,
+        name="LSTM, SGD",
+        inner="SGD",
+        lr=0.1,
+        steps=600,
+        make=lambda _: Recurrent(14, 10, 4),
+    ),
+    replace(PICTURE, name="GRU, AdamW", lr=0.032, make=lambda _: Recurrent(14, 10, 3)),
+    replace(PICTURE, name="transformer, AdamW", lr=0.016, make=lambda _: Rows()),
+    replace(
+        TEXT,
+        name="text, LSTM, SGD",
+        inner="SGD",
+        lr=1.0,
+        steps=600,
+        make=lambda data: Recurrent(data.symbols, data.symbols, 4, text=True),
+    ),
+    replace(
+        TEXT,
+        name="text, transformer, AdamW",
+        lr=0.032,
+        make=lambda data: Transformer(data.symbols, 16, width=32, layers=1),
+    ),
+    Short("regression, SGD", 8, 800, 0.02, lambda _: None, inner="SGD", make=lambda _: mlp(16, 1)),
+)
 
 
 def simulate(task: Task, folder: Path, seed: int, settings: Sequence[Setting]) -> list[float]:
-    """Where each setting ends."""
+    """Where each setting ends: a round follows each step that is a multiple of H, and the last."""
     torch.set_num_threads(1)
     data = task.load(folder)
     torch.manual_seed(seed)
@@ -190,26 +178,20 @@ def simulate(task: Task, folder: Path, seed: int, settings: Sequence[Setting]) -
         optimizer.zero_grad()
         with sdpa_kernel(SDPBackend.MATH):  # the one that `vmap` knows
             losses(params, *map(torch.stack, zip(*drawn, strict=True))).sum().backward()
-        together = torch.tensor([step <= setting.warmup for setting in settings])
+        together = torch.tensor([step <= warmup for _, warmup, _ in settings])
         for param in params.values():
             param.grad[together] = param.grad[together].mean(1, keepdim=True)
         optimizer.step()
-        for at, setting in enumerate(settings):
+        for at, (every, warmup, outer) in enumerate(settings):
+            due = step > warmup and (step % every == 0 or step == task.steps)
             for param, anchor, memory in zip(params.values(), anchors, memories, strict=True):
-                if step == setting.warmup:
+                if step == warmup:
                     anchor[at] = param.data[at, 0]
-                elif setting.due(step, task.steps):
-                    step_outer(setting, param.data[at], anchor[at], memory[at])
+                elif due:
+                    outer.step(anchor[at], anchor[at] - param.data[at].mean(0), [memory[at]])
+                    param.data[at] = anchor[at]
     ends = []
     for at in range(len(settings)):
         model.load_state_dict({name: param.data[at, 0] for name, param in params.items()})
         ends.append(task.at_the_end(data, model))
     return ends
-
-
-def step_outer(setting: Setting, workers: Tensor, anchor: Tensor, memory: Tensor) -> None:
-    """Move the anchor, and all workers to it: Chen & Huo, 2016, and Douillard et al., 2023."""
-    gradient = setting.lr * (anchor - workers.mean(0))
-    memory.mul_(setting.momentum).add_(gradient)
-    anchor.sub_(gradient + setting.momentum * memory if setting.nesterov else memory)
-    workers.copy_(anchor.expand_as(workers))
