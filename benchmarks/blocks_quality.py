@@ -158,7 +158,7 @@ def settings(steps: int, rate: float) -> dict[str, Setting]:
 def train_short(folder: Path, quick: bool) -> None:
     """Train what is missing; a run that is not finite has no points."""
     done = [(row["task"], row["rate"], row["seed"]) for row in pages.read_rows(SHORT_RESULTS)]
-    for seed, rate, task in product(SEEDS[:2], RATES, SHORT):
+    for seed, rate, task in product(SEEDS, RATES, SHORT):
         if quick or (task.name, rate, seed) not in done:
             chosen = replace(task, lr=rate * task.lr, steps=40 if quick else task.steps)
             planned = settings(chosen.steps, rate)
@@ -254,8 +254,8 @@ and a transformer on Shakespeare, and a regression; five with SGD (momentum 0.9)
 AdamW. 4 workers with batches of 4 or 8 are simulated in one process; a test compares this with
 ranks. "Rounds" are the sync rounds after the warm-up, in which all step together. A figure is how
 many points a run ends below synchronous training in as many steps (points are % of the labels, or
-of the variance, on held-out data; mean of 2 seeds): the median of the ten tasks, and in brackets
-how many of the ten lose at most one point.
+of the variance, on held-out data; mean of {seeds} seeds): the median of the ten tasks, and in
+brackets how many of the ten lose at most one point.
 
 **At the learning rate for synchronous training**, which is tuned to a factor of two:
 
