@@ -584,8 +584,9 @@ def short_runs() -> Figures:
     yield figure(
         "docs/blocks.md",
         "with 40 or 80 rounds these lost at most {} points (AdamW) and {} (SGD; medians) against "
-        "synchronous training, at most one point on {} and {} of the ten, and at most {} on any. The defaults "
-        "without a warm-up lost {} to {} (DiLoCo) and {} to {} (BMUF) with 5 to 80 rounds",
+        "synchronous training, at most one point on {} and {} of the ten, and at most {} on any. "
+        "The defaults without a warm-up lost {} to {} (DiLoCo) and {} to {} (BMUF) with 5 to 80 "
+        "rounds",
         *(span(advised[0])[1], span(advised[1])[1], *kept, f"{worst:.1f}"),
         *(*span(defaults[0]), *span(defaults[1])),
     )
