@@ -6,6 +6,7 @@ CPU: see fairscale_on_cpu.py.
 
 import contextlib
 import os
+import pickle
 import sys
 import warnings
 
@@ -21,9 +22,11 @@ from helpers.fairscale_on_cpu import fairscale_on_cpu
 from helpers.pages import ROOT, TORCHRUN, blocks, launch
 from helpers.ranks import run_ranks
 from helpers.sharding_oracle import Lamb
+from manyhands import fairscale
 
 from test_migrating import (  # isort: skip
     LOOPS,
+    PAGE,
     both_sides,
     flat,
     need_peer_of,
@@ -326,3 +329,86 @@ def test_one_worker_without_a_process_group(side, expected):
         need_peer_of("fairscale.nn")
     with wrapper_of(side) as wrapper:
         assert outcome(lambda: wrapper(nn.Linear(3, 3)) and "made") == expected
+
+
+# -- what fairscale's own tests look at ----------------------------------------------------------
+
+
+def looked_at():
+    """The first cells of the page's table of fairscale's own tests."""
+    text = PAGE.read_text(encoding="utf-8").partition("fairscale's own tests pass here")[2]
+    lines = text.partition("\n\n## ")[0].splitlines()
+    return [line.split("|")[1] for line in lines if line.startswith("|")][2:]
+
+
+def own_tests():
+    """By the first cell: whether the page is right, on each of two ranks."""
+    torch.manual_seed(0)
+    linear = mh.FSDP(nn.Linear(4, 3))
+    inner = nn.Sequential(mh.FSDP(nn.Linear(4, 3)))
+    mh.FSDP(inner)
+    with linear.summon_full_params():
+        whole = linear.training_state.name, linear.weight.shape
+    yield "`is_singleton_tensor(x)`", not hasattr(fairscale, "is_singleton_tensor")
+    lacks = not hasattr(linear, "buffer_size")
+    yield "`buffer_size`", lacks and sum(p.numel() for p in linear.params) == 15
+    lacks = not hasattr(linear, "has_full_params")
+    yield "`has_full_params`", lacks and whole == ("SUMMON_FULL_PARAMS", (3, 4))
+    yield "`uncollected_opt_state`", not hasattr(linear, "uncollected_opt_state")
+    yield "`flat_param_0`", list(linear.state_dict()) == ["weight", "bias"]
+    yield "`process_group_reduce_scatter`", linear.process_group_reduce_scatter is None
+    yield "pickle a wrap", "Save or copy its state_dict()" in said(lambda: pickle.dumps(linear))
+    yield "wrap a wrapped model again", "Use the first one" in said(lambda: mh.FSDP(inner))
+    few = fairscale.DummyProcessGroup(0, 2)
+    refused = said(lambda: mh.FSDP(nn.Linear(4, 3), process_group=few))
+    yield "`DummyProcessGroup` of several ranks", "new_group" in refused
+
+    module = nn.Linear(4, 3)
+    wrapper = fairscale.AdaScaleWrapper
+    refused = said(lambda: mh.OSS(module.parameters(), wrapper, optim_cls=SGD, lr=0.1))
+    rule = mh.AdaScale(mh.OSS(module.parameters(), SGD, lr=0.1))
+    model = mh.ShardedDataParallel(module, rule)
+    model(torch.ones(2, 4)).sum().backward()
+    rule.step()
+    yield "`OSS(params, AdaScaleWrapper)`", "ranks have different" in refused
+
+    module = nn.Linear(4, 3)
+    optimizer = mh.OSS(module.parameters(), SGD, lr=0.1)
+    ranks = len(optimizer.partition_parameters())
+    yield "`OSS.buckets`", not hasattr(optimizer, "buckets") and ranks == 2
+    for param in module.parameters():
+        param.grad = torch.full_like(param, float(dist.get_rank()))
+    refused = said(optimizer.step)
+    yield "`OSS` without averaged gradients", "ShardedDataParallel" in refused
+
+    module = nn.Linear(4, 3)
+    optimizer = mh.OSS(module.parameters(), SGD, lr=0.1)
+    model = mh.ShardedDataParallel(module, optimizer)
+    with model.no_sync():
+        model(torch.ones(2, 4)).sum().backward()
+    refused = said(optimizer.step)
+    model.reduce()
+    optimizer.step()
+    yield "`step()` after `no_sync()` alone", "reduce()" in refused
+
+    described = [{"param_metadata": [{"fsdp_path": "", "params": {}}], "buffer_names": []}]
+    refused = said(lambda: mh.FSDP.consolidate_shard_weights([{}], described))
+    yield "slices saved by fairscale", "these slices are fairscale's" in refused
+
+
+def said(action):
+    """The message of the error that it raises."""
+    try:
+        action()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+ELSEWHERE = {"resume `broadcast_fp16` exactly"}  # tests/checkpoint/test_any_to_any.py
+
+
+def test_what_fairscales_own_tests_look_at_is_as_the_page_says():
+    ranks = run_ranks(2, lambda: dict(own_tests()))
+    assert {*ranks[0], *ELSEWHERE} == set(looked_at())
+    assert all(all(found.values()) for found in ranks), ranks

@@ -41,12 +41,7 @@ from typing import IO
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from manyhands.blocks.crew import _store
-from manyhands.blocks.crew._processes import (
-    Guard,
-    OutputForwarder,
-    die_with_parent,
-    write_or_drop,
-)
+from manyhands.blocks.crew._processes import Guard, OutputForwarder, die_with_parent, say
 from manyhands.blocks.crew._roster import Roster, number_of
 from manyhands.blocks.crew._shared_roster import PREFIX, HeartbeatMonitor, SharedRoster
 from manyhands.blocks.crew._store import (
@@ -148,7 +143,7 @@ class Launcher:
                     self.shared.client.close()
                 self._guard.close()
                 if self.signer.ignored:
-                    _print(
+                    say(
                         f"{self.signer.ignored} value(s) in the store were ignored here: they were "
                         "not signed with the secret of this run, or not what a member writes."
                     )
@@ -256,33 +251,33 @@ class Launcher:
             return
         if roster is not None and roster.finished:
             worker.code = 0
-            _print(f"worker {worker.number} ended ({how}) when the others had finished.")
+            say(f"worker {worker.number} ended ({how}) when the others had finished.")
             return
         worker.short_lives = worker.short_lives + 1 if now - worker.began < SHORT_LIFE else 0
         if code > 0 and roster is not None and self._is_refused(worker, roster) and roster.begun:
-            _print(f"worker {worker.number} was not let in ({how}): it is not started again.")
+            say(f"worker {worker.number} was not let in ({how}): it is not started again.")
             return
         if code > 0 or how in CRASHES:
             worker.errors = [t for t in worker.errors if now - t < ERROR_WINDOW] + [now]
             if roster is None:
                 self._exit_code = worker.code
-                _print(
+                say(
                     f"worker {worker.number} ended ({how}), and no worker can go on without the "
                     "store."
                 )
                 return
             if not roster.begun:
                 self._exit_code = worker.code
-                _print(f"worker {worker.number} ended ({how}) before the first sync round.")
+                say(f"worker {worker.number} ended ({how}) before the first sync round.")
                 return
             if len(worker.errors) > self.restarts:
-                _print(f"worker {worker.number} ended ({how}), too often: it is not started again.")
+                say(f"worker {worker.number} ended ({how}), too often: it is not started again.")
                 return
         elif self.shared is None:
-            _print(f"worker {worker.number} ended ({how}), and the store is lost.")
+            say(f"worker {worker.number} ended ({how}), and the store is lost.")
             return
         worker.due = now + _restart_pause(worker.short_lives)
-        _print(f"worker {worker.number} ended ({how}) and is started again.")
+        say(f"worker {worker.number} ended ({how}) and is started again.")
 
     def _is_refused(self, worker: LaunchedWorker, roster: Roster) -> bool:
         return any(number // self.processes == worker.number for number in roster.refused)
@@ -335,7 +330,7 @@ class Launcher:
         numbers = {number_of(id) // self.processes for id in silent}
         for worker in self.workers:
             if worker.number in numbers and worker.processes:
-                _print(
+                say(
                     f"worker {worker.number} had no heartbeat for {STOPPED_LIMIT:g} s and is "
                     "killed."
                 )
@@ -363,7 +358,7 @@ class Launcher:
         try:
             action(self.shared)
         except StoreLost as error:
-            _print(str(error))
+            say(str(error))
             self.shared.client.close()
             self.shared = None
 
@@ -402,7 +397,3 @@ def _restart_pause(short_lives: int) -> float:
         return 0.0
     # Limit the exponent too: a worker may be killed again and again for days.
     return min(2.0 ** min(short_lives - 2, 30), LONGEST_RESTART_PAUSE)
-
-
-def _print(message: str) -> None:
-    write_or_drop(sys.stderr, f"manyhands run: {message}\n".encode())

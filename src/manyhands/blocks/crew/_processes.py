@@ -1,7 +1,7 @@
 """What a launcher does for its processes: their output is forwarded, and none is left behind.
 
 OutputForwarder   forwards what they print, line by line, with each one's name in front
-write_or_drop     writes it, and goes on if nobody reads it, or the disk is full
+write_or_drop     writes it, and goes on if nobody reads it, or the disk is full; say: our own
 Guard             kills them if the launcher is killed: a process of its own
 die_with_parent   lets the system kill them when the launcher dies (Linux)
 
@@ -78,8 +78,8 @@ class OutputForwarder:
             # As bytes, in one write: a line need not be valid text, and lines do not mix.
             error = write_or_drop(target, b"".join(prefix + line + b"\n" for line in lines))
             if error is not None and not self._told:
-                told = f"manyhands run: output is lost ({error.strerror}), and the workers go on.\n"
-                self._told = write_or_drop(sys.stderr, told.encode()) is None
+                told = f"output is lost ({error.strerror}), and the workers go on."
+                self._told = say(told) is None
         if last:
             self._selector.unregister(pipe)
             del self._unfinished[pipe]
@@ -97,6 +97,11 @@ def write_or_drop(target: TextIO | None, data: bytes) -> OSError | None:
     except OSError as error:
         return error
     return None
+
+
+def say(message: str) -> OSError | None:
+    """Print a message of the command's own."""
+    return write_or_drop(sys.stderr, f"manyhands run: {message}\n".encode())
 
 
 class Guard:

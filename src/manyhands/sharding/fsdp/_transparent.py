@@ -460,7 +460,10 @@ def consolidate_slices(
 ) -> dict[str, Tensor]:
     """Return the plain model's state dict from every rank's slices."""
     result: dict[str, Tensor] = {}
-    for name, facts in metadata[0]["param_metadata"].items():
+    described = metadata[0]["param_metadata"]
+    if not isinstance(described, Mapping):
+        raise ValueError("these slices are fairscale's: put them together there, and load that.")
+    for name, facts in described.items():
         if missing := [rank for rank, each in enumerate(weights) if name not in each]:
             if strict:
                 raise ValueError(f"parameter {name} is not in the weights of rank(s) {missing}.")
