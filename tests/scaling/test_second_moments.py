@@ -8,8 +8,8 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 import manyhands as mh
 from helpers.ranks import run_ranks
 from manyhands.ramp import _decision, _ramp
+from manyhands.scaling import LoopPort
 from manyhands.scaling._noise import ratio_of_squares
-from manyhands.scaling._optimizer import RuleCore
 from manyhands.scaling._preconditioned import rescale_second_moments
 
 NOISE = 8.0
@@ -102,7 +102,7 @@ def test_a_ramp_lets_them_follow_the_batch(rule, monkeypatch):
     monkeypatch.setattr(_decision, "GROWTH", 16.0)
     expected = 1.0 + NOISE**2 / 16
     assert ramped(rule, AdamW) == pytest.approx(expected, rel=0.15)
-    monkeypatch.setattr(RuleCore, "follow_batch", lambda *batch: True)
+    monkeypatch.setattr(LoopPort, "follow_batch", lambda *batch: True)
     assert ramped(rule, AdamW) > 5 * expected  # so it makes a difference
 
 

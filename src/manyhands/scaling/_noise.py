@@ -47,6 +47,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from manyhands._core.arguments import one_of
 from manyhands._core.state_parts import SQUARES, SavedEntries
@@ -570,6 +571,9 @@ def steps_between(k: int, memory: float, held: float, small_batches: int) -> int
     return max(1, min(k, int(memory * min(small_batches / LEAST, 1 / LEAST_STEPS) + 1e-6)))
 
 
+COUNTS = ("steps", "skipped", "short", "nonfinite", "nonfinite_in_a_row")
+
+
 @dataclass
 class History:
     """What a rule's steps have come to so far. The owner of the progress."""
@@ -613,22 +617,11 @@ class History:
         return {
             "average": self.average.to_state(),
             "progress": self.progress,
-            "steps": self.steps,
-            "skipped": self.skipped,
-            "short": self.short,
-            "nonfinite": self.nonfinite,
-            "nonfinite_in_a_row": self.nonfinite_in_a_row,
+            **{name: getattr(self, name) for name in COUNTS},
         }
 
     def parse_state(self, entry: SavedEntries) -> History:
         """Return the saved history, with this one's settings, or raise; nothing is changed."""
-        return replace(
-            self,
-            average=self.average.from_state(entry.part("average")),
-            progress=entry.real("progress"),
-            steps=entry.whole("steps"),
-            skipped=entry.whole("skipped"),
-            short=entry.whole("short"),
-            nonfinite=entry.whole("nonfinite"),
-            nonfinite_in_a_row=entry.whole("nonfinite_in_a_row"),
-        )
+        counts: dict[str, Any] = {name: entry.whole(name) for name in COUNTS}
+        average = self.average.from_state(entry.part("average"))
+        return replace(self, average=average, progress=entry.real("progress"), **counts)

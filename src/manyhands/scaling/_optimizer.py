@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands._core.arguments import real
 from manyhands._core.ranks import RankGroup
-from manyhands._core.state_parts import OptimizerLayers
 from manyhands._core.stop_notice import stop_notice
 from manyhands._core.wrappers import (
     LossScale,
@@ -48,11 +47,9 @@ from manyhands.scaling._noise import (
     History,
     NoiseAverage,
     NormSums,
-    ratio_of_squares,
     steps_between,
 )
 from manyhands.scaling._payload import RankReport, SentStep, StepObserver
-from manyhands.scaling._preconditioned import rescale_second_moments
 from manyhands.scaling._settings import (
     GatedAccumulation,
     Options,
@@ -66,13 +63,12 @@ STEPS_IN_A_ROW = 20  # a rate that changes in so many follows a schedule
 AHEAD = 1.5  # progress per step at which a schedule in steps is clearly behind
 
 
-@dataclass
-class Preview:
+class Preview(NamedTuple):
     """A step's norms that were looked at before the step."""
 
-    sent: SentStep | None = None
-    sums: NormSums | None = None
-    average: NoiseAverage | None = None
+    sent: SentStep
+    sums: NormSums | None
+    average: NoiseAverage
 
 
 class RuleCore:
@@ -104,7 +100,7 @@ class RuleCore:
         # Under an `AdaptiveDataLoader`: whether more passes of the step follow.
         self.pass_accumulates: bool | None = None
         self.reports: Sequence[RankReport] = ()  # of the last step that has sent them
-        self._preview = Preview()
+        self._preview: Preview | None = None
         self._last_sent: SentStep | None = None
         self._warned = False
 
@@ -168,10 +164,9 @@ class RuleCore:
         if sent is None:
             return self.history.average
         # read once: reading waits for the device
-        if self._preview.sent is not sent or self._preview.average is None:
+        if self._preview is None or self._preview.sent is not sent:
             sums, _ = sent.read()
             self._preview = Preview(sent, sums, self.history.average_with(sums, self._weight(sums)))
-        assert self._preview.average is not None
         return self._preview.average
 
     @property
@@ -188,7 +183,7 @@ class RuleCore:
 
     def forget(self) -> None:
         """Drop the numbers of the step under way: gradients were cleared."""
-        self._preview = Preview()
+        self._preview = None
         self.measurement.clear()
 
     @property
@@ -272,12 +267,12 @@ class RuleCore:
         assert sent is not None
         if step.problem is not None:
             raise RuntimeError(step.problem)
-        previewed = preview.sent is sent
+        previewed = preview is not None and preview.sent is sent
         if signals.present and not self.loss_scale.known:
             _check_loss_scale_known(signals, previewed)
         # the scaler's one-element tensors come along, in the same copy from the device
         tensors = [x for x in (signals.found_inf, signals.grad_scale) if x is not None]
-        if previewed:
+        if preview is not None and previewed:
             sums, extras = preview.sums, [float(tensor) for tensor in tensors]
         else:
             sums, extras = sent.read(tensors)
@@ -288,7 +283,7 @@ class RuleCore:
         if not skipped:
             self._warn_if_exploded(sums)
         self.history.add(sums, self._weight(sums), skipped=skipped)
-        self._preview, self._last_sent = Preview(), sent
+        self._preview, self._last_sent = None, sent
         self.measurement.finish_step(self._period())
         return skipped
 
@@ -336,20 +331,6 @@ class RuleCore:
             "(Said once.)",
             stacklevel=2,
         )
-
-    def follow_batch(self, optimizer: Optimizer, before: float, now: float) -> bool:
-        """Let Adam's second moments be those of scale `now`; return whether the noise is known.
-
-        Call it between two steps, on every rank.
-        """
-        average = self.history.average
-        if not average.measured:
-            return False
-        ratio = ratio_of_squares(average.sqr_of(), average.var_of(), before, now)
-        rescale_second_moments(OptimizerLayers.of(optimizer).plain, ratio)
-        # Also on a rank whose shard is empty: sharded moments are collected anew from all ranks.
-        self.measurement.norms.moments_changed()
-        return True
 
 
 def _check_loss_scale_known(signals: ScalerSignals, previewed: bool) -> None:

@@ -23,7 +23,13 @@ from torch.optim.optimizer import StateDict
 
 from manyhands._core.arguments import explained, flag, one_of, real, whole
 from manyhands._core.ranks import rank_group_of
-from manyhands._core.state_parts import SQUARES, SavedEntries, SavedState, plain_optimizer
+from manyhands._core.state_parts import (
+    SQUARES,
+    OptimizerLayers,
+    SavedEntries,
+    SavedState,
+    plain_optimizer,
+)
 from manyhands._core.wrappers import (
     LossScale,
     LossScaler,
@@ -38,9 +44,10 @@ from manyhands.scaling._binding import (
     check_ranks_agree,
     check_says_which_passes,
 )
-from manyhands.scaling._noise import VAR_FLOOR, History, NoiseAverage
+from manyhands.scaling._noise import VAR_FLOOR, History, NoiseAverage, ratio_of_squares
 from manyhands.scaling._optimizer import RuleCore, ScaledOptimizer
 from manyhands.scaling._payload import StepObserver
+from manyhands.scaling._preconditioned import rescale_second_moments
 from manyhands.scaling._settings import (
     PASSES,
     PER_STEP,
@@ -149,7 +156,14 @@ class LoopPort:
 
         Call it between two steps, on every rank.
         """
-        return self._core.follow_batch(self._rule, before, now)
+        average = self._core.history.average
+        if not average.measured:
+            return False
+        ratio = ratio_of_squares(average.sqr_of(), average.var_of(), before, now)
+        rescale_second_moments(OptimizerLayers.of(self._rule).plain, ratio)
+        # Also on a rank whose shard is empty: sharded moments are collected anew from all ranks.
+        self._core.measurement.norms.moments_changed()
+        return True
 
     @property
     def observer(self) -> StepObserver | None:
