@@ -56,7 +56,6 @@ class RankIdentity(Protocol):
     def group(self) -> dist.ProcessGroup | None: ...
     def on_gloo(self, device: torch.device) -> bool: ...
     def all_gather_text(self, text: str) -> list[str]: ...
-    def start_all_reduce_max(self, tensor: Tensor) -> dist.Work: ...
 
 
 @dataclass
@@ -286,7 +285,9 @@ class SharedMemory:
 
     def barrier(self) -> dist.Work:
         """Begin a barrier; the result's `wait` returns when every rank has begun it."""
-        work = self._workers.start_all_reduce_max(torch.zeros(1))
+        group = self._workers.group
+        work = dist.all_reduce(torch.zeros(1), dist.ReduceOp.MAX, group=group, async_op=True)
+        assert work is not None
         # This barrier begins after everything that these wait for, so it serves them too.
         for later in self._later:
             later.work = work

@@ -301,7 +301,8 @@ class Sync:
         frozen = [i for i, param in enumerate(self.anchor.params) if not param.requires_grad]
         checksum = self._options_checksum
         facts: list[object] = [*([frozen] if frozen else []), *self.samples.facts]
-        all_finite, stop = self.runner.agree_inside(finite, stop_notice.received, device)
+        stop = bool(stop_notice.reason or stop_notice.sources) and stop_notice.received
+        all_finite, stop = self.runner.agree_inside(finite, stop, device)
         return Note(
             step=float(step),
             status=float(all_finite),

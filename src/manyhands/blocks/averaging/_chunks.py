@@ -75,7 +75,8 @@ def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> Iterator
 
 
 def _chunk_length(payload: Payload) -> int:
-    if 8 * payload.codec.size(ALIGNED, payload.dtype) < FEW_BITS * ALIGNED:
+    codec = payload.codec
+    if codec.rounds and 8 * codec.size(ALIGNED, payload.dtype) < FEW_BITS * ALIGNED:
         return LARGEST
     return max(SMALLEST, min(LARGEST, payload.length // 16)) // ALIGNED * ALIGNED
 

@@ -399,16 +399,17 @@ class _SyncRound:
 
 def _check_notes(notes: Sequence[Note]) -> None:
     """Raise on every worker unless all are at the same step of the same training."""
-    raise_if_different(
-        [{"numbers of steps at a sync round": note.step} for note in notes],
-        "Every worker has to call step() as often as the others: give them equally many batches, "
-        "or stop together.",
-    )
-    raise_if_different(
-        [{"options, frozen parameters or positions of a Cursor": note.options} for note in notes],
-        "(These are checksums.) Build the same optimizer and the same Cursor on every worker, and "
-        "change or load them on all of them at once.",
-    )
+    if len({(note.step, note.options) for note in notes}) > 1:
+        raise_if_different(
+            [{"numbers of steps at a sync round": note.step} for note in notes],
+            "Every worker has to call step() as often as the others: give them equally many "
+            "batches, or stop together.",
+        )
+        raise_if_different(
+            [{"options, frozen parameters or positions of a Cursor": n.options} for n in notes],
+            "(These are checksums.) Build the same optimizer and the same Cursor on every worker, "
+            "and change or load them on all of them at once.",
+        )
     counting = {note.samples >= 0.0 for note in notes if note.included and note.taken > 0}
     if len(counting) > 1 or any(note.samples == SAMPLES_INCOMPLETE for note in notes):
         raise RanksDisagree(
