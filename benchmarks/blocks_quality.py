@@ -36,7 +36,7 @@ from sharding.models import divided  # noqa: E402
 from traffic import bytes_sent  # noqa: E402
 
 import manyhands as mh  # noqa: E402
-from manyhands.blocks._outer import Average, BlockMomentum  # noqa: E402
+from manyhands.blocks._anchor import Average, BlockMomentum  # noqa: E402
 from manyhands.blocks.averaging._codec import CODECS  # noqa: E402
 
 RESULTS = pages.RESULTS / "blocks-quality.jsonl"

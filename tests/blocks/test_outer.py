@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.blocks_oracle import REFERENCE, problem, reference, train
-from manyhands.blocks._outer import Average, BlockMomentum, Outer, SlowMomentum
+from manyhands.blocks._anchor import Average, BlockMomentum, Outer, SlowMomentum
 
 pytestmark = pytest.mark.quick
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.blocks._outer import Average, BlockMomentum
+from manyhands.blocks._anchor import Average, BlockMomentum
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DILOCO = {"kind": "DiLoCo", "lr": 0.7, "momentum": 0.9}

@@ -7,8 +7,7 @@ arguments.py      check numbers, flags, words and sizes ("24 GiB") that users pa
 agreement.py      all ranks agree, or all raise
 optimizers.py     what an optimizer is: may parameters be cut for it, which state does it keep?
 backward.py       when a backward pass begins and ends
-flat.py           tensors as flat ranges of elements, and the norm of a tensor
-sharded.py        DTensors: which part of a tensor is on this rank
+flat.py           tensors as flat ranges, and their norm; which part of a DTensor is on this rank
 sharded_gradient.py  gradients of which each rank holds slices, and their norm
 wrappers.py       optimizers around optimizers, and what a gradient scaler leaves on them
 modules.py        modules around a model, and the names in it

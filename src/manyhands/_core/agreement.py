@@ -29,9 +29,9 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from manyhands._core.flat import is_dtensor, local_shard
 from manyhands._core.modules import WRAPPER_NAMES, plain_name
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded import is_dtensor, local_shard
 from manyhands.errors import RanksDisagree
 
 Facts: TypeAlias = Mapping[str, object]

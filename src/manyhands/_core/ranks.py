@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from manyhands._core import slices
+from manyhands._core.flat import is_dtensor
 from manyhands._core.groups import Lease, connect
-from manyhands._core.sharded import is_dtensor
 from manyhands._core.slices import PendingReduceScatter, SharedMemory, SharedMemoryReduceScatter
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from manyhands._core.sharded import local_shard
+from manyhands._core.flat import local_shard
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

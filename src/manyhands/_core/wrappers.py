@@ -53,7 +53,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.sharded import local_shard
+from manyhands._core.flat import local_shard
 
 if TYPE_CHECKING:
     from typing_extensions import Self

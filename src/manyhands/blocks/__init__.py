@@ -9,15 +9,14 @@ _sync.py         the life of a block: send, commit, merge, undo; the steps of a 
 _block_state.py  where a worker is in that life, as one value
 _samples.py      which samples of the data a worker has, and what its steps weigh in the mean
 _schedule.py     after which step a fragment is sent, how long the next block is; the drift
-_anchor.py       the anchor, and the differences from it
+_anchor.py       the anchor, the differences from it, and the outer steps that move it
 averaging/       one sync round: from differences to their mean
 crew/            elastic membership: workers that come and go
-_outer.py        outer steps, which move the anchor by the mean
 _common_state.py the state that is equal on every worker: for joiners, and for what is saved
 _saving.py       what is saved, and how a run continues
 """
 
-from manyhands.blocks._outer import Outer
+from manyhands.blocks._anchor import Outer
 from manyhands.blocks._schedule import Every
 
 __all__ = ["Every", "Outer"]

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 
@@ -34,13 +33,13 @@ from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors, names_in
 from manyhands._core.arguments import flag
+from manyhands._core.flat import is_dtensor
 from manyhands._core.modules import WITH_ACCELERATE, modules_holding
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded import is_dtensor
 from manyhands._core.slices import check_on_cpu
 from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.wrappers import find_prepared, unwrap
-from manyhands.blocks._outer import Outer
+from manyhands.blocks._anchor import Outer
 from manyhands.blocks.averaging._codec import Codec
 
 SAME = 1e-6  # relative difference of squared lengths, below which steps are the same
@@ -100,11 +99,6 @@ def check_shared_memory(
 
 
 # -- the other workers -----------------------------------------------------------------------------
-
-
-def fingerprint(options: object) -> float:
-    """Return a checksum of the options as a float, which all collectives can carry exactly."""
-    return float(zlib.crc32(repr(options).encode()))
 
 
 def check_agreement(

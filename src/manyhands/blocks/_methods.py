@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands._core.arguments import flag, real, whole
+from manyhands.blocks._anchor import Average, BlockMomentum, Outer, SlowMomentum
 from manyhands.blocks._optimizer import Blocks
-from manyhands.blocks._outer import Average, BlockMomentum, Outer, SlowMomentum
 from manyhands.blocks._schedule import Every
 from manyhands.blocks.crew._crew import Crew
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.arguments import explained, flag, one_of, whole
+from manyhands._core.flat import local_shard
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded import local_shard
 from manyhands._core.stop_notice import stop_notice
 from manyhands._core.wrappers import (
     OptimizerWrapper,
@@ -28,7 +28,7 @@ from manyhands._core.wrappers import (
     unscale,
 )
 from manyhands.blocks import _saving
-from manyhands.blocks._anchor import Anchor
+from manyhands.blocks._anchor import Anchor, Average, Outer
 from manyhands.blocks._block_state import NO_VERSION, BlockState
 from manyhands.blocks._checks import (
     Value,
@@ -41,7 +41,6 @@ from manyhands.blocks._checks import (
     rename_options,
     split_overrides,
 )
-from manyhands.blocks._outer import Average, Outer
 from manyhands.blocks._samples import CursorRounds
 from manyhands.blocks._schedule import Every, check_schedule, make_schedule
 from manyhands.blocks._sync import Sync

@@ -35,11 +35,7 @@ from manyhands.blocks._anchor import (
     StagedDifference,
 )
 from manyhands.blocks._block_state import NO_WORK, BlockState
-from manyhands.blocks._checks import (
-    fingerprint,
-    moved_identically,
-    warn_identical_moves,
-)
+from manyhands.blocks._checks import moved_identically, warn_identical_moves
 from manyhands.blocks._common_state import CommonParts
 from manyhands.blocks._samples import BlockSamples
 from manyhands.blocks._schedule import Every, Pace, Schedule
@@ -57,6 +53,7 @@ from manyhands.blocks.averaging._payload import (
     are_finite,
     by_index,
     drop_nonfinite_state,
+    fingerprint,
     is_payload_finite,
     make_payloads,
     state_tensors,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from manyhands._core.flat import is_dtensor
 from manyhands._core.modules import ModuleWrapper, plain_modules
-from manyhands._core.sharded import is_dtensor
 from manyhands.checkpoint import _index
 from manyhands.checkpoint._slices import Parts, put_new, to_parts
 from manyhands.checkpoint._values import ForeignState, GetTensor, decode, encode

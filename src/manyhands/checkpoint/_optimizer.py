@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.sharded import local_shard
+from manyhands._core.flat import local_shard
 from manyhands._core.state_parts import (
     BlocksParts,
     OptimizerLayers,

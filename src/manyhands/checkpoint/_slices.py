@@ -42,8 +42,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from manyhands._core.flat import order_of_dims
-from manyhands._core.sharded import is_dtensor, local_shard
+from manyhands._core.flat import is_dtensor, local_shard, order_of_dims
 from manyhands._core.state_parts import OptimizerStatePart
 from manyhands.checkpoint import _index
 

@@ -38,9 +38,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.optim import Optimizer
 
 from manyhands._core.agreement import raise_if_different, run_on_all
+from manyhands._core.flat import is_dtensor
 from manyhands._core.random_state import random_state
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded import is_dtensor
 from manyhands.checkpoint import _folder, _index, _safetensors
 from manyhands.checkpoint._model import ModelNames, collect_model, find_names
 from manyhands.checkpoint._optimizer import collect_optimizer

@@ -25,10 +25,10 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from manyhands._core.agreement import agree, run_on_all
 from manyhands._core.arguments import one_of
+from manyhands._core.flat import is_dtensor
 from manyhands._core.modules import TORCH_WRAPPERS, ModuleWrapper, modules_holding
 from manyhands._core.optimizers import fused_problem
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded import is_dtensor
 from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.wrappers import OptimizerWrapper
 from manyhands.planning._model import PlannedOptimizer, by_size, check_covers, wrap_size_of

@@ -50,8 +50,7 @@ from torch.linalg import vector_norm
 from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.backward import BackwardPasses, current_task
-from manyhands._core.flat import SHORT, norm
-from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
+from manyhands._core.flat import SHORT, DTensorShards, is_dtensor, local_shard, norm
 from manyhands._core.sharded_gradient import ShardedGradient
 
 if TYPE_CHECKING:

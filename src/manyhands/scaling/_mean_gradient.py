@@ -27,9 +27,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from manyhands._core.flat import flatten
+from manyhands._core.flat import DTensorShards, flatten, is_dtensor, local_shard
 from manyhands._core.ranks import RankGroup, widest_float
-from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands._core.state_parts import SavedEntries
 from manyhands._core.wrappers import ParamGroup

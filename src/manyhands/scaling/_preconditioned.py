@@ -42,9 +42,8 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer, RMSprop
 
-from manyhands._core.flat import flatten, norm
+from manyhands._core.flat import DTensorShards, flatten, is_dtensor, local_shard, norm
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
 from manyhands._core.state_parts import ReplicatedState, ShardedOptimizer, plain_optimizer
 from manyhands._core.wrappers import ParamGroup, unwrap
 from manyhands.scaling._hooks import GradientSlice, Norm

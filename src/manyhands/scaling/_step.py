@@ -34,9 +34,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from manyhands._core.backward import BackwardPasses
+from manyhands._core.flat import local_shard
 from manyhands._core.modules import modules_holding
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded import local_shard
 from manyhands._core.state_parts import SavedEntries
 from manyhands._core.wrappers import LossScale, ParamGroup, unwrap
 from manyhands.scaling._hooks import (

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
@@ -34,9 +35,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core.flat import FlatTensors, accumulation_dtype, group_by_type, norm
+from manyhands._core.flat import FlatTensors, accumulation_dtype, group_by_type, local_shard, norm
 from manyhands._core.modules import modules_holding
-from manyhands._core.sharded import local_shard
 from manyhands._core.wrappers import unwrap
 from manyhands.blocks._block_state import Work
 from manyhands.blocks.averaging._codec import CODECS, Codec
@@ -121,6 +121,11 @@ class Payload(Protocol):
         `mean` belongs to the caller and is reused: copy what has to stay. `result.notes` is
         complete; the squared lengths are not yet.
         """
+
+
+def fingerprint(options: object) -> float:
+    """Return a checksum of the options as a float, which all collectives can carry exactly."""
+    return float(zlib.crc32(repr(options).encode()))
 
 
 @dataclass

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from manyhands._core.agreement import agree
+from manyhands._core.flat import is_dtensor
 from manyhands._core.modules import check_not_averaged_inside, plain_name
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded import is_dtensor
 from manyhands._core.trees import as_type
 
 Place: TypeAlias = tuple[nn.Module, str]

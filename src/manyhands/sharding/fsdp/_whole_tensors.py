@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from manyhands._core.agreement import agree, run_on_all
+from manyhands._core.flat import DTensorShards, is_dtensor, local_shard
 from manyhands._core.ranks import RankGroup, rank_group_of
-from manyhands._core.sharded import DTensorShards, is_dtensor, local_shard
 from manyhands._core.state_parts import (
     OptimizerStatePart,
     ReplicatedState,

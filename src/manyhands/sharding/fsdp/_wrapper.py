@@ -32,7 +32,7 @@ from torch.optim.optimizer import StateDict
 
 from manyhands._core.arguments import real
 from manyhands._core.backward import current_task
-from manyhands._core.sharded import local_shard
+from manyhands._core.flat import local_shard
 from manyhands._core.trees import as_type
 from manyhands.sharding._gradients import clip_slices
 from manyhands.sharding.fsdp._engine import TrainingState, refuse_second_order, shard_wrap

@@ -26,10 +26,9 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from manyhands._core.agreement import agree
 from manyhands._core.arguments import flag, whole
-from manyhands._core.flat import norm
+from manyhands._core.flat import is_dtensor, norm
 from manyhands._core.groups import RollCall
 from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded import is_dtensor
 from manyhands._core.state_parts import OptimizerStatePart, SavedState, ShardedOptimizer, options_of
 from manyhands._core.wrappers import ParamGroup, YieldingProperty
 from manyhands.sharding._agreement import (

@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._core.flat import flatten, unflatten
-from manyhands._core.sharded import check_own_shards
+from manyhands._core.flat import check_own_shards, flatten, unflatten
 from manyhands._core.state_parts import OptimizerStatePart, SavedState, options_of
 from manyhands.sharding.zero._flat_params import FlatBuffer, ParamSlice, Shards
 
