@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import manyhands as mh
 from manyhands.blocks.crew import _enrollment
+from manyhands.blocks.crew._crew import SHORTEST, GraceWindow
 from manyhands.blocks.crew._enrollment import Door, unreachable
 from manyhands.blocks.crew._roster import Member, Roster
-from manyhands.blocks.crew._shared_roster import SHORTEST, GraceWindow
 
 pytestmark = pytest.mark.quick
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.blocks.crew._roster import Member, Roster
-from manyhands.blocks.crew._shared_roster import HeartbeatMonitor
+from manyhands.blocks.crew._store import HeartbeatMonitor
 
 pytestmark = pytest.mark.quick
 

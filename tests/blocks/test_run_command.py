@@ -16,8 +16,7 @@ import pytest
 
 from helpers.crew_workers import SECRET, Store, fork
 from manyhands.blocks.crew import _launcher, _store
-from manyhands.blocks.crew._shared_roster import HeartbeatMonitor, SharedRoster
-from manyhands.blocks.crew._store import Signer, StoreClient
+from manyhands.blocks.crew._store import HeartbeatMonitor, SharedRoster, Signer, StoreClient
 
 
 class Command:

@@ -10,11 +10,18 @@ import pytest
 import torch
 
 from helpers.crew_workers import SECRET, Store, Workers
-from manyhands.blocks.crew import _shared_roster
+from manyhands.blocks.crew import _store
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import Member, Roster
-from manyhands.blocks.crew._shared_roster import REVISION, ROSTER, HeartbeatMonitor, SharedRoster
-from manyhands.blocks.crew._store import Signer, StoreClient, connect_to_store
+from manyhands.blocks.crew._store import (
+    REVISION,
+    ROSTER,
+    HeartbeatMonitor,
+    SharedRoster,
+    Signer,
+    StoreClient,
+    connect_to_store,
+)
 from manyhands.blocks.crew._transport import GlooTransport, SignedStore, StoreConnection
 from manyhands.errors import StoreLost
 from test_run_command import Command, free_port
@@ -24,7 +31,7 @@ OTHER = "a secret that is not the run's"
 
 @pytest.fixture(autouse=True)
 def repair_soon(monkeypatch):
-    monkeypatch.setattr(_shared_roster, "REPAIR_DELAY", 0.5)
+    monkeypatch.setattr(_store, "REPAIR_DELAY", 0.5)
 
 
 @pytest.fixture
@@ -145,8 +152,8 @@ def test_a_process_that_knows_less_than_a_live_one_does_not_put_back_what_it_kno
 
 
 def test_a_stranger_that_does_not_stop_is_an_error(store, monkeypatch):
-    monkeypatch.setattr(_shared_roster, "STORE_TIMEOUT", 1.0)
-    monkeypatch.setattr(_shared_roster, "REPAIR_DELAY", 0.1)
+    monkeypatch.setattr(_store, "REPAIR_TIMEOUT", 1.0)
+    monkeypatch.setattr(_store, "REPAIR_DELAY", 0.1)
     ours, stranger = shared(store), connect_to_store(store.address)
     ours.change(lambda roster: roster.ask_to_join("0.1", 3))
 
@@ -322,7 +329,7 @@ def test_a_worker_with_another_secret_gets_an_error_and_changes_nothing(store, m
     ours = shared(store)
     ours.change(lambda roster: roster.ask_to_join("0.1", 3))
     before = ours.client.fetch(ROSTER)
-    monkeypatch.setattr(_shared_roster, "STORE_TIMEOUT", 0.5)
+    monkeypatch.setattr(_store, "REPAIR_TIMEOUT", 0.5)
     with pytest.raises(ValueError, match=r"cannot be used: it is not signed .* the same MANY"):
         shared(store, OTHER)
     assert ours.client.fetch(ROSTER) == before

@@ -30,8 +30,14 @@ import torch
 import torch.distributed as dist
 
 from manyhands.blocks.crew._crew import Crew
-from manyhands.blocks.crew._shared_roster import HeartbeatMonitor, SharedRoster
-from manyhands.blocks.crew._store import SECRET_VARIABLE, Signer, StoreClient, serve_store
+from manyhands.blocks.crew._store import (
+    SECRET_VARIABLE,
+    HeartbeatMonitor,
+    SharedRoster,
+    Signer,
+    StoreClient,
+    serve_store,
+)
 from manyhands.errors import WorkerLost
 
 SECRET = "the secret of the tests"

@@ -51,10 +51,9 @@ from manyhands.blocks.averaging._payload import (
     Extras,
     trainable_params,
 )
-from manyhands.blocks.averaging._round import FixedMembers
+from manyhands.blocks.averaging._round import ElasticMembers, FixedMembers
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._enrollment import Terms
-from manyhands.blocks.crew._membership import ElasticMembers
 
 BUFFERS = ("average", "broadcast", "keep")
 

@@ -22,7 +22,7 @@ from typing import Protocol
 from manyhands.blocks._block_state import BlockState, Work
 from manyhands.blocks._schedule import Every, Schedule
 from manyhands.blocks.averaging._payload import RoundResult
-from manyhands.blocks.averaging._round import Membership
+from manyhands.blocks.averaging._round import Members
 from manyhands.data._account import Account, SavedAccount
 from manyhands.data._ledger import Ledger
 from manyhands.data._rules import Rules
@@ -31,7 +31,7 @@ from manyhands.data._rules import Rules
 class BlockSamples:
     """This worker's samples, and its account if there is a `Cursor`."""
 
-    def __init__(self, members: Membership, every: Every, schedule: Schedule) -> None:
+    def __init__(self, members: Members, every: Every, schedule: Schedule) -> None:
         self._members, self._every, self._schedule = members, every, schedule
         self.account = Account()  # without rules if there is no cursor
         self.joined_late = False  # whether the ledger came from another worker

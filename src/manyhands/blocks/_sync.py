@@ -59,8 +59,13 @@ from manyhands.blocks.averaging._payload import (
     state_tensors,
     trainable_params,
 )
-from manyhands.blocks.averaging._round import BackgroundSync, Membership, RoundRunner
-from manyhands.blocks.crew._membership import ElasticMembers, StateTransfer
+from manyhands.blocks.averaging._round import (
+    BackgroundSync,
+    ElasticMembers,
+    Members,
+    RoundRunner,
+    StateTransfer,
+)
 
 
 @dataclass
@@ -102,7 +107,7 @@ class Sync:
     def __init__(
         self,
         optimizer: Optimizer,
-        members: Membership,
+        members: Members,
         anchor: Anchor,
         every: Every,
         schedule: Schedule,

@@ -1,12 +1,13 @@
 """A sync round: how it runs, how all workers agree that it took place, and what it shows.
 
-Membership       who takes part: fixed (a process group, `FixedMembers`), or elastic (a crew,
-                 `blocks/crew/_membership.py`)
+FixedMembers     who takes part: the workers of a process group
+ElasticMembers   or the members of a crew (`blocks/crew/`), who may undo a round, and regroup
 RoundRunner      begins a round, in the background where that is needed, and lets all workers agree
 BackgroundSync   a round in a thread of its own
 run_sync_round   the round itself: every worker contributes payloads, and all get their mean
 RoundStats       what the last rounds have shown
 StepClock        how long a step takes, measured since the last round
+StateTransfer    one of the members sends the joiners of a crew the common state
 
 Payloads are cut into chunks (`_chunks.py`), and a few chunks are in flight at once: one is read and
 encoded while others travel. So a second copy of a payload is never made.
@@ -29,9 +30,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from traceback import clear_frames
-from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from manyhands._core.agreement import raise_if_different
 from manyhands._core.ranks import RankGroup
@@ -47,49 +48,18 @@ from manyhands.blocks.averaging._payload import (
     SnapshotPayload,
     TensorPayload,
 )
+from manyhands.blocks.crew._crew import Crew
+from manyhands.blocks.crew._enrollment import Terms
 from manyhands.errors import RanksDisagree
 
 IN_FLIGHT = 2  # chunks in each of the two phases: values on their way, means on their way
+MESSAGE = 1 << 26  # bytes in one message of a state transfer at most
+PERSISTENT = 5  # failures among the same members: the cause is not a lost worker
 
 SyncRound = Callable[[RankGroup], RoundResult]
 
 
 # -- who takes part --------------------------------------------------------------------------------
-
-
-class Membership(Protocol):
-    """What `Sync` needs to know of the workers."""
-
-    workers: RankGroup
-    inner: RankGroup  # the ranks that make up this worker in a crew; one rank otherwise
-    elastic: bool
-
-    @property
-    def numbers(self) -> Sequence[int]:
-        """The numbers by which users know the workers, in rank order."""
-
-    @property
-    def number(self) -> int:
-        """This worker's number."""
-
-    @property
-    def regroup_due(self) -> bool:
-        """Whether membership changes before training continues."""
-
-    def commit(self, background: BackgroundSync, moves_anchor: bool = True) -> RoundResult | None:
-        """Wait for a sync round, and agree that it took place. None: it is undone, on every worker.
-
-        `moves_anchor` is False for a state transfer, which only brings joiners to the anchor.
-        """
-
-    def begin_blocks(self) -> None:
-        """Forget how long rounds took: those of a warm-up come after each step."""
-
-    def close(self, steps: int) -> bool:
-        """Return whether all others are done after equally many steps: then hold a last round."""
-
-    def regroup(self, version: int) -> None:
-        """Agree on the next members. `workers` may be others afterwards."""
 
 
 class FixedMembers:
@@ -127,26 +97,111 @@ class FixedMembers:
 
     @property
     def numbers(self) -> Sequence[int]:
+        """The numbers by which users know the workers, in rank order."""
         return range(self.workers.size)
 
     @property
     def number(self) -> int:
+        """This worker's number."""
         return self.workers.rank
 
     def commit(self, background: BackgroundSync, moves_anchor: bool = True) -> RoundResult | None:
+        """Wait for a sync round, and agree that it took place. None: it is undone, on every worker.
+
+        `moves_anchor` is False for a state transfer, which only brings joiners to the anchor.
+        """
         background.finished()
         if background.error is not None:
             raise background.error
         return background.result
 
     def begin_blocks(self) -> None:
-        pass
+        """Forget how long rounds took: those of a warm-up come after each step."""
 
     def close(self, steps: int) -> bool:
+        """Return whether all others are done after equally many steps: then hold a last round."""
         return True
 
     def regroup(self, version: int) -> None:
+        """Agree on the next members. `workers` may be others afterwards."""
         raise AssertionError("a process group is fixed")
+
+
+class ElasticMembers:
+    """The members of a crew, with the methods of `FixedMembers`."""
+
+    elastic = True
+
+    def __init__(self, crew: Crew) -> None:
+        self.crew = crew
+        self.inner: RankGroup = crew.inner
+        self.workers = RankGroup()
+        self._failures = 0  # rounds undone in a row among the same members
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        return self.crew.members
+
+    @property
+    def number(self) -> int:
+        return self.crew.number
+
+    @property
+    def regroup_due(self) -> bool:
+        return self.crew.regroup_due
+
+    def commit(self, background: BackgroundSync, moves_anchor: bool = True) -> RoundResult | None:
+        try:
+            self.crew.wait(background.finished)
+        except RuntimeError:  # WorkerLost, or a lost store: `settle` raises it again
+            self.crew.abort()
+        if (
+            isinstance(background.error, RanksDisagree)
+            and self.workers.rank in background.error.odd
+        ):
+            self.crew.drop_out()  # only this worker differs: the others repeat the round
+            raise background.error
+        arrived = background.finished(0) and background.error is None
+        kept = self.crew.settle(arrived, moves_anchor)
+        self._failures = 0 if kept else self._failures + 1
+        if background.error is not None and self._is_ours(background.error):
+            raise background.error
+        return background.result if kept else None
+
+    def _is_ours(self, error: BaseException) -> bool:
+        """Return whether a failure is this worker's own, so that repeating the round is no use."""
+        # torch.distributed raises RuntimeError when another worker's connection breaks.
+        of_others = isinstance(error, RuntimeError | RanksDisagree) and self.crew.size > 1
+        return not of_others or self._failures >= PERSISTENT
+
+    def begin_blocks(self) -> None:
+        self.crew.begin_blocks()
+
+    def close(self, steps: int) -> bool:
+        return self.crew.close(steps)
+
+    def join(self, version: int, terms: Terms) -> None:
+        self.crew.join(version, terms)
+        self._adopt_crew_group()
+
+    def regroup(self, version: int) -> None:
+        before = self.crew.members
+        self.crew.abort()
+        self.crew.regroup(version)
+        if self.crew.members != before:
+            self._failures = 0
+        self._adopt_crew_group()
+
+    def leave(self) -> None:
+        self.crew.leave()
+        self.workers = RankGroup()
+
+    def _adopt_crew_group(self) -> None:
+        crew = self.crew
+        self.workers = RankGroup(crew.size, crew.rank, crew.group, own_group=True)
+
+
+Members = FixedMembers | ElasticMembers
 
 
 # -- a round, and what it shows --------------------------------------------------------------------
@@ -194,7 +249,7 @@ class BackgroundSync(threading.Thread):
 class RoundRunner:
     """Runs sync rounds among the present members, in the background where that is needed."""
 
-    def __init__(self, members: Membership, inner: RankGroup, *, overlaps: bool) -> None:
+    def __init__(self, members: Members, inner: RankGroup, *, overlaps: bool) -> None:
         self._members = members
         # The ranks that make up this worker: in a crew, or in a process group.
         self._inner = inner if inner.size > 1 else members.inner
@@ -431,3 +486,48 @@ def _format_samples(note: Note) -> str:
     if note.samples == SAMPLES_INCOMPLETE:
         return "of some steps"
     return f"{note.samples:.0f}" if note.samples >= 0.0 else "none"
+
+
+# -- state transfer to joiners ---------------------------------------------------------------------
+
+
+class StateTransfer:
+    """One member packs the state and sends it to every joiner; the others only wait.
+
+    It runs in the background like a sync round, so that a member that dies meanwhile is noticed.
+    `received` is the state on a joiner, and None elsewhere.
+    """
+
+    def __init__(self, members: ElasticMembers, pack: Callable[[], bytes]) -> None:
+        self._crew, self._pack = members.crew, pack
+        self.received: bytearray | None = None
+        self.background = BackgroundSync(self._run, members.workers, None)
+        self.background.start()
+
+    def _run(self, workers: RankGroup) -> RoundResult:
+        crew = self._crew
+        if crew.rank == crew.source:
+            data = self._pack()
+            for rank in crew.joiners:
+                _send(crew.group, data, rank)
+        elif crew.rank in crew.joiners:
+            self.received = _receive_state(crew.group, crew.source)
+        return RoundResult()
+
+
+def _send(group: dist.ProcessGroup | None, data: bytes, rank: int) -> None:
+    assert group is not None  # where there is a joiner, there are two members
+    group.send([torch.tensor([len(data)])], rank, 0).wait()
+    # frombuffer() needs memory that may be written to, which bytes is not.
+    for message in torch.frombuffer(bytearray(data), dtype=torch.uint8).split(MESSAGE):
+        group.send([message], rank, 0).wait()
+
+
+def _receive_state(group: dist.ProcessGroup | None, rank: int) -> bytearray:
+    assert group is not None
+    size = torch.zeros(1, dtype=torch.int64)
+    group.recv([size], rank, 0).wait()
+    data = bytearray(int(size))
+    for message in torch.frombuffer(data, dtype=torch.uint8).split(MESSAGE):
+        group.recv([message], rank, 0).wait()
+    return data

@@ -48,8 +48,7 @@ from torch import Tensor, nn
 from manyhands._core.agreement import describe_tensors, names_in
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks.crew._roster import Member, Roster, number_of
-from manyhands.blocks.crew._shared_roster import PREFIX, SharedRoster
-from manyhands.blocks.crew._store import parse_address
+from manyhands.blocks.crew._store import PREFIX, SharedRoster, parse_address
 from manyhands.blocks.crew._transport import FIRST_PAUSE, LONGEST_PAUSE, own_address
 from manyhands.errors import CrewFinished, JoinRefused
 

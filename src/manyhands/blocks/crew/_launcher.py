@@ -43,9 +43,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from manyhands.blocks.crew import _store
 from manyhands.blocks.crew._processes import Guard, OutputForwarder, die_with_parent, say
 from manyhands.blocks.crew._roster import Roster, number_of
-from manyhands.blocks.crew._shared_roster import PREFIX, HeartbeatMonitor, SharedRoster
 from manyhands.blocks.crew._store import (
+    PREFIX,
     SECRET_VARIABLE,
+    HeartbeatMonitor,
+    SharedRoster,
     Signer,
     StoreClient,
     parse_address,
