@@ -330,8 +330,8 @@ class Crew:
             roster = self._enrollment.shared.refresh()
             if roster.settled(self.generation, self._round, self._enrollment.id) is not None:
                 raise WorkerLost("another worker has given up this round.", self._lost(roster))
-            self._check_closing(roster)
-            self._check_progress(roster, began)
+            if hindrance := self._find_hindrance(roster, began):
+                raise WorkerLost(*hindrance)
             pause = min(1.5 * pause, LONGEST_PAUSE)
 
     def begin_blocks(self) -> None:
@@ -414,12 +414,7 @@ class Crew:
                 if shared.have_arrived(generation, round_index, roster.ids):
                     roster = shared.change(lambda r: r.keep(generation, round_index, sync_round))
                     continue
-            try:
-                if not arrived:
-                    raise WorkerLost("")
-                self._check_closing(roster)
-                self._check_progress(roster, began)
-            except WorkerLost:
+            if not arrived or self._find_hindrance(roster, began):
                 # If others have kept the round meanwhile, this changes nothing: the loop then
                 # finds the round kept.
                 roster = shared.change(lambda roster: roster.undo(generation, round_index))
@@ -434,23 +429,19 @@ class Crew:
             shared.sweep(generation)
         return kept
 
-    def _check_closing(self, roster: Roster) -> None:
-        """Raise WorkerLost if a member does not hold this round because it is done."""
+    def _find_hindrance(self, roster: Roster, began: float) -> tuple[str, tuple[int, ...]] | None:
+        """Return why a round that is waited for cannot be kept, and the numbers of those lost."""
         closing = roster.closing_at(self._round)
         if closing and roster.generation == self.generation and self._joined().id not in closing:
             numbers = tuple(sorted({roster.worker_of(id) for id in closing}))
             which = ", ".join(map(str, numbers))
-            raise WorkerLost(f"worker {which} is done, and leaves before this round.", numbers)
-
-    def _check_progress(self, roster: Roster, began: float) -> None:
-        """Raise WorkerLost if a member is lost, or if the wait has exceeded `patience`."""
+            return f"worker {which} is done, and leaves before this round.", numbers
         if lost := self._lost(roster):
             which = ", ".join(map(str, lost))
-            raise WorkerLost(f"worker {which} is lost: it left, died or stalled.", lost)
+            return f"worker {which} is lost: it left, died or stalled.", lost
         if time.monotonic() - began > self._longest_wait:
-            raise WorkerLost(
-                f"a worker is so slow that {self._longest_wait:.3g} s were not enough."
-            )
+            return f"a worker is so slow that {self._longest_wait:.3g} s were not enough.", ()
+        return None
 
     @property
     def _longest_wait(self) -> float:
