@@ -22,7 +22,7 @@ from manyhands._core.ranks import RankGroup
 from manyhands.blocks.averaging._round import BackgroundSync
 from manyhands.blocks.crew import _enrollment, _store, _transport
 from manyhands.blocks.crew._crew import Crew
-from manyhands.blocks.crew._roster import Roster
+from manyhands.blocks.crew._roster import Roster, Version
 from manyhands.blocks.crew._store import Signer
 from manyhands.errors import CrewFinished, StoreLost
 
@@ -182,15 +182,22 @@ def test_when_all_have_died_and_nothing_is_left_that_is_said(store, tmp_path):
 def test_a_start_and_a_worker_that_comes_back_are_no_loss():
     roster = Roster()
     for id in ("0.1", "1.1"):
-        roster = roster.ask_to_join(id, -1)
+        roster = roster.ask_to_join(id, Version(-1))
     roster = roster.next(frozenset())
     assert not roster.all_lost  # nothing was there to lose
-    roster = roster.keep(1, 0).without("1.1").ask_to_join("1.2", -1).ask_to_join("0.1", -1)
+    roster = (
+        roster.keep(1, 0)
+        .without("1.1")
+        .ask_to_join("1.2", Version(-1))
+        .ask_to_join("0.1", Version(-1))
+    )
     roster = roster.next(frozenset())  # in a local warm-up no worker holds a state yet
     assert not roster.all_lost and len(roster.ids) == 2
-    roster = roster.undo(2, 0).without("0.1", "1.2").ask_to_join("0.2", -1).next(frozenset())
+    roster = (
+        roster.undo(2, 0).without("0.1", "1.2").ask_to_join("0.2", Version(-1)).next(frozenset())
+    )
     assert roster.all_lost
-    roster = roster.undo(3, 0).without("0.2").ask_to_join("0.3", 5).next(frozenset())
+    roster = roster.undo(3, 0).without("0.2").ask_to_join("0.3", Version(5)).next(frozenset())
     assert not roster.all_lost  # it has a checkpoint
 
 
@@ -327,7 +334,7 @@ def test_without_a_store_a_worker_holds_rounds_alone():
     assert rest == []
     assert crew.settle(True) and not crew.regroup_due
     assert not crew.settle(False) and crew.regroup_due
-    crew.regroup(1)
+    crew.regroup(Version(1))
     assert not crew.regroup_due and crew.members == (0,)
     crew.leave()
     crew.leave()

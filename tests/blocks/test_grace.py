@@ -15,7 +15,7 @@ import manyhands as mh
 from manyhands.blocks.crew import _enrollment
 from manyhands.blocks.crew._crew import SHORTEST, GraceWindow
 from manyhands.blocks.crew._enrollment import Door, unreachable
-from manyhands.blocks.crew._roster import Member, Roster
+from manyhands.blocks.crew._roster import Member, Roster, Version
 
 pytestmark = pytest.mark.quick
 
@@ -83,11 +83,13 @@ def test_one_long_wait_does_not_make_the_next_one_longer():
 
 
 def waiting(*ids, **more):
-    return Roster(waiting=tuple(Member(id, 3) for id in ids), **more)
+    return Roster(waiting=tuple(Member(id, Version(3)) for id in ids), **more)
 
 
 def test_fewer_than_a_quorum_wait_for_others():
-    three = waiting("0.1", "1.1", "2.1", members=tuple(Member(f"{n}.1", 3) for n in range(5)))
+    three = waiting(
+        "0.1", "1.1", "2.1", members=tuple(Member(f"{n}.1", Version(3)) for n in range(5))
+    )
     gone = {"3.1", "4.1"}
     assert three.complete(gone, expected=5, quorum=3)
     assert not three.complete(gone, expected=5, quorum=4)
@@ -95,11 +97,11 @@ def test_fewer_than_a_quorum_wait_for_others():
 
 
 def test_workers_that_have_finished_are_not_missed():
-    roster = Roster(members=tuple(Member(f"{n}.1", 3) for n in range(4)), generation=1)
+    roster = Roster(members=tuple(Member(f"{n}.1", Version(3)) for n in range(4)), generation=1)
     roster = roster.without("2.1", left=True).without("3.1", left=True)
     assert roster.done == 2 and Roster.of(roster.text) == roster
     for id in ("0.1", "1.1"):
-        roster = roster.ask_to_join(id, 3)
+        roster = roster.ask_to_join(id, Version(3))
     assert roster.complete(set(), expected=4, quorum=4)
     assert roster.next(set()).done == 2  # also in later generations
     assert not roster.without("1.1").complete(set(), expected=4, quorum=4)  # dead is not done
@@ -123,8 +125,8 @@ def test_the_options_of_a_crew(monkeypatch):
 
 def cut(first, second, version=3):
     """Return a roster in which two groups wait that do not reach each other."""
-    waiting = [Member(id, version, 0, tuple(second)) for id in first]
-    waiting += [Member(id, version, 0, tuple(first)) for id in second]
+    waiting = [Member(id, Version(version), 0, tuple(second)) for id in first]
+    waiting += [Member(id, Version(version), 0, tuple(first)) for id in second]
     return Roster(waiting=tuple(waiting), members=tuple(waiting), generation=1)
 
 
@@ -136,7 +138,7 @@ def test_the_larger_half_goes_on_and_the_other_one_waits():
     assert following.ids == ("1.1", "2.1", "3.1")
     assert [m.id for m in following.waiting] == ["0.1", "4.1"]
     assert not following.keep(2, 0).ended  # who cannot be reached is not let in
-    back = following.ask_to_join("0.1", 3)  # it reaches all again
+    back = following.ask_to_join("0.1", Version(3))  # it reaches all again
     assert back.keep(2, 0).ended
     assert not back.complete(set(), expected=5, quorum=3)  # all members come first
 
@@ -146,7 +148,12 @@ def test_two_equal_halves_wait():
 
 
 def test_one_end_that_says_so_is_enough_and_one_without_a_line_to_one_other_is_left_out():
-    waiting = [Member("0.1", 3), Member("1.1", 3, 0, ("3.1",)), Member("2.1", 3), Member("3.1", 3)]
+    waiting = [
+        Member("0.1", Version(3)),
+        Member("1.1", Version(3), 0, ("3.1",)),
+        Member("2.1", Version(3)),
+        Member("3.1", Version(3)),
+    ]
     assert [m.id for m in Roster(waiting=tuple(waiting)).together(set())] == ["0.1", "1.1", "2.1"]
 
 
@@ -157,7 +164,7 @@ def test_one_end_that_says_so_is_enough_and_one_without_a_line_to_one_other_is_l
 def test_those_who_are_together_reach_each_other_and_nobody_could_be_added(lines, silent):
     apart = {frozenset(line) for line in lines if line[0] != line[1]}
     cuts = {n: tuple(f"{b}.1" for a, b in lines if a == n != b) for n in range(7)}
-    roster = Roster(waiting=tuple(Member(f"{n}.1", 0, 0, cuts[n]) for n in range(7)))
+    roster = Roster(waiting=tuple(Member(f"{n}.1", Version(0), 0, cuts[n]) for n in range(7)))
     quiet = {f"{n}.1" for n in silent}
     chosen = [member.number for member in roster.together(quiet)]
     assert chosen == sorted(chosen) and silent.isdisjoint(chosen)

@@ -16,6 +16,7 @@ import pytest
 
 from helpers.crew_workers import SECRET, Store, fork
 from manyhands.blocks.crew import _launcher, _store
+from manyhands.blocks.crew._roster import Version
 from manyhands.blocks.crew._store import HeartbeatMonitor, SharedRoster, Signer, StoreClient
 
 
@@ -216,7 +217,7 @@ class Others:
     def hold_round(self, *ids):
         for id in ids:
             self.shared.client.put(f"manyhands/heartbeat/{id}", "1 0")
-            self.shared.change(lambda roster, id=id: roster.ask_to_join(id, 0))
+            self.shared.change(lambda roster, id=id: roster.ask_to_join(id, Version(0)))
         self.shared.change(lambda roster: roster.next(frozenset()))
         self.shared.change(lambda roster: roster.keep(roster.generation, 0))
 
@@ -473,6 +474,7 @@ def children_running(name, parent):
 CREW = """
     import os, signal, sys, time
     from manyhands.blocks.crew._crew import Crew
+    from manyhands.blocks.crew._roster import Version
     crew = Crew()
     crew.join()
     incarnation = crew._enrollment.id.partition(".")[2]
@@ -485,7 +487,7 @@ CREW = """
             open("enough", "a").close()
         crew.settle(True)
         if crew.regroup_due:
-            crew.regroup(1)
+            crew.regroup(Version(1))
             print("entered", crew.members, crew.joiners, flush=True)
     crew.leave()
 """

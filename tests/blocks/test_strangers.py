@@ -12,7 +12,7 @@ import torch
 from helpers.crew_workers import SECRET, Store, Workers
 from manyhands.blocks.crew import _store
 from manyhands.blocks.crew._crew import Crew
-from manyhands.blocks.crew._roster import Member, Roster
+from manyhands.blocks.crew._roster import Member, Roster, Version
 from manyhands.blocks.crew._store import (
     REVISION,
     ROSTER,
@@ -89,7 +89,7 @@ def test_a_secret_is_needed_and_must_be_long(monkeypatch):
 
 def forged_rosters():
     """What the run's end, another member, or nonsense would look like."""
-    done = Roster(generation=1, members=(Member("0.1", 5),), left=("0.1",), revision=10**6)
+    done = Roster(generation=1, members=(Member("0.1", Version(5)),), left=("0.1",), revision=10**6)
     other = Signer(OTHER)
     return {
         "garbage": "garbage",
@@ -107,37 +107,39 @@ def forged_rosters():
 @pytest.mark.parametrize("name", forged_rosters())
 def test_a_forged_roster_is_put_right(store, name):
     ours, stranger = shared(store), connect_to_store(store.address)
-    ours.change(lambda roster: roster.ask_to_join("0.1", 3))
+    ours.change(lambda roster: roster.ask_to_join("0.1", Version(3)))
     stranger.set(ROSTER, forged_rosters()[name])
     stranger.check([ROSTER])  # its answer comes after what was set is there
     assert [member.id for member in ours.refresh().waiting] == ["0.1"]
     assert ours.client.signer.ignored == 1
-    assert ours.change(lambda roster: roster.ask_to_join("1.1", 3)).revision == 2
+    assert ours.change(lambda roster: roster.ask_to_join("1.1", Version(3))).revision == 2
     assert [member.id for member in shared(store).refresh().waiting] == ["0.1", "1.1"]
     ours.client.close()
 
 
 def test_an_older_roster_and_a_deleted_one_are_put_right(store):
     ours, stranger = shared(store), connect_to_store(store.address)
-    ours.change(lambda roster: roster.ask_to_join("0.1", 3))
+    ours.change(lambda roster: roster.ask_to_join("0.1", Version(3)))
     old = stranger.get(ROSTER)
-    ours.change(lambda roster: roster.ask_to_join("1.1", 3))
+    ours.change(lambda roster: roster.ask_to_join("1.1", Version(3)))
     stranger.set(ROSTER, old)
     stranger.check([ROSTER])
-    assert ours.change(lambda roster: roster.ask_to_join("2.1", 3)).revision == 3
+    assert ours.change(lambda roster: roster.ask_to_join("2.1", Version(3))).revision == 3
     for key in (ROSTER, REVISION):
         stranger.delete_key(key)
-    assert ours.change(lambda roster: roster.ask_to_join("3.1", 3)).revision == 4
+    assert ours.change(lambda roster: roster.ask_to_join("3.1", Version(3))).revision == 4
     assert len(shared(store).refresh().waiting) == 4 and ours.client.signer.ignored == 2
     ours.client.close()
 
 
 def test_a_process_that_knows_less_than_a_live_one_does_not_put_back_what_it_knows(store):
     first, second, stranger = shared(store), shared(store), connect_to_store(store.address)
-    first.change(lambda roster: roster.ask_to_join("0.1", 3))
+    first.change(lambda roster: roster.ask_to_join("0.1", Version(3)))
     second.refresh()
     first.client.start_heartbeat("manyhands/heartbeat/0.1")
-    first.change(lambda roster: roster.ask_to_join("1.1", 3))  # that the second has not seen
+    first.change(
+        lambda roster: roster.ask_to_join("1.1", Version(3))
+    )  # that the second has not seen
     stranger.set(ROSTER, "garbage")
     seen = []
     looking = threading.Thread(target=lambda: seen.append(second.refresh()))
@@ -155,7 +157,7 @@ def test_a_stranger_that_does_not_stop_is_an_error(store, monkeypatch):
     monkeypatch.setattr(_store, "REPAIR_TIMEOUT", 1.0)
     monkeypatch.setattr(_store, "REPAIR_DELAY", 0.1)
     ours, stranger = shared(store), connect_to_store(store.address)
-    ours.change(lambda roster: roster.ask_to_join("0.1", 3))
+    ours.change(lambda roster: roster.ask_to_join("0.1", Version(3)))
 
     def overwrite():
         stranger.set(ROSTER, "garbage")
@@ -171,7 +173,7 @@ def test_a_stranger_that_does_not_stop_is_an_error(store, monkeypatch):
 
 def test_a_beat_that_is_put_back_or_forged_is_no_sign_of_life(store):
     ours, stranger = shared(store, stall=1.0), connect_to_store(store.address)
-    ours.change(lambda roster: roster.ask_to_join("0.1", 3))
+    ours.change(lambda roster: roster.ask_to_join("0.1", Version(3)))
     signer = Signer(SECRET)
     for value in ("3 0", "2 0", "forged", "1 0", "2 0"):
         signed = value if value == "forged" else signer.sign("manyhands/heartbeat/0.1", value)
@@ -290,6 +292,7 @@ def test_a_crew_goes_on_whatever_a_stranger_writes(store, tmp_path):
 RUN = """
     import os, time
     from manyhands.blocks.crew._crew import Crew
+    from manyhands.blocks.crew._roster import Version
     crew = Crew()
     crew.join()
     print("in", flush=True)
@@ -299,7 +302,7 @@ RUN = """
         time.sleep(0.02)
         crew.settle(True)
         if crew.regroup_due:
-            crew.regroup(1)
+            crew.regroup(Version(1))
     crew.leave()
     print("done", crew.ignored, flush=True)
 """
@@ -327,7 +330,7 @@ def test_one_write_to_the_roster_does_not_end_a_run(tmp_path):
 
 def test_a_worker_with_another_secret_gets_an_error_and_changes_nothing(store, monkeypatch):
     ours = shared(store)
-    ours.change(lambda roster: roster.ask_to_join("0.1", 3))
+    ours.change(lambda roster: roster.ask_to_join("0.1", Version(3)))
     before = ours.client.fetch(ROSTER)
     monkeypatch.setattr(_store, "REPAIR_TIMEOUT", 0.5)
     with pytest.raises(ValueError, match=r"cannot be used: it is not signed .* the same MANY"):

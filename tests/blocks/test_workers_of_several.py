@@ -19,7 +19,7 @@ from torch.optim import SGD
 import manyhands as mh
 from helpers.crew_workers import Log, Store, Workers, fork
 from manyhands.blocks.crew._crew import Crew
-from manyhands.blocks.crew._roster import Roster
+from manyhands.blocks.crew._roster import Roster, Version
 from test_crew_faults import tell
 from test_run_command import Command
 
@@ -34,7 +34,7 @@ def waiting(*members, roster=None):
     """A roster at whose door these are: (number of the process, version, workers)."""
     roster = roster or Roster(processes=PARTS)
     for number, version, workers in members:
-        roster = roster.ask_to_join(f"{number}.1", version, workers)
+        roster = roster.ask_to_join(f"{number}.1", Version(version), workers)
     return roster
 
 
@@ -45,7 +45,7 @@ def test_a_worker_is_there_when_all_of_its_processes_are():
     first = roster.next(NONE_SILENT)
     assert first.workers == (0,) and [m.id for m in first.waiting] == ["3.1"]
     assert not first.keep(1, 0).ended  # no complete worker waits yet
-    assert first.ask_to_join("2.1", -1, 9).keep(1, 0).ended
+    assert first.ask_to_join("2.1", Version(-1), 9).keep(1, 0).ended
 
 
 def test_processes_of_two_lives_are_not_one_worker():

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.blocks.crew._crew import Crew
+from manyhands.blocks.crew._roster import Version
 from manyhands.blocks.crew._store import (
     SECRET_VARIABLE,
     HeartbeatMonitor,
@@ -144,10 +145,10 @@ def train(
 
     def regroup() -> None:
         hook("regroup", crew)
-        crew.regroup(version)
+        crew.regroup(Version(version))
         entered()
 
-    crew.join(version)
+    crew.join(Version(version))
     entered()
     transferred = False
     while version < rounds:

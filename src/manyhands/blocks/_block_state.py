@@ -49,7 +49,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-NO_VERSION = -1 << 32  # of a worker without an anchor that has taken no step
+from manyhands.blocks.crew._roster import Version
 
 
 class Work(NamedTuple):
@@ -114,15 +114,9 @@ class BlockState:
     # -- questions -----------------------------------------------------------------------------
 
     @property
-    def version(self) -> int:
-        """How far this worker is: the one with the highest version sends joiners its state.
-
-        It is negative without an anchor. If no worker has one, the steps decide, so that a joiner,
-        which has taken none, sets no other worker back. A worker that ends a warm-up is further
-        than one before its last step, and not as far as one that has held the round.
-        """
-        halves = 2 * self.steps - int(self.ends_warmup)
-        return ((self.rounds if self.has_anchor else -1) << 32) + halves
+    def version(self) -> Version:
+        """How far this worker is; its state is the anchor."""
+        return Version(self.rounds if self.has_anchor else -1, self.steps, not self.ends_warmup)
 
     @property
     def contributes(self) -> bool:

@@ -29,7 +29,7 @@ from manyhands._core.wrappers import (
 )
 from manyhands.blocks import _saving
 from manyhands.blocks._anchor import Anchor, Average, Outer
-from manyhands.blocks._block_state import NO_VERSION, BlockState
+from manyhands.blocks._block_state import BlockState
 from manyhands.blocks._checks import (
     Value,
     check_agreement,
@@ -54,6 +54,7 @@ from manyhands.blocks.averaging._payload import (
 from manyhands.blocks.averaging._round import ElasticMembers, FixedMembers
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._enrollment import Terms
+from manyhands.blocks.crew._roster import NO_VERSION
 
 BUFFERS = ("average", "broadcast", "keep")
 

@@ -50,6 +50,7 @@ from manyhands.blocks.averaging._payload import (
 )
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._enrollment import Terms
+from manyhands.blocks.crew._roster import Version
 from manyhands.errors import RanksDisagree
 
 IN_FLIGHT = 2  # chunks in each of the two phases: values on their way, means on their way
@@ -122,7 +123,7 @@ class FixedMembers:
         """Return whether all others are done after equally many steps: then hold a last round."""
         return True
 
-    def regroup(self, version: int) -> None:
+    def regroup(self, version: Version) -> None:
         """Agree on the next members. `workers` may be others afterwards."""
         raise AssertionError("a process group is fixed")
 
@@ -180,11 +181,11 @@ class ElasticMembers:
     def close(self, steps: int) -> bool:
         return self.crew.close(steps)
 
-    def join(self, version: int, terms: Terms) -> None:
+    def join(self, version: Version, terms: Terms) -> None:
         self.crew.join(version, terms)
         self._adopt_crew_group()
 
-    def regroup(self, version: int) -> None:
+    def regroup(self, version: Version) -> None:
         before = self.crew.members
         self.crew.abort()
         self.crew.regroup(version)

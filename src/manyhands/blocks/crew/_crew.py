@@ -6,7 +6,7 @@ for all. The next generation begins after an undone round, and when a process wa
 member has left.
 
     crew = Crew()
-    crew.join(version, terms)               version: the number of outer steps this worker holds
+    crew.join(version, terms)               version: how far this worker is (`Version`)
     while training:
         if crew.joiners:                    they need the state, which `source` sends over `group`
             transfer_state(crew.group, crew.source, crew.joiners); crew.settle(True)
@@ -17,7 +17,7 @@ member has left.
         except WorkerLost:
             crew.abort()
         if crew.settle(arrived):            the same answer for all members
-            version += 1
+            version = Version(version.rounds + 1)
         if crew.regroup_due:
             crew.regroup(version)
     if crew.close(steps):                   all others finished after equally many steps
@@ -59,7 +59,7 @@ import torch.distributed as dist
 from manyhands._core.arguments import real, whole
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks.crew._enrollment import NO_TERMS, Enrollment, Terms, check_not_failed
-from manyhands.blocks.crew._roster import Roster
+from manyhands.blocks.crew._roster import NO_VERSION, Roster, Version
 from manyhands.blocks.crew._store import (
     PREFIX,
     HeartbeatMonitor,
@@ -195,10 +195,10 @@ class Crew:
 
     # -- joining and leaving -------------------------------------------------------------------
 
-    def join(self, version: int = -1, terms: Terms = NO_TERMS) -> None:
+    def join(self, version: Version = NO_VERSION, terms: Terms = NO_TERMS) -> None:
         """Join the crew: return when this worker is in a generation.
 
-        `version` is the number of outer steps that it holds, as from a checkpoint; negative: none.
+        `version` says how far it is, as from a checkpoint.
         `terms` are what it must have in common with the others. If they differ, an error says what
         differs, before the other workers have noticed this one.
         """
@@ -238,7 +238,7 @@ class Crew:
                 raise
             raise StoreLost(store, error) from error  # there is no route to it
 
-    def regroup(self, version: int) -> None:
+    def regroup(self, version: Version) -> None:
         """Form the next generation with all living members and all waiting processes."""
         if self.store is None:
             self._begin_alone()
@@ -469,7 +469,7 @@ class Crew:
         self.joiners = ()
         self.regroup_due = False
 
-    def _enter(self, version: int) -> None:
+    def _enter(self, version: Version) -> None:
         """Ask for the next generation until this worker is in one whose members are connected."""
         enrollment = self._joined()
         enrollment.longest_wait = self._longest_wait

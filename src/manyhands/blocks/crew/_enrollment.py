@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from manyhands._core.agreement import describe_tensors, names_in
 from manyhands._core.ranks import RankGroup
-from manyhands.blocks.crew._roster import Member, Roster, number_of
+from manyhands.blocks.crew._roster import Member, Roster, Version, number_of
 from manyhands.blocks.crew._store import PREFIX, SharedRoster, parse_address
 from manyhands.blocks.crew._transport import FIRST_PAUSE, LONGEST_PAUSE, own_address
 from manyhands.errors import CrewFinished, JoinRefused
@@ -236,7 +236,7 @@ class Enrollment:
         texts = map(client.verify_or_ignore, keys, client.fetch_all(keys))
         return unreachable({id: text for id, text in zip(ids, texts, strict=True) if text})
 
-    def wait_for_generation(self, version: int, after: int) -> Roster:
+    def wait_for_generation(self, version: Version, after: int) -> Roster:
         """Wait until a generation later than `after` includes this process, or begin it."""
         shared, began, pause = self.shared, time.monotonic(), FIRST_PAUSE
         warned = False  # that there are too few workers
@@ -292,7 +292,7 @@ class Enrollment:
             time.sleep(pause)
             pause = min(1.5 * pause, LONGEST_PAUSE)
 
-    def _ask_to_join(self, version: int) -> None:
+    def _ask_to_join(self, version: Version) -> None:
         self.shared.change(
             lambda roster: roster.ask_to_join(
                 self.id, version, self._worker_incarnation, self._cut_from

@@ -49,16 +49,32 @@ from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Member:
-    """One incarnation of a process.
+class Version(NamedTuple):
+    """How far a worker is: the one with the highest version sends joiners its state.
 
-    `version` counts the outer steps that it holds. If it is negative, the process holds no state;
-    of several such processes, the one with the highest version brings its own.
+    If no worker has a state, the steps decide, so that a joiner, which has taken none, sets no
+    other worker back. A worker that ends a warm-up is further than one before its last step, and
+    not as far as one that has held the round.
     """
 
+    rounds: int = -1  # sync rounds that its state is the result of; negative: it has no state
+    steps: int = 0
+    settled: bool = True  # False: the round that ends a warm-up is still to be held
+
+    @property
+    def has_state(self) -> bool:
+        return self.rounds >= 0
+
+
+NO_VERSION = Version()
+
+
+@dataclass(frozen=True)
+class Member:
+    """One incarnation of a process."""
+
     id: str
-    version: int
+    version: Version
     worker_incarnation: int = 0  # equal in all processes of a worker that were started together
     cut_from: tuple[str, ...] = ()  # processes that it cannot reach
 
@@ -132,7 +148,9 @@ class Roster:
         # JSON has only lists. Tuples make the value immutable, and equal to the one it came from.
         for name in ("members", "waiting"):
             members = (Member(**member) for member in fields[name])
-            fields[name] = tuple(replace(m, cut_from=tuple(m.cut_from)) for m in members)
+            fields[name] = tuple(
+                replace(m, version=Version(*m.version), cut_from=tuple(m.cut_from)) for m in members
+            )
         for name in ("left", "dead", "failed", "refused", "launchers"):
             fields[name] = tuple(fields[name])
         for name in ("incarnations", "worker_incarnations", "terms"):
@@ -172,7 +190,7 @@ class Roster:
         return tuple(dict.fromkeys(self.worker_of(id) for id in self.ids))
 
     @property
-    def _versions(self) -> list[int]:
+    def _versions(self) -> list[Version]:
         """The version that each worker holds, in rank order."""
         versions = [member.version for member in self.members]
         size = self.processes  # members are sorted by number, so a worker's processes are adjacent
@@ -191,7 +209,7 @@ class Roster:
         return tuple(
             rank
             for rank, version in enumerate(self._versions)
-            if version < best or (best < 0 and rank != source)
+            if version < best or not (best.has_state or rank == source)
         )
 
     def ends_with(self, generation: int, round_index: int, id: str) -> bool:
@@ -285,7 +303,7 @@ class Roster:
     def ask_to_join(
         self,
         id: str,
-        version: int,
+        version: Version,
         worker_incarnation: int = 0,
         cut_from: tuple[str, ...] = (),
     ) -> Roster:
@@ -403,7 +421,7 @@ class Roster:
         members = tuple(self.together(silent))
         ids = {member.id for member in members}
         # A member of the last generation, or a process with a checkpoint, still holds the state.
-        survivors = any(member.id in self.ids or member.version >= 0 for member in members)
+        survivors = any(member.id in self.ids or member.version.has_state for member in members)
         previous = [
             MissedMember(id, self.generation, self.rounds, self.ended_kept) for id in self.ids
         ]
