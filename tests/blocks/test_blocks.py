@@ -916,7 +916,7 @@ def test_a_clock_that_is_right_after_a_resume():
         optimizer = wrapped("LocalSGD", params, {}, mh.Seconds(0.05, first=3))
         optimizer.load_state_dict(state)
         sync = optimizer._sync
-        clock = sync.runner.clock
+        clock = sync.clock
         seconds, steps = clock.elapsed(sync.state.own)
         optimizer.load_state_dict({**state, "blocks": {**state["blocks"], "workers": [3, 0]}})
         return steps, 70.0 <= seconds < 100.0, clock.elapsed(sync.state.own)[1]

@@ -63,7 +63,7 @@ def save_worker(sync: Sync) -> SavedWorker:
         "residual": [bucket.residual for bucket in sync.anchor.buckets],
         "initial_state": sync.initial_state.state if resets else None,
         "last_round": [stats.workers, *stats.left_out],
-        "clock": sync.runner.clock.elapsed(state.own),
+        "clock": sync.clock.elapsed(state.own),
         "own": [state.own, *state.work],
         "taken": schedule.into(state.steps),
         "dropped": state.dropped,

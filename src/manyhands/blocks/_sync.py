@@ -19,6 +19,7 @@ a change of that value stands for: it sends, waits, and moves anchor and paramet
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands._core.ranks import RankGroup
 from manyhands._core.stop_notice import stop_notice
 from manyhands.blocks._anchor import (
     Anchor,
@@ -63,8 +65,10 @@ from manyhands.blocks.averaging._round import (
     BackgroundSync,
     ElasticMembers,
     Members,
-    RoundRunner,
+    RoundStats,
     StateTransfer,
+    StepClock,
+    run_sync_round,
 )
 
 
@@ -102,7 +106,7 @@ class Pending:
 
 
 class Sync:
-    """Keeps this worker's parameters and the other workers' together."""
+    """Keeps this worker's parameters and the other workers' together: it holds all sync rounds."""
 
     def __init__(
         self,
@@ -118,8 +122,14 @@ class Sync:
         self.optimizer, self.members, self.anchor = optimizer, members, anchor
         self.every, self.schedule = every, schedule
         self.state, self.extras = state, extras
-        self.runner = RoundRunner(members, anchor.inner, overlaps=schedule.overlap > 0)
-        self.stats = self.runner.stats
+        # The ranks that make up this worker: in a crew, or in a process group.
+        self._inner = anchor.inner if anchor.inner.size > 1 else members.inner
+        self.clock = StepClock()
+        self.stats = RoundStats()
+        # A thread only where it is needed: with overlap, and in a crew, whose members are watched
+        # while the round waits for their messages.
+        self._threaded = members.elastic or schedule.overlap > 0
+        self._last: BackgroundSync | None = None  # the round that the next one waits for
         self.pending: deque[Pending] = deque()
         self.samples = BlockSamples(members, every, schedule)
         self.common = CommonParts(anchor, schedule, self.stats, extras, self.samples)
@@ -140,7 +150,7 @@ class Sync:
         if self.alone or state.steps < state.warmup:
             steps = state.steps + 1
         else:
-            elapsed, _ = self.runner.clock.elapsed(state.own)
+            elapsed, _ = self.clock.elapsed(state.own)
             steps = self.schedule.count(state.steps, in_flight=state.in_flight > 0, elapsed=elapsed)
         self.state = state.step(steps, self.samples.end_step())
 
@@ -238,7 +248,7 @@ class Sync:
 
     def restart_clock(self, seconds: float = 0.0, steps: float = 0) -> None:
         """Measure the time of a step from here on, as if `seconds` and `steps` had passed."""
-        self.runner.clock.restart(self.state.own, seconds, steps)
+        self.clock.restart(self.state.own, seconds, steps)
 
     @property
     def between_blocks(self) -> bool:
@@ -251,7 +261,7 @@ class Sync:
         """Return about how long it takes until this block's steps are in the anchor."""
         schedule = self.schedule
         steps = max(0, schedule.own + schedule.overlap - schedule.into(self.state.steps))
-        seconds, taken = self.runner.clock.elapsed(self.state.own)
+        seconds, taken = self.clock.elapsed(self.state.own)
         return steps * seconds / max(taken, 1)
 
     @property
@@ -285,7 +295,7 @@ class Sync:
         copies: tuple[list[SnapshotPayload], list[SnapshotPayload]] = ([], [])
         if overlaps or self.members.elastic:
             copies = [SnapshotPayload(p) for p in buffers], [SnapshotPayload(p) for p in state]
-        background = self.runner.start(differences, copies[0] or buffers, copies[1] or state, note)
+        background = self._start(differences, copies[0] or buffers, copies[1] or state, note)
         self.pending.append(Pending(fragments, merge_at, differences, *copies, note, background))
         self.state = self.state.send(fragments)
 
@@ -304,24 +314,63 @@ class Sync:
         checksum = self._options_checksum
         facts: list[object] = [*([frozen] if frozen else []), *self.samples.facts]
         stop = bool(stop_notice.reason or stop_notice.sources) and stop_notice.received
-        all_finite, stop = self.runner.agree_inside(finite, stop, device)
+        all_finite, stop = self._agree_inside(finite, stop, device)
         return Note(
             step=float(step),
             status=float(all_finite),
             options=fingerprint((checksum, *facts)) if facts else checksum,
             state_elements=float(sum(payload.length for payload in state)),
-            seconds=self.runner.clock.seconds_per_step(self.state.own),
+            seconds=self.clock.seconds_per_step(self.state.own),
             lr=float(groups[0].get("lr", 1.0)),
             length=float(self.schedule.length),
             drawn=float(self.samples.account.taken if ends_block else 0),
             stop=float(stop),
         )
 
+    def _agree_inside(self, finite: bool, stop: bool, device: torch.device) -> tuple[bool, bool]:
+        """Return whether `finite` holds on all ranks of this worker, and `stop` on any of them.
+
+        A worker is in the mean with all its slices, or with none.
+        """
+        if self._inner.size == 1:
+            return finite, stop
+        flags = self._inner.all_gather([float(finite), float(stop)], device)
+        return all(flag == 1.0 for flag, _ in flags), any(flag == 1.0 for _, flag in flags)
+
+    def _start(
+        self,
+        payloads: Sequence[Payload],
+        buffers: Sequence[Payload],
+        state: Sequence[Payload],
+        note: Note,
+    ) -> BackgroundSync:
+        """Begin a round; without a thread, hold it."""
+
+        def sync_round(workers: RankGroup) -> RoundResult:
+            return run_sync_round(workers, payloads, buffers, state, note)
+
+        background = BackgroundSync(sync_round, self.members.workers, self._last)
+        if self._threaded:
+            background.start()
+            self._last = background
+        else:
+            background.run()
+        return background
+
+    def _commit(self, background: BackgroundSync, moves_anchor: bool = True) -> RoundResult | None:
+        """Wait for a round, and for all workers to agree on it. None: it is undone."""
+        begin = time.perf_counter()
+        result = self.members.commit(background, moves_anchor)
+        self.stats.waited += time.perf_counter() - begin
+        if result is None and moves_anchor:
+            self.stats.undone += 1
+        return result
+
     def _merge(self) -> None:
         """Wait for the oldest round in flight, and move anchor and parameters by its mean."""
         pending = self.pending.popleft()
         try:
-            result = self.runner.commit(pending.background)
+            result = self._commit(pending.background)
         except BaseException:  # an error, such as workers that disagree: nothing is repeated
             self.state = self.state.undo()
             raise
@@ -409,7 +458,19 @@ class Sync:
         note = self._write_note(finite, state)
         if not contributes:
             note = replace(note, status=NOTHING_YET)
-        return self.runner.average(payloads, state, note)
+        copies: tuple[list[SnapshotPayload], list[SnapshotPayload]] = ([], [])
+        if self.members.elastic:  # an undone round must leave the tensors as they were
+            copies = [SnapshotPayload(p) for p in payloads], [SnapshotPayload(p) for p in state]
+        result = self._commit(self._start(copies[0] or payloads, [], copies[1] or state, note))
+        if result is None:
+            return None
+        # (without copies, the round has written to the tensors themselves)
+        for mean, payload in zip(copies[0], payloads, strict=False):
+            mean.copy_to(result, payload.tensors)
+        for mean, payload in zip(copies[1] if result.averages_state else [], state, strict=False):
+            mean.copy_to(result, payload.tensors)
+        self.stats.stop = any(note.stop for note in result.notes)
+        return result
 
     def average_gradients(self, params: Sequence[Tensor]) -> bool:
         """Set every gradient to the workers' mean; return whether there is one to step along.
@@ -475,7 +536,7 @@ class Sync:
     def _change_members(self) -> None:
         while self.members.regroup_due:
             self.pending.clear()  # they have changed nothing yet, and are sent again when due
-            self.runner.forget_last()
+            self._last = None  # it was among other members
             self.regroups += 1
             self.samples.account.due = True  # other members share what is left
             self.state = self.state.regroup(self._due_after_merges)
@@ -489,7 +550,7 @@ class Sync:
         if not self.members.crew.joiners:
             return
         transfer = StateTransfer(self.members, lambda: self.common.pack(self.state))
-        took_place = self.runner.commit(transfer.background, moves_anchor=False) is not None
+        took_place = self._commit(transfer.background, moves_anchor=False) is not None
         if took_place and transfer.received is not None:
             before = self.state
             self.state = self.common.take_over(transfer.received, before)

@@ -2,7 +2,6 @@
 
 FixedMembers     who takes part: the workers of a process group
 ElasticMembers   or the members of a crew (`blocks/crew/`), who may undo a round, and regroup
-RoundRunner      begins a round, in the background where that is needed, and lets all workers agree
 BackgroundSync   a round in a thread of its own
 run_sync_round   the round itself: every worker contributes payloads, and all get their mean
 RoundStats       what the last rounds have shown
@@ -45,8 +44,6 @@ from manyhands.blocks.averaging._payload import (
     Note,
     Payload,
     RoundResult,
-    SnapshotPayload,
-    TensorPayload,
 )
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._enrollment import Terms
@@ -245,82 +242,6 @@ class BackgroundSync(threading.Thread):
     def finished(self, seconds: float | None = None) -> bool:
         """Wait for the end, for `seconds` at most; return whether it has ended."""
         return self._done.wait(seconds)
-
-
-class RoundRunner:
-    """Runs sync rounds among the present members, in the background where that is needed."""
-
-    def __init__(self, members: Members, inner: RankGroup, *, overlaps: bool) -> None:
-        self._members = members
-        # The ranks that make up this worker: in a crew, or in a process group.
-        self._inner = inner if inner.size > 1 else members.inner
-        self.clock = StepClock()
-        self.stats = RoundStats()
-        # A thread only where it is needed: with overlap, and in a crew, whose members are watched
-        # while the round waits for their messages.
-        self._threaded = members.elastic or overlaps
-        self._last: BackgroundSync | None = None
-
-    def agree_inside(self, finite: bool, stop: bool, device: torch.device) -> tuple[bool, bool]:
-        """Return whether `finite` holds on all ranks of this worker, and `stop` on any of them.
-
-        A worker is in the mean with all its slices, or with none.
-        """
-        if self._inner.size == 1:
-            return finite, stop
-        flags = self._inner.all_gather([float(finite), float(stop)], device)
-        return all(flag == 1.0 for flag, _ in flags), any(flag == 1.0 for _, flag in flags)
-
-    def start(
-        self,
-        payloads: Sequence[Payload],
-        buffers: Sequence[Payload],
-        state: Sequence[Payload],
-        note: Note,
-    ) -> BackgroundSync:
-        """Begin a round; without a thread, hold it."""
-
-        def sync_round(workers: RankGroup) -> RoundResult:
-            return run_sync_round(workers, payloads, buffers, state, note)
-
-        background = BackgroundSync(sync_round, self._members.workers, self._last)
-        if self._threaded:
-            background.start()
-            self._last = background
-        else:
-            background.run()
-        return background
-
-    def commit(self, background: BackgroundSync, moves_anchor: bool = True) -> RoundResult | None:
-        """Wait for a round, and for all workers to agree on it. None: it is undone."""
-        begin = time.perf_counter()
-        result = self._members.commit(background, moves_anchor)
-        self.stats.waited += time.perf_counter() - begin
-        if result is None and moves_anchor:
-            self.stats.undone += 1
-        return result
-
-    def average(
-        self, payloads: Sequence[TensorPayload], state: Sequence[TensorPayload], note: Note
-    ) -> RoundResult | None:
-        """Average tensors in place, without anchor and outer step. None: the round is undone."""
-        copies: tuple[list[SnapshotPayload], list[SnapshotPayload]] = ([], [])
-        if self._members.elastic:  # an undone round must leave the tensors as they were
-            copies = [SnapshotPayload(p) for p in payloads], [SnapshotPayload(p) for p in state]
-        result = self.commit(self.start(copies[0] or payloads, [], copies[1] or state, note))
-        if result is None:
-            return None
-        # (without copies, the round has written to the tensors themselves)
-        for mean, payload in zip(copies[0], payloads, strict=False):
-            mean.copy_to(result, payload.tensors)
-        for mean, payload in zip(copies[1] if result.averages_state else [], state, strict=False):
-            mean.copy_to(result, payload.tensors)
-        self.stats.stop = any(note.stop for note in result.notes)
-        return result
-
-    def forget_last(self) -> None:
-        """Let the next round not wait for the last one: it was among other members."""
-        self._last = None
 
 
 @dataclass
