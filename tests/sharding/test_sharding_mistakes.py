@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+import time
 
 import pytest
 import torch
@@ -362,3 +363,78 @@ def test_an_optimizer_that_is_made_already_is_named(arguments):
     which = "params" if arguments else "optim"
     with pytest.raises(TypeError, match=f"^{which} is an optimizer.*optim=AdamW, lr=.*shard"):
         mh.OSS(**given)
+
+
+# -- a rank that goes on alone after an exception --------------------------------------------------
+
+
+class Fragile(nn.Module):
+    """Fails in the forward or backward pass in which `fails` says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.fails = make_model(), ""
+
+    def forward(self, inputs):
+        output = self.inner(inputs)
+        if self.fails == "forward":
+            raise ValueError("a bad sample")
+        if self.fails in ("backward", "interrupt"):  # after the last layer's gradients
+            self.inner[0].weight.register_hook(self.fail)
+        return output
+
+    def fail(self, grad):
+        if self.fails:
+            raise KeyboardInterrupt if self.fails == "interrupt" else ValueError("a bad sample")
+
+
+def steps_of_a_loop_that_catches(fails, ranks, size, loop="skip", steps=5):
+    """Return in which steps there was which error, and how many this rank has taken."""
+    torch.manual_seed(0)
+    model = Fragile()
+    optimizer = oss(model.parameters(), SGD, lr=0.01, bucket_size=size)
+    module = mh.ShardedDataParallel(model, optimizer)
+    caught = []
+    for step in range(steps):
+        model.fails = fails if step == 2 and dist.get_rank() in ranks else ""
+        try:
+            optimizer.zero_grad()
+            module(x()).sum().backward()
+        except (ValueError, RuntimeError, KeyboardInterrupt) as error:
+            caught.append((step, type(error).__name__, str(error)))
+            if isinstance(error, RuntimeError):
+                return caught
+            if loop == "skip":
+                continue
+        optimizer.step()
+    return caught
+
+
+@pytest.mark.parametrize("size", [1000, 10])  # one bucket, several
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+def test_a_rank_that_skips_a_step_alone_after_an_exception_is_an_error_everywhere(fails, size):
+    here, there = run_ranks(2, steps_of_a_loop_that_catches, fails, [1], size)
+    assert [(step, kind) for step, kind, _ in here] == [(2, "RuntimeError")]
+    assert [(step, kind) for step, kind, _ in there] == [(2, "ValueError"), (3, "RuntimeError")]
+    assert "on another rank, which went on" in here[0][2]
+    assert "on this rank, which went on" in there[1][2]
+
+
+@pytest.mark.parametrize("size", [1000, 10])  # one bucket, several
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+def test_ranks_that_all_skip_a_step_or_take_part_with_zeros_go_on(fails, size):
+    for caught in run_ranks(2, steps_of_a_loop_that_catches, fails, [0, 1], size):
+        assert [(step, kind) for step, kind, _ in caught] == [(2, "ValueError")]
+    here, there = run_ranks(2, steps_of_a_loop_that_catches, fails, [1], size, loop="step")
+    assert here == [] and [step for step, *_ in there] == [2]
+
+
+@pytest.mark.parametrize("size", [1000, 10])
+def test_an_interrupted_step_is_an_error_at_once_if_the_rank_goes_on(size):
+    def rank():
+        began = time.monotonic()
+        caught = steps_of_a_loop_that_catches("interrupt", [1], size)
+        assert time.monotonic() - began < 20.0  # the group's timeout is 30 minutes
+        return [kind for _, kind, _ in caught]
+
+    assert run_ranks(2, rank) == [["RuntimeError"], ["KeyboardInterrupt", "RuntimeError"]]

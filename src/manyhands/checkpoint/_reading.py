@@ -12,8 +12,8 @@ If a step fails on any rank, every rank raises, and what had been handed over is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,10 @@ def load_newest(
             return _load_checkpoint(checkpoint, ranks, compare, continues=bool(optimizers))
         except FileNotFoundError as error:
             before, problem = checkpoint, error
+        except ValueError as error:
+            if str(checkpoint) in str(error):
+                raise
+            raise ValueError(f"{checkpoint} cannot be loaded: {error}") from error
 
 
 def _load_checkpoint(
@@ -90,7 +94,7 @@ def _load_checkpoint(
     *,
     continues: bool,
 ) -> dict[str, Any]:
-    with ExitStack() as stack, _named(checkpoint):
+    with ExitStack() as stack:
         index, crc32 = run_on_all(ranks, lambda: _open_index(checkpoint, stack))
         agree(ranks, {"checkpoints": crc32}, f"Give a path that they share, not {checkpoint}.")
         reader = stack.enter_context(Reader(checkpoint, index))
@@ -112,17 +116,6 @@ def _load_checkpoint(
             loader.undo()
             raise
         return loader.result
-
-
-@contextmanager
-def _named(checkpoint: Path) -> Iterator[None]:
-    """Name the checkpoint in the error of a state that does not fit."""
-    try:
-        yield
-    except ValueError as error:
-        if str(checkpoint) in str(error):
-            raise
-        raise ValueError(f"{checkpoint} cannot be loaded: {error}") from error
 
 
 # -- compare ---------------------------------------------------------------------------------------

@@ -147,9 +147,14 @@ class ShardedDataParallel(ModuleWrapper):
 
     def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Run the wrapped module's forward, with its parameters and buffers up to date."""
-        if self._reducer is not None:
-            self._prepare(self._reducer)
-        return self.module(*inputs, **kwargs)
+        if self._reducer is None:
+            return self.module(*inputs, **kwargs)
+        self._prepare(self._reducer)
+        try:
+            return self.module(*inputs, **kwargs)
+        except BaseException:
+            self._reducer.gave_up |= self.training and torch.is_grad_enabled()
+            raise
 
     def _prepare(self, reducer: Reducer) -> None:
         if _inside_ddp(self):

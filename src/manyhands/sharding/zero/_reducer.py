@@ -70,6 +70,8 @@ class Reducer:
         self._order: list[int] | None = None
         self._in_flight: deque[GradientBucket] = deque()
         self._buffers = SendBuffers()
+        self._open = False  # whether a pass has begun here that has not ended
+        self.gave_up = False  # whether one has raised an exception since the last averaged pass
         self._one_at_a_time = threading.Lock()
         self._averaged: set[Shards] = set()  # since their last step
         self.cover()
@@ -139,10 +141,14 @@ class Reducer:
                 self._note_arrival(number)  # raises
 
     def begin_pass(self) -> None:
-        self._averaging = self._synchronised()
+        self.gave_up |= self._open
+        if self._open and self._next:  # sent in part: the other ranks wait for the rest
+            self._close()
+        self._averaging, self._open = self._synchronised(), True
         self._start_over()
 
     def end_pass(self) -> None:
+        self._open = False
         if self._averaging:
             self._close()
 
@@ -236,12 +242,11 @@ class Reducer:
     def _start_finding_used(self) -> Tensor:
         """Begin to find out which parameters were used on any rank, as a flag for each."""
         device = self.params[0].device
-        if len(self._arrived) == self._expected:
-            used = torch.ones(len(self.params), dtype=torch.uint8, device=device)
-        else:
-            used = torch.zeros(len(self.params), dtype=torch.uint8)
-            used[list(self._arrived)] = 1
-            used = used.to(device)
+        # And two flags: whether any rank has given up a pass, and whether any rank has not.
+        used = torch.ones(len(self.params) + 2, dtype=torch.uint8, device=device)
+        if len(self._arrived) < self._expected:
+            used[[n for n in range(len(self.params)) if n not in self._arrived]] = 0
+        used[-1 if self.gave_up else -2] = 0
         self._used_work = self.workers.start_all_reduce_max(used)
         return used
 
@@ -251,7 +256,16 @@ class Reducer:
         Reads the flags only if a gradient is missing here: with a GPU that is a synchronisation.
         """
         self._used_work.wait()
+        gave_up, self.gave_up, self._open = self.gave_up, False, False
+        if (gave_up or used.device.type == "cpu") and used[-2:].all():
+            raise RuntimeError(
+                f"a forward or backward raised an exception on {'this' if gave_up else 'another'} "
+                "rank, which went on, a step behind the other ranks. Let the program end, or skip "
+                "the step on all ranks. (Catch what you repeat inside the wrapped module.)"
+            )
         here = [n for n, trained in enumerate(self._trained) if trained and self._places[n]]
+        if gave_up:  # so did all other ranks
+            return []
         if len(self._arrived) == self._expected:
             return here
         flags = used.tolist()
@@ -273,7 +287,9 @@ class Reducer:
         """Average the gradients that have not been averaged, as at the end of a pass."""
         self.follow_trained()
         self._passes.forget()
-        self._start_over()
+        if not (self._open and self._next):  # else the rest of a pass that was sent in part
+            self._start_over()
+        self.gave_up = self._open = False  # the rank takes part in the step, with zeros
         self._close()
 
     def complete(self, shards: Shards) -> None:
