@@ -51,7 +51,7 @@ class FirstOfTwo(RankGroup):
         return [Done()]
 
     def start_all_reduce_max(self, tensor):
-        return Done(lambda: tensor.fill_(1))  # rank 1 used every parameter
+        return Done(lambda: tensor[:-2].fill_(1))  # rank 1 used every parameter
 
     def broadcast_from_first(self, tensors):
         if self.order:
