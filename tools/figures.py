@@ -159,8 +159,8 @@ def around_adamw() -> Figure:
     assert root[2].mean > ada[2].mean
     return figure(
         "docs/scaling.md",
-        "With AdamW at S = 16 (ten seeds), AdamScale ended {} points below scale 1 on MNIST and {} on "
-        "digits, and {} % above its bits per character on Shakespeare. AdaScale "
+        "With AdamW at S = 16 (ten seeds), AdamScale ended {} points below scale 1 on MNIST and {} "
+        "on digits, and {} % above its bits per character on Shakespeare. AdaScale "
         "ended at {} and {} points, and {} %: no worse than scale 1, in {}, {} and {} times "
         "AdamScale's steps.",
         *(f"{short[0]:.2f}", f"{short[1]:.2f}", f"{more(adam[2].scores, base[2].scores):.1f}"),
