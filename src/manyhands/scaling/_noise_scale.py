@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors
 from manyhands._core.arguments import explained, real, whole
-from manyhands._core.ranks import rank_group_of
+from manyhands._core.ranks import RankGroup, rank_group_of
 from manyhands._core.state_parts import BELOW, SavedEntries, SavedState
 from manyhands._core.wrappers import LossScale, LossScaler, find_prepared, unwrap
 from manyhands.scaling._hooks import PlainNorm
@@ -43,6 +43,7 @@ from manyhands.scaling._settings import (
 from manyhands.scaling._step import Batch, Measurement
 
 VERSION = 2  # of the state dict
+_SIZE = partial(real, "batch_size", above=0.0, below=BELOW)
 
 
 class NoiseScale:
@@ -98,9 +99,7 @@ class NoiseScale:
         model: nn.Module | None = None,
     ) -> None:
         self._options: Options = {
-            "batch_size": Option(
-                None, batch_size, check=partial(real, "batch_size", above=0.0, below=BELOW)
-            ),
+            "batch_size": Option(None, batch_size, check=_SIZE),
             "smoothing": Option(0.99, smoothing, check=check_smoothing),
         }
         passes, accumulation = passes_and_loop(num_gradients_to_accumulate)
@@ -110,31 +109,21 @@ class NoiseScale:
             accumulation = accumulation_of(prepared, passes) or accumulation
             grad_scaler = grad_scaler or getattr(prepared, "scaler", None)
         groups = optimizer.param_groups if optimizer else [{"params": list(parameters)}]  # type: ignore[arg-type]
-        params = [param for group in groups for param in group["params"]]
+        self._params = params = [param for group in groups for param in group["params"]]
         if not params:
             raise ValueError("no parameters to measure: the iterable was empty.")
-        self._params = params
         self._begin_measurement()
         ranks = rank_group_of(params, process_group or getattr(optimizer, "group", None))
-        facts = {
-            PASSES: passes,
-            "number of parameters": len(params),
-            "parameters": describe_tensors(params),
-        }
-        agree(ranks, facts, "Build the same model and NoiseScale on every rank.")
+        _check_ranks_agree(ranks, passes, params)
         self._optimizer = optimizer
+        batch = Batch(ranks.size, passes, None, accumulation, loss_is_divided=is_scaled_loss)
+        batch.short_step = "error" if accumulation is None else "count"
+        batch.smoothing = self._options["smoothing"].number
         self._measurement = Measurement(
             groups,
             ranks.with_own_group(params[0].device),
             PlainNorm(),
-            Batch(
-                ranks.size,
-                passes,
-                smoothing=self._options["smoothing"].number,
-                accumulation=accumulation,
-                short_step="error" if accumulation is None else "count",
-                loss_is_divided=is_scaled_loss,
-            ),
+            batch,
             LossScale(grad_scaler),
             self,
             changes_gradients=False,
@@ -390,6 +379,15 @@ class NoiseScale:
             f"NoiseScale({self.noise_scale:.4g} ± {self.standard_error:.2g} {unit}, "
             f"{self.steps} steps)"
         )
+
+
+def _check_ranks_agree(ranks: RankGroup, passes: int, params: Sequence[Tensor]) -> None:
+    facts = {
+        PASSES: passes,
+        "number of parameters": len(params),
+        "parameters": describe_tensors(params),
+    }
+    agree(ranks, facts, "Build the same model and NoiseScale on every rank.")
 
 
 def _too_few_passes(passes: int, declared: int) -> str:

@@ -309,12 +309,7 @@ class ScalingRuleBase(ScaledOptimizer):
         passes, accumulation = passes_and_loop(num_gradients_to_accumulate)
         policy: ShortStep = short_step or ("error" if accumulation is None else "count")
         one_of("short_step", policy, get_args(ShortStep))
-        batch = Batch(
-            passes=passes,
-            accumulation=accumulation,
-            short_step=policy,
-            loss_is_divided=is_scaled_loss,
-        )
+        batch = Batch(1, passes, None, accumulation, policy, loss_is_divided=is_scaled_loss)
         batch.check_divided()
         batch.set_smoothing(smoothing)
         if scale is not None:
