@@ -239,7 +239,8 @@ def _sharded_ddp_cost(sizes: ModelSizes, layout: _Buckets, workers: int) -> Cost
     worst = max(range(workers), key=lambda rank: held[rank] + layout.state[rank])
     # The peak may be another rank's than the one that holds most after backward.
     peak = max(map(sum, zip(most, layout.state, strict=True)))
-    used_flags = sum(len(optimizer.params) for optimizer in sizes.optimizers)  # one byte each
+    # one byte each, and two for passes that ranks have given up
+    used_flags = sum(len(optimizer.params) for optimizer in sizes.optimizers) + 2
     sent = 2 * layout.bucket_bytes + 2 * used_flags + sizes.buffers
     return Cost(
         parameters=layout.parameters,
