@@ -41,13 +41,10 @@ Rows = dict[str, dict[str, Any]]
 
 
 def main() -> None:
-    parser = pages.parser(__doc__, data="tinyshakespeare.txt.xz")
-    args = parser.parse_args()
+    args = pages.parser(__doc__, data="tinyshakespeare.txt.xz").parse_args()
     if args.draw:
         draw(pages.read("blocks-faults"))
         return
-    if args.data is None:
-        parser.error("--data FOLDER is needed: where tinyshakespeare.txt.xz is")
     plan, intervals = (QUICK, (5.0,)) if args.quick else (FULL, (30.0, 15.0))
     plans = {NONE: plan, **{f"every {s:g} s": replace(plan, interval=s) for s in intervals}}
     if not args.quick:

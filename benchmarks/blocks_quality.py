@@ -3,7 +3,6 @@
     python benchmarks/blocks_quality.py --data FOLDER    # mnist.npz, tinyshakespeare.txt.xz; writes
     python benchmarks/blocks_quality.py --data FOLDER --quick    # a smoke test, writes nothing
     python benchmarks/blocks_quality.py --draw           # the page from the results so far
-    python benchmarks/blocks_quality.py --wire           # a minute: ternary's bytes in sockets
 
 One worker that takes the whole batch, and 4 or 8 workers that step on their own part of it and
 synchronize every H steps. Same number of steps, samples, schedule and inner optimizer (AdamW, or
@@ -28,14 +27,10 @@ import peers
 peers.this_checkout()
 
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from blocks.learning import TASKS, WORKERS, Task, Transformer, in_processes, run  # noqa: E402
+from blocks.learning import TASKS, WORKERS, Task, run  # noqa: E402
 from blocks.short import SHORT, Setting, simulate  # noqa: E402
 from quality.workloads import shakespeare  # noqa: E402
-from sharding.models import divided  # noqa: E402
-from traffic import bytes_sent  # noqa: E402
 
-import manyhands as mh  # noqa: E402
 from manyhands.blocks._anchor import Average, BlockMomentum  # noqa: E402
 from manyhands.blocks.averaging._codec import CODECS  # noqa: E402
 
@@ -94,16 +89,8 @@ def made(task: Task, kind: str, length: int, options: dict[str, Any]) -> dict[st
 
 
 def main() -> None:
-    parser = pages.parser(__doc__, data="mnist.npz and tinyshakespeare.txt.xz")
-    parser.add_argument("--wire", action="store_true", help="only print what ternary sends")
-    args = parser.parse_args()
-    if args.wire:
-        for width in (128, 512):
-            show_bytes_in_sockets(width)
-        return
+    args = pages.parser(__doc__, data="mnist.npz and tinyshakespeare.txt.xz").parse_args()
     if not args.draw:
-        if args.data is None:
-            parser.error("--data FOLDER is needed: where mnist.npz and tinyshakespeare.txt.xz are")
         for task in TABLES.values():
             train_all(task, args.data, args.quick)
         train_short(args.data, args.quick)
@@ -198,33 +185,6 @@ def short_table(rows: list[dict[str, Any]], rate: float, base: float) -> str:
     return pages.table(f"outer step | warm-up | {heads}", cells)
 
 
-def show_bytes_in_sockets(width: int) -> None:
-    """Print what a worker of eight sends in a step, beside what an all-reduce of float32 takes."""
-    workers, options = 8, {"every": 160, "fragments": 5, "codec": "ternary"}
-
-    def block() -> dict[str, float]:
-        torch.manual_seed(dist.get_rank())
-        model = Transformer(65, 64, width=width)
-        for param in model.parameters():
-            param.grad = torch.randn_like(param)
-        inner = [torch.optim.SGD(params, lr=1e-3) for params in divided(model)]
-        optimizers = [mh.DiLoCo(each, **options) for each in inner]
-        for step in range(320):
-            if step == 160:  # the first block connects the workers
-                dist.barrier()
-                before = bytes_sent()
-            for optimizer in optimizers:
-                optimizer.step()
-        dist.barrier()
-        elements = sum(param.numel() for param in model.parameters())
-        return {"sent": (bytes_sent() - before) / 160, "elements": elements}
-
-    ranks = in_processes(workers, block)
-    sent, elements = max(rank["sent"] for rank in ranks), ranks[0]["elements"]
-    fewer = 2 * (workers - 1) / workers * 4 * elements / sent
-    print(f"{elements:,.0f} parameters: {sent:,.0f} bytes a step, {fewer:,.0f} times less than DDP")
-
-
 PAGE = """# Blocks: the quality of training
 
 ```bash
@@ -245,9 +205,9 @@ and how much more it is than the synchronous loss of the same seeds. The inner l
 same for all; where a loss is far below the synchronous one, a larger rate would have helped
 synchronous training as well.
 
-The byte ratios count payload. Measured on the wire for this small model, whose messages are short,
-the ratio is 2,717 instead of 3,080 ([more](../blocks.md#send-less)). A whole run sends at most 4
-times fewer bytes than DDP, because the warm-up sends as many.
+The byte ratios count payload. On the wire, the short messages of this small model made it 2,717
+instead of 3,080 ([measured once](../notes-distributed.md#blocks-bytes-and-time)). A whole run sends
+at most 4 times fewer bytes than DDP, because the warm-up sends as many.
 
 {verdicts}
 

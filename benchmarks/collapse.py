@@ -14,7 +14,6 @@ is 7 points below that of scale 1 with the same seed.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -145,11 +144,8 @@ def train(task: Task, setting: str, limit: str, seed: int, steps: int) -> dict[s
 
 
 def run() -> None:
-    """Add the runs that are missing, a line each. Two processes share them: `HALF=0`, `HALF=1`."""
-    half = os.environ.get("HALF")
+    """Add the runs that are missing, a line each."""
     for seed in range(SEEDS):
-        if half is not None and seed % 2 != int(half):
-            continue
         done = {key(row) for row in pages.read_rows(RESULTS)}
         for task in TASKS:
             for setting, limit in (("1", "limited"), *((s, k) for s in SETTINGS for k in LIMITS)):

@@ -35,7 +35,8 @@ def parser(description: str | None, data: str = "") -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
     made.add_argument("--draw", action="store_true", help="write the page of the stored results")
     if data:
-        made.add_argument("--data", type=Path, metavar="FOLDER", help=f"the folder with {data}")
+        about = f"the folder with {data} (data)"
+        made.add_argument("--data", type=Path, default=Path("data"), metavar="FOLDER", help=about)
     return made
 
 

@@ -26,7 +26,6 @@ PINS = (
     "deepspeed==0.19.8",
     "accelerate==1.15.0",
     "torchft==0.2.0",
-    "hivemind==1.1.12",
     "requests==2.34.2",  # adaptdl imports it
     "setuptools==80.10.2",  # adaptdl imports pkg_resources, which setuptools 81 dropped
 )

@@ -44,7 +44,6 @@ LOCAL_SGD, DILOCO, BMUF = (f"manyhands {name}, float32" for name in ("LocalSGD",
 ROUNDS = (
     Pick("torch PeriodicModelAverager", "torch Periodic", LOCAL_SGD),
     Pick("Accelerate LocalSGD", "accelerate", LOCAL_SGD),
-    Pick("hivemind averager", "hivemind", LOCAL_SGD),
     Pick("torchft LocalSGD", "torchft LocalSGD", LOCAL_SGD),
     Pick("torchft DiLoCo", "torchft DiLoCo", DILOCO),
     Pick("fairseq block momentum", "per tensor, momentum (as fairseq)", BMUF),
@@ -112,11 +111,8 @@ def step(pick: Pick, speeds: Stored, memory: list[Stored]) -> list[str]:
 def sync_round(pick: Pick, rounds: Stored) -> list[str]:
     """A row about one synchronisation on 2 ranks; memory is kept, and more during it."""
     theirs, ours = _fastest(pick, rounds["rows"]), _named(pick.ours, rounds["rows"])
-    sent, held = "?:", "?:"
-    if not theirs["elsewhere"]:
-        sent, held = f"{theirs['sent'] / 1e6:.0f}:", f"{_models(theirs):.2f}:"
-    sent, held = f"{sent}{ours['sent'] / 1e6:.0f}", f"{held}{_models(ours):.2f}"
-    return [*_compared(theirs), sent, held]
+    sent = f"{theirs['sent'] / 1e6:.0f}:{ours['sent'] / 1e6:.0f}"
+    return [*_compared(theirs), sent, f"{_models(theirs):.2f}:{_models(ours):.2f}"]
 
 
 def _models(row: Stored) -> float:
@@ -166,7 +162,7 @@ def behind(found: dict[str, list[str]]) -> str:
     for title, (_, time, cpu, _, *memory) in found.items():
         if min(float(time.split()[0].strip("*")), float(cpu)) < 1:
             slower.append(f"{title} ({time.split()[0]} by time, {cpu} by CPU)")
-        if memory and memory[0] and "?" not in memory[0]:
+        if memory and memory[0]:
             theirs, ours = map(float, memory[0].split(":"))
             if theirs < ours:
                 larger.append(f"{title} ({memory[0]})")
@@ -201,9 +197,8 @@ returns to it.
   machine can also share memory, which is faster: the pages below have those rows.
 - **Steps** use torch's `AdamW(fused=True)`. Accelerate 1.15.0 calls `fully_shard` only on
   accelerators, so that row stands for both.
-- **hivemind** 1.1.12 averages in encrypted processes that cross NATs; its search for a group, two
-  seconds before each round, is not counted. torchft asks for a quorum before each round; the
-  manyhands rows are without a [crew](../crew.md), which does that.
+- **torchft** asks for a quorum before each round; the manyhands rows are without a
+  [crew](../crew.md), which does that.
 - **fairseq** is its published recurrence with its number of collectives.
 - **Memory** of a step is the most by which a process grew, over the size of the parameters; of a
   sync round it is what is kept plus the peak during one, in models.

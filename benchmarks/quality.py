@@ -38,8 +38,7 @@ MARKS = "<!-- {} -->", "<!-- end of {} -->"
 
 
 def main() -> None:
-    parser = pages.parser(__doc__, "mnist.npz and tinyshakespeare.txt.xz")
-    options = parser.parse_args()
+    options = pages.parser(__doc__, "mnist.npz and tinyshakespeare.txt.xz").parse_args()
     torch.set_num_threads(1)
     if options.quick:
         few = [replace(w, steps=32, scales=(4,)) for w in WORKLOADS if w.name == "digits-sgd"]
@@ -47,8 +46,6 @@ def main() -> None:
         return
     rows, adam_rows = pages.read_rows(RESULTS), pages.read_rows(ADAM_RESULTS)
     if not options.draw:
-        if options.data is None:
-            parser.error("--data FOLDER is needed.")
         rows = run(WORKLOADS, options.data, SEEDS, rows, RESULTS)
         adam_rows = run(ADAMW, options.data, ADAM_SEEDS, adam_rows, ADAM_RESULTS, rules_of_adam)
     write("tables", "\n\n".join(table(results) for results in results_of(WORKLOADS, rows)))

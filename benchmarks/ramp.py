@@ -228,8 +228,7 @@ def write(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    parser = pages.parser(__doc__, "mnist.npz and tinyshakespeare.txt.xz")
-    arguments = parser.parse_args()
+    arguments = pages.parser(__doc__, "mnist.npz and tinyshakespeare.txt.xz").parse_args()
     torch.set_num_threads(1)
     if arguments.quick:
         digits = next(w for w in WORKLOADS if w.name == "digits-sgd")
@@ -237,8 +236,6 @@ def main() -> None:
             print(train(digits, digits.load(Path()), 4.0, way, batch, 0))
         return
     if not arguments.draw:
-        if arguments.data is None:
-            parser.error("--data FOLDER is needed.")
         run(arguments.data)
     write(read())
 

@@ -117,14 +117,11 @@ def quick() -> None:
 
 
 def main() -> None:
-    parser = pages.parser(__doc__, "mnist.npz")
-    given = parser.parse_args()
+    given = pages.parser(__doc__, "mnist.npz").parse_args()
     if given.quick:
         quick()
         return
     if not given.draw:
-        if given.data is None:
-            parser.error("--data FOLDER is needed: where mnist.npz is")
         try:
             run_all(planned(list(LINES), RANKS, list(WAYS), SEEDS), given.data)
         except NoSlowLink as error:

@@ -431,27 +431,6 @@ def fsdp_memory() -> Figures:
     )
 
 
-def muon() -> Figures:
-    sent, over = [], []
-    for found in stored("muon.json")["workloads"].values():
-        whole, adamw, dtensors = (
-            one(found["rows"], name=name)
-            for name in (
-                f"{FSDP}, WholeTensorOptimizer",
-                f"{FSDP}, AdamW alone",
-                "fully_shard, Muon on DTensors",
-            )
-        )
-        sent.append(whole["sent"] / adamw["sent"])
-        over.append(dtensors["wall_ms"] / whole["wall_ms"])
-    yield figure(
-        "docs/fsdp.md",
-        "A step sends {} to {} times the bytes of a step with AdamW, and is {} to {} times as fast "
-        "as torch's Muon on the DTensors of `fully_shard`",
-        *(*between(sent), *between(over)),
-    )
-
-
 # -- blocks, crews -------------------------------------------------------------------------------
 
 
@@ -605,33 +584,6 @@ def short_runs() -> Figures:
     )
 
 
-def blocks_unequal() -> Figures:
-    rows = stored("blocks-unequal.jsonl")
-    possible = {"MNIST": 100.0, "Shakespeare": 25.0}  # steps a second, of the page
-    own, equal = (
-        [
-            100 * one(rows, task=t, kind="speed", name=n)["rate"] / all_
-            for t, all_ in possible.items()
-        ]
-        for n in ("own steps", "equal steps")
-    )
-    used, apart = ({f"{share:.0f}" for share in shares} for shares in (own, equal))
-    assert len(used) == len(apart) == 1
-    changes = []
-    for task in possible:
-        ours, base = (
-            of(rows, task=task, kind="loss", name=n) for n in ("own steps", "equal steps")
-        )
-        pairs = zip(ours, base, strict=True)  # the same seeds, in one order
-        changes.append(100 * fmean(row["loss"] / beside["loss"] - 1 for row, beside in pairs))
-    yield figure(
-        "docs/blocks.md",
-        "[used {} % of their summed speed](benchmarks/blocks-unequal.md), and {} % with equal "
-        "steps; the loss changed by {} % (MNIST) and {} % (Shakespeare, three seeds)",
-        *(used.pop(), apart.pop(), *(f"{change:+.2f}" for change in changes)),
-    )
-
-
 def blocks_sync() -> Figures:
     rows = stored("blocks-sync.json")["rows"]
 
@@ -693,11 +645,9 @@ BENCHMARKS: tuple[Callable[[], Figures], ...] = (
     sharding_speed,
     fsdp_speed,
     fsdp_memory,
-    muon,
     codecs,
     blocks_quality,
     short_runs,
-    blocks_unequal,
     blocks_sync,
     blocks_slow_link,
     blocks_faults,

@@ -42,7 +42,6 @@ class Contender:
     about: float = EXACT
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model
     needs: str | None = None  # the peer that must be installed
-    elsewhere: bool = False  # it works in other processes: its bytes and memory are not seen
 
     @property
     def present(self) -> bool:
@@ -128,23 +127,6 @@ def periodic(optimizer: Optimizer, every: int, model: nn.Module | None) -> Optim
         return PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(every))
 
 
-def flat(optimizer: Optimizer, every: int, model: nn.Module | None) -> Every:
-    """All parameters in one tensor, summed in one all-reduce, and copied back."""
-    params = params_of(optimizer)
-
-    @torch.no_grad()
-    def average() -> None:
-        whole = torch.cat([param.reshape(-1) for param in params])
-        dist.all_reduce(whole)
-        whole.div_(dist.get_world_size())
-        parts = whole.split([param.numel() for param in params])
-        torch._foreach_copy_(
-            params, [part.view_as(param) for part, param in zip(parts, params, strict=True)]
-        )
-
-    return Every(optimizer, every, average)
-
-
 def nothing(optimizer: Optimizer, every: int, model: nn.Module | None) -> Optimizer:
     return optimizer
 
@@ -201,14 +183,12 @@ REFERENCES = {  # what each formula is, written out
 PER_TENSOR = Contender("per tensor, momentum (as fairseq)", MOMENTUM, REFERENCES[MOMENTUM])
 CONTROL = Contender("per tensor, momentum again (A/A)", MOMENTUM, REFERENCES[MOMENTUM])
 PERIODIC = Contender("torch PeriodicModelAverager", AVERAGE, periodic)
-FLAT = Contender("one flat all-reduce, average", AVERAGE, flat)
 LOCAL_SGD = Contender("manyhands LocalSGD, float32", AVERAGE, local_sgd())
 LOCAL_SGD_SHARED = Contender("manyhands LocalSGD, as it comes", AVERAGE, local_sgd(None))
 BMUF, BMUF_SHARED = _bmuf("float32"), _bmuf("float32", shared_memory=None)
 DILOCO_PLAIN = _diloco("float32")
-HIVEMIND = "hivemind averager"
 INSTALLED = tuple(
-    Contender(name, formula, make, needs=name.split()[0], elsewhere=name == HIVEMIND)
+    Contender(name, formula, make, needs=name.split()[0])
     for name, formula, make in (
         ("torchft LocalSGD", AVERAGE, installed.torchft_local_sgd),
         ("torchft DiLoCo", NESTEROV, installed.torchft_diloco(**DILOCO)),
@@ -218,7 +198,6 @@ INSTALLED = tuple(
             installed.torchft_diloco(**DILOCO, use_bucketization=True),
         ),
         ("accelerate LocalSGD", AVERAGE, installed.AccelerateLocalSGD),
-        (HIVEMIND, AVERAGE, installed.HivemindAverage),
     )
 )
 SYNCS = _named(
@@ -226,7 +205,6 @@ SYNCS = _named(
     CONTROL,
     Contender("per tensor, average", AVERAGE, REFERENCES[AVERAGE]),
     PERIODIC,
-    FLAT,
     LOCAL_SGD_SHARED,
     LOCAL_SGD,
     BMUF_SHARED,

@@ -1,4 +1,4 @@
-"""What people install for fewer synchronisations: torchft, Accelerate's LocalSGD, hivemind.
+"""What people install for fewer synchronisations: torchft, and Accelerate's LocalSGD.
 
 Each is used as its documentation says, on ranks whose process group the benchmark has made. What
 they make is kept until the process ends.
@@ -6,14 +6,11 @@ they make is kept until the process ends.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from team import tell_ranks
 from torch import nn
@@ -100,70 +97,6 @@ class AccelerateLocalSGD:
     def step(self) -> None:
         self.optimizer.step()
         self.local.step()
-
-
-class HivemindAverage:
-    """hivemind's averager. Who averages with whom is settled by `prepare`, before it is timed."""
-
-    def __init__(self, optimizer: Optimizer, every: int, model: nn.Module | None) -> None:
-        from hivemind import DHT
-        from hivemind.averaging import DecentralizedAverager
-
-        multiprocessing.current_process()._config["daemon"] = False  # it starts processes
-        self.optimizer, self.zero_grad = optimizer, optimizer.zero_grad
-        self.every, self.count = every, 0
-        self.params = list(Whole(optimizer).parameters())
-        here = ["/ip4/127.0.0.1/tcp/0"]
-        addresses: list[list[str]] = [[]]
-        if dist.get_rank() == 0:
-            table = DHT(start=True, host_maddrs=here)
-            addresses = [[str(address) for address in table.get_visible_maddrs()]]
-        dist.broadcast_object_list(addresses)
-        if dist.get_rank() > 0:
-            table = DHT(start=True, host_maddrs=here, initial_peers=addresses[0])
-        self.averager = DecentralizedAverager(
-            [param.detach().clone() for param in self.params],
-            table,
-            start=True,
-            prefix="benchmark",
-            target_group_size=dist.get_world_size(),
-            min_matchmaking_time=2.0,
-            request_timeout=1.0,
-        )
-        self.settled: Any = None
-
-    def prepare(self) -> None:
-        """Find the group of the next averaging."""
-        from hivemind.averaging.control import AveragingStage
-        from hivemind.utils import get_dht_time
-
-        soon = get_dht_time() + 2.0
-        self.settled = self.averager.step(scheduled_time=soon, wait=False, require_trigger=True)
-        while self.settled.stage.value < AveragingStage.AWAITING_TRIGGER.value:
-            time.sleep(0.02)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        self.optimizer.step()
-        self.count += 1
-        if self.count % self.every:
-            return
-        if self.settled is None:
-            self.prepare()
-        with self.averager.get_tensors() as tensors:
-            torch._foreach_copy_(list(tensors), self.params)
-        self.settled.allow_allreduce()
-        self.settled.result()
-        self.settled = None
-        with self.averager.get_tensors() as tensors:
-            torch._foreach_copy_(self.params, list(tensors))
-
-    def cpu_elsewhere(self) -> float:
-        """CPU seconds of the processes that it has started."""
-        from psutil import Process
-
-        children = Process().children(recursive=True)
-        return sum(sum(child.cpu_times()[:2]) for child in children)
 
 
 _kept: list[Any] = []

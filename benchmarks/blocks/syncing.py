@@ -5,7 +5,6 @@ The inner optimizer does nothing, so a step of every contender is a synchronizat
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -72,15 +71,9 @@ class Syncing:
     def timed(self) -> Spent:
         """What one synchronization spends."""
         self.drift()
-        if hasattr(self.optimizer, "prepare"):
-            self.optimizer.prepare()
-        found = spent(self.optimizer.step, cpu=self._cpu)
+        found = spent(self.optimizer.step)
         dist.barrier()
         return found
-
-    def _cpu(self) -> float:
-        elsewhere = getattr(self.optimizer, "cpu_elsewhere", lambda: 0.0)
-        return time.process_time() + elsewhere()
 
 
 def _drifts(size: Size, rank: int) -> list[Tensor]:

@@ -74,7 +74,7 @@ def measured(
     workload: Workload,
     contenders: Contenders,
     choices: Mapping[str, Any],
-    rivals: Mapping[str, str] | None = None,
+    rivals: Mapping[str, str],
 ) -> list[Row]:
     """All contenders of a workload as rows, DDP's first; `rivals`: who is compared with whom."""
     rows: list[Row] = []
@@ -83,7 +83,7 @@ def measured(
         known = {(row.name, row.choice) for row in rows}
         rows += [
             row
-            for row in _group(workload, present, choices, rivals or {})
+            for row in _group(workload, present, choices, rivals)
             if (row.name, row.choice) not in known
         ]
     order = list(choices)
@@ -215,8 +215,7 @@ def run(
     contenders: Contenders,
     choices: Mapping[str, Any],
     write: Callable[[Result], None],
-    rivals: Mapping[str, str] | None = None,
-    more: Callable[[Workload], list[Row]] = lambda workload: [],
+    rivals: Mapping[str, str],
 ) -> None:
     """Parse the arguments, and measure the workloads or draw the page of what is stored."""
     parser = pages.parser(doc)
@@ -233,7 +232,7 @@ def run(
         if args.workload and workload.name not in args.workload:
             continue
         load = pages.conditions()["load"]
-        rows = measured(workload, contenders, choices, rivals) + more(workload)
+        rows = measured(workload, contenders, choices, rivals)
         for row in rows:
             print(workload.title, row.name, row.choice, row.cpu, row.wall, row.sent, flush=True)
         if not args.quick:
