@@ -9,7 +9,8 @@ Compares AdaScale and AdamScale with fixed rules for the learning rate. Each rul
     (B) as many steps as AdaScale (AdamScale) took: much of what it gains over linear scaling
         at equal samples is that it takes more steps
 
-With AdamW and more seeds, compares AdamScale and AdaScale, and the square root in their steps.
+With AdamW and more seeds, compares AdamScale and AdaScale, and the square root in their steps; with
+Muon and Adadelta AdaScale alone.
 
 All use the same base learning rate and a cosine over their own length. The batch of S workers
 is made in one process by accumulation. Each finished run is one line in results/quality.jsonl
@@ -26,12 +27,12 @@ from typing import Any
 
 import pages
 import torch
-from quality.training import FIXED, Run, comparison, rules_of_adam, train
-from quality.workloads import WORKLOADS, Workload
+from quality.training import FIXED, Run, comparison, rules_around, train
+from quality.workloads import OTHERS, WORKLOADS, Workload
 
 RESULTS = pages.RESULTS / "quality.jsonl"
 ADAM_RESULTS = pages.RESULTS / "quality_adam.jsonl"
-SEEDS, ADAM_SEEDS = 3, 10
+SEEDS, ADAM_SEEDS, OTHER_SEEDS = 3, 10, 5
 ADAMW = [workload for workload in WORKLOADS if workload.optimizer == "AdamW"]
 Row = dict[str, Any]
 MARKS = "<!-- {} -->", "<!-- end of {} -->"
@@ -47,9 +48,11 @@ def main() -> None:
     rows, adam_rows = pages.read_rows(RESULTS), pages.read_rows(ADAM_RESULTS)
     if not options.draw:
         rows = run(WORKLOADS, options.data, SEEDS, rows, RESULTS)
-        adam_rows = run(ADAMW, options.data, ADAM_SEEDS, adam_rows, ADAM_RESULTS, rules_of_adam)
+        for some, seeds in ((OTHERS, OTHER_SEEDS), (ADAMW, ADAM_SEEDS)):
+            adam_rows = run(some, options.data, seeds, adam_rows, ADAM_RESULTS, rules_around)
     write("tables", "\n\n".join(table(results) for results in results_of(WORKLOADS, rows)))
-    write("AdamW", adam_table(results_of(ADAMW, adam_rows)))
+    write("AdamW", rules_table(results_of(ADAMW, adam_rows), ["AdamScale", "AdaScale"]))
+    write("others", rules_table(results_of(OTHERS, adam_rows), ["AdaScale"]))
 
 
 def run(
@@ -167,10 +170,10 @@ def table(results: Results) -> str:
     )
 
 
-def adam_table(found: Sequence[Results]) -> str:
+def rules_table(found: Sequence[Results], rules: list[str]) -> str:
     """A line for each workload; of the seeds that all methods have."""
-    rules = [(rule, "progress") for rule in ("AdamScale", "AdaScale")]
-    columns = [("plain", "base"), *rules, *(("sqrt", f"{rule}'s steps") for rule, _ in rules)]
+    columns = [("plain", "base"), *((rule, "progress") for rule in rules)]
+    columns += [("sqrt", f"{rule}'s steps") for rule in rules]
     lines = []
     for results in found:
         runs = [[r for r in results.rows if (r["method"], r["budget"]) == c] for c in columns]
@@ -178,7 +181,7 @@ def adam_table(found: Sequence[Results]) -> str:
         cells = [Cell(results.workload, [r for r in each if r["seed"] in seeds]) for each in runs]
         name = f"{results.workload.title}, {results.workload.metric.split(', ')[-1]}"
         lines.append([name, len(seeds), *(f"{cell}, {cell.steps()} steps" for cell in cells)])
-    heads = ("scale 1", "AdamScale", "AdaScale", "square root", "square root")
+    heads = ("scale 1", *rules, *["square root"] * len(rules))
     return pages.table(" | ".join(["S = 16", "seeds", *heads]), lines)
 
 

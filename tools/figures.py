@@ -78,6 +78,7 @@ def more(values: Iterable[float], base: Iterable[float]) -> float:
 
 SEEDS = {f"{name}-sgd": 3 for name in ("mnist", "shakespeare", "digits")}
 SEEDS |= {f"{name}-adamw": 10 for name in ("mnist", "shakespeare", "digits")}
+SEEDS |= {f"{name}-{other}": 5 for name in ("mnist", "digits") for other in ("muon", "adadelta")}
 
 
 class Cell:
@@ -87,8 +88,8 @@ class Cell:
         if method in ("AdaScale", "AdamScale") and budget == "steps":
             budget = "progress"
         wanted = {"workload": workload, "method": method, "scale": scale, "budget": budget}
-        ten = workload.endswith("adamw")  # which has a file, and seeds, of its own
-        rows = of(stored("quality_adam.jsonl" if ten else "quality.jsonl"), **wanted)
+        sgd = workload.endswith("sgd")  # the others have a file, and seeds, of their own
+        rows = of(stored("quality.jsonl" if sgd else "quality_adam.jsonl"), **wanted)
         assert len({row["seed"] for row in rows}) == SEEDS[workload], f"seeds: {wanted}"
         self.places = 3 if workload.startswith("shakespeare") else 2
         self.scores = [row["score"] for row in rows]
@@ -141,6 +142,7 @@ def quality() -> Figures:
     )
     shakespeare = Cell("shakespeare-sgd", "AdaScale", 32, "steps")
     yield around_adamw()
+    yield around_others()
     yield figure("docs/notes.md", "reached 96.76 % on MNIST (AdaScale {})", ada.shown)
     yield figure("docs/notes.md", "on Shakespeare (AdaScale {})", shakespeare.shown)
 
@@ -167,6 +169,30 @@ def around_adamw() -> Figure:
         *(ada[i].minus(base[i]) for i in (0, 1)),
         signed(more(ada[2].scores, base[2].scores), 1),
         *(f"{a.samples / b.samples:.2f}" for a, b in zip(ada, adam, strict=True)),
+    )
+
+
+def around_others() -> Figure:
+    """The same for Muon and Adadelta: points above or below scale 1."""
+    names = [f"{data}-{other}" for other in ("muon", "adadelta") for data in ("mnist", "digits")]
+    base = [base_of(name) for name in names]
+    ada = [Cell(name, "AdaScale", 16, "progress") for name in names]
+    root = [Cell(name, "sqrt", 16, "AdaScale's steps") for name in names]
+    assert all(r.mean > a.mean for r, a in zip(root[:2], ada[:2], strict=True))
+    assert all(
+        a.mean > r.mean > b.mean for a, r, b in zip(ada[2:], root[2:], base[2:], strict=True)
+    )
+    return figure(
+        "docs/scaling.md",
+        "With Muon at S = 16 (five seeds), AdaScale ended at {} points on MNIST and {} on digits, "
+        "and the square root in as many steps at {} and {}. With Adadelta, AdaScale ended at {} "
+        "and {}, and the square root at {} and {}",
+        *(
+            cells[i].minus(base[i])
+            for first in (0, 2)
+            for cells in (ada, root)
+            for i in (first, first + 1)
+        ),
     )
 
 

@@ -87,10 +87,10 @@ def comparison(workload: Workload, seeds: int) -> Iterator[Run]:
                     yield Run(workload.name, method, scale, budget, seed)
 
 
-def rules_of_adam(workload: Workload, seeds: int) -> Iterator[Run]:
-    """The runs that compare rules around AdamW, and with the square root in as many steps."""
+def rules_around(workload: Workload, seeds: int) -> Iterator[Run]:
+    """The runs that compare rules around one optimizer, and the square root in as many steps."""
     (scale,) = workload.scales
-    rules = ("AdamScale", "AdaScale")
+    rules = dict.fromkeys((workload.adaptive, "AdaScale"))
     for method, size, budget in (
         ("plain", 1, "base"),
         *((rule, scale, "progress") for rule in rules),

@@ -43,7 +43,7 @@ class Workload:
     name: str
     title: str
     load: Callable[[Path], Data]
-    optimizer: str  # "SGD" (momentum 0.9) or "AdamW"
+    optimizer: str  # "SGD" (momentum 0.9), or a name of torch.optim
     lr: float
     batch: int  # samples in a base batch
     steps: int  # optimizer steps at scale 1
@@ -55,7 +55,7 @@ class Workload:
 
     @property
     def adaptive(self) -> str:
-        return "AdaScale" if self.optimizer == "SGD" else "AdamScale"
+        return "AdamScale" if self.optimizer == "AdamW" else "AdaScale"
 
     @property
     def higher_is_better(self) -> bool:
@@ -73,7 +73,10 @@ class Workload:
     def make_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         if self.optimizer == "SGD":
             return torch.optim.SGD(params, lr=self.lr, momentum=0.9)
-        return torch.optim.AdamW(params, lr=self.lr)
+        if self.optimizer == "Muon":  # of matrices only: the biases stay at their first values
+            params = [param for param in params if param.dim() == 2]
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, self.optimizer)(params, lr=self.lr)
+        return optimizer
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -235,4 +238,14 @@ WORKLOADS: tuple[Workload, ...] = (
     ),
     Workload("digits-sgd", "digits, MLP, SGD", lr=0.05, **_DIGITS, **_ACCURACY, **_SGD),
     Workload("digits-adamw", "digits, MLP, AdamW", lr=0.005, **_DIGITS, **_ACCURACY, **_ADAMW),
+)
+
+_MUON, _ADADELTA = ({**_ADAMW, "optimizer": name} for name in ("Muon", "Adadelta"))
+OTHERS = (
+    Workload("mnist-muon", "MNIST, MLP, Muon", lr=0.01, **_MNIST, **_ACCURACY, **_MUON),
+    Workload("mnist-adadelta", "MNIST, MLP, Adadelta", lr=2.0, **_MNIST, **_ACCURACY, **_ADADELTA),
+    Workload("digits-muon", "digits, MLP, Muon", lr=0.04, **_DIGITS, **_ACCURACY, **_MUON),
+    Workload(
+        "digits-adadelta", "digits, MLP, Adadelta", lr=4.0, **_DIGITS, **_ACCURACY, **_ADADELTA
+    ),
 )
