@@ -143,7 +143,7 @@ def test_a_proxy_knows_and_saves_what_the_optimizer_does(wrapper, proxy):
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_no_attribute_of_a_wrapper_is_bound_anew_while_it_is_used(wrapper):
-    """Else a proxy has an old copy: what changes is a `SharedAttribute`, or inside of an object."""
+    """Else a proxy has an old copy: what changes is inside of an object."""
     _, made, _ = train(WRAPPERS[wrapper], steps=1)
     params = made.param_groups[0]["params"]
     before = {name: id(value) for name, value in vars(made).items()}

@@ -68,6 +68,6 @@ def run_driver(script: Path, *arguments: object, folder: Path | None = None, **m
         except subprocess.TimeoutExpired:
             driver.kill()  # its Ray ends with it
             driver.wait()
-            raise AssertionError(f"still runs after {TIMEOUT} s:\n{said()[-20_000:]}") from None
-        assert code == 0, said()[-20_000:]
+            raise AssertionError(f"still runs after {TIMEOUT} s:\n{said()[-6_000:]}") from None
+        assert code == 0, said()[-6_000:]
         return said()

@@ -96,7 +96,7 @@ def come_and_go():
         three.node_id,
         autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
         "taken away",
-        int((time.time() + 15) * 1000),
+        int((time.time() + 60) * 1000),  # a busy machine takes long to save
     )
     assert accepted, why
     wait_for_steps(workers=1)
