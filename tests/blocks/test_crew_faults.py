@@ -231,7 +231,7 @@ def test_an_error_of_ones_own_is_raised_and_the_others_go_on(store, tmp_path):
             original = _round._SyncRound._start_mean
 
             def start_mean(self, chunk):
-                if self.note.step >= 20:
+                if self.report.step >= 20:
                     raise TypeError("of worker 1")
                 return original(self, chunk)
 

@@ -178,7 +178,7 @@ def die_in_the_round_that_ends(warmup, before_that=lambda: None):
     original = _round._SyncRound._send
 
     def fatal(self, *args, **kwargs):
-        if self.note.step == warmup:
+        if self.report.step == warmup:
             before_that()
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, *args, **kwargs)

@@ -12,7 +12,7 @@ import manyhands as mh
 from helpers.crew_workers import Log, Store, Workers, fork
 from manyhands.blocks import _sync
 from manyhands.blocks.crew._crew import Crew
-from manyhands.blocks.crew._enrollment import Terms
+from manyhands.blocks.crew._enrollment import MemberFacts
 from manyhands.blocks.crew._roster import Roster, Version
 from manyhands.errors import RanksDisagree
 
@@ -149,18 +149,18 @@ def test_the_first_to_come_says_what_the_others_must_have(store, tmp_path):
 
 
 def test_names_do_not_matter_where_one_model_is_wrapped_and_do_where_they_are_moved():
-    def terms(*names, prefix=""):
+    def facts(*names, prefix=""):
         model = nn.Module()
         inner = nn.Module() if prefix else model
         for name in names:
             inner.register_parameter(name, nn.Parameter(torch.zeros(2)))
         if prefix:
             model.add_module(prefix, inner)
-        return Terms.of({}, list(model.parameters()), [], [model])
+        return MemberFacts.of({}, list(model.parameters()), [], [model])
 
-    bare, wrapped, moved = terms("a", "b"), terms("a", "b", prefix="inside"), terms("b", "a")
+    bare, wrapped, moved = facts("a", "b"), facts("a", "b", prefix="inside"), facts("b", "a")
     assert bare.differences(wrapped.text, wrapped.digest) == []
-    unknown = Terms.of({}, [nn.Parameter(torch.zeros(2)) for _ in range(2)], [], [])
+    unknown = MemberFacts.of({}, [nn.Parameter(torch.zeros(2)) for _ in range(2)], [], [])
     assert bare.differences(unknown.text, unknown.digest) == []
     assert len(bare.differences(moved.text, moved.digest)) == 2
     assert "description" in bare.differences("{}", moved.digest)[0]  # a stranger's
@@ -212,8 +212,8 @@ def test_one_that_is_too_late_for_synchronize_holds_no_round_of_its_own(store, t
 
 
 def test_many_differences_are_cut_short():
-    ours = Terms.of({"every": 1}, [torch.zeros(2)] * 9, [torch.zeros(1)], [])
-    run = Terms.of({}, [torch.zeros(3)] * 8, [], [])
+    ours = MemberFacts.of({"every": 1}, [torch.zeros(2)] * 9, [torch.zeros(1)], [])
+    run = MemberFacts.of({}, [torch.zeros(3)] * 8, [], [])
     found = ours.differences(run.text, run.digest)
     assert found[0] == "every: 1 here, missing in the run"
     assert found[1] == "the number of parameters: 9 here, 8 in the run"
@@ -312,13 +312,13 @@ def test_one_that_differs_in_the_middle_of_a_run_goes_alone(store, tmp_path):
 
     def skips(number):
         if number == 1:
-            original = _sync.Sync._write_note
+            original = _sync.Sync._write_report
 
-            def write_note(self, finite, state, *, ends_block=True):
-                note = original(self, finite, state, ends_block=ends_block)
-                return replace(note, step=note.step + (note.step >= 20))
+            def write_report(self, finite, state, *, ends_block=True):
+                report = original(self, finite, state, ends_block=ends_block)
+                return replace(report, step=report.step + (report.step >= 20))
 
-            _sync.Sync._write_note = write_note
+            _sync.Sync._write_report = write_report
 
     with Joiners(store, tmp_path, expected=3, stall=5.0) as workers:
         workers.start(range(3), harm=skips)

@@ -156,7 +156,7 @@ class AnchorDifference:
             # A copy only if the outer step writes to it: `mean` is reused for the next chunk.
             gradient = mean.to(anchor.device, copy=self.outer.overwrites)
             # The learning rate of the first worker, so that all take the same outer step.
-            self.outer.at(result.first_note.lr).step(anchor, gradient, memories)
+            self.outer.at(result.first_report.lr).step(anchor, gradient, memories)
         return anchor
 
     def merge(self, result: RoundResult, included: bool) -> None:

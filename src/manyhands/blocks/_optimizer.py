@@ -53,7 +53,7 @@ from manyhands.blocks.averaging._payload import (
 )
 from manyhands.blocks.averaging._round import ElasticMembers, FixedMembers
 from manyhands.blocks.crew._crew import Crew
-from manyhands.blocks.crew._enrollment import Terms
+from manyhands.blocks.crew._enrollment import MemberFacts
 from manyhands.blocks.crew._roster import NO_VERSION
 
 BUFFERS = ("average", "broadcast", "keep")
@@ -203,8 +203,8 @@ class Blocks(OptimizerWrapper):
         self._known = {id(param) for param in params}
         sync.anchor.extend(params)
         if isinstance(sync.members, ElasticMembers):
-            terms = Terms.of(self._options, everything, buffers, self._model.modules)
-            sync.members.join(NO_VERSION, terms)
+            facts = MemberFacts.of(self._options, everything, buffers, self._model.modules)
+            sync.members.join(NO_VERSION, facts)
             sync.transfer_state()
             sync.regroup()
             return
@@ -484,7 +484,7 @@ class Blocks(OptimizerWrapper):
             inner = self._inner
             return inner.stop_agreed() if isinstance(inner, OptimizerWrapper) else None
         if not self.in_crew:
-            return self._sync.stats.stop  # every worker's note has come to all workers
+            return self._sync.stats.stop  # every worker's report has come to all workers
         if self._inner_ranks.size > 1:
             return None  # the processes of this worker ask each other
         return stop_notice.received and self.may_stop_here()

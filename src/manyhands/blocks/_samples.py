@@ -3,7 +3,7 @@
 With a `Cursor` every worker holds a part of the epoch (`data/_ledger.py`), and all workers have the
 same ledger:
 
-    send      the note of the round that ends a block says how many samples the worker has taken
+    send      the report of the round that ends a block says how many samples the worker has taken
     commit    if the round is kept, all workers commit what each one took; if not, nothing changes
     members   a worker that left or died holds nothing any more; a joiner receives the ledger with
               the state
@@ -91,11 +91,11 @@ class BlockSamples:
 
     def commit(self, result: RoundResult, step: int) -> None:
         """Commit what all workers have taken until this step: the round was kept."""
-        numbers, notes = self._members.numbers, result.notes
+        numbers, reports = self._members.numbers, result.reports
         # A round that was restored from a checkpoint may have had another number of workers.
-        if self.account.rules is None or len(numbers) != len(notes):
+        if self.account.rules is None or len(numbers) != len(reports):
             return
-        taken = {n: int(note.drawn) for n, note in zip(numbers, notes, strict=True)}
+        taken = {n: int(report.drawn) for n, report in zip(numbers, reports, strict=True)}
         self.account.commit(taken, self.number, step)
 
     def take_over(self, saved: SavedAccount | None) -> None:

@@ -26,7 +26,7 @@ from manyhands.blocks._checks import (
 )
 from manyhands.blocks._common_state import CommonState
 from manyhands.blocks._sync import Pending, Sync
-from manyhands.blocks.averaging._payload import NOTE, ArrivedMean, Note, RoundResult
+from manyhands.blocks.averaging._payload import REPORT, ArrivedMean, RoundResult, WorkerReport
 from manyhands.blocks.averaging._round import BackgroundSync
 
 KEY = "blocks"
@@ -279,10 +279,10 @@ def save_round(pending: Pending) -> dict[str, object]:
         "arrived": [difference.arrived for difference in overlapped],
         "buffers": [mean.saved() for mean in pending.buffers],
         "state": [mean.saved() for mean in pending.state],
-        "note": astuple(pending.note),
+        "report": astuple(pending.report),
         # A stop notice is about the processes that were saved, not about those that load, and a
         # `Cursor` that is loaded hands out the samples of this round again.
-        "notes": [astuple(replace(note, stop=0.0, drawn=0.0)) for note in result.notes],
+        "reports": [astuple(replace(report, stop=0.0, drawn=0.0)) for report in result.reports],
         "squares": [*result.squares, result.square_of_mean],
     }
 
@@ -293,13 +293,13 @@ def restore_round(saved: SavedEntries, anchor: Anchor) -> Pending:
     if not all(fragment < anchor.fragments for fragment in fragments):
         raise saved.wrong("fragments", f"below {anchor.fragments}", fragments)
     differences = [OverlappedDifference(d) for f in fragments for d in anchor.differences(f)]
-    note = Note(*saved.reals("note", NOTE - 2, least=-BELOW))
-    notes = [Note(*row) for row in saved.rows("notes", NOTE - 2, least=-BELOW)]
-    *squares, square_of_mean = saved.floats("squares", len(notes) + 1)
+    report = WorkerReport(*saved.reals("report", REPORT - 2, least=-BELOW))
+    reports = [WorkerReport(*row) for row in saved.rows("reports", REPORT - 2, least=-BELOW)]
+    *squares, square_of_mean = saved.floats("squares", len(reports) + 1)
     if min(squares, default=0.0) < 0.0 or square_of_mean < 0.0:
         raise saved.wrong("squares", "not negative", squares)
-    result = RoundResult(notes, squares, square_of_mean=square_of_mean)
-    for name, used in (("held", note.included), ("arrived", bool(result.included))):
+    result = RoundResult(reports, squares, square_of_mean=square_of_mean)
+    for name, used in (("held", report.included), ("arrived", bool(result.included))):
         values = saved.each(name, len(differences))
         for difference, value in zip(differences, values, strict=True):
             values.check_tensor(value, getattr(difference, name), finite=used)
@@ -308,7 +308,7 @@ def restore_round(saved: SavedEntries, anchor: Anchor) -> Pending:
         [_restore_mean(mean) for mean in saved.parts(name)] for name in ("buffers", "state")
     )
     done = BackgroundSync.already_done(result)
-    return Pending(fragments, saved.whole("merge_at"), differences, buffers, state, note, done)
+    return Pending(fragments, saved.whole("merge_at"), differences, buffers, state, report, done)
 
 
 def _restore_mean(saved: SavedEntries) -> ArrivedMean:

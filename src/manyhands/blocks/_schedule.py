@@ -12,7 +12,7 @@ The next block's length is fixed (`Every`), or follows from the time of a step (
 
 With `Seconds(..., own_steps=True)` each worker takes a number of steps of its own in a block
 (`OwnSchedule`). The numbers follow from the seconds that a step took on each worker. These are in
-the notes of a sync round, so every worker knows all numbers when the block begins:
+the reports of a sync round, so every worker knows all numbers when the block begins:
 
     s_w                     seconds of a step on worker w
     n_w = round(T / s_w)    its steps in a block of T seconds, at least `least`
@@ -33,7 +33,7 @@ from manyhands._core.arguments import flag, real, whole
 
 
 class Pace(NamedTuple):
-    """How one worker got on in the last block, from its note in the sync round."""
+    """How one worker got on in the last block, from its report in the sync round."""
 
     seconds: float  # of one of its steps
     taken: float  # steps that it took

@@ -2,9 +2,9 @@
 
 send      the schedule says that a fragment is due: a sync round averages its difference from the
           anchor, at once or, with overlap, while training goes on
-plan      with `Seconds(..., own_steps=True)` the notes of a round say how many steps each worker
+plan      with `Seconds(..., own_steps=True)` the reports of a round say how many steps each worker
           takes in the next block. A worker that becomes slower in a block ends it early: every
-          worker takes part in one round a block, and its note says how many steps it took
+          worker takes part in one round a block, and its report says how many steps it took
 commit    all workers agree that the round took place (`averaging/_round.py`)
 merge     the outer step moves the anchor, and the parameters with it
 undo      a member was lost in the round. The members that are left repeat it at once; a round that
@@ -47,11 +47,11 @@ from manyhands.blocks.averaging._payload import (
     Extras,
     GradientPayloads,
     InitialState,
-    Note,
     Payload,
     RoundResult,
     SnapshotPayload,
     TensorPayload,
+    WorkerReport,
     are_finite,
     by_index,
     drop_nonfinite_state,
@@ -81,7 +81,7 @@ class Pending:
     differences: Sequence[AnchorDifference]
     buffers: Sequence[ArrivedMean]
     state: Sequence[ArrivedMean]  # of the inner optimizer
-    note: Note  # as this worker sent it
+    report: WorkerReport  # as this worker sent it
     background: BackgroundSync
 
     @property
@@ -93,7 +93,7 @@ class Pending:
         """Move anchor and parameters by the mean, and set buffers and state to their means."""
         anchor.reset_frozen()  # once more: parameters may have frozen since it was sent
         for difference in self.differences:
-            difference.merge(result, self.note.included)
+            difference.merge(result, self.report.included)
         # The buffers and the state that the model has now, which may be other tensors than those
         # that were sent.
         buffers = by_index(extras.buffer_tensors()) if self.buffers else {}
@@ -288,20 +288,20 @@ class Sync:
         if self._state_dropped_at == self.state.own:
             state = []  # it is not complete before the next step: nobody's is averaged
         finite = are_finite(self.anchor.params) and all(map(is_payload_finite, [*buffers, *state]))
-        note = self._write_note(finite, state, ends_block=ends_block).with_work(self.state.work)
-        note = replace(note, weight=self.samples.weight(self.state.work, note.drawn))
+        report = self._write_report(finite, state, ends_block=ends_block).with_work(self.state.work)
+        report = replace(report, weight=self.samples.weight(self.state.work, report.drawn))
         if not self.state.contributes:
-            note = replace(note, status=NOTHING_YET)
+            report = replace(report, status=NOTHING_YET)
         copies: tuple[list[SnapshotPayload], list[SnapshotPayload]] = ([], [])
         if overlaps or self.members.elastic:
             copies = [SnapshotPayload(p) for p in buffers], [SnapshotPayload(p) for p in state]
-        background = self._start(differences, copies[0] or buffers, copies[1] or state, note)
-        self.pending.append(Pending(fragments, merge_at, differences, *copies, note, background))
+        background = self._start(differences, copies[0] or buffers, copies[1] or state, report)
+        self.pending.append(Pending(fragments, merge_at, differences, *copies, report, background))
         self.state = self.state.send(fragments)
 
-    def _write_note(
+    def _write_report(
         self, finite: bool, state: Sequence[Payload], *, ends_block: bool = True
-    ) -> Note:
+    ) -> WorkerReport:
         """Return what this worker says of itself in a round that averages this optimizer state.
 
         `finite`: whether all its numbers are, on this rank. The samples of a block are committed
@@ -315,7 +315,7 @@ class Sync:
         facts: list[object] = [*([frozen] if frozen else []), *self.samples.facts]
         stop = bool(stop_notice.reason or stop_notice.sources) and stop_notice.received
         all_finite, stop = self._agree_inside(finite, stop, device)
-        return Note(
+        return WorkerReport(
             step=float(step),
             status=float(all_finite),
             options=fingerprint((checksum, *facts)) if facts else checksum,
@@ -342,12 +342,12 @@ class Sync:
         payloads: Sequence[Payload],
         buffers: Sequence[Payload],
         state: Sequence[Payload],
-        note: Note,
+        report: WorkerReport,
     ) -> BackgroundSync:
         """Begin a round; without a thread, hold it."""
 
         def sync_round(workers: RankGroup) -> RoundResult:
-            return run_sync_round(workers, payloads, buffers, state, note)
+            return run_sync_round(workers, payloads, buffers, state, report)
 
         background = BackgroundSync(sync_round, self.members.workers, self._last)
         if self._threaded:
@@ -385,19 +385,19 @@ class Sync:
         self._record_result(result)
         ends_block = self.schedule.fragments - 1 in pending.fragments
         if ends_block:
-            self.samples.commit(result, int(pending.note.step))
-        if pending.note.step == self.schedule.start:  # sent as the present block began
+            self.samples.commit(result, int(pending.report.step))
+        if pending.report.step == self.schedule.start:  # sent as the present block began
             self._follow_round(result)
         pending.merge(result, self.anchor, self.extras)
-        if not pending.note.included:
+        if not pending.report.included:
             self._discard_own_values()
         if self.extras.state == "reset" and ends_block:
             self.initial_state.restore()
         complete = len(pending.fragments) == self.schedule.fragments
-        work = pending.note.work if pending.note.included else NO_WORK
+        work = pending.report.work if pending.report.included else NO_WORK
         self.state = self.state.commit(complete=complete, overlaps=pending.overlaps, work=work)
         for later in self.pending:  # sent with this work too, which is merged now
-            later.note = later.note.with_work(later.note.work.minus(work))
+            later.report = later.report.with_work(later.report.work.minus(work))
         self.regroup()
         self.restart_clock()
 
@@ -405,8 +405,8 @@ class Sync:
         """Give the block that has begun the length, or the plan, that this round says."""
         self.schedule.follow_round(
             self.every,
-            int(result.first_note.length),
-            [Pace(note.seconds, note.taken) for note in result.notes],
+            int(result.first_report.length),
+            [Pace(report.seconds, report.taken) for report in result.reports],
             result.included,
             self.members.numbers,
             self.members.number,
@@ -428,7 +428,7 @@ class Sync:
             self._state_dropped_at = self.state.own
         self.state = self.state.drop_steps()
         for pending in self.pending:
-            pending.note = replace(pending.note.with_work(NO_WORK), status=NOTHING_YET)
+            pending.report = replace(pending.report.with_work(NO_WORK), status=NOTHING_YET)
 
     # -- a sync round about values as they are -------------------------------------------------
 
@@ -455,13 +455,13 @@ class Sync:
     ) -> RoundResult | None:
         """Average tensors in place. None: the round was undone, and `regroup` is due."""
         finite = all(map(is_payload_finite, [*payloads, *state]))
-        note = self._write_note(finite, state)
+        report = self._write_report(finite, state)
         if not contributes:
-            note = replace(note, status=NOTHING_YET)
+            report = replace(report, status=NOTHING_YET)
         copies: tuple[list[SnapshotPayload], list[SnapshotPayload]] = ([], [])
         if self.members.elastic:  # an undone round must leave the tensors as they were
             copies = [SnapshotPayload(p) for p in payloads], [SnapshotPayload(p) for p in state]
-        result = self._commit(self._start(copies[0] or payloads, [], copies[1] or state, note))
+        result = self._commit(self._start(copies[0] or payloads, [], copies[1] or state, report))
         if result is None:
             return None
         # (without copies, the round has written to the tensors themselves)
@@ -469,7 +469,7 @@ class Sync:
             mean.copy_to(result, payload.tensors)
         for mean, payload in zip(copies[1] if result.averages_state else [], state, strict=False):
             mean.copy_to(result, payload.tensors)
-        self.stats.stop = any(note.stop for note in result.notes)
+        self.stats.stop = any(report.stop for report in result.reports)
         return result
 
     def average_gradients(self, params: Sequence[Tensor]) -> bool:

@@ -5,7 +5,7 @@ Three kinds of chunks do the same work:
     AllReduceChunk      values as they are: one all_reduce
     SharedMemoryChunk   values as they are, among workers that read each other's memory
     PairwiseChunk       encoded values: two messages between each pair of workers
-With an all_reduce, or in pairs, each of N workers sends 2 (N-1)/N of the encoded payload. A note
+With an all_reduce, or in pairs, each of N workers sends 2 (N-1)/N of the encoded payload. A report
 travels with each chunk.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks.averaging._codec import encode_with_residual
-from manyhands.blocks.averaging._payload import LARGEST, NOTE, Note, Payload, RoundResult
+from manyhands.blocks.averaging._payload import LARGEST, REPORT, Payload, RoundResult, WorkerReport
 
 SMALLEST = 1 << 18  # elements; below that the latency of a message costs more than its bytes
 FEW_BITS = 2  # a value: with fewer, messages are so short that chunks are as large as they may be
@@ -40,14 +40,14 @@ class PayloadChunk(Protocol):
     measured: bool  # whether its squared length is part of the drift: differences only
     has_mean: bool  # whether `send_mean` has nothing to send: all is here to compute the mean from
 
-    def send_values(self, note: Note) -> None:
-        """Read the payload and start to send its values and the note."""
+    def send_values(self, report: WorkerReport) -> None:
+        """Read the payload and start to send its values and the report."""
 
-    def receive_notes(self) -> list[list[float]]:
-        """Wait for all workers' values; return each one's note and squared lengths."""
+    def receive_reports(self) -> list[list[float]]:
+        """Wait for all workers' values; return each one's report and squared lengths."""
 
     def send_mean(self, result: RoundResult) -> None:
-        """Average what this worker owns and start to send the mean. The notes are known."""
+        """Average what this worker owns and start to send the mean. The reports are known."""
 
     def write_mean(self, result: RoundResult) -> float:
         """Wait for the mean, write it to the payload, and return its squared length."""
@@ -56,7 +56,7 @@ class PayloadChunk(Protocol):
 def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> Iterator[PayloadChunk]:
     """Yield the chunks of all payloads in order, on every worker the same.
 
-    An empty payload gives one empty chunk, so that the notes are exchanged all the same.
+    An empty payload gives one empty chunk, so that the reports are exchanged all the same.
     """
     spare: list[Tensor] = []  # memory of finished chunks, reused by later ones
     sizes = [_chunk_length(payload) for payload in payloads]
@@ -94,13 +94,13 @@ PARTS = 3  # 3 × 24 bits of a float32's mantissa hold the 53 of a float64
 class AllReduceChunk:
     """A chunk whose values travel as they are: one all_reduce adds them up on the way.
 
-    Everyone's notes travel after the values, in the same tensor:
+    Everyone's reports travel after the values, in the same tensor:
 
-        [ values: length | notes: workers × NOTE × PARTS ]
+        [ values: length | reports: workers × REPORT × PARTS ]
 
-    A worker fills in its own note and leaves the others' at zero, so the sum is everyone's notes.
-    The tensor has the payload's type, and a note holds float64: each number is split into PARTS
-    float32 whose sum is exact.
+    A worker fills in its own report and leaves the others' at zero, so the sum is everyone's
+    reports. The tensor has the payload's type, and a report holds float64: each number is split
+    into PARTS float32 whose sum is exact.
     """
 
     measured = False
@@ -113,30 +113,34 @@ class AllReduceChunk:
         self.workers, self._spare = workers, spare
         self._work: Waitable
 
-    def send_values(self, note: Note) -> None:
-        tail = self.workers.size * NOTE * PARTS
+    def send_values(self, report: WorkerReport) -> None:
+        tail = self.workers.size * REPORT * PARTS
         self._sent = self._allocate(self.length + tail)
-        self._values, notes = self._sent[: self.length], self._sent[self.length :]
-        if note.included:
+        self._values, reports = self._sent[: self.length], self._sent[self.length :]
+        if report.included:
             self.payload.read(self.start, self._values)
         else:
             self._values.zero_()  # all_reduce adds every rank: a NaN would reach all of them
         square = square_of(self._values) if self.measured else 0.0
-        if note.weight != 1.0:  # the others' weights are not known yet: `write_mean` divides by all
-            self._values.mul_(note.weight)
-        self._notes = notes.zero_().view(self.workers.size, NOTE, PARTS)
-        self._notes[self.workers.rank] = _split_exactly([*note.numbers(), square, square]).to(notes)
+        if (
+            report.weight != 1.0
+        ):  # the others' weights are not known yet: `write_mean` divides by all
+            self._values.mul_(report.weight)
+        self._reports = reports.zero_().view(self.workers.size, REPORT, PARTS)
+        self._reports[self.workers.rank] = _split_exactly([*report.numbers(), square, square]).to(
+            reports
+        )
         self._work = self.workers.start_all_reduce(self._sent)
 
-    def receive_notes(self) -> list[list[float]]:
+    def receive_reports(self) -> list[list[float]]:
         self._work.wait()
-        return self._notes.double().sum(dim=2).tolist()
+        return self._reports.double().sum(dim=2).tolist()
 
     def send_mean(self, result: RoundResult) -> None:
         """Do nothing: the all_reduce has brought every worker the sum."""
 
     def write_mean(self, result: RoundResult) -> float:
-        total = sum(result.notes[rank].weight for rank in result.included)
+        total = sum(result.reports[rank].weight for rank in result.included)
         if total not in (0.0, 1.0):  # 0: no worker is included
             self._values.mul_(1 / total)
         square = square_of(self._values) if self.measured else 0.0
@@ -166,7 +170,9 @@ def _split_exactly(numbers: list[float]) -> Tensor:
 
 # -- values as they are: shared memory -------------------------------------------------------------
 
-PLACE_HEAD = 8 * (NOTE + 1)  # bytes in shared memory: a note, and the squared length of the mean
+PLACE_HEAD = 8 * (
+    REPORT + 1
+)  # bytes in shared memory: a report, and the squared length of the mean
 PLACES = 6  # chunks in shared memory
 
 
@@ -204,27 +210,27 @@ class SharedMemoryChunk:
         self._cuts = [self.length * rank // workers.size for rank in range(workers.size + 1)]
         self._barrier: Waitable
 
-    def send_values(self, note: Note) -> None:
+    def send_values(self, report: WorkerReport) -> None:
         host = self.workers.shared_memory
         assert host is not None
         size = PLACE_HEAD + self.length * self.payload.dtype.itemsize
         places = host.next_buffers(size)  # one place per worker; ours is places[rank]
-        self._notes = [place[:PLACE_HEAD].view(torch.float64) for place in places]
+        self._reports = [place[:PLACE_HEAD].view(torch.float64) for place in places]
         self._values = [place[PLACE_HEAD:].view(self.payload.dtype) for place in places]
         values = self._values[self.workers.rank]
-        if note.included:
+        if report.included:
             self.payload.read(self.start, values)
         else:
             values.zero_()
         square = square_of(values) if self.measured else 0.0
-        own_note = torch.tensor([*note.numbers(), square, square], dtype=torch.float64)
-        self._notes[self.workers.rank][:NOTE] = own_note
-        # The barrier comes last: a worker that passes it may read the note and the values.
+        own_report = torch.tensor([*report.numbers(), square, square], dtype=torch.float64)
+        self._reports[self.workers.rank][:REPORT] = own_report
+        # The barrier comes last: a worker that passes it may read the report and the values.
         self._barrier = host.barrier()
 
-    def receive_notes(self) -> list[list[float]]:
+    def receive_reports(self) -> list[list[float]]:
         self._barrier.wait()
-        return [numbers[:NOTE].tolist() for numbers in self._notes]
+        return [numbers[:REPORT].tolist() for numbers in self._reports]
 
     def send_mean(self, result: RoundResult) -> None:
         """Average the own slice, in the place where it was read."""
@@ -243,7 +249,7 @@ class SharedMemoryChunk:
                 own.add_(other, alpha=weight)
             if len(included) > 1:
                 own.mul_(1 / sum(weights.values()))
-        self._notes[rank][NOTE] = square_of(own) if self.measured else 0.0
+        self._reports[rank][REPORT] = square_of(own) if self.measured else 0.0
         # No message of its own: the barrier of the chunk that is read next says it.
         self._barrier = host.deferred_barrier()
 
@@ -252,7 +258,7 @@ class SharedMemoryChunk:
         for owner, first in enumerate(self._cuts[:-1]):
             if first < self._cuts[owner + 1]:
                 self.payload.write(self.start + first, self._slice(owner, owner), result)
-        return sum(float(numbers[NOTE]) for numbers in self._notes)
+        return sum(float(numbers[REPORT]) for numbers in self._reports)
 
     def _slice(self, worker: int, owner: int) -> Tensor:
         """Return the slice that `owner` averages, in the place of `worker`."""
@@ -262,7 +268,7 @@ class SharedMemoryChunk:
 # -- encoded values: messages in pairs -------------------------------------------------------------
 
 VALUES_TAG, MEAN_TAG = 28_101, 28_102  # far from the tags that users choose
-MESSAGE_HEAD = 8 * NOTE  # bytes of the note, in float64
+MESSAGE_HEAD = 8 * REPORT  # bytes of the report, in float64
 MEAN_HEAD = 8  # bytes of what a mean has in its place: its squared length
 ALIGNED_SLICE = 256  # elements: a multiple of the group of each codec that is sent in pairs
 
@@ -272,9 +278,9 @@ class _EncodedChunk:
 
     A message is
 
-        [ note: NOTE float64 | encoded values | padding to 8 bytes ]
+        [ report: REPORT float64 | encoded values | padding to 8 bytes ]
 
-    and a mean has its squared length, one float64, in place of the note.
+    and a mean has its squared length, one float64, in place of the report.
     """
 
     measured = False
@@ -284,14 +290,14 @@ class _EncodedChunk:
         self._works: list[Waitable] = []
         self._outgoing: list[Tensor] = []  # torch does not keep a tensor alive while it is sent
         self._incoming: list[Tensor] = []
-        self._notes: list[list[float]] = []
+        self._reports: list[list[float]] = []
 
-    def receive_notes(self) -> list[list[float]]:
+    def receive_reports(self) -> list[list[float]]:
         self._wait()
         for rank, message in enumerate(self._incoming):
             if rank != self.workers.rank:
-                self._notes[rank] = _read_note(message)
-        return self._notes
+                self._reports[rank] = _read_report(message)
+        return self._reports
 
     def _message_bytes(self, elements: int) -> int:
         size = MESSAGE_HEAD + self.payload.codec.size(elements, self.payload.dtype)
@@ -362,7 +368,7 @@ class PairwiseChunk(_EncodedChunk):
         first, last = self.start + self.cuts[rank], self.start + self.cuts[rank + 1]
         return self.payload.residual[first:last]
 
-    def send_values(self, note: Note) -> None:
+    def send_values(self, report: WorkerReport) -> None:
         """Send every slice to its owner."""
         payload, rank, size = self.payload, self.workers.rank, self.workers.size
         messages, square, exact = [], 0.0, 0.0
@@ -370,24 +376,24 @@ class PairwiseChunk(_EncodedChunk):
             message = self._new_message(length)
             values = self._values_in(message, length)
             payload.read(self.start + self.cuts[owner], values)
-            if not note.included:
+            if not report.included:
                 values.zero_()  # codecs take finite numbers only, and these are not added
             if self.measured:
                 exact += square_of(values)
             if owner == rank:
                 self._own = values  # stays in full precision
             elif payload.codec.rounds:
-                residual = self._residual(owner) if note.included else None
+                residual = self._residual(owner) if report.included else None
                 data, values = encode_with_residual(payload.codec, values, residual)
                 _write_data(data, message)
             if self.measured:
                 square += square_of(values)
             messages.append(message)
         self._message = messages[rank]
-        own_note = [*note.numbers(), square, exact]
+        own_report = [*report.numbers(), square, exact]
         for message in messages:
-            _write_note(own_note, message)
-        self._notes = [own_note] * size
+            _write_report(own_report, message)
+        self._reports = [own_report] * size
         messages[rank] = messages[rank][:0]  # nothing to ourselves
         sizes = [self._sizes[rank]] * size
         sizes[rank] = 0
@@ -405,8 +411,8 @@ class PairwiseChunk(_EncodedChunk):
             _write_data(data, self._message)
         shorter = MESSAGE_HEAD - MEAN_HEAD
         message = self._message[shorter:]
-        _write_note([square], message)
-        self._notes = [[square]] * size
+        _write_report([square], message)
+        self._reports = [[square]] * size
         self._send_to_all(message, [each - shorter for each in self._sizes], MEAN_TAG)
 
     def write_mean(self, result: RoundResult) -> float:
@@ -414,7 +420,9 @@ class PairwiseChunk(_EncodedChunk):
         square = 0.0
         for rank, length in enumerate(self._lengths):
             own = rank == self.workers.rank
-            square += (self._notes[rank] if own else _read_note(self._incoming[rank], MEAN_HEAD))[0]
+            square += (
+                self._reports[rank] if own else _read_report(self._incoming[rank], MEAN_HEAD)
+            )[0]
             if length:
                 mean = self._own if own else self._decode(rank, length, MEAN_HEAD)
                 self.payload.write(self.start + self.cuts[rank], mean, result)
@@ -450,9 +458,9 @@ def _write_data(data: Tensor, message: Tensor) -> None:
     message[MESSAGE_HEAD : MESSAGE_HEAD + data.numel()] = data
 
 
-def _write_note(numbers: list[float], message: Tensor) -> None:
+def _write_report(numbers: list[float], message: Tensor) -> None:
     message[: 8 * len(numbers)] = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)
 
 
-def _read_note(message: Tensor, head: int = MESSAGE_HEAD) -> list[float]:
+def _read_report(message: Tensor, head: int = MESSAGE_HEAD) -> list[float]:
     return message[:head].cpu().view(torch.float64).tolist()

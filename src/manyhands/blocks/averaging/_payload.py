@@ -1,8 +1,8 @@
 """What a worker contributes to a sync round, and what all workers learn from it.
 
 Payload          tensors of one type that a worker contributes, read and written in ranges
-Note             a few numbers about the worker itself, sent with every chunk
-RoundResult      everyone's notes and the squared lengths; equal on all workers
+WorkerReport     a few numbers about the worker itself, sent with every chunk
+RoundResult      everyone's reports and the squared lengths; equal on all workers
 TensorPayload    tensors that are averaged as they are: buffers, optimizer state, gradients
 GradientPayloads all gradients as such payloads, for the steps of a shared warm-up
 ArrivedMean      the mean of a `TensorPayload`, kept apart from the tensors
@@ -46,19 +46,19 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's: what fairseq's `average_sync` ave
 
 LARGEST = 1 << 20  # elements in one chunk at most: 4 MiB of float32 stay in the cache
 
-# Values of `Note.status` other than 1.
+# Values of `WorkerReport.status` other than 1.
 NOT_FINITE = 0.0  # a NaN or an infinity: leave this worker out, and report it
 NOTHING_YET = -1.0  # a worker that has just joined has nothing to contribute
 
-# Values of `Note.samples` below 0: the samples of no step are known, or only those of some steps.
+# Values of `WorkerReport.samples` below 0: the samples of no step, or only of some, are known.
 SAMPLES_UNKNOWN, SAMPLES_INCOMPLETE = -1.0, -2.0
 
 
 @dataclass(frozen=True)
-class Note:
+class WorkerReport:
     """What a worker says of itself.
 
-    All fields are floats, because a note travels as float64 in the same message as the values.
+    All fields are floats, because a report travels as float64 in the same message as the values.
     """
 
     step: float = 0.0  # has to be equal on all workers
@@ -89,17 +89,17 @@ class Note:
         steps = int(self.taken)
         return Work(steps, steps if counted else 0, int(self.samples) if counted else 0)
 
-    def with_work(self, work: Work) -> Note:
-        """Return the note of values that are the result of this work."""
+    def with_work(self, work: Work) -> WorkerReport:
+        """Return the report of values that are the result of this work."""
         known = SAMPLES_UNKNOWN
         if work.counted:
             known = float(work.samples) if work.counted == work.steps else SAMPLES_INCOMPLETE
         return replace(self, taken=float(work.steps), samples=known)
 
 
-# Numbers that travel with a chunk: a note, and the squared lengths of the values as they are sent
+# Numbers that travel with a chunk: a report, and the squared lengths of the values as they are sent
 # and before they are rounded.
-NOTE = len(fields(Note)) + 2
+REPORT = len(fields(WorkerReport)) + 2
 
 
 class Payload(Protocol):
@@ -118,7 +118,7 @@ class Payload(Protocol):
     def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
         """Take in the mean of the elements from `start` on. They are not read again.
 
-        `mean` belongs to the caller and is reused: copy what has to stay. `result.notes` is
+        `mean` belongs to the caller and is reused: copy what has to stay. `result.reports` is
         complete; the squared lengths are not yet.
         """
 
@@ -132,7 +132,7 @@ def fingerprint(options: object) -> float:
 class RoundResult:
     """What all workers know after a sync round. Equal on all of them, bit for bit."""
 
-    notes: list[Note] = field(default_factory=list)  # by rank
+    reports: list[WorkerReport] = field(default_factory=list)  # by rank
     squares: list[float] = field(default_factory=list)  # |difference|² by rank, finite ones only
     exact_squares: list[float] = field(default_factory=list)  # the same before rounding; not saved
     square_of_mean: float = 0.0
@@ -140,22 +140,22 @@ class RoundResult:
     @property
     def included(self) -> list[int]:
         """The ranks whose values are in the mean."""
-        return [rank for rank, note in enumerate(self.notes) if note.included]
+        return [rank for rank, report in enumerate(self.reports) if report.included]
 
     def weights(self, ranks: Sequence[int]) -> list[float]:
         """Return the weights of these ranks in their mean: all 1 if they are equal."""
-        weights = [self.notes[rank].weight for rank in ranks]
+        weights = [self.reports[rank].weight for rank in ranks]
         return [1.0] * len(weights) if len(set(weights)) == 1 else weights
 
     @property
-    def first_note(self) -> Note:
-        """The note of the first included rank. Its learning rate and block length hold for all."""
-        return self.notes[(self.included or [0])[0]]
+    def first_report(self) -> WorkerReport:
+        """The first included rank's report. Its learning rate and block length hold for all."""
+        return self.reports[(self.included or [0])[0]]
 
     @property
     def averages_state(self) -> bool:
         """Whether every worker had optimizer state to average."""
-        return min(note.state_elements for note in self.notes) > 0
+        return min(report.state_elements for report in self.reports) > 0
 
 
 def are_finite(tensors: Sequence[Tensor]) -> bool:

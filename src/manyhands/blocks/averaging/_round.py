@@ -11,10 +11,10 @@ StateTransfer    one of the members sends the joiners of a crew the common state
 Payloads are cut into chunks (`_chunks.py`), and a few chunks are in flight at once: one is read and
 encoded while others travel. So a second copy of a payload is never made.
 
-A *note* travels with each chunk: a few numbers that the worker says of itself, and the chunk's
+A *report* travels with each chunk: a few numbers that the worker says of itself, and the chunk's
 squared length. Checking that workers agree, leaving out values that are not finite and measuring
-the drift therefore need no message of their own. All workers see the same notes in the same order,
-and come to the same conclusions.
+the drift therefore need no message of their own. All workers see the same reports in the same
+order, and come to the same conclusions.
 
 A round runs in a thread of its own so that training goes on meanwhile, or so that a lost worker is
 noticed while others still wait for its messages. Rounds of one group run one after the other,
@@ -39,14 +39,14 @@ from manyhands.blocks._schedule import Drift
 from manyhands.blocks.averaging._chunks import PayloadChunk, cut_into_chunks
 from manyhands.blocks.averaging._payload import (
     NOT_FINITE,
-    NOTE,
+    REPORT,
     SAMPLES_INCOMPLETE,
-    Note,
     Payload,
     RoundResult,
+    WorkerReport,
 )
 from manyhands.blocks.crew._crew import Crew
-from manyhands.blocks.crew._enrollment import Terms
+from manyhands.blocks.crew._enrollment import MemberFacts
 from manyhands.blocks.crew._roster import Version
 from manyhands.errors import RanksDisagree
 
@@ -178,8 +178,8 @@ class ElasticMembers:
     def close(self, steps: int) -> bool:
         return self.crew.close(steps)
 
-    def join(self, version: Version, terms: Terms) -> None:
-        self.crew.join(version, terms)
+    def join(self, version: Version, facts: MemberFacts) -> None:
+        self.crew.join(version, facts)
         self._adopt_crew_group()
 
     def regroup(self, version: Version) -> None:
@@ -260,18 +260,18 @@ class RoundStats:
 
     def record(self, result: RoundResult, numbers: Sequence[int]) -> None:
         """Take in a round's result; `numbers` are the numbers of its workers, in rank order."""
-        included, notes = result.included, result.notes
+        included, reports = result.included, result.reports
         squares = [result.squares[rank] for rank in included]
         self.drift = Drift.of(squares, result.square_of_mean, result.weights(included))
-        self.workers = len(notes)
-        if len(numbers) != len(notes):  # a round that was restored from a checkpoint
-            numbers = range(len(notes))
+        self.workers = len(reports)
+        if len(numbers) != len(reports):  # a round that was restored from a checkpoint
+            numbers = range(len(reports))
         self.members = tuple(numbers)
-        noted = zip(numbers, notes, strict=True)
-        self.left_out = [number for number, note in noted if note.status == NOT_FINITE]
+        reported = zip(numbers, reports, strict=True)
+        self.left_out = [number for number, report in reported if report.status == NOT_FINITE]
         self.left_out_ever += len(self.left_out)
-        self.seconds = max(note.seconds for note in notes)
-        self.stop = any(note.stop for note in notes)
+        self.seconds = max(report.seconds for report in reports)
+        self.stop = any(report.stop for report in reports)
 
 
 class StepClock:
@@ -305,21 +305,21 @@ def run_sync_round(
     payloads: Sequence[Payload],
     buffers: Sequence[Payload],
     state: Sequence[Payload],
-    note: Note,
+    report: WorkerReport,
 ) -> RoundResult:
     """Average `payloads` and `buffers`, and `state` if every worker has some.
 
     Every worker passes the same payloads. The squared lengths in the result are of `payloads`.
     """
     with torch.no_grad():
-        return _SyncRound(workers, note).run(payloads, buffers, state)
+        return _SyncRound(workers, report).run(payloads, buffers, state)
 
 
 class _SyncRound:
     """The two queues of chunks in flight, and the result as it becomes known."""
 
-    def __init__(self, workers: RankGroup, note: Note) -> None:
-        self.workers, self.note = workers, note
+    def __init__(self, workers: RankGroup, report: WorkerReport) -> None:
+        self.workers, self.report = workers, report
         self.result = RoundResult(squares=[0.0] * workers.size, exact_squares=[0.0] * workers.size)
         self._sent: deque[PayloadChunk] = deque()  # values are on their way
         self._averaging: deque[PayloadChunk] = deque()  # means are on their way
@@ -331,11 +331,11 @@ class _SyncRound:
             self._send(chunk, measured=True)
         for chunk in cut_into_chunks(self.workers, buffers):
             self._send(chunk, measured=False)
-        # Only the notes say whether every worker has optimizer state, so at least one chunk's
-        # notes have to be here before `state` is sent.
-        while not self.result.notes and self._sent:
+        # Only the reports say whether every worker has optimizer state, so at least one chunk's
+        # reports have to be here before `state` is sent.
+        while not self.result.reports and self._sent:
             self._start_mean(self._sent.popleft())
-        if self.result.notes and self.result.averages_state:
+        if self.result.reports and self.result.averages_state:
             for chunk in cut_into_chunks(self.workers, state):
                 self._send(chunk, measured=False)
         while self._sent:
@@ -348,20 +348,20 @@ class _SyncRound:
         while len(self._sent) >= IN_FLIGHT:
             self._start_mean(self._sent.popleft())
         chunk.measured = measured
-        chunk.send_values(self.note)
+        chunk.send_values(self.report)
         self._sent.append(chunk)
 
     def _start_mean(self, chunk: PayloadChunk) -> None:
         while len(self._averaging) >= IN_FLIGHT:
             self._finish(self._averaging.popleft())
-        notes = chunk.receive_notes()
-        if not self.result.notes:  # the first chunk: its notes are those of all the others
-            self.result.notes = [Note(*numbers[: NOTE - 2]) for numbers in notes]
-            _check_notes(self.result.notes)
+        reports = chunk.receive_reports()
+        if not self.result.reports:  # the first chunk: its reports are those of all the others
+            self.result.reports = [WorkerReport(*numbers[: REPORT - 2]) for numbers in reports]
+            _check_reports(self.result.reports)
         if chunk.measured:
             for rank in self.result.included:
-                self.result.squares[rank] += notes[rank][NOTE - 2]
-                self.result.exact_squares[rank] += notes[rank][NOTE - 1]
+                self.result.squares[rank] += reports[rank][REPORT - 2]
+                self.result.exact_squares[rank] += reports[rank][REPORT - 1]
         chunk.send_mean(self.result)
         if chunk.has_mean:
             self._finish(chunk)
@@ -374,40 +374,43 @@ class _SyncRound:
             self.result.square_of_mean += square
 
 
-def _check_notes(notes: Sequence[Note]) -> None:
+def _check_reports(reports: Sequence[WorkerReport]) -> None:
     """Raise on every worker unless all are at the same step of the same training."""
-    if len({(note.step, note.options) for note in notes}) > 1:
+    if len({(report.step, report.options) for report in reports}) > 1:
         raise_if_different(
-            [{"numbers of steps at a sync round": note.step} for note in notes],
+            [{"numbers of steps at a sync round": report.step} for report in reports],
             "Every worker has to call step() as often as the others: give them equally many "
             "batches, or stop together.",
         )
         raise_if_different(
-            [{"options, frozen parameters or positions of a Cursor": n.options} for n in notes],
+            [{"options, frozen parameters or positions of a Cursor": n.options} for n in reports],
             "(These are checksums.) Build the same optimizer and the same Cursor on every worker, "
             "and change or load them on all of them at once.",
         )
-    counting = {note.samples >= 0.0 for note in notes if note.included and note.taken > 0}
-    if len(counting) > 1 or any(note.samples == SAMPLES_INCOMPLETE for note in notes):
+    counting = {report.samples >= 0.0 for report in reports if report.included and report.taken > 0}
+    if len(counting) > 1 or any(report.samples == SAMPLES_INCOMPLETE for report in reports):
         raise RanksDisagree(
             "count_samples() was called before some steps of this block, and not before others "
             "(samples: "
-            + ", ".join(f"rank {r}: {_format_samples(n)}" for r, n in enumerate(notes[:8]))
+            + ", ".join(f"rank {r}: {_format_samples(n)}" for r, n in enumerate(reports[:8]))
             + "). The mean is weighted by samples: call it before every step, on every worker, or "
             "never.",
-            [min(note.samples, 0.0) for note in notes],
+            [min(report.samples, 0.0) for report in reports],
         )
-    if len({note.state_elements for note in notes if note.state_elements > 0}) > 1:
+    if len({report.state_elements for report in reports if report.state_elements > 0}) > 1:
         raise_if_different(
-            [{"numbers of elements of optimizer state": note.state_elements} for note in notes],
+            [
+                {"numbers of elements of optimizer state": report.state_elements}
+                for report in reports
+            ],
             'Use the same inner optimizer and model on every worker, or state="keep".',
         )
 
 
-def _format_samples(note: Note) -> str:
-    if note.samples == SAMPLES_INCOMPLETE:
+def _format_samples(report: WorkerReport) -> str:
+    if report.samples == SAMPLES_INCOMPLETE:
         return "of some steps"
-    return f"{note.samples:.0f}" if note.samples >= 0.0 else "none"
+    return f"{report.samples:.0f}" if report.samples >= 0.0 else "none"
 
 
 # -- state transfer to joiners ---------------------------------------------------------------------

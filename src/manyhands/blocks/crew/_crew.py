@@ -6,7 +6,7 @@ for all. The next generation begins after an undone round, and when a process wa
 member has left.
 
     crew = Crew()
-    crew.join(version, terms)               version: how far this worker is (`Version`)
+    crew.join(version, facts)               version: how far this worker is (`Version`)
     while training:
         if crew.joiners:                    they need the state, which `source` sends over `group`
             transfer_state(crew.group, crew.source, crew.joiners); crew.settle(True)
@@ -58,7 +58,7 @@ import torch.distributed as dist
 
 from manyhands._core.arguments import real, whole
 from manyhands._core.ranks import RankGroup
-from manyhands.blocks.crew._enrollment import NO_TERMS, Enrollment, Terms, check_not_failed
+from manyhands.blocks.crew._enrollment import NO_FACTS, Enrollment, MemberFacts, check_not_failed
 from manyhands.blocks.crew._roster import NO_VERSION, Roster, Version
 from manyhands.blocks.crew._store import (
     PREFIX,
@@ -172,7 +172,7 @@ class Crew:
         self._cut_off = False  # from the store
         # When the last round was settled, and when this worker arrived at the present one.
         self._settled = self._arrived = 0.0
-        self._terms = NO_TERMS
+        self._facts = NO_FACTS
         self._enrollment: Enrollment | None = None  # None before join() and after leaving
         if self.store is not None:
             self._signer = Signer.from_environment(secret)
@@ -195,11 +195,11 @@ class Crew:
 
     # -- joining and leaving -------------------------------------------------------------------
 
-    def join(self, version: Version = NO_VERSION, terms: Terms = NO_TERMS) -> None:
+    def join(self, version: Version = NO_VERSION, facts: MemberFacts = NO_FACTS) -> None:
         """Join the crew: return when this worker is in a generation.
 
         `version` says how far it is, as from a checkpoint.
-        `terms` are what it must have in common with the others. If they differ, an error says what
+        `facts` are what it must have in common with the others. If they differ, an error says what
         differs, before the other workers have noticed this one.
         """
         if self.members or self._enrollment is not None:
@@ -207,7 +207,7 @@ class Crew:
         if self.store is None:
             self._begin_alone()
             return
-        self._terms, self._pid = terms, os.getpid()
+        self._facts, self._pid = facts, os.getpid()
         try:
             self._enroll(self.store)
             # A script that ends without leave() is lost. The others need not wait for its silence.
@@ -229,7 +229,7 @@ class Crew:
                 shared, self.number, self.inner, self.expected, self.patience, self.quorum, former
             )
             self._enrollment.agree_on_incarnation()
-            self._enrollment.check_terms(self._terms)
+            self._enrollment.check_facts(self._facts)
         except (StoreLost, OSError) as error:
             client.close()
             if self._enrollment is not None:

@@ -1,18 +1,18 @@
-"""How a process joins a crew: its terms, its id, and its way into the next generation.
+"""How a process joins a crew: its facts, its id, and its way into the next generation.
 
     enrollment = Enrollment(shared, number, inner, expected, patience)
     enrollment.agree_on_incarnation()     all processes of the worker count its starts alike
-    enrollment.check_terms(terms)         or raise: this worker would not fit the others
+    enrollment.check_facts(facts)         or raise: this worker would not fit the others
     enrollment.begin_incarnation()        a new id, and a heartbeat under it
     roster = enrollment.wait_for_generation(version, after=0)
 
 It knows nothing of rounds or connections: these are `Crew`'s (_crew.py).
 
-`Terms` are what all workers of a crew must have in common: the options, and the tensors that are
-averaged. A worker describes its own in a text when it joins. The first worker's text is the run's.
-A worker whose text differs is refused, with an error that names the differences. The ranks of a
-process group compare the same things when the optimizer is made (`_core/agreement.py`); a crew's
-members are never all present at one time.
+`MemberFacts` are what all workers of a crew must have in common: the options, and the tensors that
+are averaged. A worker describes its own in a text when it joins. The first worker's text is the
+run's. A worker whose text differs is refused, with an error that names the differences. The ranks
+of a process group compare the same things when the optimizer is made (`_core/agreement.py`); a
+crew's members are never all present at one time.
 
     {"options": {"every": "16", ...},
      "parameter": ["(4, 3) float32 on cpu", ...], "buffer": [...],
@@ -73,7 +73,7 @@ class Names(TypedDict, total=False):
 
 
 class Description(TypedDict, total=False):
-    """What `Terms` describe. A text that no member wrote may lack any of it."""
+    """What `MemberFacts` describe. A text that no member wrote may lack any of it."""
 
     options: dict[str, str]
     parameter: list[str]
@@ -82,7 +82,7 @@ class Description(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Terms:
+class MemberFacts:
     """One worker's text."""
 
     text: str
@@ -94,7 +94,7 @@ class Terms:
         params: Sequence[Tensor],
         buffers: Sequence[Tensor],
         modules: Sequence[nn.Module],
-    ) -> Terms:
+    ) -> MemberFacts:
         """Describe a worker's options and tensors."""
         described: Description = {
             # As text, so that every option can be compared after a trip through JSON.
@@ -115,7 +115,7 @@ class Terms:
     def differences(self, text: str | None, digest: str) -> list[str]:
         """Return how this worker differs from the run's text, whose checksum is `digest`."""
         # The checksum comes from the roster, and is right. The text may be missing or forged.
-        if text is None or Terms(text).digest != digest:
+        if text is None or MemberFacts(text).digest != digest:
             return ["what it trains (the store does not hold the run's description any more)"]
         own: Description = json.loads(self.text)
         run: Description = json.loads(text)
@@ -127,7 +127,7 @@ class Terms:
         return found
 
 
-NO_TERMS = Terms("{}")
+NO_FACTS = MemberFacts("{}")
 
 
 class Enrollment:
@@ -188,19 +188,19 @@ class Enrollment:
             )
         self._worker_incarnation = int(incarnations[0])
 
-    def check_terms(self, terms: Terms) -> None:
-        """Raise JoinRefused if the run has other terms. The first worker sets the run's terms."""
-        inner_rank, digest = self.inner.rank, terms.digest
-        client, key = self.shared.client, f"{PREFIX}terms/{inner_rank}"
-        roster = self.shared.change(lambda roster: roster.set_terms(inner_rank, digest))
-        agreed = dict(roster.terms)[inner_rank]
+    def check_facts(self, facts: MemberFacts) -> None:
+        """Raise JoinRefused if the run has other facts. The first worker sets the run's facts."""
+        inner_rank, digest = self.inner.rank, facts.digest
+        client, key = self.shared.client, f"{PREFIX}facts/{inner_rank}"
+        roster = self.shared.change(lambda roster: roster.set_facts(inner_rank, digest))
+        agreed = dict(roster.facts)[inner_rank]
         # The roster has the checksum, which decides. The text is only for the error message.
         text = client.verify_or_ignore(key, client.fetch(key))
         if agreed == digest:
-            if text != terms.text:  # not written yet, or overwritten by a stranger
-                client.put(key, terms.text)
+            if text != facts.text:  # not written yet, or overwritten by a stranger
+                client.put(key, facts.text)
             return
-        differences = terms.differences(text, agreed)
+        differences = facts.differences(text, agreed)
         if not differences:
             return  # the models differ in names only, as when one is wrapped
         # The launcher reads this: a refused worker is not started again.

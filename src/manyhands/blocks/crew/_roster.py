@@ -21,9 +21,9 @@ members of a generation: a sync round, which moves the anchor, or a state transf
                          puts back has a lower one
     incarnations         how often each process has been started, by its number
     worker_incarnations  how often each worker has been started, if a worker has several processes
-    terms                checksums of what all workers must have in common, one for each inner rank
+    facts                checksums of what all workers must have in common, one for each inner rank
     failed               members that ended with an error before the first sync round: the run ends
-    refused              numbers of processes that came with other terms, and may not join
+    refused              numbers of processes that came with other facts, and may not join
     closing              members that have finished their steps, see `ClosingMember`: they hold the
                          round if all others finished after equally many steps; otherwise they
                          leave without it
@@ -128,7 +128,7 @@ class Roster:
     revision: int = 0
     incarnations: tuple[tuple[int, int], ...] = ()
     worker_incarnations: tuple[tuple[int, int], ...] = ()
-    terms: tuple[tuple[int, str], ...] = ()
+    facts: tuple[tuple[int, str], ...] = ()
     failed: tuple[str, ...] = ()
     refused: tuple[int, ...] = ()
     closing: tuple[ClosingMember, ...] = ()
@@ -153,7 +153,7 @@ class Roster:
             )
         for name in ("left", "dead", "failed", "refused", "launchers"):
             fields[name] = tuple(fields[name])
-        for name in ("incarnations", "worker_incarnations", "terms"):
+        for name in ("incarnations", "worker_incarnations", "facts"):
             fields[name] = tuple(tuple(entry) for entry in fields[name])
         fields["missed"] = tuple(MissedMember(*entry) for entry in fields["missed"])
         fields["closing"] = tuple(ClosingMember(*entry) for entry in fields["closing"])
@@ -290,14 +290,14 @@ class Roster:
         counts[worker] = counts.get(worker, 0) + 1
         return replace(self, worker_incarnations=tuple(sorted(counts.items())))
 
-    def set_terms(self, inner_rank: int, digest: str) -> Roster:
-        """Set the run's terms for an inner rank, unless an earlier process has set them."""
-        if inner_rank in dict(self.terms):
+    def set_facts(self, inner_rank: int, digest: str) -> Roster:
+        """Set the run's facts for an inner rank, unless an earlier process has set them."""
+        if inner_rank in dict(self.facts):
             return self
-        return replace(self, terms=(*self.terms, (inner_rank, digest)))
+        return replace(self, facts=(*self.facts, (inner_rank, digest)))
 
     def refuse(self, number: int) -> Roster:
-        """Record that the process of this number may not join: its terms differ."""
+        """Record that the process of this number may not join: its facts differ."""
         return replace(self, refused=tuple(sorted({*self.refused, number})))
 
     def ask_to_join(

@@ -30,7 +30,7 @@ All keys begin with "manyhands/":
     revision          the roster's revision: cheap to read, so that watching costs little
     heartbeat/ID      a counter that a living process increases, and the revision that it knows
     arrived/G/ID      the latest round of generation G at which this member has arrived
-    terms/P           what inner rank P of all workers must have in common (_enrollment.py)
+    facts/P           what inner rank P of all workers must have in common (_enrollment.py)
     door/ID           where others see whether they reach a process (_enrollment.py); with a quorum
     expected          how many workers the first round waits for
     group/G/P/...     where inner rank P of each member of generation G publishes its addresses
