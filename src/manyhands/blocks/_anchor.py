@@ -121,18 +121,18 @@ class AnchorDifference:
         self.param_dtype = local_shard(bucket.params[0]).real.dtype
 
     @property
-    def first(self) -> int:
+    def offset(self) -> int:
         """Where the payload begins among the parameters' elements."""
         return self.bucket.span[0] + self.start
 
     def read(self, start: int, out: Tensor) -> None:
         anchor = self.bucket.anchor[self.start + start :]
-        for part, inner, outer in self.params.ranges(self.first + start, out.numel()):
+        for part, inner, outer in self.params.ranges(self.offset + start, out.numel()):
             before = self.round_like_params(anchor[outer]).to(self.device)
             torch.sub(before, read_range(part, inner), out=out[outer])
 
     def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
-        self.params.write(self.first + start, self.step_anchor(start, mean, result))
+        self.params.write(self.offset + start, self.step_anchor(start, mean, result))
 
     def round_like_params(self, anchor: Tensor) -> Tensor:
         """Return the anchor as 16-bit parameters hold it.
@@ -216,9 +216,9 @@ class OverlappedDifference(AnchorDifference):
             if keep:
                 now, then = self.round_like_params(anchor), self.round_like_params(before)
                 moved = torch.sub(now, then, out=before).to(self.device)
-                params.add(self.first + start, moved.add_(held))
+                params.add(self.offset + start, moved.add_(held))
             else:
-                params.write(self.first + start, anchor)
+                params.write(self.offset + start, anchor)
 
 
 def memory_order(params: Sequence[Tensor]) -> float:

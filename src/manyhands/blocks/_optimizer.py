@@ -437,7 +437,7 @@ class Blocks(OptimizerWrapper):
         No collective runs, so one worker may do it by itself. It costs a copy of the parameters.
         """
         sync = self._sync
-        if self.alone or not sync.state.anchor_in_use:
+        if self.alone or not sync.state.anchor_in_use:  # in a warm-up the parameters are equal
             yield
             return
         if sync.anchor.inner.size > 1:

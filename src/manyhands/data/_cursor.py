@@ -59,7 +59,7 @@ class SampleRounds(Protocol):
         """This worker's number."""
 
     def begin(self, rules: Rules, ledger: Ledger) -> None:
-        """Begin with this ledger, or go on with that of the members that are here already."""
+        """Begin with this ledger of samples, unless the workers that are here have one."""
 
     def load(self, rules: Rules, ledger: Ledger) -> None:
         """Go on with a saved ledger."""

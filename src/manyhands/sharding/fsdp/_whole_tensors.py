@@ -196,7 +196,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
             self._owners.to_shards(moved)
 
     def _agree_on(self, tensors: Sequence[OwnedTensor]) -> tuple[list[bool], bool]:
-        """Return which parameters have a gradient on any rank, and whether any rank's changed."""
+        """Return which have a gradient on any rank, and whether any was changed from outside."""
         changed = fingerprints([t.param for t in tensors]) != [t.seen for t in tensors]
         flags = [*(tensor.param.grad is not None for tensor in tensors), changed]
         device = self._ranks.any_device
