@@ -76,7 +76,14 @@ def run(name, options, every, steps, **more):
     return torch.stack(seen)
 
 
-@pytest.mark.parametrize(("workers", "more"), [(2, {}), (3, {}), (3, {"shared_memory": None})])
+@pytest.mark.parametrize(
+    ("workers", "more"),
+    [
+        pytest.param(2, {}, marks=pytest.mark.long),
+        (3, {}),
+        pytest.param(3, {"shared_memory": None}, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("name", OUTER)
 def test_every_outer_step_overlap_and_fragmentation_equals_the_plain_loop(name, workers, more):
     cases = [(4, 0, 1), (4, 2, 1), (5, 0, 3), (6, 1, 3), (6, 5, 2), (1, 0, 1)]

@@ -350,7 +350,8 @@ STOPS = {"before its last mean": "average_gradients", "after its last step": "co
     ("name", "where"),
     [
         *((name, where) for name in ("shared", "overlap and fragments") for where in STOPS),
-        *((name, "after its last step") for name in ("own steps", *LOCAL)),
+        ("own steps", "after its last step"),
+        *(pytest.param(name, "after its last step", marks=pytest.mark.long) for name in LOCAL),
     ],
 )
 def test_one_that_missed_the_end_of_a_warm_up_comes_back_into_a_block(store, tmp_path, name, where):

@@ -298,7 +298,12 @@ TORCHS = [
 ]
 
 
-@pytest.mark.parametrize("kind", TORCHS)
+OFTEN = ("SGD", "AdamW", "Adafactor", "Muon")  # the others in the long tests only
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k.__name__ in OFTEN else pytest.mark.long) for k in TORCHS]
+)
 def test_every_optimizer_of_torchs_trains_alike_at_every_level(kind):
     def build():
         torch.manual_seed(0)

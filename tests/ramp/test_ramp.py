@@ -196,7 +196,13 @@ def test_a_run_continues_as_if_it_had_not_stopped(clock, spread):
 
 
 @pytest.mark.parametrize("order", ["optimizer first", "ramp first", "mh.load"])
-@pytest.mark.parametrize("rule", ["AdaScale", "AdamScale", "a scale of its own"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "AdaScale",
+        *(pytest.param(r, marks=pytest.mark.long) for r in ("AdamScale", "a scale of its own")),
+    ],
+)
 def test_a_loop_over_passes_continues_exactly_in_any_order_of_loading(clock, tmp_path, rule, order):
     def begin():
         model, loader = quadratic(spread=8.0)

@@ -315,7 +315,16 @@ def test_the_configuration_is_shown_as_text(tmp_path):
     assert not any(tag == "b" for tag, _ in page.tags)
 
 
-@pytest.mark.parametrize("key", ["config", "sources", "batch_size", "workers", "date"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "config",
+        *(
+            pytest.param(k, marks=pytest.mark.long)
+            for k in ("sources", "batch_size", "workers", "date")
+        ),
+    ],
+)
 def test_any_header_makes_a_page(tmp_path, key):
     for value in ODD:
         header = {"manyhands": {**FIRST["manyhands"], key: value}}

@@ -170,7 +170,7 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("how", [ONE, NESTED, WRAPPED])
+@pytest.mark.parametrize("how", [pytest.param(ONE, marks=pytest.mark.long), NESTED, WRAPPED])
 @pytest.mark.parametrize(("rule", "optim", "options"), RULES[:2])
 def test_statistics_and_training_are_those_of_ddp(how, rule, optim, options):
     check_equal_to_ddp(2, how, rule, optim, options, steps=8)
@@ -201,7 +201,9 @@ def test_replicas_of_shards_are_counted_once(rule, optim, options):
     check_equal_to_ddp(4, HYBRID, rule, optim, options, passes=2, sync_all=False)
 
 
-@pytest.mark.parametrize("scaler", [GradScaler, mh.ShardedGradScaler])
+@pytest.mark.parametrize(
+    "scaler", [GradScaler, pytest.param(mh.ShardedGradScaler, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize(
     ("optim", "options"),
     [(SGD, SGD_OPTIONS), (AdamW, {"lr": 0.001, "fused": True})],
@@ -270,7 +272,7 @@ def shard_within(model, how):
     return distributed(model, how)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize(("how", "reentrant"), [(NESTED, None), (NESTED, False), (ONE, True)])
 def test_modules_run_several_times_and_in_checkpoints(how, reentrant, passes):
     def body():
@@ -297,7 +299,7 @@ class Checkpointed(nn.Sequential):
         return x
 
 
-@pytest.mark.parametrize("how", [ONE, NESTED])
+@pytest.mark.parametrize("how", [pytest.param(ONE, marks=pytest.mark.long), NESTED])
 def test_reentrant_checkpoints(how):
     def body():
         return Checkpointed(nn.Linear(133, 60), nn.Linear(60, 50))

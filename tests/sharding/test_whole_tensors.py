@@ -107,7 +107,9 @@ def flat(state):
     return {name: value.flatten().tolist() for name, value in state.items()}
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "workers", [1, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 5))]
+)
 @pytest.mark.parametrize("name", KINDS)
 def test_numbers_are_those_of_the_plain_optimizer(name, workers):
     def sharded():
