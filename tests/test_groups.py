@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
+from helpers.pages import ROOT
 from helpers.ranks import run_ranks
 from manyhands._core.groups import group_closer
 
@@ -176,3 +177,48 @@ def test_a_new_world_after_the_old_one_gets_new_groups():
         return [round(optimizer.gain(), 6), len(kept)]
 
     assert run_ranks(2, work) == [[1.0, 2]] * 2
+
+
+@pytest.fixture
+def scale(monkeypatch):
+    """The benchmark that counts what groups ask of the store."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    return __import__("scale")
+
+
+def test_what_a_group_asks_of_the_store_does_not_grow_with_its_ranks(scale):
+    (few, bytes_of_few, _), (many, bytes_of_many, _) = (
+        scale.count(scale.ring, size) for size in (4, 16)
+    )
+    assert few == many == 5  # its address, and two neighbours'
+    assert bytes_of_many <= bytes_of_few + few  # a rank of two digits
+
+
+def test_a_group_for_slices_asks_once_for_each_rank(scale):
+    for size in (4, 16):
+        assert scale.count(scale.pairs, size)[0] == 1 + 2 * (size - 1)  # gloo waits, then gets
+
+
+def test_a_group_has_connected_when_it_is_made(scale):
+    def one(store, rank, size, gather):
+        lease = scale.ring(store, rank, size, gather)
+        gather([0.0])
+        asked = store.requests.total()
+        scale.use(lease[0].group, size)
+        assert store.requests.total() == asked
+        return lease
+
+    assert scale.count(one, 3)[0] == 5
+
+
+def test_where_gloo_cannot_connect_lazily_it_connects_at_once(monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("lazy_init is not supported")
+
+    def work():
+        _, optimizer = train(adascale)
+        return round(optimizer.gain(), 6)
+
+    monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", refuse)
+    assert run_ranks(2, work) == [1.0] * 2

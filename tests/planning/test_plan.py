@@ -552,7 +552,7 @@ def test_what_fully_sharded_costs_is_its_formula():
     # the second wrap computes: whole, with gradients, while the first one is coming;
     # then the first: whole, with gradients, while half of the second's are there, and all leave
     assert fully.in_flight == 36_000 + 6000 - 12_000
-    assert (fully.sent, fully.collectives) == ((3 * 24_000 + 12) // 2, 2 * 2 + 2 + 1)
+    assert (fully.sent, fully.collectives) == ((3 * 24_000 + 12 + 16) // 2, 2 * 2 + 2 + 1)
     fully = costs(job, 4, gloo=True)[3]  # of 10 rows 3, and 2 of padding
     assert (fully.parameters, fully.gradients) == (2 * 3 * 1200, 2 * 3 * 1200)
     assert fully.collectives == 2 * 2 * 4 + 2 + 1

@@ -234,14 +234,14 @@ def test_the_device_of_a_state_dict_and_only_on_rank_0():
 
 
 def test_a_state_dict_asked_for_by_one_worker_is_an_error_that_names_the_others(monkeypatch):
-    monkeypatch.setattr(_agreement.wait_for_all_ranks, "__defaults__", (0.5,))
+    monkeypatch.setattr(_agreement, "PATIENCE", 0.5)
 
     def run():
         model = nested(make_model())
         if dist.get_rank() == 1:
             model.state_dict()
 
-    with pytest.raises(RanksFailed, match=r"state_dict\(\) must be called on every worker.*\[0\]"):
+    with pytest.raises(RanksFailed, match=r"\[0\] have not called state_dict\(\).*on every worker"):
         run_ranks(2, run)
 
 

@@ -15,7 +15,7 @@ import manyhands as mh
 from helpers.ranks import RanksFailed, raises_on_ranks, run_ranks
 from helpers.sharding_oracle import assert_same, copied, make_batches, make_model
 from manyhands._core.groups import RollCall
-from manyhands.sharding._agreement import wait_for_all_ranks
+from manyhands.sharding import _agreement
 
 X = make_batches(3, 2, 2)[0]  # of [step][pass][worker]
 
@@ -396,8 +396,8 @@ def test_after_a_state_dict_of_one_worker_alone_one_of_all_is_right(monkeypatch)
         model = nested(make_model())
         if dist.get_rank() == 0:
             with monkeypatch.context() as patch:
-                patch.setattr(wait_for_all_ranks, "__defaults__", (0.2,))
-                with pytest.raises(RuntimeError, match="must be called on every worker"):
+                patch.setattr(_agreement, "PATIENCE", 0.2)
+                with pytest.raises(RuntimeError, match="Call it on every worker"):
                     model.state_dict()
         dist.barrier()
         return len(model.state_dict())
@@ -449,7 +449,7 @@ def test_a_scalar_parameter_is_refused_when_it_is_wrapped():
 
 
 def test_a_rank_that_evaluates_alone_gets_an_error_that_says_so(monkeypatch):
-    monkeypatch.setattr(RollCall, "LOOK_AFTER", 0.2)
+    monkeypatch.setattr(RollCall, "look_after", 0.2)
 
     def run():
         model = nested(make_model())

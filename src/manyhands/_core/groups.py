@@ -5,13 +5,20 @@ rule sends at the end of a backward pass, the buckets of a `ShardedDataParallel`
 that travels while training goes on. Each of these objects has a gloo group of its own, which costs
 a few descriptors and three threads.
 
-    connect   all ranks agree on a serial number, connect, and wait until all have connected
+    connect   all ranks agree on a serial number, and connect to those whom they will send messages
     Lease     what users of the group hold; the group ends when nobody holds the lease any more
     end       in a thread, because the end of a gloo group waits for what is under way in it (a
               crew's groups end the same way)
 
-Two objects never share a group: ranks may issue the collectives of two rules in different orders
-(the hooks of two optimizers on one model fire in the order in which they were made).
+gloo by itself connects all ranks to all, with N requests of each for N addresses of N bytes. Ours
+connect two ranks when they first exchange a message, and open at once what they will use, the ring
+of an all-gather or an all-reduce, or all pairs: a rank that dies later must not keep the others in
+a connection that never comes.
+
+Two objects share no group. Ranks may issue the collectives of two rules in different orders (the
+hooks of two optimizers on one model fire in the order in which they were made), and what a rank
+that misses a pass sends next would be taken for another part's. Stop votes of one process group
+share one; so do an `OSS` in shared memory and its module, whose collectives have one order.
 
 These groups are not made with `torch.distributed.new_group`, because torch names a group by its
 ranks and by the *number* of groups that the process has. Ranks whose garbage collectors drop a
@@ -24,44 +31,47 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import hashlib
 import os
 import sys
 import threading
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
     PrefixStore,
     Store,
-    _get_default_store,
     default_pg_timeout,
 )
 
+Gather: TypeAlias = Callable[[list[float]], list[list[float]]]  # numbers, over some ranks
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 1.0  # seconds between two looks at who still holds a group
 
-# The newest group of these ranks that this rank has made. Weak: a store is a server's port.
-_serials: weakref.WeakKeyDictionary[Store, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
+CALL, TAG = "Call it on every worker.", 7060  # the tag of the messages that open connections
+
+# The newest prefixes that this rank has used, by name. Weak: a store is a server's port.
+_serials: weakref.WeakKeyDictionary[Store, Counter[str]] = weakref.WeakKeyDictionary()
 
 
-class Ranks(Protocol):
-    """What a roll call asks of a `RankGroup`, which imports this file."""
+def name_of_ranks(ranks: Sequence[int]) -> str:
+    """Return a name for these ranks that is short, however many they are: it goes into keys."""
+    return hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
 
-    @property
-    def size(self) -> int: ...
 
-    @property
-    def ranks(self) -> list[int]: ...
-
-    @property
-    def any_device(self) -> torch.device: ...
-
-    def all_gather(self, numbers: list[float], device: torch.device) -> list[list[float]]: ...
+def new_prefix(store: Store, kind: str, ranks: Sequence[int], gather: Gather) -> str:
+    """Return a prefix for keys that these ranks have not used: the same on each of them."""
+    serials = _serials.setdefault(store, Counter())
+    name = f"manyhands/{kind}/{name_of_ranks(ranks)}"
+    newest = gather([float(serials[name])])  # may differ where a rank once failed
+    serials[name] = serial = int(max(number for (number,) in newest)) + 1
+    return f"{name}/{serial}"
 
 
 class Lease:
@@ -74,30 +84,49 @@ class Lease:
 
 
 def connect(
+    store: Store,
     ranks: Sequence[int],
     rank: int,
     timeout: timedelta | None,
-    gather: Callable[[list[float]], list[list[float]]],
+    gather: Gather,
+    *,
+    pairs: bool = False,
 ) -> Lease:
     """Return a new gloo group of these ranks. Call it on each of them.
 
-    `gather` is an all_gather of numbers over the ranks.
+    `pairs`: they will exchange slices, or broadcast; else they pass messages on in a ring.
     """
-    store = _get_default_store()
-    serials = _serials.setdefault(store, {})
-    members = tuple(ranks)
-    newest = gather([float(serials.get(members, 0))])  # may differ where a rank once failed
-    serial = int(max(number for (number,) in newest)) + 1
-    serials[members] = serial
-    prefix = f"manyhands/{'_'.join(map(str, ranks))}/{serial}"
-    place = PrefixStore(prefix, store)
-    gloo = dist.ProcessGroupGloo(place, rank, len(ranks), timeout or default_pg_timeout)
-    gather([0.0])  # a rank that drops the group before all have connected would break it
+    place, size = PrefixStore(new_prefix(store, "group", ranks, gather), store), len(ranks)
+    gloo = _make_gloo(place, rank, size, timeout or default_pg_timeout)
     # Around it what torch has around every backend, so that profilers see its collectives too.
-    group = dist.ProcessGroup(place, rank, len(ranks))
+    group = dist.ProcessGroup(place, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    return Lease(group, members)
+    # A barrier, too: a rank that drops the group before all have connected would break it.
+    works = [] if pairs else [group.allreduce([torch.zeros(1)])]
+    for turn in range(1, size) if pairs else ():  # on all ranks in the same order
+        works.append(group.recv([torch.empty(1)], (rank - turn) % size, TAG))
+        works.append(group.send([torch.empty(1)], (rank + turn) % size, TAG))
+    for work in works:
+        work.wait()
+    return Lease(group, tuple(ranks))
+
+
+def _make_gloo(place: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a gloo group that connects two ranks when they first exchange a message."""
+    make: Any = dist.ProcessGroupGloo  # torch's types leave its options out
+    options = make._Options()
+    options._timeout = timeout
+    try:
+        # As torch does, which reads this variable only where it makes the devices itself.
+        if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+            each = (make.create_device(interface=name, lazy_init=True) for name in names.split(","))
+            options._devices = list(each)
+        else:
+            options._devices = [make.create_default_device(lazy_init=True)]
+    except RuntimeError:  # only TCP can: not libuv (macOS, Windows), and not TLS
+        return make(place, rank, size, timeout)
+    return make(place, rank, size, options)
 
 
 class RollCall:
@@ -107,22 +136,11 @@ class RollCall:
     alone: that rank then gets an error, and does not wait for a collective that never comes.
     """
 
-    WARN_AFTER, GIVE_UP_AFTER = 30.0, 600.0  # seconds: a rank may be writing files meanwhile
-    LOOK_AFTER = 10.0  # seconds after which the caller looks whether waiting is in vain
+    warn_after, give_up_after = 30.0, 600.0  # seconds: a rank may be writing files meanwhile
+    look_after = 10.0  # seconds after which the caller looks whether waiting is in vain
 
-    def __init__(self, store: Store, size: int, prefix: str = "manyhands/roll call") -> None:
-        self.store, self._size, self.prefix = store, size, prefix
-
-    @classmethod
-    def of(cls, ranks: Ranks) -> RollCall:
-        """Return a roll call that is not taken for any other of these ranks: on each of them."""
-        store = _get_default_store()
-        serials = _serials.setdefault(store, {})
-        members = (-1, *ranks.ranks)  # apart from the groups of these ranks
-        newest = ranks.all_gather([float(serials.get(members, 0))], ranks.any_device)
-        serials[members] = serial = int(max(number for (number,) in newest)) + 1
-        prefix = f"manyhands/roll call/{'_'.join(map(str, ranks.ranks))}/{serial}"
-        return cls(store, ranks.size, prefix)
+    def __init__(self, store: Store, rank: int, size: int, prefix: str = "manyhands/call") -> None:
+        self.store, self._rank, self._size, self.prefix = store, rank, size, prefix
 
     def wait(self, call: str, in_vain: Callable[[], str] = str) -> None:
         """Wait until all ranks are here; warn if that takes long, and raise if they do not come.
@@ -132,25 +150,31 @@ class RollCall:
         began, warned, pause = time.monotonic(), False, FIRST_PAUSE
         count = self.store.add(self.prefix, 1)
         earlier = (count - 1) // self._size * self._size  # of calls that all ranks have made
+        first = count == earlier + 1
+        if count < earlier + self._size:
+            self.store.set(f"{self.prefix}/{self._rank}", str(earlier))
         while (here := count - earlier) < self._size:
             waited = time.monotonic() - began
-            if waited > self.LOOK_AFTER and (problem := in_vain()) and self._leave(earlier):
+            if waited > self.look_after and (problem := in_vain()) and self._leave(earlier):
                 raise RuntimeError(problem)
-            if waited > self.GIVE_UP_AFTER and self._leave(earlier):
-                raise RuntimeError(
-                    f"{call} collects something from all {self._size} workers, and only {here} of "
-                    f"them called it in {waited:.0f} s. Call it on every worker."
-                )
-            if waited > self.WARN_AFTER and not warned:
-                warned = True
-                warnings.warn(
-                    f"{call} waits for {self._size - here} of {self._size} workers that have not "
-                    "called it. Call it on every worker.",
-                    stacklevel=3,
-                )
+            if waited > self.give_up_after and self._leave(earlier):
+                who = self._find_missing(earlier, here, first)
+                raise RuntimeError(f"{who} have not called {call} within {waited:.3g} s. {CALL}")
+            if waited > self.warn_after and not warned:
+                who, warned = self._find_missing(earlier, here, first), True
+                warnings.warn(f"{call} waits: {who} have not called it. {CALL}", stacklevel=3)
             time.sleep(pause)
-            pause = min(2 * pause, 0.05 if waited < self.LOOK_AFTER else LONGEST_PAUSE)
+            pause = min(2 * pause, 0.05 if waited < self.look_after else LONGEST_PAUSE)
             count = self.store.add(self.prefix, 0)
+
+    def _find_missing(self, earlier: int, here: int, first: bool) -> str:
+        """Return who is missing. The first to come asks for their names: all would be too many."""
+        missing: list[int] = []
+        for rank in range(self._size) if first else ():
+            key = f"{self.prefix}/{rank}"
+            if not self.store.check([key]) or int(self.store.get(key)) != earlier:
+                missing.append(rank)
+        return f"rank(s) {missing[:8]}" if missing else f"{self._size - here} of {self._size} ranks"
 
     def _leave(self, earlier: int) -> bool:
         """Return whether this rank could take back that it was here, before all were."""

@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
+from torch.distributed.distributed_c10d import _get_default_store
 
 from manyhands._core import slices
 from manyhands._core.flat import is_dtensor
-from manyhands._core.groups import Lease, connect
+from manyhands._core.groups import Lease, RollCall, connect, name_of_ranks, new_prefix
 from manyhands._core.slices import PendingReduceScatter, SharedMemory, SharedMemoryReduceScatter
 
 if TYPE_CHECKING:
@@ -82,31 +83,39 @@ class RankGroup:
             return list(self.lease.ranks)
         return dist.get_process_group_ranks(self.group or dist.group.WORLD)
 
-    def with_own_group(self, device: torch.device) -> RankGroup:
+    def with_own_group(self, device: torch.device, *, pairs: bool = False) -> RankGroup:
         """Return the same ranks in a gloo group of our own, if gloo serves this CPU device.
 
         No other library's collectives pass through that group, so they cannot be mixed up with
         ours (`groups.py`). With NCCL a group costs a communicator's GPU memory, so the group that
-        was given is used.
+        was given is used. `pairs`: the ranks will exchange slices, or broadcast.
         """
         if self.size == 1 or device.type != "cpu" or not self.on_gloo(device):
             return self
-        return self.with_cpu_group()
+        return self.with_cpu_group(pairs=pairs)
 
-    def with_cpu_group(self) -> RankGroup:
+    def with_cpu_group(self, *, pairs: bool = False) -> RankGroup:
         """Return the same ranks in a gloo group of our own, whatever carries their tensors."""
         if self.size == 1:
             return self
         gather = partial(self.all_gather, device=self.any_device)
-        lease = connect(self.ranks, self.rank, self._timeout, gather)
+        store = _get_default_store()
+        lease = connect(store, self.ranks, self.rank, self._timeout, gather, pairs=pairs)
         return RankGroup(self.size, self.rank, lease.group, own_group=True, lease=lease)
+
+    def roll_call(self, name: str = "") -> RollCall:
+        """Return a roll call: one for all that have this name, or a new one, on each rank."""
+        store, gather = _get_default_store(), partial(self.all_gather, device=self.any_device)
+        own = f"manyhands/{name}/{name_of_ranks(self.ranks)}" if name else ""
+        prefix = own or new_prefix(store, "roll call", self.ranks, gather)
+        return RollCall(store, self.rank, self.size, prefix)
 
     def with_background_group(self, device: torch.device) -> RankGroup:
         """Return the same ranks in a group that another thread may use."""
         if self.size == 1:
             return self
         if device.type == "cpu" and self.on_gloo(device):
-            return self.with_own_group(device)
+            return self.with_own_group(device, pairs=True)
         # A group of torch's: that ranks may end a communicator at different moments is not known.
         own = dist.new_group(self.ranks, timeout=self._timeout, use_local_synchronization=True)
         return RankGroup(self.size, self.rank, own, own_group=True)
@@ -116,7 +125,8 @@ class RankGroup:
         """The group's timeout; None if its backend does not say."""
         group = self._process_group
         # torch has no public way to read a group's timeout back.
-        options = getattr(group._get_backend(group._device_types[0]), "options", None)
+        backends = [group._get_backend(device) for device in group._device_types]
+        options = getattr(next(iter(backends), None), "options", None)
         return getattr(options, "_timeout", None)
 
     @cached_property
@@ -237,19 +247,22 @@ class RankGroup:
     def all_reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
         """Sum a tensor over the ranks in place, or take the largest values; return it."""
         if self.size > 1:
-            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-            dist.all_reduce(tensor, op, group=self.group)
+            self.start_all_reduce(tensor, largest=largest).wait()
         return tensor
 
-    def start_all_reduce(self, tensor: torch.Tensor) -> dist.Work:
-        """Begin to sum a tensor over the ranks, in place."""
-        return self._process_group.allreduce([tensor])
+    def start_all_reduce(
+        self, tensor: torch.Tensor, rows: Any = None, own: Any = None, *, largest: bool = False
+    ) -> dist.Work:
+        """Begin to sum a tensor over the ranks, in place, or to take the largest values.
 
-    def start_all_reduce_max(self, tensor: torch.Tensor) -> dist.Work:
-        """Begin to take the largest values over the ranks, in place."""
-        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
-        assert work is not None
-        return work
+        `rows` are views of a part of it, one for each rank, which fills in its `own`.
+        """
+        if rows is not None:
+            rows.zero_()
+            rows[self.rank] = own
+        options: Any = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        return self._process_group.allreduce([tensor], options)
 
     # -- numbers and text ----------------------------------------------------------------------
 
@@ -261,18 +274,16 @@ class RankGroup:
         every rank has a place of its own for its rest.
         """
         if self.size == 1:
-            return PendingSums([row], summed)
+            return PendingSums(row, summed)
         if self.on_gloo(row.device):
-            rows = [torch.empty_like(row) for _ in range(self.size)]
-            # The group's own method: dist.all_gather spends 40 microseconds on checks before it.
-            work = self._process_group.allgather([rows], [row])
-            return PendingSums(rows, summed, work)
+            table = row.new_empty(self.size * len(row))
+            # The group's own method: torch's function spends 40 microseconds on checks before it.
+            work = self._process_group._allgather_base(table, row)
+            return PendingSums(table.view(self.size, len(row)), summed, work)
         own = row[summed:]
-        table = torch.zeros(self.size, own.numel(), dtype=own.dtype, device=own.device)
-        table[self.rank] = own
-        total = torch.cat([row[:summed], table.flatten()])
-        work = dist.all_reduce(total, group=self.group, async_op=True)
-        return PendingSums([total], summed, work)
+        total = torch.cat([row, own.new_empty((self.size - 1) * len(own))])
+        work = self.start_all_reduce(total, total[summed:].view(self.size, -1), own)
+        return PendingSums(total, summed, work)
 
     def all_gather(self, numbers: list[float], device: torch.device) -> list[list[float]]:
         """Return every rank's `numbers`, in rank order."""
@@ -322,7 +333,7 @@ class PendingSums:
     the program ends.
     """
 
-    rows: list[torch.Tensor]  # one per rank; a single one if the collective has summed already
+    table: torch.Tensor  # a row for each rank; one row in all if the collective has summed already
     summed: int
     work: dist.Work | None = None
 
@@ -344,11 +355,10 @@ class PendingSums:
         """Wait, and return the result as numbers on the host."""
         if self.work is not None:
             self.work.wait()
-        if self.rows[0].device.type != "cpu":
+        # One rank alone, summed by the collective, or better summed there.
+        if self.table.dim() == 1 or self.table.device.type != "cpu":
             return self.wait().tolist()
-        rows = [row.tolist() for row in self.rows]
-        if len(rows) == 1:  # one rank alone, or summed by the collective
-            return rows[0]
+        rows = self.table.tolist()
         sums = [sum(column) for column in zip(*(row[: self.summed] for row in rows), strict=True)]
         return [*sums, *(number for row in rows for number in row[self.summed :])]
 
@@ -356,10 +366,10 @@ class PendingSums:
         """Wait, and return the result as a tensor on the device."""
         if self.work is not None:
             self.work.wait()
-        if len(self.rows) == 1:
-            return self.rows[0]
-        table = torch.stack(self.rows)
-        return torch.cat([table[:, : self.summed].sum(dim=0), table[:, self.summed :].flatten()])
+        if self.table.dim() == 1:
+            return self.table
+        sums = self.table[:, : self.summed].sum(dim=0)
+        return torch.cat([sums, self.table[:, self.summed :].flatten()])
 
 
 def _warn_if_alone(has_group: bool) -> None:

@@ -218,7 +218,7 @@ class ShardedGradient(Tensor):
             return flag
         # An error, not a hang, if a rank is missing.
         call = f"{quantifier.__name__}() of a sharded gradient"
-        RollCall(self.group.get_group_store(), self.group.size()).wait(call)
+        RollCall(self.group.get_group_store(), self.group.rank(), self.group.size()).wait(call)
         number = flag.to(torch.uint8)
         most = dist.ReduceOp.MIN if quantifier is aten.all else dist.ReduceOp.MAX
         dist.all_reduce(number, most, group=self.group)

@@ -1,5 +1,7 @@
 """Reduce and gather the slices of a flat bucket: rank r owns `bucket[cuts[r]:cuts[r + 1]]`.
 
+The cuts of equal slices are a range.
+
     reduce_scatter_slices   every rank's bucket in, the sum of its own slice out
     all_gather_slices       every rank's slice in, the whole bucket out
 
@@ -96,13 +98,12 @@ def reduce_scatter_slices(
     check_backend(ranks, bucket.device)
     if ranks.on_gloo(bucket.device):
         return _send_by_pairs(ranks, bucket, cuts, into if summed_as_sent else None)
-    sizes = [b - a for a, b in pairwise(cuts)]
-    if summed_as_sent and len(set(sizes)) > 1:
+    if summed_as_sent and not isinstance(cuts, range):
         # NCCL's reduce_scatter takes equal slices only.
         works = [
-            dist.reduce(part, group_dst=rank, group=ranks.group, async_op=True)
-            for rank, part in enumerate(bucket.split(sizes))
-            if part.numel()
+            dist.reduce(bucket[a:b], group_dst=rank, group=ranks.group, async_op=True)
+            for rank, (a, b) in enumerate(pairwise(cuts))
+            if a < b
         ]
         return PendingReduceScatter(own, [], works, bucket)
     if summed_as_sent:
@@ -110,6 +111,7 @@ def reduce_scatter_slices(
         work = _reduce_scatter(total, bucket, group=ranks.group, async_op=True)
         return PendingReduceScatter(None, [total], [work], bucket)
     # NCCL would sum in half precision: move the slices unsummed instead.
+    sizes = [b - a for a, b in pairwise(cuts)]
     rows = bucket.new_empty(ranks.size * own.numel())
     work = dist.all_to_all_single(
         rows, bucket, [own.numel()] * ranks.size, sizes, group=ranks.group, async_op=True
@@ -154,7 +156,7 @@ def partners(ranks: RankIdentity) -> Iterator[tuple[int, int]]:
 
 def all_gather_slices(ranks: RankIdentity, bucket: Tensor, cuts: Sequence[int]) -> list[dist.Work]:
     """Begin to fill `bucket` on every rank with the slices that each rank owns of it."""
-    if not ranks.on_gloo(bucket.device) and len({b - a for a, b in pairwise(cuts)}) == 1:
+    if not ranks.on_gloo(bucket.device) and isinstance(cuts, range):
         own = bucket[cuts[ranks.rank] : cuts[ranks.rank + 1]]
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return [gather(bucket, own, group=ranks.group, async_op=True)]

@@ -388,7 +388,8 @@ def _fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool) -> Cost:
     # The outermost wrap stays gathered from forward to backward; all others are gathered twice.
     stays = sum(wrap.gathered for wrap in wraps if wrap.outer is None)
     all_gathers = sum(1 if wrap.outer is None else 2 for wrap in sizes.wraps if wrap.params)
-    used_flags = sum(len(wrap.params) for wrap in sizes.wraps)  # one byte each
+    # one byte each, and eight that compare the order of the wraps
+    used_flags = sum(len(wrap.params) for wrap in sizes.wraps) + 8
     most = _most_in_fsdp_backward(wraps, workers)
     return Cost(
         parameters=gathered // workers,

@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 from numbers import Real
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from manyhands._core.agreement import Describer
@@ -35,8 +32,6 @@ SOON = 2.0  # seconds after which it warns that it waits
 ADVICE = "Build the same model and optimizer on every rank."
 IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 """Options that choose an implementation and change no number. Ranks may differ in them."""
-
-_calls: dict[str, int] = {}  # number of calls by key, so that each has keys of its own
 
 
 def facts_of_groups(
@@ -92,33 +87,16 @@ def _comparable(value: object) -> object:
     return None
 
 
-def wait_for_all_ranks(workers: RankGroup, what: str, seconds: float = PATIENCE) -> None:
-    """Wait until every rank has called `what`; raise a RuntimeError after so many seconds.
+def wait_for_all_ranks(workers: RankGroup, what: str, *, soon: bool = False) -> None:
+    """Wait until every rank has called `what`: through the store, and not in a collective.
 
-    Ranks wait through the store and not in a collective. A rank that is elsewhere would answer that
-    collective with its own next one, of another size.
+    A rank that is elsewhere would answer that collective with its own next one, of another size.
     """
-    if workers.size == 1:
-        return
-    store = dist.distributed_c10d._get_default_store()
-    ranks = workers.ranks
-    key = f"manyhands {what} {ranks}"
-    count = _calls[key] = _calls.get(key, 0) + 1
-    store.set(f"{key} {count} {workers.rank}", "here")
-    try:
-        store.wait([f"{key} {count} {r}" for r in range(workers.size)], timedelta(seconds=seconds))
-    except RuntimeError:
-        absent = [r for r in range(workers.size) if not store.check([f"{key} {count} {r}"])]
-        if not absent:
-            raise
-        store.delete_key(f"{key} {count} {workers.rank}")  # a later call must not count this one
-        _calls[key] = count - 1
-        raise RuntimeError(
-            f"{what} must be called on every worker, and rank(s) {absent} have not called it "
-            f"within {seconds:g} seconds."
-        ) from None
-    if count > 2:  # every rank has come past the call before the last: its key can go
-        store.delete_key(f"{key} {count - 2} {workers.rank}")
+    if workers.size > 1:
+        roll_call = workers.roll_call(what)
+        roll_call.warn_after = SOON if soon else roll_call.warn_after
+        roll_call.give_up_after = PATIENCE
+        roll_call.wait(what)
 
 
 def check_same_frozen(workers: RankGroup, trained: Sequence[bool]) -> None:
@@ -127,13 +105,6 @@ def check_same_frozen(workers: RankGroup, trained: Sequence[bool]) -> None:
     Freezing changes the sizes of buckets. A rank that did not freeze would wait for other sizes
     until the process group's timeout.
     """
-    what = f"freezing or thawing parameters ({zlib.crc32(bytes(trained)):08x})"
-    try:
-        wait_for_all_ranks(workers, what, SOON)
-    except RuntimeError as error:
-        warnings.warn(
-            f"{error} Set requires_grad alike on every worker. Waiting for {PATIENCE:g} seconds.",
-            RuntimeWarning,
-            stacklevel=5,
-        )
-        wait_for_all_ranks(workers, what)
+    # With a checksum: ranks that train others never meet.
+    what = f"requires_grad_() of the same parameters ({zlib.crc32(bytes(trained)):08x})"
+    wait_for_all_ranks(workers, what, soon=True)

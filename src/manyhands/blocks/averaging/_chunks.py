@@ -122,15 +122,11 @@ class AllReduceChunk:
         else:
             self._values.zero_()  # all_reduce adds every rank: a NaN would reach all of them
         square = square_of(self._values) if self.measured else 0.0
-        if (
-            report.weight != 1.0
-        ):  # the others' weights are not known yet: `write_mean` divides by all
+        if report.weight != 1.0:  # others' are not known yet: `write_mean` divides by all
             self._values.mul_(report.weight)
-        self._reports = reports.zero_().view(self.workers.size, REPORT, PARTS)
-        self._reports[self.workers.rank] = _split_exactly([*report.numbers(), square, square]).to(
-            reports
-        )
-        self._work = self.workers.start_all_reduce(self._sent)
+        self._reports = reports.view(self.workers.size, REPORT, PARTS)
+        own = _split_exactly([*report.numbers(), square, square]).to(reports)
+        self._work = self.workers.start_all_reduce(self._sent, self._reports, own)
 
     def receive_reports(self) -> list[list[float]]:
         self._work.wait()

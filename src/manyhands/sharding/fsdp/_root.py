@@ -33,7 +33,6 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from manyhands._core.groups import RollCall
 from manyhands._core.ranks import RankGroup
 from manyhands.sharding.fsdp._collectives import ReduceQueue
 from manyhands.sharding.fsdp._engine import Engine, dereference, eager
@@ -51,7 +50,7 @@ class Attendance:
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
-        self._roll_call = RollCall.of(ranks)
+        self._roll_call = ranks.roll_call()
         self._trained = 0  # forwards with gradients
 
     def forward(self) -> None:
@@ -67,7 +66,9 @@ class Attendance:
 
     def _find_training(self) -> str:
         store = self._roll_call.store
-        keys = {rank: self._key(rank) for rank in range(self._ranks.size)}
+        # At most 64 of them, or all that wait would ask for all: for different ones.
+        step = -(-self._ranks.size // 64)
+        keys = {r: self._key(r) for r in range(self._ranks.rank % step, self._ranks.size, step)}
         ahead = [
             r for r, k in keys.items() if store.check([k]) and int(store.get(k)) > self._trained
         ]
@@ -164,7 +165,7 @@ class UsedParameters:
         # and 255 minus the smallest b. They agree only if all ranks have the same b.
         order = torch.frombuffer(bytearray(self._order.to_bytes(4, "little")), dtype=torch.uint8)
         flags = torch.cat([flags, order, 255 - order]).to(params[0].device)
-        self._ranks.start_all_reduce_max(flags).wait()
+        self._ranks.all_reduce(flags, largest=True)
         self._order = 0
         some_unused = len(self._used_here) < len(trained)
         # Reading flags on a GPU would make the host wait for it, so only if they are needed anyway.

@@ -270,7 +270,8 @@ def _own_group(workers: RankGroup, module: nn.Module) -> RankGroup:
     Otherwise two modules' buckets could be taken for each other's in one backward.
     """
     device = next(module.parameters()).device
-    return workers if workers.shared_memory is not None else workers.with_own_group(device)
+    own = workers.shared_memory is not None
+    return workers if own else workers.with_own_group(device, pairs=True)
 
 
 def _put_prefix(module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object) -> None:

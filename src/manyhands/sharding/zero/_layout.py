@@ -22,7 +22,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 ALIGN = 16
 BUCKET = 2**22  # elements of a bucket among few ranks: 16 MiB of float32
@@ -47,21 +46,18 @@ class ParamRange:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """What travels together: rank r owns the slice from `cuts[r]` to `cuts[r + 1]`."""
+    """What travels together: rank r owns the slice from `cuts[r]` to `cuts[r + 1]`.
+
+    The cuts of an even layout are a range: nothing that grows with the number of ranks.
+    """
 
     ranges: tuple[ParamRange, ...]
-    cuts: tuple[int, ...]
+    cuts: Sequence[int]
     start: int = 0  # in its buffer
 
     @cached_property
     def size(self) -> int:
         return self.cuts[-1]
-
-    @cached_property
-    def even(self) -> bool:
-        """Whether all slices have the same size."""
-        first = self.cuts[1] - self.cuts[0]
-        return all(b - a == first for a, b in pairwise(self.cuts))
 
     def owned(self, rank: int) -> Iterator[ParamRange]:
         """Yield the ranges that rank `rank` owns; their offsets count from its slice."""
@@ -110,7 +106,7 @@ def even_layout(sizes: Sequence[tuple[int, int]], workers: int, largest: int) ->
         number = math.ceil(total / (SPARE * largest)) if largest else 1
         # Rounding the bucket up keeps its slices equal, and aligned; the rest is padding.
         size = _round_up(-(-total // number), workers * ALIGN)
-        cuts = tuple(range(0, size + 1, size // workers))
+        cuts = range(0, size + 1, size // workers)
         buckets = tuple(
             BucketLayout(tuple(_ranges_within(members, starts, start, start + size)), cuts, start)
             for start in range(0, total, size)

@@ -27,7 +27,6 @@ from torch.optim.optimizer import ParamsT, StateDict
 from manyhands._core.agreement import agree
 from manyhands._core.arguments import flag, whole
 from manyhands._core.flat import is_dtensor, norm
-from manyhands._core.groups import RollCall
 from manyhands._core.ranks import RankGroup
 from manyhands._core.state_parts import OptimizerStatePart, SavedState, ShardedOptimizer, options_of
 from manyhands._core.wrappers import ParamGroup, YieldingProperty
@@ -140,7 +139,8 @@ class OSS(ShardedOptimizer):
             bucket_size = whole("bucket_size", bucket_size, 1)
         self._workers = RankGroup.of(group)
         if shared_memory:
-            self._workers = self._workers.with_own_group(torch.device("cpu")).with_shared_memory()
+            own = self._workers.with_own_group(torch.device("cpu"), pairs=True)
+            self._workers = own.with_shared_memory()
         self.optimizer_class = optim
         self.optimizer_arguments = dict(defaults)
         self._group = group
@@ -163,7 +163,7 @@ class OSS(ShardedOptimizer):
         )
         self._lay_out_all(bucket_size, gather_state)
         several = self._workers.size > 1
-        self._roll_call = RollCall.of(self._workers) if gather_state and several else None
+        self._roll_call = self._workers.roll_call() if gather_state and several else None
 
     def _lay_out_all(self, bucket_size: int | None, gather_state: bool) -> None:
         """Give all parameters their places, and make the inner optimizer of this rank's slices."""

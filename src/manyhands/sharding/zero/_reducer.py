@@ -247,7 +247,7 @@ class Reducer:
         if len(self._arrived) < self._expected:
             used[[n for n in range(len(self.params)) if n not in self._arrived]] = 0
         used[-1 if self.gave_up else -2] = 0
-        self._used_work = self.workers.start_all_reduce_max(used)
+        self._used_work = self.workers.start_all_reduce(used, largest=True)
         return used
 
     def _used(self, used: Tensor) -> list[int]:
