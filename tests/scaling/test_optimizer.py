@@ -358,6 +358,20 @@ def test_a_warning_free_life_around_every_optimizer_of_torch():
             assert optimizer.snapshot()["step"] == 2
 
 
+def test_adascale_around_muon_warns_and_the_square_root_does_not():
+    def muon():
+        return torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))], lr=0.01)
+
+    with pytest.warns(UserWarning, match="Around Muon, take SqrtScale") as caught:
+        mh.AdaScale(muon(), num_gradients_to_accumulate=2)
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="Around Muon"):
+        mh.AdaScale(mh.WholeTensorOptimizer(muon().param_groups, optim=torch.optim.Muon, lr=0.01))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mh.SqrtScale(muon(), num_gradients_to_accumulate=2)
+
+
 def test_snapshot_is_plain_numbers():
     model, scaled = scaled_and_plain_model()
     x, y = make_batches(1, 2)

@@ -17,6 +17,7 @@ in `_noise.py`. The classes apply them to an optimizer.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,8 +27,8 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from manyhands._core.arguments import flag, real
-from manyhands._core.state_parts import SavedState
-from manyhands._core.wrappers import ParamGroup
+from manyhands._core.state_parts import SavedState, plain_optimizer
+from manyhands._core.wrappers import ParamGroup, unwrap
 from manyhands.scaling._hooks import NormKind
 from manyhands.scaling._preconditioned import PreconditionedNorm
 from manyhands.scaling._rule_base import ScalingRuleBase
@@ -64,12 +65,9 @@ def sde_beta(beta: float, scale: float) -> float:
     """
     forgotten = scale * (1.0 - beta)
     if forgotten >= 1.0:
-        largest = 1.0 / (1.0 - beta)
-        raise ValueError(f"at beta={beta:g} the scale must be below {largest:.4g}, got {scale:g}.")
+        below = f"below {1.0 / (1.0 - beta):.4g}"
+        raise ValueError(f"at beta={beta:g} the scale must be {below}, got {scale:g}.")
     return 1.0 - forgotten
-
-
-SECOND_MOMENT_FLOOR = 1e-3
 
 
 class AdaScale(ScalingRuleBase):
@@ -97,9 +95,13 @@ class AdaScale(ScalingRuleBase):
     _min_scale = 1.0  # the gain is for a batch of at least one small batch
     _follows_gain = True
 
+    def _make_norm(self, optimizer: Optimizer) -> NormKind:
+        if type(plain_optimizer(unwrap(optimizer)[-1])).__name__ == "Muon":
+            warnings.warn("Around Muon, take SqrtScale instead (docs/scaling.md).", stacklevel=5)
+        return super()._make_norm(optimizer)
+
     def scale_lr(self, scale: float) -> Sequence[float]:
-        noise = self.noise
-        return [noise.gain(scale, group) for group in range(noise.groups)]
+        return [self.noise.gain(scale, group) for group in range(self.noise.groups)]
 
     # `pg` and `data` are fairscale's names of these arguments, beside torch's.
 
@@ -206,8 +208,7 @@ class AdamScale(AdaScale):
 
     def _extra_options(self) -> Options:
         check = partial(real, "second_moment_floor", least=0.0, below=1.0)
-        floor = Option(SECOND_MOMENT_FLOOR, self._second_moment_floor, check=check)
-        return {"second_moment_floor": floor}
+        return {"second_moment_floor": Option(1e-3, self._second_moment_floor, check=check)}
 
     def _make_norm(self, optimizer: Optimizer) -> NormKind:
         core = self._core
@@ -303,10 +304,9 @@ class LEGWScale(ScalingRuleBase):
         base_warmup_epochs: the baseline's warm-up.
         data_size: samples in an epoch.
         optimizer: the optimizer to wrap now; this requires `batch_size`.
-        batch_size: the baseline's batch size. In `AdaptiveDataParallel` the first step determines
-            it if it is left out: the leading dimension of the model's first input, averaged over
-            the workers, times workers and passes, divided by the scale. From then on it is fixed,
-            the same on every worker, and saved with the state. `repr` shows it.
+        batch_size: the baseline's batch size. In `AdaptiveDataParallel` the first step can tell
+            it: the leading dimension of the model's first input, averaged over the workers, times
+            workers and passes, over the scale. It is saved with the state, and `repr` shows it.
 
     `ScalingRuleBase` documents the other arguments.
 
