@@ -120,3 +120,26 @@ def test_no_package_uses_what_is_private_in_another():
         and any(node.attr in names for names in private.values())
         and ast.unparse(node.value) not in theirs
     ] == []
+
+
+# The beginnings of words: "accelerat" is Accelerate, `Accelerator`, "accelerated".
+TRAINERS = r"""accelerat lightning fabric transformers hugging deepspeed megatron ray\b torchft
+    mosaic colossal ignite catalyst skorch fastai"""
+
+
+@pytest.mark.parametrize("package", ["_core", "scaling"])
+def test_no_trainer_is_mentioned_or_imported(package):
+    """In names, strings, comments and docstrings. `torch.accelerator` is torch's word for a device.
+
+    `manyhands.integrations` knows trainers. adaptdl, fairscale and fairseq are originals, and may
+    be mentioned.
+    """
+    words = re.compile(rf"\b_?(?:{'|'.join(TRAINERS.split())})", re.IGNORECASE)
+    device = re.compile(r"torch\.accelerator(\.current_accelerator)?\b")
+    lines = [
+        (f"{path.name}:{number}", device.sub("", line))
+        for path in sorted((SOURCE / package).rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+    ]
+    assert len(lines) > 1000
+    assert [f"{where}: {line}" for where, line in lines if words.search(line)] == []

@@ -116,7 +116,7 @@ def test_a_step_that_somebody_else_declares(clock):
     ramp = mh.Ramp(optimizer, max_scale=4)
     with pytest.raises(ValueError, match="must be a whole number of at least 1"):
         ramp.begin_step(0)
-    optimizer._core.batch.accumulation = object()
+    optimizer._core.batch.loop.decides = True
     with pytest.raises(RuntimeError, match=r"declares its passes.* the trainer's loop"):
         ramp.begin_step(2)
 

@@ -1,11 +1,13 @@
 """How large a batch is, in small batches: what counts, and what a saved run brings along."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands._core.state_parts import SavedEntries
-from manyhands.scaling._step import Batch
+from manyhands.scaling._step import Batch, CountingLoop
 
 pytestmark = pytest.mark.quick
 
@@ -25,7 +27,9 @@ def test_the_scale_is_workers_times_passes_unless_it_is_set(workers, passes):
 @given(workers=counts, passes=counts)
 def test_the_default_smoothing_is_fairscales_or_where_passes_are_counted_adaptdls(workers, passes):
     assert Batch(workers, passes).smoothing_for(1.0) == max(1 - workers * passes / 1000, 0)
-    counted = Batch(workers, passes, counts_passes=True)
+    counted = Batch(
+        workers, passes, loop=CountingLoop(SimpleNamespace(require_backward_grad_sync=1))
+    )
     assert counted.smoothing_for(float(workers)) == pytest.approx(0.999**workers)
 
 

@@ -279,7 +279,7 @@ def batches_of(model, optimizer, x, y):
 @pytest.mark.parametrize("kind", ["Adam", "AdamW amsgrad", "Adam fused", "RMSprop"])
 @pytest.mark.parametrize("reset", RESETS)
 def test_averages_restart_when_the_optimizer_was_reset(kind, reset):
-    """NormKind of plain and of divided gradients differ by orders of magnitude: never mix them."""
+    """Norms of plain and of divided gradients differ by orders of magnitude: never mix them."""
     x, y = make_batches(16, 2)
     model, options = make_model(), {"num_gradients_to_accumulate": 2, "smoothing": 0.9}
     inner = KINDS[kind](model.parameters())

@@ -91,16 +91,21 @@ def train(wrapper, rule, found, clip=None, passes=PASSES, loop_kind=Loop, **opti
     rank, size = rank_and_size()
     model, optimizer = under(wrapper, optim, arguments)
     loop = loop_kind()
-    declared = loop if found else N
+    declared = loop if found is True else N
     optimizer = rule(optimizer, num_gradients_to_accumulate=declared, **options)
     x, y = make_batches(len(passes), N * size, dtype=torch.float64)
     read = []
     for step, count in enumerate(passes):
         for a in range(count):
             loop.sync_gradients = last = a == count - 1
+            if found == "port":  # a loop that calls zero_grad() and step() in every pass
+                optimizer.port.end_pass(last)
+                optimizer.zero_grad()
             with unaveraged(model, last):
                 i = a * size + rank
                 (loss_of(model, x[step, i], y[step, i]) / N).backward()
+            if found == "port" and not last:
+                optimizer.step()
         if clip is not None and wrapper == "sharded":
             optimizer.clip_grad_norm(clip)
         elif clip is not None:
@@ -140,7 +145,7 @@ def assert_plain(result, expected):
     torch.testing.assert_close(params, expected[0], rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("found", [False, True], ids=["declared", "found"])
+@pytest.mark.parametrize("found", [False, True, "port"], ids=["declared", "found", "port"])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_counted_short_step_is_the_plain_one_of_its_passes(rule, found):
     passes = [count for count in PASSES if count > 1]  # one gradient alone has no noise
@@ -148,7 +153,7 @@ def test_a_counted_short_step_is_the_plain_one_of_its_passes(rule, found):
     assert_plain(result, plain(rule, 1, passes=passes))
 
 
-@pytest.mark.parametrize("found", [False, True], ids=["declared", "found"])
+@pytest.mark.parametrize("found", [False, True, "port"], ids=["declared", "found", "port"])
 @pytest.mark.parametrize("wrapper", ["DDP", "OSS", "sharded", "FSDP", "fully_shard"])
 def test_a_counted_short_step_on_two_ranks(wrapper, found):
     expected = plain("AdaScale", 2)
@@ -303,10 +308,11 @@ def test_nor_can_one_of_several_ranks(wrapper):
 def test_ranks_that_run_different_numbers_of_passes(passes):
     def step():
         model = make_model()
-        optimizer = mh.AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=Loop())
+        loop = Loop()
+        optimizer = mh.AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=loop)
         own = passes[dist.get_rank()]
         for a in range(own):
-            optimizer._core.batch.accumulation.sync_gradients = a == own - 1
+            loop.sync_gradients = a == own - 1
             backward(model, 1)
         optimizer.step()
 

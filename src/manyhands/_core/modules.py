@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from manyhands._core.foreign import advice
 from manyhands._core.wrappers import YieldingProperty
 
 INNER = "_fsdp_wrapped_module"  # in names of parameters; torch's own tools know it, and drop it
@@ -29,11 +30,6 @@ CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's wrapper takes it out of i
 # user's name as well, and is left out only below the classes of wrappers.
 WRAPPER_NAMES = ("_orig_mod", CHECKPOINTED, INNER)
 TORCH_WRAPPERS = (DistributedDataParallel, nn.DataParallel)
-
-WITH_ACCELERATE = (
-    "(With Accelerate, manyhands.integrations.accelerate.prepare(accelerator, model, optimizer) "
-    "leaves DistributedDataParallel out.)"
-)
 
 
 class ModuleWrapper(nn.Module):
@@ -58,7 +54,7 @@ def inside_ddp(module: nn.Module) -> RuntimeError:
     """Return the error for a module that averages gradients itself."""
     return RuntimeError(
         f"{type(module).__name__} is inside DistributedDataParallel, so gradients would be averaged"
-        f" twice. Use one of the two. {WITH_ACCELERATE}"
+        f" twice. Use one of the two.{advice('no DDP')}"
     )
 
 

@@ -89,7 +89,7 @@ def _gauss_tensor(gauss: float | None) -> Tensor:
 
 
 def _device() -> tuple[str, ModuleType] | None:
-    """Return the accelerator's name and torch's module for it if it is in use."""
+    """Return the name of the device that is in use beside the CPU, and torch's module for it."""
     if not torch.accelerator.is_available():
         return None
     device = torch.accelerator.current_accelerator()

@@ -5,7 +5,7 @@ mutable mapping, or an instance of a class that is registered with torch.utils._
 
 A container without a changed tensor is returned itself; any other as a shallow copy of its class,
 with all its other attributes. Constructors of a user's classes are not called, because their
-arguments are unknown: a `defaultdict` takes a factory first, a `ModelOutput` of transformers
+arguments are unknown: a `defaultdict` takes a factory first, a `ModelOutput` of a model library
 forbids `update`, a frozen dataclass may check its arguments. A tensor that is at several places is
 changed once, and is one tensor afterwards.
 """

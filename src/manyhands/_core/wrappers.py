@@ -7,10 +7,10 @@ and hooks act once and on the right thing. It therefore does not call `Optimizer
 would make a second set of them.
 
 A trainer puts a proxy around ours, of a class that it derives from ours, and keeps the optimizer
-in an attribute of its own. In Lightning and Fabric:
+in an attribute of its own:
 
     self._optimizer = optimizer
-    self.__class__ = type("Lightning" + name, (LightningOptimizer, type(optimizer)), {})
+    self.__class__ = type("Proxy" + name, (Proxy, type(optimizer)), {})
 
 A method of ours is then called with the proxy as `self`. Three things keep that right:
 
@@ -26,9 +26,6 @@ it can take them: `found_inf` (did the gradients overflow?) and `grad_scale` (wh
 multiplied with; None after `unscale_`). An optimizer with a fused step uses them itself; for the
 others we unscale and skip, as the scaler would have. `LossScale` is for gradients that are measured
 in backward, before the scaler leaves anything.
-
-Accelerate says that a step was skipped if its scaler has not called `optimizer.step`. Ours is
-called, and skips by itself, so `report_skip` takes back that it was called.
 """
 
 from __future__ import annotations
@@ -78,6 +75,14 @@ class YieldingProperty(Generic[T]):
         return self if instance is None else self._compute(instance)
 
 
+def _of_inner(name: str) -> Any:
+    """Return a property: an attribute of the optimizer inside, which may be set."""
+    return property(
+        lambda wrapper: getattr(wrapper._inner_optimizer(), name),
+        lambda wrapper, value: setattr(wrapper._inner_optimizer(), name, value),
+    )
+
+
 @dataclass
 class RunningClosure:
     """Whether a step's closure runs at present."""
@@ -113,36 +118,16 @@ class OptimizerWrapper(Optimizer):
         """The optimizer inside."""
         return self._inner_optimizer()
 
-    @property
-    def param_groups(self) -> list[ParamGroup]:
-        return self._inner_optimizer().param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[ParamGroup]) -> None:
-        self._inner_optimizer().param_groups = groups
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        return self._inner_optimizer().state
-
-    @state.setter
-    def state(self, state: defaultdict[Tensor, Any]) -> None:
-        self._inner_optimizer().state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self._inner_optimizer().defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self._inner_optimizer().defaults = defaults
+    param_groups: list[ParamGroup] = _of_inner("param_groups")
+    state: defaultdict[Tensor, Any] = _of_inner("state")
+    defaults: dict[str, Any] = _of_inner("defaults")
 
     @YieldingProperty
     def _step_supports_amp_scaling(self) -> bool:
         """`GradScaler.step` leaves the loss scale with us instead of unscaling.
 
         False while a closure runs, in which gradients are not scaled: a scaler takes no closure.
-        Lightning clips gradients there, and refuses to if an optimizer says that it unscales.
+        A trainer may clip gradients there, and refuse to if an optimizer says that it unscales.
         """
         return not self._closure.runs
 
@@ -182,8 +167,8 @@ class OptimizerWrapper(Optimizer):
         inner = None if name.startswith(("__", "_core", "_inner")) else self._bound()
         if inner is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if "gradient_state" in vars(inner) and not hasattr(inner, name):
-            inner = vars(inner)["optimizer"]  # Accelerate's wrapper forwards nothing
+        if "optimizer" in vars(inner) and not hasattr(inner, name):
+            inner = vars(inner)["optimizer"]  # a trainer's wrapper may forward nothing
         return wrapped_attribute(self, inner, name)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -221,17 +206,6 @@ def find_layer(optimizer: Optimizer, kind: type[Layer]) -> Layer | None:
     """Return the first layer of this class, from the outermost in; None if there is none."""
     layers = unwrap(optimizer, every_layer=True)
     return next((each for each in layers if isinstance(each, kind)), None)
-
-
-def find_prepared(optimizer: Optimizer) -> Optimizer | None:
-    """Return the optimizer, or one inside it, that Accelerate has prepared; None if there is none.
-
-    It is known by its attribute, so that accelerate need not be imported.
-    """
-    for layer in unwrap(optimizer, every_layer=True):
-        if hasattr(vars(layer).get("gradient_state"), "sync_gradients"):
-            return layer
-    return None
 
 
 def gradient_ranks(optimizer: Optimizer) -> Any:
@@ -281,7 +255,7 @@ class ScalerSignals:
 
 
 class LossScaler(Protocol):
-    """A gradient scaler: torch's, Lightning's, or any other that says its scale."""
+    """A gradient scaler: torch's, or any other that says its scale."""
 
     def get_scale(self) -> float: ...
 
@@ -321,17 +295,6 @@ class LossScale:
         changed = scale != self.last
         self.last = scale
         return changed
-
-
-def report_skip(optimizer: Optimizer) -> None:
-    """Let Accelerate know that the step under way is skipped; without it, do nothing.
-
-    While its scaler steps, Accelerate puts a function of its own on the optimizer as `step`, which
-    notes in its wrapper that it was called. The wrapper is in that function's closure.
-    """
-    for cell in getattr(vars(optimizer).get("step"), "__closure__", None) or ():
-        if hasattr(cell.cell_contents, "_accelerate_step_called"):
-            cell.cell_contents._accelerate_step_called = False
 
 
 def supports_amp(optimizer: Optimizer) -> bool:

@@ -34,11 +34,12 @@ from torch.optim import Optimizer
 from manyhands._core.agreement import agree, describe_tensors, names_in
 from manyhands._core.arguments import flag
 from manyhands._core.flat import is_dtensor
-from manyhands._core.modules import WITH_ACCELERATE, modules_holding
+from manyhands._core.foreign import advice, find_prepared
+from manyhands._core.modules import modules_holding
 from manyhands._core.ranks import RankGroup
 from manyhands._core.slices import check_on_cpu
 from manyhands._core.state_parts import ShardedOptimizer
-from manyhands._core.wrappers import find_prepared, unwrap
+from manyhands._core.wrappers import unwrap
 from manyhands.blocks._anchor import Outer
 from manyhands.blocks.averaging._codec import Codec
 
@@ -142,20 +143,20 @@ def check_not_averaged(
     """Raise if the workers of the blocks share their gradients; warn if it is not certain."""
     if workers.size == 1:
         return
-    advice = (
+    way_out = (
         f"{class_name} needs a model without it. Pass ranks that train as one worker as "
-        f"inner_group=, and one rank of each worker as process_group=. {WITH_ACCELERATE}"
+        f"inner_group=, and one rank of each worker as process_group=.{advice('no DDP')}"
     )
     inner = unwrap(optimizer)[-1]
     if isinstance(inner, ShardedOptimizer) and _overlap(inner.group, workers):
-        raise ValueError(f"{type(inner).__name__} shards its updates over these workers. {advice}")
+        raise ValueError(f"{type(inner).__name__} shards its updates over these workers. {way_out}")
     if model is not None and _averages(model) and _overlap(model.process_group, workers):
-        raise ValueError(f"model= is in {type(model).__name__}, which averages too. {advice}")
+        raise ValueError(f"model= is in {type(model).__name__}, which averages too. {way_out}")
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if _found(params, workers):
         gc.collect()  # a wrapper that nothing holds any more must not cause a warning
         for kind in sorted(_found(params, workers)):
-            text = f"the parameters are in a {kind} that averages gradients, too. {advice}"
+            text = f"the parameters are in a {kind} that averages gradients, too. {way_out}"
             warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
@@ -173,7 +174,7 @@ def warn_identical_moves(workers: int) -> None:
     warnings.warn(
         f"in the first block all {workers} workers have taken the same steps. Either the model is "
         "in DistributedDataParallel or ShardedDataParallel (unwrap it), or all workers draw the "
-        f"same samples. {WITH_ACCELERATE}",
+        f"same samples.{advice('no DDP')}",
         RuntimeWarning,
         stacklevel=6,
     )

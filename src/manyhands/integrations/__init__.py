@@ -4,4 +4,18 @@ accelerate.py    Accelerate: `prepare`, `RuleState`
 lightning/       Lightning: callbacks for rules and `Ramp`, strategies for sharding and blocks
 ray.py           Ray: `CrewStore`, `SaveBeforeResize`
 transformers.py  the Hugging Face Trainer: `attach`
+
+Or by `_core/foreign.py`, when it meets an object of a library in `PREPARES`.
 """
+
+PREPARES = ("accelerate",)  # libraries that put wrappers around optimizers
+
+ADVICE = {  # what an error message says besides, if a library is in use
+    "no DDP": {
+        "accelerate": "(With Accelerate, manyhands.integrations.accelerate.prepare(accelerator, "
+        "model, optimizer) leaves DistributedDataParallel out.)",
+    },
+    "replaced parameters": {
+        "accelerate": "With Accelerate: mh.AdaScale(accelerator.prepare(optimizer)).",
+    },
+}

@@ -29,12 +29,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import GradientState
 from accelerate.utils.constants import MODEL_NAME, SAFE_MODEL_NAME
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
+from manyhands._core.foreign import PreparedOptimizer
 from manyhands._core.modules import (
     TORCH_WRAPPERS,
     WRAPPER_NAMES,
@@ -52,6 +55,8 @@ from manyhands.sharding.zero._ddp import ShardedDataParallel
 from manyhands.sharding.zero._oss import OSS
 
 __all__ = ["RuleState", "prepare"]
+
+UNSEEN = ("DEEPSPEED", "MEGATRON_LM", "XLA")  # they reduce gradients where a rule does not see it
 
 
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:
@@ -148,6 +153,47 @@ class RuleState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`."""
         self._rule.load_scaling_state_dict(state_dict)
+
+
+# -- a rule around a prepared optimizer, or inside it ------------------------------------------
+
+
+class PreparedLoop:
+    """How many passes a step of Accelerate's loop has: see `Accumulation`."""
+
+    def __init__(self, gradient_state: GradientState) -> None:
+        self._state = gradient_state
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return int(self._state.num_steps)
+
+    @property
+    def sync_gradients(self) -> bool:
+        return bool(self._state.sync_gradients)
+
+
+def describe(optimizer: Optimizer) -> PreparedOptimizer | None:
+    """Return what a rule is to know of this optimizer, if Accelerate has prepared it."""
+    if not isinstance(optimizer, AcceleratedOptimizer):
+        return None
+    state = optimizer.accelerator_state
+    kind = str(state.distributed_type.value)
+    seen = state.fsdp_plugin.fsdp_version != 1 if kind == "FSDP" else kind not in UNSEEN
+    loop = PreparedLoop(optimizer.gradient_state)
+    return PreparedOptimizer(optimizer, loop, optimizer.scaler, None if seen else kind)
+
+
+def take_back(step: Any) -> None:
+    """Take back that a step was taken.
+
+    Accelerate says that a step was skipped if its scaler has not called `optimizer.step`. Ours is
+    called, and skips by itself. While the scaler steps, `step` is a function of Accelerate's, which
+    notes in its wrapper that it was called. The wrapper is in that function's closure.
+    """
+    for cell in step.__closure__ or ():
+        if hasattr(cell.cell_contents, "_accelerate_step_called"):
+            cell.cell_contents._accelerate_step_called = False
 
 
 # -- save_state and load_state -----------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch.optim.optimizer import StateDict
 
 from manyhands._core.arguments import whole
 from manyhands._core.state_parts import SavedEntries, SavedState
-from manyhands.ramp._data_parallel import AdaptiveDataParallel, ScalarWriter, pass_source
+from manyhands.ramp._data_parallel import AdaptiveDataParallel, ScalarWriter
 from manyhands.ramp._micro_batches import StepLoader, StepSize, step_size
 from manyhands.ramp._ramp import Ramp, SavedRamp
 
@@ -199,12 +199,12 @@ class AdaptiveDataLoader(StepLoader):
             )
         # The model asks this loader in `forward`. A loader that is iterated inside the loop, as for
         # an evaluation, takes its place for that time.
-        outer, self._iterated = pass_source.current, True
-        pass_source.current = self
+        outer, self._iterated = AdaptiveDataParallel._loader, True
+        AdaptiveDataParallel._loader = self
         try:
             yield
         finally:
-            pass_source.current, self._iterated, self._more_follow = outer, False, False
+            AdaptiveDataParallel._loader, self._iterated, self._more_follow = outer, False, False
             if self._module is not None:
                 self._module.set_accumulating(None)
             if self._is_over():

@@ -8,8 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,16 +33,6 @@ class PassSource(Protocol):
 
     def attach(self, module: AdaptiveDataParallel) -> None:
         """Take over the batch of the module's rule."""
-
-
-@dataclass
-class PassSources:
-    """The loader that is iterated at present, if any."""
-
-    current: PassSource | None = None
-
-
-pass_source = PassSources()
 
 
 class ScalarWriter(Protocol):
@@ -84,6 +73,8 @@ class AdaptiveDataParallel(ModuleWrapper):
         name: kept as an attribute.
         ddp_arguments: further arguments of `DistributedDataParallel`.
     """
+
+    _loader: ClassVar[PassSource | None] = None  # the loader that is iterated at present, if any
 
     def __init__(
         self,
@@ -173,7 +164,7 @@ class AdaptiveDataParallel(ModuleWrapper):
     def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the model."""
         # An evaluation's forward passes are no passes of a step.
-        source = pass_source.current
+        source = self._loader
         if source is not None and self.training and torch.is_grad_enabled():
             source.attach(self)
             self.set_accumulating(source.accumulates)

@@ -32,15 +32,7 @@ from manyhands._core.arguments import one_of, real, whole
 from manyhands._core.modules import modules_holding, no_sync_of
 from manyhands._core.state_parts import SavedEntries, SavedState
 from manyhands.data._cursor import Cursor
-from manyhands.ramp._decision import (
-    GROWTH,
-    Decision,
-    Goal,
-    Limits,
-    StepTime,
-    decide,
-    efficiency,
-)
+from manyhands.ramp._decision import GROWTH, Decision, Goal, Limits, StepTime, decide, efficiency
 from manyhands.ramp._micro_batches import MicroBatches, StepLoader, StepSize, Supply
 from manyhands.ramp._observed import Evidence, NoiseWatch, StepTimer
 from manyhands.scaling._payload import RankReport
@@ -330,7 +322,7 @@ class Ramp:
         rank, before the step's first pass, and divide the step's losses by that number. The step
         after it has `ramp.passes` again.
         """
-        if self._loader is not None or self._port.batch.accumulation is not None:
+        if self._loader is not None or self._port.batch.loop.decides:
             raise RuntimeError(
                 "begin_step() is for a loop that fetches its own data and declares its passes. "
                 "Here the AdaptiveDataLoader or the trainer's loop does."

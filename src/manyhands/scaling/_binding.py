@@ -116,13 +116,6 @@ def check_bindable(optimizer: Optimizer, rule: str, rules: type[Optimizer]) -> N
         raise RuntimeError(f"the optimizer is wrapped by a {name} already: unhook() that first.")
 
 
-def check_says_which_passes(module: object) -> None:
-    """Raise unless a data-parallel module says which passes it averages."""
-    if not hasattr(module, "require_backward_grad_sync"):
-        name = type(module).__name__
-        raise TypeError(f"{name} does not say which passes it averages: use AdaptiveDataParallel.")
-
-
 def check_ranks_agree(
     optimizer: Optimizer, ranks: RankGroup, batch: Batch, options: Options
 ) -> None:
@@ -131,7 +124,7 @@ def check_ranks_agree(
     params = [param for group in groups for param in group["params"]]
     scale = batch.scale_for(batch.passes)
     claims = {
-        "num_gradients_to_accumulate": 0.0 if batch.counts_passes else float(batch.passes),
+        "num_gradients_to_accumulate": 0.0 if batch.loop.counts else float(batch.passes),
         "scale": scale,
         "smoothing": batch.smoothing_for(scale),
         **{name: -1.0 if o.value is None else float(o.value) for name, o in options.items()},

@@ -1,6 +1,6 @@
 """|g| of every parameter in one backward pass, from hooks where autograd adds to `param.grad`.
 
-A `NormKind` says which norm is taken: `PlainNorm` here, or Adam's in `_preconditioned.py`.
+`PlainNorm` takes the norm, or Adam's in `_preconditioned.py`.
 
 A tensor's own hooks are no place to measure: a user's hooks that are registered later would change
 the gradient afterwards. The hook is therefore on the parameter's `AccumulateGrad` node, which all
@@ -41,7 +41,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import compress
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, float32, nn, strided
@@ -65,28 +65,47 @@ Norm = Tensor | float
 GradientSlice = tuple[int, Tensor, Callable[[Tensor], Tensor]]
 
 
-class NormKind(Protocol):
-    """Norms of gradients, which may depend on the optimizer; an index says whose gradient it is.
+class PlainNorm:
+    """Norms of gradients: here the Euclidean ones. A subclass takes others (`_preconditioned.py`).
 
-    Each is a tensor without dimensions, or on a CPU also a float: every operation on a small tensor
-    costs some microseconds.
+    An index says whose gradient it is. Each norm is a tensor without dimensions, or on a CPU also a
+    float: every operation on a small tensor costs some microseconds.
     """
 
     def is_plain(self, index: int) -> bool:
         """Return whether a parameter's norms are always the Euclidean ones of whole gradients."""
+        return True
 
     def one(self, index: int, grad: Tensor) -> Norm:
         """Return the norm of one whole gradient."""
+        return norm(grad)
 
     def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Sequence[Norm]:
-        """Return the norm of each of several whole gradients."""
+        """Return the norm of each of several whole gradients.
+
+        Short dense float32 gradients are taken in one call, and the others one by one.
+        """
+        simple = [
+            grad.dtype is float32
+            and grad.layout is strided
+            and (grad.numel() <= SHORT or grad.device.type != "cpu")
+            for grad in grads
+        ]
+        together = list(compress(grads, simple))
+        lengths = iter(torch._foreach_norm(together) if together else [])
+        pairs = zip(grads, simple, strict=True)
+        return [next(lengths) if is_simple else norm(grad) for grad, is_simple in pairs]
 
     def slices(self, slices: Sequence[GradientSlice]) -> Sequence[Norm]:
         """Return the norm of each slice."""
+        return self.many([], [elements for _, elements, _ in slices])
 
     @property
     def norm_kind(self) -> str:
         """Which gradients the norms are of at present: "plain" or "preconditioned"."""
+        return "plain"
+
+    # A plain norm does not depend on the optimizer, so there is nothing to follow or to save.
 
     def optimizer_stepped(self) -> None:
         """React to a step that has changed the optimizer's state. Called on every rank."""
@@ -99,54 +118,10 @@ class NormKind(Protocol):
 
     def to_state(self) -> list[list[float]]:
         """Return what a bitwise continuation needs."""
-
-    def load_state(self, state: list[list[float]]) -> None:
-        """Continue from `to_state`."""
-
-
-class PlainNorm:
-    """The Euclidean norm."""
-
-    norm_kind = "plain"
-
-    def is_plain(self, index: int) -> bool:
-        return True
-
-    def one(self, index: int, grad: Tensor) -> Tensor:
-        return norm(grad)
-
-    def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
-        """Take short dense float32 gradients in one call, and the others one by one."""
-        simple = [
-            grad.dtype is float32
-            and grad.layout is strided
-            and (grad.numel() <= SHORT or grad.device.type != "cpu")
-            for grad in grads
-        ]
-        together = list(compress(grads, simple))
-        lengths = iter(torch._foreach_norm(together) if together else [])
-        pairs = zip(grads, simple, strict=True)
-        return [next(lengths) if is_simple else norm(grad) for grad, is_simple in pairs]
-
-    def slices(self, slices: Sequence[GradientSlice]) -> list[Tensor]:
-        return self.many([], [elements for _, elements, _ in slices])
-
-    # A plain norm does not depend on the optimizer, so there is nothing to follow or to save.
-
-    def optimizer_stepped(self) -> None:
-        pass
-
-    def moments_changed(self) -> None:
-        pass
-
-    def refresh(self) -> None:
-        pass
-
-    def to_state(self) -> list[list[float]]:
         return []
 
     def load_state(self, state: list[list[float]]) -> None:
-        pass
+        """Continue from `to_state`."""
 
 
 class GradientHooks:
@@ -155,7 +130,7 @@ class GradientHooks:
     Every hook calls `passes`, which finds out when a backward pass begins and ends.
     """
 
-    def __init__(self, norms: NormKind, passes: BackwardPasses) -> None:
+    def __init__(self, norms: PlainNorm, passes: BackwardPasses) -> None:
         self.passes = passes
         self.norms: dict[int, Norm] = {}
         self.partial_sums: dict[int, Tensor] = {}

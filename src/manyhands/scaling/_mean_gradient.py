@@ -32,7 +32,7 @@ from manyhands._core.ranks import RankGroup, widest_float
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands._core.state_parts import SavedEntries
 from manyhands._core.wrappers import ParamGroup
-from manyhands.scaling._hooks import GradientSlice, Norm, NormKind
+from manyhands.scaling._hooks import GradientSlice, Norm, PlainNorm
 from manyhands.scaling._payload import LocalNumbers, Numbers, to_tensor
 
 UNDIVIDED = 4_096  # elements of a parameter that every rank measures
@@ -74,7 +74,7 @@ class MeanGradient:
         self,
         param_groups: Sequence[ParamGroup],
         ranks: RankGroup,
-        norms: NormKind,
+        norms: PlainNorm,
         previous: PreviousGradient,
         *,
         compare_at_scale_1: bool,
@@ -284,7 +284,7 @@ class PreviousGradient:
     `candidates`  the gradient just measured, which becomes `grads` if its step is taken
     """
 
-    def __init__(self, norms: NormKind) -> None:
+    def __init__(self, norms: PlainNorm) -> None:
         self._norms = norms
         self.grads: list[Tensor | None] = []
         self.candidates: list[tuple[int, Tensor]] = []

@@ -82,7 +82,7 @@ class NormSums:
     small_batches: float  # a fraction, if a step had fewer passes than others
     scale: float
     consecutive: bool = False  # the "small batches" are the gradients of two consecutive steps
-    norm_kind: str = "plain"  # or "preconditioned": see `NormKind` in `_hooks.py`
+    norm_kind: str = "plain"  # or "preconditioned": see `PlainNorm` in `_hooks.py`
     steps: int = 1  # that this one stands for
 
     def unscale(self, loss_scale: float) -> NormSums:

@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors
 from manyhands._core.arguments import explained, real, whole
+from manyhands._core.foreign import PreparedOptimizer, find_prepared
 from manyhands._core.ranks import RankGroup, rank_group_of
 from manyhands._core.state_parts import BELOW, SavedEntries, SavedState
-from manyhands._core.wrappers import LossScale, LossScaler, find_prepared, unwrap
+from manyhands._core.wrappers import LossScale, LossScaler, unwrap
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._noise import NoiseMoments, estimate
 from manyhands.scaling._payload import SentStep
@@ -33,14 +34,12 @@ from manyhands.scaling._settings import (
     Accumulation,
     Option,
     Options,
-    accumulation_of,
     check_smoothing,
     describe_mismatches,
     load_options,
-    passes_and_loop,
     save_options,
 )
-from manyhands.scaling._step import Batch, Measurement
+from manyhands.scaling._step import Batch, Measurement, passes_and_loop, prepared_loop
 
 VERSION = 2  # of the state dict
 _SIZE = partial(real, "batch_size", above=0.0, below=BELOW)
@@ -77,7 +76,7 @@ class NoiseScale:
         num_gradients_to_accumulate: backward passes before each step, each with a loss that is
             divided by that number (`is_scaled_loss=False`: not divided). A step with more or
             fewer passes is left out, with a warning. It may also be the loop that decides about
-            passes, such as Accelerate's `Accelerator`; a step with fewer passes then counts.
+            passes (see `Accumulation`); a step with fewer passes then counts.
         smoothing: weight of the past, 0.99 by default.
         process_group: the workers that share gradients; all, by default. Make a NoiseScale on
             each of them.
@@ -102,12 +101,12 @@ class NoiseScale:
             "batch_size": Option(None, batch_size, check=_SIZE),
             "smoothing": Option(0.99, smoothing, check=check_smoothing),
         }
-        passes, accumulation = passes_and_loop(num_gradients_to_accumulate)
+        passes, loop = passes_and_loop(num_gradients_to_accumulate)
         optimizer = parameters if isinstance(parameters, Optimizer) else None
         prepared = None if optimizer is None else find_prepared(optimizer)
         if prepared is not None:
-            accumulation = accumulation_of(prepared, passes) or accumulation
-            grad_scaler = grad_scaler or getattr(prepared, "scaler", None)
+            loop = prepared_loop(prepared, passes) or loop
+            grad_scaler = grad_scaler or prepared.scaler
         groups = optimizer.param_groups if optimizer else [{"params": list(parameters)}]  # type: ignore[arg-type]
         self._params = params = [param for group in groups for param in group["params"]]
         if not params:
@@ -116,8 +115,8 @@ class NoiseScale:
         ranks = rank_group_of(params, process_group or getattr(optimizer, "group", None))
         _check_ranks_agree(ranks, passes, params)
         self._optimizer = optimizer
-        batch = Batch(ranks.size, passes, None, accumulation, loss_is_divided=is_scaled_loss)
-        batch.short_step = "error" if accumulation is None else "count"
+        batch = Batch(ranks.size, passes, None, loop, loss_is_divided=is_scaled_loss)
+        batch.short_step = "count" if loop.decides else "error"
         batch.smoothing = self._options["smoothing"].number
         self._measurement = Measurement(
             groups,
@@ -141,11 +140,11 @@ class NoiseScale:
         self._warned = False
         self._stop_watching: Callable[[], object] | None = None
 
-    def _watch(self, optimizer: Optimizer, prepared: Optimizer | None) -> None:
+    def _watch(self, optimizer: Optimizer, prepared: PreparedOptimizer | None) -> None:
         """React to the optimizer's steps."""
         if prepared is not None:
-            # Accelerate's has no hooks: the one inside is stepped once for all passes of a step
-            optimizer = unwrap(prepared, every_layer=True)[-1]
+            # it may have no hooks: the one inside is stepped once for all passes of a step
+            optimizer = unwrap(prepared.optimizer, every_layer=True)[-1]
         owner = weakref.proxy(self)  # weak: the hook must not keep this object alive
         hook = optimizer.register_step_pre_hook(lambda *call: owner._before_step(*call))
         self._stop_watching = weakref.finalize(self, hook.remove)
@@ -155,7 +154,7 @@ class NoiseScale:
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         """React to `optimizer.step(*args, **kwargs)`; the optimizer itself is `args[0]`.
 
-        With a closure, as in Lightning, the gradients are computed inside `step`. The closure is
+        With a closure, the gradients are computed inside `step`. The closure is
         replaced by one that also measures them.
         """
         if callable(closure := kwargs.get("closure")):

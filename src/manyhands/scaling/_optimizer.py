@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands._core.arguments import real
+from manyhands._core.foreign import advice, report_skip
 from manyhands._core.ranks import RankGroup
 from manyhands._core.stop_notice import stop_notice
 from manyhands._core.wrappers import (
@@ -39,23 +40,13 @@ from manyhands._core.wrappers import (
     ParamGroup,
     ScalerSignals,
     apply_signals,
-    report_skip,
 )
 from manyhands.scaling._binding import Binding
-from manyhands.scaling._hooks import NormKind, PlainNorm
-from manyhands.scaling._noise import (
-    History,
-    NoiseAverage,
-    NormSums,
-    steps_between,
-)
+from manyhands.scaling._hooks import PlainNorm
+from manyhands.scaling._noise import History, NoiseAverage, NormSums, steps_between
 from manyhands.scaling._payload import RankReport, SentStep, StepObserver
-from manyhands.scaling._settings import (
-    GatedAccumulation,
-    Options,
-    ShortStep,
-)
-from manyhands.scaling._step import Averager, Batch, Measurement
+from manyhands.scaling._settings import Options, ShortStep
+from manyhands.scaling._step import Batch, Measurement
 
 NONFINITE_LIMIT = 10
 EXPLODED = 10.0  # a step's noise over the limit of its average, of which the user should know
@@ -90,21 +81,18 @@ class RuleCore:
         self.process_group = process_group
         self.loss_scale = loss_scale
         self.model = model
-        self.adp: Averager | None = None
         self.ranks = RankGroup()
         self.history = History(NoiseAverage(0))
         self.inner: Optimizer | None = None
         self.observer: StepObserver | None = None
         self.schedule = ScheduleWatch()
         self.schedule_counts_progress = False  # set by `ProgressScheduler`
-        # Under an `AdaptiveDataLoader`: whether more passes of the step follow.
-        self.pass_accumulates: bool | None = None
         self.reports: Sequence[RankReport] = ()  # of the last step that has sent them
         self._preview: Preview | None = None
         self._last_sent: SentStep | None = None
         self._warned = False
 
-    def start(self, inner: Optimizer, norms: NormKind, average: NoiseAverage) -> None:
+    def start(self, inner: Optimizer, norms: PlainNorm, average: NoiseAverage) -> None:
         """Make what a rule has once it has an optimizer."""
         self.inner = inner
         groups = inner.param_groups
@@ -116,8 +104,7 @@ class RuleCore:
             self.batch,
             self.loss_scale,
             self,
-            averager=self.adp,
-            compare_at_scale_1=self.batch.counts_passes,
+            compare_at_scale_1=self.batch.loop.counts,
             model=self.model,
         )
         self.binding = Binding(inner)
@@ -130,7 +117,7 @@ class RuleCore:
         self.history.average = average.with_settings(
             debiased=bool(options["debias_ewma"].number),
             smoothing=batch.smoothing_for(batch.scale_for(batch.passes)),
-            mix_norm_kinds=batch.counts_passes,  # adaptdl mixes them
+            mix_norm_kinds=batch.loop.counts,  # adaptdl mixes them
             var_floor=options["var_floor"].number,
         )
 
@@ -150,7 +137,7 @@ class RuleCore:
         report = RankReport() if self.observer is None else self.observer.report()
         # asked only where somebody can have given a notice
         stop = bool(stop_notice.reason or stop_notice.sources) and stop_notice.received
-        micro_batch = float(getattr(self.adp, "leading_dimension", None) or 0)
+        micro_batch = float(getattr(self.batch.loop.module, "leading_dimension", None) or 0)
         report = replace(report, micro_batch=micro_batch, stop=float(stop))
         self.measurement.complete(self.history.checksum, report)
 
@@ -187,19 +174,12 @@ class RuleCore:
         self.measurement.clear()
 
     @property
-    def in_mid_step(self) -> bool:
-        """Whether a loop that steps after every pass says that its step goes on."""
-        if self.pass_accumulates:
-            return True
-        accumulation = self.batch.accumulation
-        return isinstance(accumulation, GatedAccumulation) and not accumulation.sync_gradients
-
-    @property
     def keeps_gradients(self) -> bool:
         """Whether a loop that clears in every pass is in mid-step."""
-        if self.pass_accumulates is not None:  # it may clear before a step's first pass, too
+        loop = self.batch.loop
+        if loop.said is not None:  # it may clear before a step's first pass, too
             return self.measurement.step.passes > 0
-        return self.in_mid_step
+        return loop.in_mid_step
 
     # -- in a step ---------------------------------------------------------------------------
 
@@ -241,7 +221,7 @@ class RuleCore:
         sent.read()  # raises if the ranks disagree about the step
         if sent.ranks > 1 and sent.claims.passes > 0 and not sent.is_short:
             return sent
-        if sent.most_passes_seen and not self.batch.counts_passes:
+        if sent.most_passes_seen and not self.batch.loop.counts:
             return sent  # a short step, for `complete`
         self.forget()
         if passes == 0:
@@ -251,8 +231,8 @@ class RuleCore:
     def _raise_no_backward(self, inner: Optimizer) -> NoReturn:
         if not self.measurement.measures(inner.param_groups):
             raise RuntimeError(
-                "the optimizer's parameters were replaced after it was wrapped. Wrap the prepared "
-                "one: mh.AdaScale(accelerator.prepare(optimizer))."
+                "the optimizer's parameters were replaced after it was wrapped. Wrap the one that "
+                f"has the new ones.{advice('replaced parameters')}"
             )
         moved = " Parameters were moved or converted: wrap after that."
         raise RuntimeError(
@@ -384,7 +364,7 @@ class ScaledOptimizer(OptimizerWrapper):
     def _apply_options(self) -> None:
         """Pass loaded options on to objects that hold a copy of them."""
 
-    def _make_norm(self, optimizer: Optimizer) -> NormKind:
+    def _make_norm(self, optimizer: Optimizer) -> PlainNorm:
         """Return the norm that this rule measures."""
         return PlainNorm()
 
@@ -411,7 +391,7 @@ class ScaledOptimizer(OptimizerWrapper):
         After a step that had fewer passes than declared, they are those of that step.
         """
         core = self._core
-        if core.batch.counts_passes and core.inner is not None:
+        if core.batch.loop.counts and core.inner is not None:
             return core.measurement.step.passes or core.batch.passes
         return core.batch.short or core.batch.passes
 
@@ -449,7 +429,7 @@ class ScaledOptimizer(OptimizerWrapper):
         loss is returned. Other arguments are passed on.
         """
         core = self._core
-        if core.in_mid_step:
+        if core.batch.loop.in_mid_step:
             return None
         inner = self._inner_optimizer()
         self._check_parameter_groups()
@@ -492,15 +472,15 @@ class ScaledOptimizer(OptimizerWrapper):
         """Find out how many passes the step has had, and wait for nothing else."""
         core, batch = self._core, self._core.batch
         core.measurement.check_divided()
-        if batch.counts_passes:  # only now is their number final
+        if batch.loop.counts:  # only now is their number final
             self._check_batch(batch, self.passes)
             batch.passes = self.passes
-        elif batch.accumulation is not None:  # it may have changed the number
+        elif batch.loop.decides:  # it may have changed the number
             self._check_batch(batch, batch.passes)
         core.complete(inner)
 
     def _count_progress(self, inner: Optimizer, gain: float) -> None:
-        """Count a step that was taken, unless Accelerate's scaler inside has skipped it."""
+        """Count a step that was taken, unless a trainer's optimizer says that it skipped it."""
         core, history = self._core, self._core.history
         # torch's schedulers warn unless they find this on the optimizer they were made for
         vars(inner)["_opt_called"] = True
@@ -528,7 +508,7 @@ class ScaledOptimizer(OptimizerWrapper):
     def stop_agreed(self) -> bool:
         return any(report.stop for report in self._core.reports)
 
-    # Accelerate looks for `set_to_none` in the signature.
+    # Trainers look for `set_to_none` in the signature.
     def zero_grad(self, set_to_none: bool = True, **kwargs: Any) -> None:
         """Clear the gradients, and their measurements."""
         if self._core.keeps_gradients:

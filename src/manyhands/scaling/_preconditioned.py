@@ -46,7 +46,7 @@ from manyhands._core.flat import DTensorShards, flatten, is_dtensor, local_shard
 from manyhands._core.ranks import RankGroup
 from manyhands._core.state_parts import ReplicatedState, ShardedOptimizer, plain_optimizer
 from manyhands._core.wrappers import ParamGroup, unwrap
-from manyhands.scaling._hooks import GradientSlice, Norm
+from manyhands.scaling._hooks import GradientSlice, Norm, PlainNorm
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -82,7 +82,7 @@ class MomentFloor:
     any_below: bool
 
 
-class PreconditionedNorm:
+class PreconditionedNorm(PlainNorm):
     """The norm of a gradient divided by what Adam or RMSprop would divide it by.
 
     Until an optimizer has made `WARM_STEPS` steps, its second moments say little, and the plain

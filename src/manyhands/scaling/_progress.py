@@ -74,7 +74,7 @@ class ProgressScheduler(LRScheduler):
         self._end = end
         # A continued run is not stepped again for the progress that it has made before.
         self._steps = int(rule.progress / every)
-        self._step_count = 1  # torch's attribute; Accelerate adds to it while gradients accumulate
+        self._step_count = 1  # torch's attribute; trainers add to it while gradients accumulate
 
     @property
     def done(self) -> bool:

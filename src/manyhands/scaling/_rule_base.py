@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from manyhands._core.arguments import explained, flag, one_of, real, whole
+from manyhands._core.foreign import PreparedOptimizer, find_prepared
 from manyhands._core.ranks import rank_group_of
 from manyhands._core.state_parts import (
     SQUARES,
@@ -30,20 +31,8 @@ from manyhands._core.state_parts import (
     SavedState,
     plain_optimizer,
 )
-from manyhands._core.wrappers import (
-    LossScale,
-    LossScaler,
-    ParamGroup,
-    find_layer,
-    find_prepared,
-    unwrap,
-)
-from manyhands.scaling._binding import (
-    KEY,
-    check_bindable,
-    check_ranks_agree,
-    check_says_which_passes,
-)
+from manyhands._core.wrappers import LossScale, LossScaler, ParamGroup, find_layer, unwrap
+from manyhands.scaling._binding import KEY, check_bindable, check_ranks_agree
 from manyhands.scaling._noise import VAR_FLOOR, History, NoiseAverage, ratio_of_squares
 from manyhands.scaling._optimizer import RuleCore, ScaledOptimizer
 from manyhands.scaling._payload import StepObserver
@@ -56,14 +45,20 @@ from manyhands.scaling._settings import (
     OptionMismatch,
     Options,
     ShortStep,
-    accumulation_of,
-    check_prepared,
     describe_mismatches,
     load_options,
-    passes_and_loop,
     save_options,
 )
-from manyhands.scaling._step import Averager, Batch, MeasurementState, PassWeight
+from manyhands.scaling._step import (
+    Averager,
+    Batch,
+    CountingLoop,
+    Loop,
+    MeasurementState,
+    PassWeight,
+    passes_and_loop,
+    prepared_loop,
+)
 
 VERSION = 2  # of the entry's format
 _EVERY = partial(whole, "measure_every", least=1)
@@ -110,7 +105,7 @@ class LoopPort:
         batch = self._core.batch
         if scale_per_pass is not None:
             batch.scale_per_pass = scale_per_pass
-        if not batch.counts_passes:
+        if not batch.loop.counts:
             batch.set_passes(passes)
 
     def end_pass(self, last: bool | None) -> None:
@@ -118,7 +113,7 @@ class LoopPort:
 
         `step()` and `zero_grad()` do nothing while it is not: the loop calls them in every pass.
         """
-        self._core.pass_accumulates = None if last is None else not last
+        self._core.batch.loop.said = last
 
     def skip(self) -> None:
         """Drop the passes so far: no step follows, and their gradients were cleared."""
@@ -126,7 +121,7 @@ class LoopPort:
 
     def declare_passes(self) -> None:
         """Let `begin_step` declare the passes from now on, and not a loop that was found."""
-        self._core.batch.accumulation = None
+        self._core.batch.loop = Loop()
 
     def weigh_pass(self, squares: float, small_batches: int, passes: int) -> None:
         """Count the squared norm of the next pass so many times (`WeightedMean`).
@@ -257,8 +252,8 @@ class ScalingRuleBase(ScaledOptimizer):
             `max(1 - n / 1000, 0)` with n = workers x passes, and `0.999 ** scale` in
             `AdaptiveDataParallel`.
         num_gradients_to_accumulate: backward passes before each step; or the loop that decides
-            it, such as Accelerate's `Accelerator` (see `Accumulation`). It is found around an
-            optimizer that `accelerator.prepare` has returned.
+            it (see `Accumulation`). It is found around an optimizer that a trainer has prepared,
+            if `manyhands.integrations` knows the trainer.
         is_scaled_loss: whether each pass's loss is divided by that number. If not, call
             `scale_grad_by_num_grads_to_accum()` before `step`.
         debias_ewma: True for moving averages like Adam's; False for those of the AdaScale paper's
@@ -306,10 +301,10 @@ class ScalingRuleBase(ScaledOptimizer):
             "measure_every": Option(4, measure_every, check=_EVERY),
             **self._extra_options(),
         }
-        passes, accumulation = passes_and_loop(num_gradients_to_accumulate)
-        policy: ShortStep = short_step or ("error" if accumulation is None else "count")
+        passes, loop = passes_and_loop(num_gradients_to_accumulate)
+        policy: ShortStep = short_step or ("count" if loop.decides else "error")
         one_of("short_step", policy, get_args(ShortStep))
-        batch = Batch(1, passes, None, accumulation, policy, loss_is_divided=is_scaled_loss)
+        batch = Batch(1, passes, None, loop, policy, loss_is_divided=is_scaled_loss)
         batch.check_divided()
         batch.set_smoothing(smoothing)
         if scale is not None:
@@ -346,11 +341,9 @@ class ScalingRuleBase(ScaledOptimizer):
         if core.inner is not None:
             raise RuntimeError("this rule is bound to an optimizer already; make another one.")
         if adp is not None:
-            check_says_which_passes(adp)
-            if core.batch.accumulation is not None:
+            if core.batch.loop.decides:
                 raise TypeError("the passes are counted: leave num_gradients_to_accumulate out.")
-            core.adp = adp
-            core.batch.counts_passes = True
+            core.batch.loop = CountingLoop(adp)
             every = core.options["measure_every"]
             core.options["measure_every"] = replace(every, default=1)  # as in adaptdl
             core.process_group = core.process_group or getattr(adp, "process_group", None)
@@ -363,7 +356,7 @@ class ScalingRuleBase(ScaledOptimizer):
         core, batch = self._core, self._core.batch
         check_bindable(optimizer, type(self).__name__, ScaledOptimizer)
         norms = self._make_norm(optimizer)
-        prepared = None if core.adp is not None else find_prepared(optimizer)
+        prepared = None if batch.loop.counts else find_prepared(optimizer)
         if prepared is not None:
             self._follow_prepared(prepared)
         group = core.process_group or getattr(optimizer, "group", None)  # an OSS has one
@@ -374,7 +367,7 @@ class ScalingRuleBase(ScaledOptimizer):
         core.history.factors = (1.0,) * len(optimizer.param_groups)
         try:
             scale = batch.scale_for(batch.passes)
-            if not batch.counts_passes:  # else the scale is known only at the step
+            if not batch.loop.counts:  # else the scale is known only at the step
                 scale = self._check_own_scale(scale)
             self._check_optimizer_supports(scale)
             check_ranks_agree(optimizer, core.ranks, batch, core.options)
@@ -383,30 +376,32 @@ class ScalingRuleBase(ScaledOptimizer):
             core.inner = None  # so that the mistake can be corrected, and the rule bound again
             raise
         core.binding.claim(self)
-        if prepared is optimizer:
+        if prepared is not None and prepared.optimizer is optimizer:
             core.binding.patch(self)
 
-    def _follow_prepared(self, prepared: Optimizer) -> None:
-        """Take the number of passes and the gradient scaler from an optimizer of Accelerate's.
+    def _follow_prepared(self, prepared: PreparedOptimizer) -> None:
+        """Take the number of passes and the gradient scaler from a trainer's optimizer.
 
-        Its own methods become the rule's: Accelerate saves, loads and steps that object.
+        Its own methods become the rule's: the trainer saves, loads and steps that object.
         """
-        check_prepared(prepared, type(self).__name__)
+        if prepared.unseen is not None:
+            why = f"cannot measure gradients under {prepared.unseen}. Use DDP, FSDP2 or OSS."
+            raise TypeError(f"{type(self).__name__} {why}")
         batch, loss_scale = self._core.batch, self._core.loss_scale
-        found = accumulation_of(prepared, batch.passes)
+        found = prepared_loop(prepared, batch.passes)
         if found is not None:
-            batch.accumulation = found
+            batch.loop = found
             batch.begin_step()
             if self._short_step is None:
                 batch.short_step = "count"
                 batch.check_divided()
         if not loss_scale.known:
-            loss_scale.scaler = getattr(prepared, "scaler", None)
+            loss_scale.scaler = prepared.scaler
 
     @property
     def adp(self) -> Averager | None:
         """The data-parallel module that was given to `initialize`."""
-        return self._core.adp
+        return self._core.batch.loop.module
 
     def unhook(self) -> None:
         """Stop measuring the parameters, and give the optimizer back as it was."""
@@ -417,11 +412,7 @@ class ScalingRuleBase(ScaledOptimizer):
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add parameters: they are measured from the next backward pass on."""
         self._check_between_steps("add_param_group()")
-        inner, measurement, history = (
-            self._inner_optimizer(),
-            self._core.measurement,
-            self._core.history,
-        )
+        inner, core = self._inner_optimizer(), self._core
         inner.add_param_group(param_group)
         groups = inner.param_groups
         try:
@@ -429,10 +420,10 @@ class ScalingRuleBase(ScaledOptimizer):
         except ValueError:
             groups.pop()
             raise
-        measurement.norms.refresh()
-        measurement.hook(groups)
-        history.average = history.average.with_groups(len(groups))
-        history.factors += (1.0,)
+        core.measurement.norms.refresh()
+        core.measurement.hook(groups)
+        core.history.average = core.history.average.with_groups(len(groups))
+        core.history.factors += (1.0,)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ScaledOptimizer:
         """Return a copy around a copy of the optimizer (and its parameters, if not in `memo`)."""
@@ -441,18 +432,18 @@ class ScalingRuleBase(ScaledOptimizer):
         old = self._core
         # `step` is a scheduler's: it leaves a wrapper that is bound to the original optimizer
         vars(twin).update({k: v for k, v in vars(self).items() if k not in ("_core", "step")})
-        adp = copy.deepcopy(old.adp, memo)
+        loop = copy.copy(old.batch.loop)
+        loop.module = copy.deepcopy(loop.module, memo)
         twin._core = core = RuleCore(
-            copy.copy(old.batch),
+            replace(old.batch, loop=loop),
             dict(old.options),
             world_size=old.world_size,
             process_group=old.process_group,
             loss_scale=copy.copy(old.loss_scale),
-            model=_module(adp),  # `fully_shard`'s modules cannot be copied
+            model=_module(loop.module),  # `fully_shard`'s modules cannot be copied
         )
-        core.adp, core.ranks, core.history = adp, old.ranks, copy.copy(old.history)
+        core.ranks, core.history = old.ranks, copy.copy(old.history)
         core.schedule_counts_progress = old.schedule_counts_progress
-        core.pass_accumulates = old.pass_accumulates
         if old.inner is not None:
             inner = copy.deepcopy(old.inner, memo)
             core.start(inner, twin._make_norm(inner), core.history.average)
@@ -542,7 +533,7 @@ class ScalingRuleBase(ScaledOptimizer):
         return {
             "scale": f"{self.scale:g}",
             "workers": batch.workers,
-            "passes": "counted" if batch.counts_passes else batch.passes,
+            "passes": "counted" if batch.loop.counts else batch.passes,
             "smoothing": f"{self.smoothing:g}",
         }
 
@@ -571,7 +562,7 @@ class ScalingRuleBase(ScaledOptimizer):
         changed = replace(batch)  # checked before anything is changed
         changed.set_scale(per_pass=real("scale", scale, above=0.0))
         # if passes are counted, the scale is known, and checked, only at the step
-        if self._core.inner is not None and not batch.counts_passes:
+        if self._core.inner is not None and not batch.loop.counts:
             self._check_batch(changed, batch.passes)
         batch.set_scale(per_pass=changed.scale_per_pass)
 
@@ -590,9 +581,9 @@ class ScalingRuleBase(ScaledOptimizer):
         `update_smoothing=False`.
         """
         core, batch = self._core, self._core.batch
-        if batch.counts_passes:
+        if batch.loop.counts:
             raise RuntimeError("AdaptiveDataParallel counts the passes: there is no number to set.")
-        if batch.accumulation is not None:
+        if batch.loop.decides:
             raise RuntimeError("the loop decides how many passes a step has: change it there.")
         passes = whole(PASSES, num_gradients_to_accumulate, least=1, why=PER_STEP)
         self._check_between_steps("set_num_gradients_to_accumulate()")

@@ -29,7 +29,7 @@ from torch.optim.optimizer import ParamsT
 from manyhands._core.arguments import flag, real
 from manyhands._core.state_parts import SavedState, plain_optimizer
 from manyhands._core.wrappers import ParamGroup, unwrap
-from manyhands.scaling._hooks import NormKind
+from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._preconditioned import PreconditionedNorm
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._settings import Accumulation, Option, Options, RuleOptions
@@ -210,10 +210,10 @@ class AdamScale(AdaScale):
         check = partial(real, "second_moment_floor", least=0.0, below=1.0)
         return {"second_moment_floor": Option(1e-3, self._second_moment_floor, check=check)}
 
-    def _make_norm(self, optimizer: Optimizer) -> NormKind:
+    def _make_norm(self, optimizer: Optimizer) -> PlainNorm:
         core = self._core
         floor = core.options["second_moment_floor"]
-        if core.batch.counts_passes:  # in AdaptiveDataParallel adaptdl's default holds
+        if core.batch.loop.counts:  # in AdaptiveDataParallel adaptdl's default holds
             floor = core.options["second_moment_floor"] = replace(floor, default=0.0)
         return PreconditionedNorm(optimizer, floor.number)
 
@@ -274,7 +274,7 @@ class SqrtScale(ScalingRuleBase):
     def scale_lr(self, scale: float) -> float:
         return math.sqrt(scale)
 
-    def _make_norm(self, optimizer: Optimizer) -> NormKind:
+    def _make_norm(self, optimizer: Optimizer) -> PlainNorm:
         # Adam and AdamW have betas, RMSprop has alpha; any subclass with either will do.
         if self._rescales_adam() and not {"betas", "alpha"} & set(optimizer.defaults):
             raise TypeError(f"rescale_adam=True is not for {type(optimizer).__name__}.")

@@ -1,6 +1,6 @@
 """What a run has set: options that change the numbers, and the loop that decides about passes.
 
-**Options.** A setting belongs to the run, and therefore to its state dict. Its value comes from the
+A setting belongs to the run, and therefore to its state dict. Its value comes from the
 first of these places that has one:
 
     explicit   set by the user in this process
@@ -9,38 +9,20 @@ first of these places that has one:
 
 An `Option` is one such number. What describes this process and its loop (passes, the process group,
 the gradient scaler) is never taken from a state dict.
-
-**Passes.** In a loop of one's own, the number of passes is declared, and every step has it. The
-loops of trainers decide it themselves, and take the last step of an epoch with the passes that are
-left:
-
-    N     passes of a whole step; trainers divide every pass's loss by it
-    m     passes of a short step, m < N; its gradient is then m / N times the mean of m passes
-
-An `Accumulation` says both while the loop runs, so nothing is declared twice. Its names are those
-of Accelerate, whose `Accelerator` is one. Other trainers have adapters (`manyhands.integrations`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import (
-    Literal,
-    Protocol,
-    SupportsIndex,
-    TypeAlias,
-    TypedDict,
-    runtime_checkable,
-)
+from typing import Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
 
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
-from manyhands._core.arguments import real, whole
+from manyhands._core.arguments import real
 from manyhands._core.state_parts import SavedState
-from manyhands._core.wrappers import LossScaler, find_prepared
+from manyhands._core.wrappers import LossScaler
 
 ShortStep: TypeAlias = Literal["error", "count"]
 PASSES = "num_gradients_to_accumulate"
@@ -90,8 +72,7 @@ class Option:
     @property
     def number(self) -> float:
         """The value of an option that has a default."""
-        chosen = self.recorded if self.explicit is None else self.explicit
-        number = self.default if chosen is None else chosen
+        number = self.value
         assert number is not None
         return number
 
@@ -140,7 +121,7 @@ def describe_mismatches(mismatches: list[OptionMismatch], rule: str) -> str:
 
 @runtime_checkable
 class Accumulation(Protocol):
-    """A loop that decides how many backward passes a step has; Accelerate's `Accelerator` is one.
+    """A loop that decides how many backward passes a step has, such as a trainer's.
 
     >>> import torch, manyhands as mh
     >>> class Loop:
@@ -168,62 +149,6 @@ class Accumulation(Protocol):
     @property
     def sync_gradients(self) -> bool:
         """Whether the pass under way is its step's last."""
-
-
-class GatedAccumulation:
-    """The accumulation of an optimizer that Accelerate has prepared.
-
-    Accelerate's loop calls `step()` and `zero_grad()` in every pass. A prepared optimizer ignores
-    these calls, except after the step's last pass. A rule around it does the same.
-    """
-
-    def __init__(self, gradient_state: object) -> None:
-        self._gradient_state = gradient_state
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        return int(self._gradient_state.num_steps)  # type: ignore[attr-defined]
-
-    @property
-    def sync_gradients(self) -> bool:
-        return bool(self._gradient_state.sync_gradients)  # type: ignore[attr-defined]
-
-
-def check_prepared(prepared: Optimizer, rule: str) -> None:
-    """Raise if the gradients of a prepared optimizer cannot be measured."""
-    state = getattr(prepared, "accelerator_state", None)
-    kind = getattr(getattr(state, "distributed_type", None), "value", None)
-    first_fsdp = kind == "FSDP" and state.fsdp_plugin.fsdp_version == 1  # type: ignore[union-attr]
-    if first_fsdp or kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
-        raise TypeError(f"{rule} cannot measure gradients under {kind}. Use DDP, FSDP2 or OSS.")
-
-
-def accumulation_of(optimizer: Optimizer, declared: int) -> GatedAccumulation | None:
-    """Return the accumulation of a prepared optimizer, or None if it has none.
-
-    If the prepared optimizer does not accumulate, and a number of passes was declared, the loop
-    accumulates by itself. The declared number counts then.
-    """
-    prepared = find_prepared(optimizer)
-    if prepared is None:
-        return None
-    found = GatedAccumulation(vars(prepared)["gradient_state"])
-    passes = found.gradient_accumulation_steps
-    if declared not in (1, passes):
-        if passes == 1:
-            return None
-        raise ValueError(
-            f"{PASSES}={declared}, but the Accelerator accumulates {passes} passes. "
-            "Leave the argument out."
-        )
-    return found
-
-
-def passes_and_loop(passes: SupportsIndex | Accumulation) -> tuple[int, Accumulation | None]:
-    """Return how many passes a step has, and the loop that decides it, if one was given."""
-    if isinstance(passes, Accumulation):
-        return passes.gradient_accumulation_steps, passes
-    return whole(PASSES, passes, least=1, why=PER_STEP), None
 
 
 # -- values ----------------------------------------------------------------------------------------

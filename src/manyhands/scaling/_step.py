@@ -12,6 +12,17 @@ Tensors held, and when
     step.sent        the step's numbers, from its last pass until `clear`
     previous.grads   the gradient of the last step, if consecutive ones are compared
 
+**Passes.** A step has passes, and one of them is its last. A `Loop` knows which:
+
+    Loop             the pass of a declared number: the user's, a `Ramp`'s, or an adapter's
+    CountingLoop     the first pass that a data-parallel module averages, outside of `no_sync()`
+    FollowingLoop    the pass of which an `Accumulation` says so: a trainer, while it runs
+
+Trainers take the last step of an epoch with the passes that are left:
+
+    N     passes of a whole step; trainers divide every pass's loss by it
+    m     passes of a short step, m < N; its gradient is then m / N times the mean of m passes
+
 **Who divides the gradient, and by what?** The gradient of a step is to be the mean over its N
 passes. Either the user divides each loss, or the gradient after the last pass, or it is divided
 here. A short step of m < N passes, whose losses were divided by N, has m / N of their mean: it is
@@ -26,15 +37,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from manyhands._core.arguments import whole
 from manyhands._core.backward import BackwardPasses
 from manyhands._core.flat import local_shard
+from manyhands._core.foreign import PreparedOptimizer
 from manyhands._core.modules import modules_holding
 from manyhands._core.ranks import RankGroup
 from manyhands._core.state_parts import SavedEntries
@@ -43,7 +56,7 @@ from manyhands.scaling._hooks import (
     GradientHooks,
     GradientVersion,
     Norm,
-    NormKind,
+    PlainNorm,
     any_values,
     find_unaveraged_gradients,
     unsharded_parameters,
@@ -68,11 +81,105 @@ from manyhands.scaling._payload import (
 )
 from manyhands.scaling._settings import (
     PASSES,
+    PER_STEP,
     Accumulation,
     OptionMismatch,
     ShortStep,
     check_smoothing,
 )
+
+# -- who knows the passes --------------------------------------------------------------------------
+
+
+class Averager(Protocol):
+    """A data-parallel module that averages the gradients of some passes."""
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether it averages those of the next one."""
+
+
+class Loop:
+    """Who knows how many passes a step has, and which is its last: here, a declared number."""
+
+    counts = False  # whether the number is known only after the last pass
+    decides = False  # whether a loop sets the number, and may end a step before it
+    module: Averager | None = None  # whose averaged passes are counted
+    # What an adapter has said of the pass under way: is it the last? None: nothing. If it says so,
+    # its loop calls `step()` and `zero_grad()` in every pass.
+    said: bool | None = None
+
+    def passes(self) -> int | None:
+        """Return the passes of the step that begins; None: those that were declared."""
+        return None
+
+    def is_last(self) -> bool | None:
+        """Return whether the pass that ends is the last; None: if it has the declared number."""
+        return self.said
+
+    @property
+    def in_mid_step(self) -> bool:
+        """Whether a loop that calls `step()` in every pass says that its step goes on."""
+        return self.said is False
+
+
+class CountingLoop(Loop):
+    """Passes are counted until the module averages one. Their sum is divided here."""
+
+    counts = True
+
+    def __init__(self, module: Averager) -> None:
+        if not hasattr(module, "require_backward_grad_sync"):
+            why = "does not say which passes it averages: use AdaptiveDataParallel."
+            raise TypeError(f"{type(module).__name__} {why}")
+        self.module: Averager = module
+
+    def is_last(self) -> bool:
+        return self.module.require_backward_grad_sync
+
+
+class FollowingLoop(Loop):
+    """The passes are those of an `Accumulation`. Some loops call `step()` in every pass."""
+
+    decides = True
+
+    def __init__(self, accumulation: Accumulation, *, in_every_pass: bool = False) -> None:
+        self._accumulation, self._in_every_pass = accumulation, in_every_pass
+
+    def passes(self) -> int:
+        return self._accumulation.gradient_accumulation_steps
+
+    def is_last(self) -> bool:
+        return self._accumulation.sync_gradients
+
+    @property
+    def in_mid_step(self) -> bool:
+        return super().in_mid_step or (self._in_every_pass and not self.is_last())
+
+
+def prepared_loop(prepared: PreparedOptimizer, declared: int) -> FollowingLoop | None:
+    """Return the loop of a prepared optimizer, or None if it does not decide about passes.
+
+    If it does not accumulate, and a number of passes was declared, the user's loop accumulates by
+    itself. The declared number counts then.
+    """
+    passes = prepared.loop.gradient_accumulation_steps
+    if declared not in (1, passes):
+        if passes == 1:
+            return None
+        raise ValueError(
+            f"{PASSES}={declared}, but the trainer's loop accumulates {passes} passes. "
+            "Leave the argument out."
+        )
+    return FollowingLoop(prepared.loop, in_every_pass=True)
+
+
+def passes_and_loop(passes: SupportsIndex | Accumulation) -> tuple[int, Loop]:
+    """Return how many passes a step has at present, and who knows it."""
+    if isinstance(passes, Accumulation):
+        return passes.gradient_accumulation_steps, FollowingLoop(passes)
+    return whole(PASSES, passes, least=1, why=PER_STEP), Loop()
+
 
 # -- the size of a step ----------------------------------------------------------------------------
 
@@ -84,41 +191,38 @@ class Batch:
     The scale is workers x passes (each micro-batch is a small batch), unless `scale` or
     `scale_per_pass` is set.
 
-    Passes are declared, and the user divides: each loss (`loss_is_divided`), or the gradient after
-    the last pass. The default smoothing follows the number of small gradients, as fairscale's does.
-    Or, if `counts_passes`, passes are counted until one is averaged over the ranks, and
-    `Measurement` divides their sum. The default smoothing then follows the scale, as adaptdl's.
+    The `loop` knows which pass is a step's last. The user divides: each loss (`loss_is_divided`),
+    or the gradient after the last pass. The default smoothing follows the number of small
+    gradients, as fairscale's does. Or, if the loop counts passes, `Measurement` divides their sum,
+    and the default smoothing follows the scale, as adaptdl's.
 
-    With an `accumulation`, a trainer's loop declares them, and may end a step before all passes
-    have run. In any loop, `short_step` is what such a short step does: see `SentStep.share`.
+    A step may end before all passes have run. `short_step` is what such a short step does: see
+    `SentStep.share`.
     """
 
     workers: int = 1
     passes: int = 1  # of a whole step: declared, or counted in the last step
     short: int | None = None  # passes of the last step, if it had fewer and was counted
-    accumulation: Accumulation | None = None
+    loop: Loop = field(default_factory=Loop)
     short_step: ShortStep = "error"
     scale: float | None = None
     scale_per_pass: float | None = None
     smoothing: float | None = None
     memory: float = 1000.0  # how many small batches the averages look back by default
-    counts_passes: bool = False
     loss_is_divided: bool = True
     set_by_user: frozenset[str] = frozenset()  # "scale" and "smoothing", if set in this run
 
     def scale_for(self, passes: int) -> float:
         """Return the scale of a batch with this number of passes."""
         if self.scale is not None:
-            return self.scale * (1.0 if self.counts_passes else passes / self.passes)
+            return self.scale * (1.0 if self.loop.counts else passes / self.passes)
         if self.scale_per_pass is not None:
             return self.scale_per_pass * passes
         return float(self.workers * passes)
 
     def begin_step(self) -> None:
         """Begin a step, before its first pass; it has as many passes as the loop says now."""
-        self.short = None
-        if self.accumulation is not None:
-            self.passes = self.accumulation.gradient_accumulation_steps
+        self.set_passes(self.loop.passes() or self.passes)
 
     def set_passes(self, passes: int) -> None:
         """Set the number of passes of whole steps from now on."""
@@ -127,13 +231,13 @@ class Batch:
     @property
     def passes_divided_by_user(self) -> bool:
         """Whether the loss of each pass is divided by the number of passes."""
-        return self.loss_is_divided and not self.counts_passes
+        return self.loss_is_divided and not self.loop.counts
 
     def smoothing_for(self, scale: float) -> float:
         """Return the weight of the past when a batch of this scale is added to the averages."""
         if self.smoothing is not None:
             return self.smoothing
-        if self.counts_passes:
+        if self.loop.counts:
             return float((1.0 - 1.0 / self.memory) ** scale)
         return max(1.0 - self.workers * (self.short or self.passes) / self.memory, 0.0)
 
@@ -170,7 +274,7 @@ class Batch:
         Workers and passes are this run's. A saved scale keeps its proportion to workers x passes.
         """
         saved_passes = state.whole("passes", 1)
-        passes = saved_passes if self.counts_passes else self.passes
+        passes = saved_passes if self.loop.counts else self.passes
         growth = self.workers * passes / (state.whole("workers", 1) * saved_passes)
         scale, per_pass = (
             state.real(name, above=0.0) if state.has(name) else None
@@ -204,7 +308,7 @@ class Batch:
     def describe_short(self, passes: int, but: str = "") -> str:
         """Return the error message for a step of fewer passes, and how a loop declares one."""
         call = f"call set_num_gradients_to_accumulate({passes}) on every worker"
-        if self.accumulation is not None:
+        if self.loop.decides:
             call = f"let the loop's gradient_accumulation_steps be {passes}"
         return (
             f"step() after {passes} of {self.passes} backward passes{but}. Before the first pass "
@@ -259,14 +363,6 @@ class Step:
 # -- measuring ------------------------------------------------------------------------------------
 
 
-class Averager(Protocol):
-    """A data-parallel module that averages the gradients of some passes."""
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether it averages those of the next one."""
-
-
 class StepHolder(Protocol):
     """Who steps: a rule, or a `NoiseScale`."""
 
@@ -282,28 +378,27 @@ class MeasurementState:
     """The measurement's part of a state dict, parsed."""
 
     previous: list[Tensor | None]  # the last step's gradient, by parameter
-    norms: list[list[float]]  # of the norm kind: see `NormKind.to_state`
+    norms: list[list[float]]  # of the norm kind: see `PlainNorm.to_state`
     schedule: MeasuredSteps = field(default_factory=MeasuredSteps)
 
 
 class Measurement:
     """Turns the gradients of each step's backward passes into one `SentStep`.
 
-    `batch` says how many passes a step has, `loss_scale` what gradients are multiplied by; if
-    passes are counted, `averager` says which of them is a step's last. In a step that is not
-    measured (`MeasuredSteps`) no norm is taken. The ranks still exchange their claims.
+    `batch` says how many passes a step has, `loss_scale` what gradients are multiplied by. In a
+    step that is not measured (`MeasuredSteps`) no norm is taken. The ranks still exchange their
+    claims.
     """
 
     def __init__(
         self,
         param_groups: Sequence[ParamGroup],
         ranks: RankGroup,
-        norms: NormKind,
+        norms: PlainNorm,
         batch: Batch,
         loss_scale: LossScale,
         holder: StepHolder,
         *,
-        averager: Averager | None = None,
         compare_at_scale_1: bool = True,
         changes_gradients: bool = True,
         model: nn.Module | None = None,
@@ -318,7 +413,6 @@ class Measurement:
         self.schedule = MeasuredSteps()
         self.next_weight: PassWeight | None = None  # of the next pass; None: all count the same
         self._holder = weakref.ref(holder)  # weak, because it holds this object: see `PassOwner`
-        self._averager = averager
         self._compare_at_scale_1 = compare_at_scale_1
         self._changes_gradients = changes_gradients  # of a short step, to be their mean
         self._model = model
@@ -392,9 +486,7 @@ class Measurement:
     def end_pass(self) -> None:
         """React to the end of a backward pass; DDP has averaged the gradients if it was to."""
         # asked now, because the caller may leave `no_sync()` before the sample is complete
-        self._averaged = self._averager is None or self._averager.require_backward_grad_sync
-        accumulation = self.batch.accumulation
-        self._loop_ends_step = accumulation is not None and accumulation.sync_gradients
+        self._is_last = self.batch.loop.is_last()
         if not self.in_one_sample:
             self._close_pass()
 
@@ -424,24 +516,24 @@ class Measurement:
     def _close_pass(self) -> None:
         """Add the pass's squared norms to the step's; if it was the last, say so."""
         step, batch, hooks = self.step, self.batch, self.hooks
-        step.too_many = step.passes >= batch.passes and not batch.counts_passes
+        step.too_many = step.passes >= batch.passes and not batch.loop.counts
         if step.too_many:
             self._tell_holder()
             return
         step.norms = self._norms_of_pass()
         step.passes += 1
-        if self._is_last_pass:
+        if step.passes == batch.passes if self._is_last is None else self._is_last:
             self._tell_holder()
-            if self._changes_gradients and batch.accumulation is not None:
+            if self._changes_gradients and batch.loop.decides:
                 self._apply_short()  # now, before anybody clips the gradient
-        if not hooks.idle and (batch.counts_passes or step.passes < batch.passes):
+        if not hooks.idle and (batch.loop.counts or step.passes < batch.passes):
             # Counted passes may go on after one that was averaged, so their sum is always kept.
             squares = self._mean.squares_per_group(step.norms)
             step.squares = squares if step.squares is None else step.squares + squares
         hooks.reset()
         step.norms = {}
         step.last_gradient = GradientVersion(self._params[hooks.first_index])
-        if self._unsharded and batch.short_step == "count" and batch.accumulation is None:
+        if self._unsharded and batch.short_step == "count" and not batch.loop.decides:
             step.last_norm = self._norm_of_one()
 
     def _norms_of_pass(self) -> Mapping[int, Norm]:
@@ -454,15 +546,6 @@ class Measurement:
             step.small_batches, step.announced = weight.small_batches, weight.passes
         step.valid = step.valid and hooks.valid
         return norms
-
-    @property
-    def _is_last_pass(self) -> bool:
-        """Whether the pass that has ended was its step's last."""
-        if self.batch.counts_passes:
-            return self._averaged
-        if self.batch.accumulation is not None:
-            return self._loop_ends_step
-        return self.step.passes == self.batch.passes
 
     def _tell_holder(self) -> None:
         holder = self._holder()
@@ -478,7 +561,7 @@ class Measurement:
         `checksum` and `report` are what the holder claims: see `RankClaims`.
         """
         step, batch, schedule = self.step, self.batch, self.schedule
-        passes = step.passes if batch.counts_passes else batch.passes
+        passes = step.passes if batch.loop.counts else batch.passes
         if step.passes == 0:
             self._begin_step()
         step.problem = self._find_unaveraged() or step.problem
@@ -501,11 +584,11 @@ class Measurement:
             claims,
             short_allowed=batch.short_step == "count",
             # else a rank may have seen fewer, if a loss of its used none of the parameters
-            same_passes=batch.short_step == "count" and batch.accumulation is not None,
+            same_passes=batch.short_step == "count" and batch.loop.decides,
         )
         step.sent.anomaly = self._find_anomaly()
         step.complete = True
-        if batch.counts_passes and passes > 1:
+        if batch.loop.counts and passes > 1:
             self.multiply(1 / passes)
             step.divided_by = passes
         return step.sent
@@ -681,7 +764,7 @@ class Measurement:
     def divide_for_user(self) -> None:
         """Divide the gradients by the number of passes, if that is left to the user."""
         step, batch = self.step, self.batch
-        if batch.counts_passes or batch.loss_is_divided:
+        if batch.loop.counts or batch.loss_is_divided:
             raise RuntimeError("the gradients are divided already: is_scaled_loss is not False.")
         if not step.complete or not step.gradient_untouched:
             raise RuntimeError(
@@ -692,7 +775,7 @@ class Measurement:
     def check_divided(self) -> None:
         """Raise if the user was to divide the gradients by the number of passes, and has not."""
         step, batch = self.step, self.batch
-        left_to_user = not batch.counts_passes and not batch.loss_is_divided and batch.passes > 1
+        left_to_user = not batch.loop.counts and not batch.loss_is_divided and batch.passes > 1
         if left_to_user and step.complete and step.gradient_untouched:
             raise RuntimeError(
                 f"is_scaled_loss=False, and the sum of {batch.passes} passes' gradients has not "

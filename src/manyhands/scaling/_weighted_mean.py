@@ -22,7 +22,7 @@ Whoever divides a pass's loss or gradient once more, by the passes of a step, is
     the rule              the gradient, by the passes that it counted (AdaptiveDataParallel)
     a trainer's loop      each loss, by the passes of a whole step. If a step has fewer, the rule
                           multiplies its gradient, so that it is divided by those that it had
-    Accelerate, no rule   each loss, by the passes of a whole step
+    the same, no rule     each loss, by the passes of a whole step
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands._core.foreign import find_prepared
 from manyhands._core.ranks import RankGroup
-from manyhands._core.wrappers import find_prepared, gradient_ranks, unwrap
+from manyhands._core.wrappers import gradient_ranks, unwrap
 from manyhands.scaling._rule_base import ScalingRuleBase, rule_of
-from manyhands.scaling._settings import GatedAccumulation
 
 
 class WeightedMean:
@@ -144,11 +144,10 @@ class WeightedMean:
     def _mistake(numbers: Sequence[float], rule: ScalingRuleBase | None) -> str | None:
         if not numbers or not all(0.0 <= number < float("inf") for number in numbers):
             return f"counts must be one number of at least 0 for each micro-batch, got {numbers}."
-        if rule is not None and not rule.port.batch.counts_passes:
+        if rule is not None and not rule.port.batch.loop.counts:
             batch = rule.port.batch
-            loop = batch.accumulation
-            passes = batch.passes if loop is None else loop.gradient_accumulation_steps
-            may_be_short = loop is not None and batch.short_step != "error"
+            passes = batch.loop.passes() or batch.passes
+            may_be_short = batch.loop.decides and batch.short_step != "error"
             if len(numbers) > passes or (len(numbers) < passes and not may_be_short):
                 return (
                     f"counts has {len(numbers)} number(s), and a step has {passes} backward "
@@ -183,20 +182,15 @@ class WeightedMean:
 def _divided_by(optimizer: Optimizer | None, rule: ScalingRuleBase | None, passes: int) -> int:
     """Return by what others divide a step of so many passes, after the mean was taken."""
     if rule is not None and (
-        rule.port.batch.accumulation is not None or not rule.port.batch.passes_divided_by_user
+        rule.port.batch.loop.decides or not rule.port.batch.passes_divided_by_user
     ):
         return passes
     prepared = None if optimizer is None else find_prepared(optimizer)
-    return (
-        1
-        if prepared is None
-        else GatedAccumulation(vars(prepared)["gradient_state"]).gradient_accumulation_steps
-    )
+    return 1 if prepared is None else int(prepared.loop.gradient_accumulation_steps)
 
 
 def _device_of(optimizer: Optimizer | None) -> torch.device:
     if optimizer is None:
-        accelerator = torch.accelerator.current_accelerator()
-        return torch.device("cpu") if accelerator is None else accelerator
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
     innermost = unwrap(optimizer)[-1]
     return next(p.device for group in innermost.param_groups for p in group["params"])
