@@ -95,7 +95,7 @@ class AdaScale(ScalingRuleBase):
     _min_scale = 1.0  # the gain is for a batch of at least one small batch
     _follows_gain = True
 
-    def _make_norm(self, optimizer: Optimizer) -> NormKind:
+    def _make_norm(self, optimizer: Optimizer) -> PlainNorm:
         if type(plain_optimizer(unwrap(optimizer)[-1])).__name__ == "Muon":
             warnings.warn("Around Muon, take SqrtScale instead (docs/scaling.md).", stacklevel=5)
         return super()._make_norm(optimizer)
