@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar, NoReturn
 
 import torch.distributed as dist
@@ -56,29 +55,6 @@ def inside_ddp(module: nn.Module) -> RuntimeError:
         f"{type(module).__name__} is inside DistributedDataParallel, so gradients would be averaged"
         f" twice. Use one of the two.{advice('no DDP')}"
     )
-
-
-def no_sync_of(model: nn.Module) -> Callable[[], AbstractContextManager[object]] | None:
-    """Return what makes passes of this model accumulate without averaging over the ranks.
-
-    None: the model is not of a class that averages gradients.
-    """
-    no_sync: Callable[[], AbstractContextManager[object]] | None = getattr(model, "no_sync", None)
-    if no_sync is not None:
-        return no_sync
-    set_sync = getattr(model, "set_requires_gradient_sync", None)  # of `fully_shard`
-    if set_sync is None:
-        return None
-
-    @contextmanager
-    def without_sync() -> Iterator[None]:
-        set_sync(False)
-        try:
-            yield
-        finally:
-            set_sync(True)
-
-    return without_sync
 
 
 def plain_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

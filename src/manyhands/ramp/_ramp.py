@@ -19,8 +19,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from manyhands._core.arguments import one_of, real, whole
-from manyhands._core.modules import modules_holding, no_sync_of
+from manyhands._core.modules import modules_holding
 from manyhands._core.state_parts import SavedEntries, SavedState
 from manyhands.data._cursor import Cursor
 from manyhands.ramp._decision import GROWTH, Decision, Goal, Limits, StepTime, decide, efficiency
@@ -452,33 +453,30 @@ class SavedRamp:
 
 
 def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[object]]:
-    """Return the model's `no_sync`, in which a pass accumulates; raise if it has none."""
+    """Return a context in which the model's passes accumulate; raise if it has none."""
     if model is None:
         return nullcontext
-    no_sync = no_sync_of(model)
+    no_sync = getattr(model, "no_sync", None)
+    set_sync = getattr(model, "set_requires_gradient_sync", None)  # of `fully_shard`
+    if no_sync is None and set_sync is not None:
+        return partial(_without_sync, set_sync)
     if no_sync is None:
         raise TypeError(
             f"model={type(model).__name__} has no no_sync(). Give the module that averages the "
             "gradients, such as DistributedDataParallel, or leave it out if none does."
         )
-    if getattr(model, "static_graph", False):
-        return _after_first_pass(no_sync)
-    return no_sync
+    # DDP records a static graph in its first pass, which must not be inside `no_sync()`.
+    before = iter([nullcontext] if getattr(model, "static_graph", False) else [])
+    return lambda: next(before, no_sync)()
 
 
-def _after_first_pass(
-    no_sync: Callable[[], AbstractContextManager[Any]],
-) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a `no_sync` that lets the first pass be averaged.
-
-    DDP records a static graph in its first pass, which must not be inside `no_sync()`.
-    """
-    passes = iter([nullcontext])
-
-    def after_first_pass() -> AbstractContextManager[Any]:
-        return next(passes, no_sync)()
-
-    return after_first_pass
+@contextmanager
+def _without_sync(set_sync: Callable[[bool], object]) -> Iterator[None]:
+    set_sync(False)
+    try:
+        yield
+    finally:
+        set_sync(True)
 
 
 def _check_rule(optimizer: Optimizer) -> ScalingRuleBase:

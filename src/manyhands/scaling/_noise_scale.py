@@ -145,8 +145,8 @@ class NoiseScale:
         if prepared is not None:
             # it may have no hooks: the one inside is stepped once for all passes of a step
             optimizer = unwrap(prepared.optimizer, every_layer=True)[-1]
-        owner = weakref.proxy(self)  # weak: the hook must not keep this object alive
-        hook = optimizer.register_step_pre_hook(lambda *call: owner._before_step(*call))
+        react = weakref.WeakMethod(self._before_step)  # the hook must not keep this object alive
+        hook = optimizer.register_step_pre_hook(lambda *call: (now := react()) and now(*call))
         self._stop_watching = weakref.finalize(self, hook.remove)
 
     def _before_step(
@@ -166,19 +166,16 @@ class NoiseScale:
 
     def _watch_closure(self, closure: Callable[[], object]) -> Callable[[], object]:
         """Return the closure, with the gradients of its first call measured."""
-        owner_ref, first = weakref.ref(self), True
+        first = True
 
         def watched() -> object:
             nonlocal first
-            owner = owner_ref()
-            if owner is None:
-                return closure()
             if first:
                 first = False
                 result = closure()
-                owner._finish_step()
+                self._finish_step()
                 return result
-            with owner._measurement.hooks.paused():  # LBFGS evaluates the same samples again
+            with self._measurement.hooks.paused():  # LBFGS evaluates the same samples again
                 return closure()
 
         return watched
