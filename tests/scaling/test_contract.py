@@ -1,6 +1,6 @@
 """What every rule must do, with every way to make up a batch, around every optimizer.
 
-A new rule joins by one line in `RULES`.
+A new rule joins by one line in `RULES`, if its factor follows from the norms.
 """
 
 import copy

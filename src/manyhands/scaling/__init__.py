@@ -6,9 +6,9 @@ _hooks.py           hooks where autograd adds to `param.grad`: |g| of each param
                     under `fully_shard`, the tensors that autograd computes on
 _step.py            one step as a value that grows: its passes, their squares, who divides; and the
                     size of its batch
+_optimizer.py       `RuleCore`, all that a rule holds, and `step`
 _noise.py           norms to signal and noise, smoothed over steps, and to the gain (floats)
 _rules.py           AdaScale, AdamScale, LinearScale, SqrtScale, LEGWScale
-_optimizer.py       `RuleCore`, all that a rule holds, and `step`
 
 Beside them:
 

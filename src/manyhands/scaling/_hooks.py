@@ -69,8 +69,13 @@ class PlainNorm:
     """Norms of gradients: here the Euclidean ones. A subclass takes others (`_preconditioned.py`).
 
     An index says whose gradient it is. Each norm is a tensor without dimensions, or on a CPU also a
-    float: every operation on a small tensor costs some microseconds.
+    float: every operation on a small tensor costs some microseconds. Norms are taken of a pass's
+    gradients, of the mean and of differences of means, and in measured steps only.
+
+    A rule's is made by `_make_norm`, anew for a copy, and saved and loaded with the rule.
     """
+
+    columns = 0  # numbers in a row of `to_state`; none may be below 0
 
     def is_plain(self, index: int) -> bool:
         """Return whether a parameter's norms are always the Euclidean ones of whole gradients."""
@@ -111,13 +116,13 @@ class PlainNorm:
         """React to a step that has changed the optimizer's state. Called on every rank."""
 
     def moments_changed(self) -> None:
-        """Read the optimizer's state anew: it was changed between two steps. On every rank."""
+        """Read the optimizer's state anew: `follow_batch` has changed it. Called on every rank."""
 
     def refresh(self) -> None:
         """Look at the optimizer again, after a group was added or its state was replaced."""
 
     def to_state(self) -> list[list[float]]:
-        """Return what a bitwise continuation needs."""
+        """Return what a bitwise continuation needs, in rows of `columns` numbers."""
         return []
 
     def load_state(self, state: list[list[float]]) -> None:

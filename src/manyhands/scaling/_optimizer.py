@@ -355,10 +355,11 @@ class ScaledOptimizer(OptimizerWrapper):
         """Return the options of a parameter group to change during the step."""
         return {} if factor == 1.0 else {"lr": group["lr"] * factor}
 
-    def _decide_once(self) -> None:
-        """Determine options that depend on the first step, from numbers of all ranks.
+    def _before_factors(self, skipped: bool) -> None:
+        """Decide or measure what `scale_lr` needs, on every rank. Called in each step.
 
-        Called in `step`, after the ranks' numbers have arrived, so that all ranks decide the same.
+        The ranks' numbers have arrived, and `param.grad` is the mean. `skipped` says that it is not
+        finite, so that the optimizer takes no step.
         """
 
     def _apply_options(self) -> None:
@@ -440,7 +441,7 @@ class ScaledOptimizer(OptimizerWrapper):
         signals = ScalerSignals.read_from(self, inner)
         self._complete(inner)
         skipped = core.finish_step(signals)
-        self._decide_once()
+        self._before_factors(skipped)
         if not (signals.present or core.loss_scale.known):
             core.check_not_stuck()  # a scaler skips steps that overflow, and they do no harm
         if skipped:

@@ -92,6 +92,7 @@ class PreconditionedNorm(PlainNorm):
     outweigh all others when it gets one.
     """
 
+    columns = 5  # an index, and the fields of a `MomentFloor`
     WARM_STEPS = 5
     REFRESH = 16  # steps for which a parameter's floor is kept, on a CPU: computing it reads v
 

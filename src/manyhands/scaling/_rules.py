@@ -355,7 +355,7 @@ class LEGWScale(ScalingRuleBase):
             raise RuntimeError("batch_size is not known before the first step: batch_size=...")
         return float(known)
 
-    def _decide_once(self) -> None:
+    def _before_factors(self, skipped: bool) -> None:
         core = self._core
         batch_size = core.options["batch_size"]
         if batch_size.value is not None:

@@ -794,7 +794,7 @@ class Measurement:
 
     def parse_state(self, entry: SavedEntries) -> MeasurementState:
         """Return the measurement's part of a state dict, or raise; nothing is changed."""
-        norms = entry.rows("norms", 5)
+        norms = entry.rows("norms", self.norms.columns)
         previous = parse_previous(entry, self._params)
         return MeasurementState(previous, norms, MeasuredSteps(*entry.wholes("schedule", 2)))
 
