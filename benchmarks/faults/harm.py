@@ -148,7 +148,7 @@ def run(plan: Plan, data: Path) -> Trial:
         words += ["--data", str(data.resolve())]
         with output.open("wb") as file:
             process = subprocess.Popen(
-                [*COMMAND, *words], stdout=file, stderr=file, preexec_fn=die_with_parent()
+                [*COMMAND, *words], stdout=file, stderr=file, **die_with_parent()
             )
         try:
             _watch(process, log, harm)
