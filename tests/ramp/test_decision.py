@@ -39,7 +39,7 @@ def simulate(noise, time, limits, *, steps=400, every=5, jitter=0.0, start=1, sc
                 times.fit(),
                 scale_per_pass,
                 limits,
-                timed_here=passes in times.levels(),
+                timed_here=passes in times.seconds_by_passes(),
             ).passes
     return seen
 

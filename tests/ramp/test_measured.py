@@ -117,7 +117,7 @@ def test_the_error_is_that_of_noise_in_as_many_directions_as_there_are(direction
     for step in range(300):
         new = one(directions)
         if step:
-            evidence.see_deviation(8, 8.0, new - average / step)
+            evidence.add_deviation(8, 8.0, new - average / step)
         evidence.add(8, 8.0, smoothing=0.9)
         average += new
     expected = (2 / (directions * 8 * 7) * (1 - 0.9) / (1 + 0.9)) ** 0.5
@@ -127,6 +127,6 @@ def test_the_error_is_that_of_noise_in_as_many_directions_as_there_are(direction
 def test_a_few_steps_do_not_make_the_error_small():
     evidence = Evidence()
     for _ in range(3):
-        evidence.see_deviation(2, 2.0, 0.0)
+        evidence.add_deviation(2, 2.0, 0.0)
         evidence.add(2, 2.0, smoothing=0.0)
     assert evidence.error == pytest.approx(0.5**0.5, rel=0.02)

@@ -188,7 +188,7 @@ class Describer:
         # Of a DTensor only the shard travels, so its strides are what counts.
         here = local_shard(tensor)
         words = [name, str(tuple(tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
-        words.append(f"on {tensor.device.type}{self._which(tensor.device)}")
+        words.append(f"on {tensor.device.type}{self._describe_device(tensor.device)}")
         if is_dtensor(tensor):
             mesh = tuple(tensor.device_mesh.shape)
             words.append(f"placed {tensor.placements} on a mesh of {mesh}")
@@ -200,7 +200,7 @@ class Describer:
             words.append("frozen")
         return " ".join(word for word in words if word)
 
-    def _which(self, device: torch.device) -> str:
+    def _describe_device(self, device: torch.device) -> str:
         met = self._devices.setdefault(device.type, [])
         if device not in met:
             met.append(device)

@@ -96,10 +96,10 @@ def connect(
 
     `pairs`: they will exchange slices, or broadcast; else they pass messages on in a ring.
     """
-    place, size = PrefixStore(new_prefix(store, "group", ranks, gather), store), len(ranks)
-    gloo = _make_gloo(place, rank, size, timeout or default_pg_timeout)
+    own_store, size = PrefixStore(new_prefix(store, "group", ranks, gather), store), len(ranks)
+    gloo = _make_gloo(own_store, rank, size, timeout or default_pg_timeout)
     # Around it what torch has around every backend, so that profilers see its collectives too.
-    group = dist.ProcessGroup(place, rank, size)
+    group = dist.ProcessGroup(own_store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     # A barrier, too: a rank that drops the group before all have connected would break it.
@@ -112,7 +112,7 @@ def connect(
     return Lease(group, tuple(ranks))
 
 
-def _make_gloo(place: Store, rank: int, size: int, timeout: timedelta) -> Any:
+def _make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Return a gloo group that connects two ranks when they first exchange a message."""
     make: Any = dist.ProcessGroupGloo  # torch's types leave its options out
     options = make._Options()
@@ -125,8 +125,8 @@ def _make_gloo(place: Store, rank: int, size: int, timeout: timedelta) -> Any:
         else:
             options._devices = [make.create_default_device(lazy_init=True)]
     except RuntimeError:  # only TCP can: not libuv (macOS, Windows), and not TLS
-        return make(place, rank, size, timeout)
-    return make(place, rank, size, options)
+        return make(store, rank, size, timeout)
+    return make(store, rank, size, options)
 
 
 class RollCall:

@@ -174,11 +174,11 @@ def problem_on_shards(optimizer: Optimizer, like: DTensor) -> str | None:
         (plain,), _ = trial(kind, optimizer.defaults, [param], [[grad]] * 2)
     except Exception:
         return None  # it cannot be made from its defaults, so it cannot be tried
-    place = partial(
+    shard = partial(
         distribute_tensor, device_mesh=mesh, placements=like.placements, src_data_rank=None
     )
     try:
-        leaves, _ = trial(kind, optimizer.defaults, [place(param)], [[place(grad)]] * 2)
+        leaves, _ = trial(kind, optimizer.defaults, [shard(param)], [[shard(grad)]] * 2)
         sharded: Any = leaves[0].detach()
         same = torch.allclose(sharded.full_tensor(), plain.detach(), rtol=1e-3, atol=1e-5)
     except Exception as error:

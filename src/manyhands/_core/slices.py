@@ -189,7 +189,7 @@ class SharedMemory:
     def __init__(self, workers: RankIdentity) -> None:
         self._workers = workers
         self._ring: list[Tensor] = []  # each worker's, as bytes
-        self._places = 0
+        self._slots = 0
         self._sent = 0
         self._later: list[DeferredBarrier] = []
 
@@ -238,21 +238,21 @@ class SharedMemory:
 
     def _open_all(self, size: int, dtype: torch.dtype) -> tuple[list[Tensor], str]:
         """Return a tensor of every rank, and the first problem of any rank ("": none)."""
-        problem, place, tensors = "", "", []
+        problem, path, tensors = "", "", []
         with ExitStack() as stack:  # closed when all ranks have opened the file
             try:
                 descriptor = os.memfd_create("manyhands")
                 stack.callback(os.close, descriptor)
                 # An empty file cannot be mapped.
                 os.ftruncate(descriptor, max(size, 1) * dtype.itemsize)
-                place = f"/proc/{os.getpid()}/fd/{descriptor}"
+                path = f"/proc/{os.getpid()}/fd/{descriptor}"
             except OSError as error:
                 problem = str(error)
-            places = self._workers.all_gather_text(place)
-            if all(places):
+            paths = self._workers.all_gather_text(path)
+            if all(paths):
                 try:
                     # True: a shared mapping, so that writes reach the other ranks.
-                    tensors = [torch.from_file(p, True, size, dtype=dtype) for p in places]
+                    tensors = [torch.from_file(path, True, size, dtype=dtype) for path in paths]
                 except (OSError, RuntimeError) as error:
                     problem = str(error).split("\n")[0] or repr(error)
             # A barrier as well: no file may be closed before all ranks have opened it.
@@ -261,16 +261,16 @@ class SharedMemory:
 
     def make_ring(self, largest: int, under_way: int) -> None:
         """Allocate a ring for buckets of up to `largest` bytes, some of them in flight at once."""
-        self._places = 2 * under_way
+        self._slots = 2 * under_way
         # Whole cache lines, so that a view of any dtype is aligned.
-        place = -(-largest // 64) * 64
-        if not self._ring or self._ring[0].numel() < place * self._places:
-            self._ring = self.empty(place * self._places, torch.uint8)
+        slot = -(-largest // 64) * 64
+        if not self._ring or self._ring[0].numel() < slot * self._slots:
+            self._ring = self.empty(slot * self._slots, torch.uint8)
 
     def next_buffers(self, size: int) -> list[Tensor]:
         """Return `size` bytes of every rank's ring, in rank order, for the next bucket."""
-        place = self._ring[0].numel() // self._places
-        start = (self._sent % self._places) * place
+        slot = self._ring[0].numel() // self._slots
+        start = (self._sent % self._slots) * slot
         self._sent += 1
         return [ring[start : start + size] for ring in self._ring]
 
@@ -278,8 +278,8 @@ class SharedMemory:
         self, bucket: Tensor, cuts: Sequence[int]
     ) -> SharedMemoryReduceScatter:
         """Copy a bucket into the ring; the others read their slices of it after the barrier."""
-        places = self.next_buffers(bucket.numel() * bucket.itemsize)
-        shown = [place.view(bucket.dtype) for place in places]
+        buffers = self.next_buffers(bucket.numel() * bucket.itemsize)
+        shown = [buffer.view(bucket.dtype) for buffer in buffers]
         rank = self._workers.rank
         shown[rank].copy_(bucket)
         slices = [each[cuts[rank] : cuts[rank + 1]] for each in shown]

@@ -203,7 +203,7 @@ def decide(
         if target < passes_here:
             used = noise.shifted(-1.0)
             target = min(_best_passes(used, time, scale_per_pass, limits), passes_here)
-        price = _price(time, scale_per_pass, limits)
+        price = _cost_of_step(time, scale_per_pass, limits)
         if price is not None:
             now, best = (goodput(used, price, scale_per_pass, p) for p in (passes_here, target))
             if best < now * (1.0 + MARGIN):
@@ -217,14 +217,14 @@ def decide(
 
 def _best_passes(noise: Noise, time: StepTime | None, scale_per_pass: float, limits: Limits) -> int:
     """Return the best number of passes for this noise."""
-    price = _price(time, scale_per_pass, limits)
+    price = _cost_of_step(time, scale_per_pass, limits)
     if price is not None:
         return fastest_passes(noise, price, scale_per_pass, limits.most)
     assert limits.efficiency is not None
     return most_efficient_passes(noise, limits.efficiency, scale_per_pass, limits.most)
 
 
-def _price(time: StepTime | None, scale_per_pass: float, limits: Limits) -> StepTime | None:
+def _cost_of_step(time: StepTime | None, scale_per_pass: float, limits: Limits) -> StepTime | None:
     """Return what a step costs, in seconds or in samples; None with a stated efficiency."""
     if limits.goal == "time":
         return time

@@ -93,7 +93,7 @@ class NoiseWatch:
             return None
         return Noise(average.sqr_of(), average.var_of(), self.evidence.error)
 
-    def see_step(self) -> None:
+    def add_step(self) -> None:
         """Update how sure the noise is, if the rule has measured it in this step.
 
         A rule measures nothing from a single gradient at scale 1, or from gradients that overflow.
@@ -114,7 +114,7 @@ class NoiseWatch:
         var = before.var_of()  # zero where var_floor=0.0 and all gradients of a step were equal
         if before.measured and before.norm_kind == average.norm_kind and var > 0.0:
             deviation = sum(estimate(sums).sqr) - sum(before.raw_sqr)
-            self.evidence.see_deviation(count, scale, deviation / var)
+            self.evidence.add_deviation(count, scale, deviation / var)
         self.evidence.add(count, scale, rule.smoothing)
 
     def forget_old(self) -> None:
@@ -170,7 +170,7 @@ class Evidence:
             raise saved.wrong("evidence[3]", "above 0", evidence.steps)
         return evidence
 
-    def see_deviation(self, small_batches: float, scale: float, deviation: float) -> None:
+    def add_deviation(self, small_batches: float, scale: float, deviation: float) -> None:
         """Take note of how far a step's estimate is from the average before it."""
         if small_batches < 2:
             return  # nothing was compared
@@ -304,20 +304,20 @@ class StepTimes:
         """Add a step. All ranks add the same seconds: those of the slowest."""
         self.steps.append((passes, seconds))
 
-    def levels(self) -> dict[int, tuple[float, int]]:
+    def seconds_by_passes(self) -> dict[int, tuple[float, int]]:
         """Return for each number of passes its usual seconds, and how many steps it had."""
         by_passes: dict[int, list[float]] = {}
         for passes, seconds in self.steps:
             by_passes.setdefault(passes, []).append(seconds)
         return {
-            passes: (usual(values), len(values))
+            passes: (robust_mean(values), len(values))
             for passes, values in sorted(by_passes.items())
             if len(values) >= ENOUGH
         }
 
     def fit(self) -> StepTime | None:
         """Return the fitted time of a step; None until two numbers of passes were seen."""
-        levels = self.levels()
+        levels = self.seconds_by_passes()
         if len(levels) < 2:
             return None
         slopes = [
@@ -378,12 +378,12 @@ class SlowestRank:
         return self.rank
 
 
-def usual(values: Sequence[float]) -> float:
+def robust_mean(values: Sequence[float]) -> float:
     """Return the mean of the values, of which those far from the median are cut off.
 
     A mean, because times have a tail: the next steps have it, too.
 
-    >>> round(usual([1.0, 1.1, 1.2, 1.1, 9.0]), 2)
+    >>> round(robust_mean([1.0, 1.1, 1.2, 1.1, 9.0]), 2)
     1.19
     """
     middle = median(values)

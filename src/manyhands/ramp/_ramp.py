@@ -11,7 +11,7 @@ So all ranks come to the same decision (`_decision.py`) without a further collec
 changes the number of backward passes of the next steps, and with it the scale. The rule then
 changes the learning rate as it does at any scale.
 
-All ranks end a pass over the data together, with the last whole step (`_micro_batches.py`).
+All ranks end an epoch together, with the last whole step (`_micro_batches.py`).
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Ramp:
 
     def _set_units(self, units: int) -> None:
         """Begin with this number of units. Raise if it, or the largest batch, is not allowed."""
-        most = self._most
+        most = self._most_units
         if most < units:
             raise ValueError(
                 f"max_scale={self.max_scale:g} is below the present scale of "
@@ -144,7 +144,7 @@ class Ramp:
         self._decision = Decision(units, "wait", units)
 
     @property
-    def _most(self) -> int:
+    def _most_units(self) -> int:
         """The most units of a step."""
         return math.floor(self.max_scale / self._scale_per_unit + 1e-9)
 
@@ -218,12 +218,12 @@ class Ramp:
         """
         if isinstance(loader, StepLoader):
             self._bind(loader)
-            self._timer.skip()  # the time between two passes over the data is not a step's
+            self._timer.skip()  # the time between two epochs is not a step's
             for step in loader.steps(lambda: self._size):
                 self._begin_step(loader.size)
                 yield self._micro_batches(step, count)
             return
-        self._timer.skip()  # the time between two passes over the data is not a step's
+        self._timer.skip()  # the time between two epochs is not a step's
         if isinstance(loader, Cursor):
             yield from self._over_cursor(loader, count)
             return
@@ -277,10 +277,10 @@ class Ramp:
         self._timer.step_ended(units, counts=self._steps >= SKIPPED)
         self._steps += 1
         self._saved = None
-        self._noise.see_step()
+        self._noise.add_step()
         self._supply.step_ended(reports)
         self._timer.add_reports(reports)
-        if self._steps % EVERY == 0 or self._is_far_away():
+        if self._steps % EVERY == 0 or self._decides_every_step():
             self._decide()
         if self._loader is None:
             self._begin_step(StepSize(self._units, 1))
@@ -289,7 +289,7 @@ class Ramp:
         """Add the time of a sync round: every step of the blocks has its share of it."""
         self._timer.sync_rounds.latest += seconds
 
-    def _is_far_away(self) -> bool:
+    def _decides_every_step(self) -> bool:
         """Return whether to decide after every step, as the best batch is unknown or far away."""
         if self._limits.goal != "time":
             return False
@@ -312,7 +312,7 @@ class Ramp:
             # The first number of passes need not be timed: any two others do as well.
             timed_here=fit is not None
             or self._steps == 1
-            or self._size.units in self._timer.times.levels(),
+            or self._size.units in self._timer.times.seconds_by_passes(),
         )
         self._units = self._decision.passes
 
@@ -414,7 +414,7 @@ class Ramp:
         """
         saved = self._saved
         self._port.set_scale_of_passes()  # from now on the batch changes
-        most = max(1, self._most)
+        most = max(1, self._most_units)
         self._limits = replace(self._limits, most=most)
         if saved is not None:
             self._units = min(max(1, round(saved.scale / self._scale_per_unit)), most)

@@ -123,7 +123,7 @@ class MeanGradient:
 
     # -- one step ----------------------------------------------------------------------------
 
-    def no_numbers(self) -> LocalNumbers:
+    def empty_numbers(self) -> LocalNumbers:
         """Return what is sent if nothing was measured, or there is nothing to compare."""
         return LocalNumbers([0.0] * (2 * self._groups), 1)
 
@@ -236,7 +236,7 @@ class MeanGradient:
             grads = [None if p.grad is None else local_shard(p.grad) for p in self._params]
             measured = self._previous.measure(grads, facts.loss_scale)
         if not measured or not facts.valid:
-            return self.no_numbers()
+            return self.empty_numbers()
         groups, group_of = self._groups, self._group_of
         values = [value for _, squares, mean in measured for value in (squares, mean)]
         sum_into = [g for i, _, _ in measured for g in (group_of[i], groups + group_of[i])]

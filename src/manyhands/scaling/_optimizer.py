@@ -121,7 +121,7 @@ class RuleCore:
             var_floor=options["var_floor"].number,
         )
 
-    def go_on_from(self, history: History) -> None:
+    def continue_from(self, history: History) -> None:
         """Continue a saved history; numbers under way are dropped."""
         self.forget()
         self._last_sent = None

@@ -665,7 +665,7 @@ class ScalingRuleBase(ScaledOptimizer):
         self._apply_options()
         core.measurement.load_state(state.measurement)
         core.loss_scale.last = state.loss_scale
-        core.go_on_from(state.history)
+        core.continue_from(state.history)
         if core.observer is not None:
             core.observer.after_load()
         if state.mismatches:

@@ -109,16 +109,16 @@ class AdaScale(ScalingRuleBase):
         self, param_group: ParamGroup | None = None, *, pg: ParamGroup | None = None
     ) -> None:
         """Add parameters: they are measured from the next backward pass on."""
-        super().add_param_group(_either("param_group", param_group, "pg", pg))
+        super().add_param_group(_one_of_two_names("param_group", param_group, "pg", pg))
 
     def load_state_dict(
         self, state_dict: SavedState | None = None, *, data: SavedState | None = None
     ) -> None:
         """Continue from a `state_dict`, as `ScalingRuleBase.load_state_dict` says."""
-        super().load_state_dict(_either("state_dict", state_dict, "data", data))
+        super().load_state_dict(_one_of_two_names("state_dict", state_dict, "data", data))
 
 
-def _either(name: str, value: T | None, other_name: str, other: T | None) -> T:
+def _one_of_two_names(name: str, value: T | None, other_name: str, other: T | None) -> T:
     """Return the argument that was given, under one of its two names."""
     if value is not None and other is not None:
         raise TypeError(f"{name} and {other_name} are one argument: give it once.")

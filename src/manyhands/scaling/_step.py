@@ -575,7 +575,7 @@ class Measurement:
             unmeasured_left=schedule.left,
         )
         self.exchange.check_announcements()
-        local = self._mean.no_numbers()
+        local = self._mean.empty_numbers()
         if schedule.due:
             local = self._mean.measure(step.squares, step.norms, facts)
         local = replace(local, norm_kind=self.norms.norm_kind, steps=schedule.weight_in_steps)
