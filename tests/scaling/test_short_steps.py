@@ -93,6 +93,8 @@ def train(wrapper, rule, found, clip=None, passes=PASSES, loop_kind=Loop, **opti
     loop = loop_kind()
     declared = loop if found is True else N
     optimizer = rule(optimizer, num_gradients_to_accumulate=declared, **options)
+    if found == "follow":  # the loop met the rule later
+        optimizer.port.follow(loop)
     x, y = make_batches(len(passes), N * size, dtype=torch.float64)
     read = []
     for step, count in enumerate(passes):
@@ -168,9 +170,10 @@ def test_a_gradient_is_clipped_as_the_mean_of_the_passes_that_there_were(wrapper
         assert_plain(result, expected)
 
 
-def test_counting_is_the_default_where_the_loop_decides():
+@pytest.mark.parametrize("found", [True, "follow"])
+def test_counting_is_the_default_where_the_loop_decides(found):
     passes = [4, 3, 4]
-    result = train(None, "LinearScale", True, passes=passes)
+    result = train(None, "LinearScale", found, passes=passes)
     assert_plain(result, plain("LinearScale", 1, passes=passes))
 
 
@@ -195,6 +198,19 @@ def test_an_explicit_scale_shrinks_with_the_passes():
     assert optimizer.factors == (6.0,)
     assert optimizer.state_dict()["manyhands"]["batch"]["scale"] == 8.0
     assert optimizer.state_dict()["manyhands"]["batch"]["passes"] == N
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda port: port.begin_step(2), lambda port: port.follow(Loop())],
+    ids=["begin_step", "follow"],
+)
+def test_passes_are_not_declared_in_the_middle_of_a_step(change):
+    model = make_model()
+    optimizer = mh.LinearScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=N)
+    backward(model, 1)
+    with pytest.raises(RuntimeError, match=r"in the middle of a step, after 1 of its"):
+        change(optimizer.port)
 
 
 def backward(model, count, divided_by=N):

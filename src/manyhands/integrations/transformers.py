@@ -251,7 +251,7 @@ class Attachment(TrainerCallback):
             )
         assert isinstance(made, ScalingRuleBase)
         # Trainer counts on its own: to accelerate it says that each step has one pass.
-        made.port.declare_passes()
+        made.port.follow(None)
         if made is self.rule:  # in another call of `train`, which counts from 0 again
             made.set_progress(0.0)
             if self.ramp is None:

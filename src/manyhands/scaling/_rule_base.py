@@ -53,6 +53,7 @@ from manyhands.scaling._step import (
     Averager,
     Batch,
     CountingLoop,
+    FollowingLoop,
     Loop,
     MeasurementState,
     PassWeight,
@@ -102,6 +103,7 @@ class LoopPort:
         `scale_per_pass` is the size of a pass in small batches, on all ranks together, if it has
         changed. In `AdaptiveDataParallel` the passes are counted, and this sets the size only.
         """
+        self.check_between_steps("port.begin_step()")
         batch = self._core.batch
         if scale_per_pass is not None:
             batch.scale_per_pass = scale_per_pass
@@ -111,17 +113,26 @@ class LoopPort:
     def end_pass(self, last: bool | None) -> None:
         """Say whether the pass under way is its step's last; None: as in a loop without a port.
 
-        `step()` and `zero_grad()` do nothing while it is not: the loop calls them in every pass.
+        `step()` and `zero_grad()` do nothing while it is not: the loop calls them in every pass. A
+        loop that ends a step before the declared number of passes is followed (`follow`).
         """
         self._core.batch.loop.said = last
 
     def skip(self) -> None:
-        """Drop the passes so far: no step follows, and their gradients were cleared."""
+        """Drop the passes so far: no step follows, and their gradients were cleared.
+
+        The rule's own `zero_grad()` does it, too.
+        """
         self._rule.forget_gradients()
 
-    def declare_passes(self) -> None:
-        """Let `begin_step` declare the passes from now on, and not a loop that was found."""
-        self._core.batch.loop = Loop()
+    def follow(self, accumulation: Accumulation | None) -> None:
+        """Let a loop decide about passes from now on; None: those count that are declared.
+
+        The loop divides each loss by `gradient_accumulation_steps`. The gradient of a step that it
+        ends early is corrected: it is the mean of the passes there are.
+        """
+        self.check_between_steps("port.follow()")
+        self._rule._follow(Loop() if accumulation is None else FollowingLoop(accumulation))
 
     def weigh_pass(self, squares: float, small_batches: int, passes: int) -> None:
         """Count the squared norm of the next pass so many times (`WeightedMean`).
@@ -171,7 +182,10 @@ class LoopPort:
 
     @property
     def loss_scale(self) -> LossScale:
-        """What gradients are multiplied by when they are measured; give it the `scaler` in use."""
+        """What gradients are multiplied by when they are measured.
+
+        Set its `scaler` to the one in use, or to any object whose `get_scale()` returns the number.
+        """
         return self._core.loss_scale
 
     # -- ask ---------------------------------------------------------------------------------
@@ -390,13 +404,17 @@ class ScalingRuleBase(ScaledOptimizer):
         batch, loss_scale = self._core.batch, self._core.loss_scale
         found = prepared_loop(prepared, batch.passes)
         if found is not None:
-            batch.loop = found
-            batch.begin_step()
-            if self._short_step is None:
-                batch.short_step = "count"
-                batch.check_divided()
+            self._follow(found)
         if not loss_scale.known:
             loss_scale.scaler = prepared.scaler
+
+    def _follow(self, loop: Loop) -> None:
+        batch = self._core.batch
+        batch.loop = loop
+        batch.begin_step()
+        if self._short_step is None:
+            batch.short_step = "count" if loop.decides else "error"
+            batch.check_divided()
 
     @property
     def adp(self) -> Averager | None:
