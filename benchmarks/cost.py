@@ -39,7 +39,6 @@ import manyhands as mh  # noqa: E402
 
 RANKS = 2
 COUNTED = 4  # steps of a turn, and of the count: of four, one is measured by default
-AIMS = {"manyhands AdaScale": 1.03, "manyhands AdamScale": 1.10}
 Tables = dict[str, list["Row"]]  # by the title of the workload
 
 
@@ -313,7 +312,6 @@ python benchmarks/cost.py --rounds {rounds}
 
 What the tables show:
 
-{aims}
 - By default one step in four is measured, once the averages have seen as many steps as they look
   back over: 500 with two workers. The rows show the steps after that. In the three steps between,
   no norm is taken, and the ranks exchange their claims ([scaling](../scaling.md#what-it-costs)).
@@ -347,21 +345,9 @@ def times(row: Row, value: Ratio) -> str:
     return f"{value.value:.3f} ({value.low:.3f}–{value.high:.3f})"
 
 
-def aims(tables: Tables) -> str:
-    """How the defaults stand to the aims, by CPU time."""
-    found = [
-        f"{title}, {row.variant.split()[1]}: {row.cpu.value:.3f} "
-        f"({'met' if row.cpu.value <= AIMS[row.variant] else '**not met**'})"
-        for title, rows in tables.items()
-        for row in rows
-        if row.variant in AIMS
-    ]
-    return f"- **The aims** are 1.03 for AdaScale and 1.10 for AdamScale. {'; '.join(found)}."
-
-
 def write(tables: Tables, result: dict[str, Any]) -> None:
     shown = "\n\n".join(f"## {title}\n\n{table(rows)}" for title, rows in tables.items())
-    pages.write("cost", PAGE, result, tables=shown, aims=aims(tables))
+    pages.write("cost", PAGE, result, tables=shown)
 
 
 if __name__ == "__main__":
