@@ -39,7 +39,6 @@ import manyhands as mh  # noqa: E402
 
 RANKS = 2
 COUNTED = 4  # steps of a turn, and of the count: of four, one is measured by default
-Tables = dict[str, list["Row"]]  # by the title of the workload
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,8 @@ def main() -> None:
         print(f"\n{title}\n{table(rows)}")
     if not args.quick:
         pages.store("cost", result)
-        write(tables, result)
+        shown = "\n\n".join(f"## {title}\n\n{table(rows)}" for title, rows in tables.items())
+        pages.write("cost", PAGE, result, tables=shown)
 
 
 def measured(workload: Workload, rounds: int, quick: bool) -> list[Row]:
@@ -343,11 +343,6 @@ def times(row: Row, value: Ratio) -> str:
     if row.variant == row.base:
         return "1"
     return f"{value.value:.3f} ({value.low:.3f}–{value.high:.3f})"
-
-
-def write(tables: Tables, result: dict[str, Any]) -> None:
-    shown = "\n\n".join(f"## {title}\n\n{table(rows)}" for title, rows in tables.items())
-    pages.write("cost", PAGE, result, tables=shown)
 
 
 if __name__ == "__main__":

@@ -70,9 +70,8 @@ class PlainNorm:
 
     An index says whose gradient it is. Each norm is a tensor without dimensions, or on a CPU also a
     float: every operation on a small tensor costs some microseconds. Norms are taken of a pass's
-    gradients, of the mean and of differences of means, and in measured steps only.
-
-    A rule's is made by `_make_norm`, anew for a copy, and saved and loaded with the rule.
+    gradients, of the mean and of differences of means, and in measured steps only. A rule's is made
+    by `_make_norm`, anew for a copy, and saved and loaded with the rule.
     """
 
     columns = 0  # numbers in a row of `to_state`; none may be below 0

@@ -113,23 +113,18 @@ class LoopPort:
     def end_pass(self, last: bool | None) -> None:
         """Say whether the pass under way is its step's last; None: as in a loop without a port.
 
-        `step()` and `zero_grad()` do nothing while it is not: the loop calls them in every pass. A
-        loop that ends a step before the declared number of passes is followed (`follow`).
+        `step()` and `zero_grad()` do nothing while it is not. To end a step early, see `follow`.
         """
         self._core.batch.loop.said = last
 
     def skip(self) -> None:
-        """Drop the passes so far: no step follows, and their gradients were cleared.
-
-        The rule's own `zero_grad()` does it, too.
-        """
+        """Drop the passes so far, as the rule's `zero_grad()` does: no step follows."""
         self._rule.forget_gradients()
 
     def follow(self, accumulation: Accumulation | None) -> None:
         """Let a loop decide about passes from now on; None: those count that are declared.
 
-        The loop divides each loss by `gradient_accumulation_steps`. The gradient of a step that it
-        ends early is corrected: it is the mean of the passes there are.
+        It divides losses by `gradient_accumulation_steps`; steps that end early are corrected.
         """
         self.check_between_steps("port.follow()")
         self._rule._follow(Loop() if accumulation is None else FollowingLoop(accumulation))
@@ -182,10 +177,7 @@ class LoopPort:
 
     @property
     def loss_scale(self) -> LossScale:
-        """What gradients are multiplied by when they are measured.
-
-        Set its `scaler` to the one in use, or to any object whose `get_scale()` returns the number.
-        """
+        """What gradients are multiplied by: set its `scaler`, or an object with `get_scale()`."""
         return self._core.loss_scale
 
     # -- ask ---------------------------------------------------------------------------------
