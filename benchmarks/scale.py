@@ -114,8 +114,8 @@ def main() -> None:
     table = pages.table("a group | ranks | requests | bytes | descriptors", rows)
     print(table)
     if not args.quick:
-        page, place = pages.PAGES / "scale.md", r"(?s)(<!-- groups -->\n).*?(?=\n<!-- end -->)"
-        page.write_text(re.sub(place, rf"\1{table}", page.read_text()))
+        page, place = pages.PAGES / "scale.md", r"(?s)(<!-- groups -->\n).*?(?=<!-- end -->)"
+        page.write_text(re.sub(place, rf"\1{table}\n", page.read_text()))
 
 
 if __name__ == "__main__":
