@@ -1,0 +1,416 @@
+"""What a GPU says, in four parts of a few minutes each: `make gpu PART=2 PYTHON=...`
+
+    python benchmarks/gpu.py --part 1                the tests on CUDA tensors (tests/gpu)
+    python benchmarks/gpu.py --part 2                what a scaling rule adds to a step
+    python benchmarks/gpu.py --part 3                sharding beside DDP, fully_shard and the peers
+    python benchmarks/gpu.py --part 4                a profiler's trace of AdamScale's steps
+    python benchmarks/gpu.py --draw                  the page, of the parts there are
+    python benchmarks/gpu.py --part 2 --device cpu --quick    as far as it goes without a GPU
+
+One process is a group of one rank on NCCL: the first card is all that it needs. Each part stores
+what it found in benchmarks/results/gpu.json, or in the folder of `--out`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))  # it need not be installed
+
+import pages
+import torch
+import torch.distributed as dist
+from rounds import Ratio, ratio, restored, shuffled
+from sharding.contenders import BARE, BARE_KEPT, CONTROL, DDP, FSDP, FSDP_KEPT, OURS
+from sharding.models import Size
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+import manyhands as mh
+from sharding import contenders, models
+
+GPT = Size("GPT of 124 M", 768, 12, 50_304, batch=8, context=1024)
+SHORT = Size("GPT of 124 M", 768, 12, 50_304, batch=1, context=1024)
+TINY = Size("tiny", 64, 2, 128, batch=2, context=16)
+COUNTED = 8  # steps in which synchronizations are counted
+SETTLED = 40  # steps after which a default rule measures one in four, with this smoothing
+SMOOTHING = 0.9
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train, and the one that its time is divided by."""
+
+    name: str
+    make: Callable[[nn.Module], tuple[nn.Module, Any]]
+    base: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """Milliseconds of a step, its ratio to the base's, and waits of the host for the device."""
+
+    variant: str
+    base: str
+    ms: float
+    ratio: Ratio
+    waits: float  # in a step, as torch.cuda.set_sync_debug_mode counts them
+    peak_mb: int  # the model's own memory and its steps'
+
+
+# -- part 2: what a rule adds to a step ------------------------------------------------------------
+
+
+def sgd(model: nn.Module) -> Any:
+    return SGD(model.parameters(), lr=0.01)
+
+
+def adamw(model: nn.Module) -> Any:
+    return AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def ddp(optimizer: Any) -> Callable[[nn.Module], tuple[nn.Module, Any]]:
+    return lambda model: (DistributedDataParallel(model), optimizer(model))
+
+
+def ruled(rule: Any, optimizer: Any, passes: int, **options: Any) -> Any:
+    given = {"num_gradients_to_accumulate": passes, "smoothing": SMOOTHING, **options}
+    return lambda model: (DistributedDataParallel(model), rule(optimizer(model), **given))
+
+
+def rules(passes: int) -> list[Variant]:
+    variants = []
+    for base, rule, optimizer in (
+        ("DDP + SGD", mh.AdaScale, sgd),
+        ("DDP + AdamW(fused)", mh.AdamScale, adamw),
+    ):
+        every = f"{rule.__name__}, measure_every=1"
+        variants += [
+            Variant(base, ddp(optimizer), base),
+            Variant(f"{base} again (A/A)", ddp(optimizer), base),
+            Variant(rule.__name__, ruled(rule, optimizer, passes), base),
+            Variant(every, ruled(rule, optimizer, passes, measure_every=1), base),
+        ]
+    return variants
+
+
+def cost(device: str, quick: bool) -> dict[str, Any]:
+    found = {}
+    for size, passes, rounds in ((GPT, 2, 16), (GPT, 1, 12), (SHORT, 2, 24)):
+        if quick:
+            size, rounds = TINY, 2
+        tokens = size.batch * size.context
+        title = f"{tokens:,} tokens a pass, {passes} pass{'es' * (passes > 1)} a step"
+        found[title] = measured(rules(passes), size, passes, device, rounds, settle=SETTLED)
+        print_rows(title, found[title])
+    return found
+
+
+# -- part 3: sharding ------------------------------------------------------------------------------
+
+
+def sharding(device: str, quick: bool) -> dict[str, Any]:
+    """World size 1: what the wrappers add to a step, without anything to send."""
+    base = {FSDP: BARE, FSDP_KEPT: BARE_KEPT}
+    names = (DDP, CONTROL, OURS, contenders.WHOLE_GRADIENTS, BARE, FSDP, BARE_KEPT, FSDP_KEPT)
+    known = {**contenders.CONTENDERS, **contenders.FSDP_CONTENDERS}
+    zero = "torch ZeroRedundancyOptimizer + DDP"
+    variants = []
+    for name in (*names, zero, contenders.FAIRSCALE):
+        if not known[name].present:
+            print(f"{name}: not installed")
+            continue
+
+        def make(model: nn.Module, name: str = name) -> tuple[nn.Module, Any]:
+            trained = known[name].make(model)
+            trained.choose("fused")
+            return trained.model, trained.optimizer
+
+        variants.append(Variant(name, make, base.get(name, DDP)))
+    found = {}
+    for size, rounds in ((GPT, 16), (SHORT, 24)):
+        if quick:
+            size, rounds = TINY, 2
+        title = f"{size.batch * size.context:,} tokens a step"
+        found[title] = measured(variants, size, 1, device, rounds, settle=3, tied=False)
+        print_rows(title, found[title])
+    return found
+
+
+# -- how steps are measured ------------------------------------------------------------------------
+
+
+def measured(
+    variants: list[Variant],
+    size: Size,
+    passes: int,
+    device: str,
+    rounds: int,
+    settle: int,
+    tied: bool = True,
+    steps: int = 4,
+) -> list[dict[str, Any]]:
+    """All variants in turns, in an order drawn anew in each round; a round is `steps` of each."""
+    taken, steps_of = {}, {}
+    for variant in variants:
+        before = allocated(device)
+        steps_of[variant.name] = training(variant, size, passes, device, tied)
+        for _ in range(settle if "Scale" in variant.name else 3):
+            steps_of[variant.name]()
+        taken[variant.name] = allocated(device, peak=True) - before
+    times: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    for number in range(rounds):
+        for name in shuffled(list(times), number):
+            times[name].append(seconds(steps_of[name], steps, device) / steps)
+    by_name = {variant.name: variant for variant in variants}
+    return [
+        asdict(
+            Row(
+                name,
+                by_name[name].base,
+                1e3 * median(each),
+                ratio(each, times[by_name[name].base]),
+                waits(steps_of[name], device),
+                taken[name] >> 20,
+            )
+        )
+        for name, each in times.items()
+    ]
+
+
+def training(
+    variant: Variant, size: Size, passes: int, device: str, tied: bool
+) -> Callable[[], None]:
+    """A step of training: autocast to bfloat16, and all passes but the last without a reduction."""
+    model = models.decoder(size).to(device)
+    if tied:  # the GPT's logits are its embedding
+        model.logits.weight = model.tokens.weight
+    wrapped, optimizer = variant.make(model)
+    batches = [tokens.to(device) for tokens in models.batches(size, rank=0)]
+    no_sync = getattr(wrapped, "no_sync", nullcontext)
+    done = 0
+
+    def step() -> None:
+        nonlocal done
+        for a in range(passes):
+            with no_sync() if a < passes - 1 else nullcontext():
+                with torch.autocast(device, dtype=torch.bfloat16):
+                    loss = wrapped(batches[done % len(batches)])
+                (loss / passes).backward()
+            done += 1
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def seconds(step: Callable[[], None], count: int, device: str) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(count):
+        step()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def waits(step: Callable[[], None], device: str) -> float:
+    """How often the host waits for the device in a step."""
+    if device == "cpu":
+        return 0.0
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        for _ in range(COUNTED):
+            step()
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in seen) / COUNTED
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def allocated(device: str, peak: bool = False) -> int:
+    if device == "cpu":
+        return 0
+    most = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return most if peak else torch.cuda.memory_allocated()
+
+
+@contextmanager
+def group_of_one(device: str) -> Iterator[None]:
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        if device == "cuda":
+            at = torch.device("cuda", 0)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=at
+            )
+        else:
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+
+# -- parts 1 and 4 ---------------------------------------------------------------------------------
+
+
+def tests(device: str, quick: bool) -> dict[str, Any]:
+    """The tests of tests/gpu; a failure ends this program with 1, after the numbers are stored."""
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "--device", device, "-q"]
+    if not quick:
+        command += ["--numprocesses", str(min(6, os.cpu_count() or 1)), "--durations=5"]
+    command += ["-k", "codec"] if quick else []
+    environ = {**os.environ, "PYTHONPATH": str(pages.ROOT / "src")}
+    done = subprocess.run(command, cwd=pages.ROOT, env=environ, stdout=subprocess.PIPE, text=True)
+    print(done.stdout)
+    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)
+    return {"failed": 0, **{what: int(number) for number, what in counts}}
+
+
+def trace(device: str, quick: bool, out: Path) -> dict[str, Any]:
+    """Four steps of AdamScale: what takes the device's time, and a file for Perfetto."""
+    rule = ruled(mh.AdamScale, adamw, 2)
+    step = training(Variant("", rule, ""), TINY if quick else GPT, 2, device, tied=True)
+    for _ in range(SETTLED):
+        step()
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    kinds += [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
+    with torch.profiler.profile(activities=kinds) as profiler:
+        for _ in range(4):
+            step()
+        synchronize(device)
+    profiler.export_chrome_trace(str(out / "gpu-trace.json.gz"))
+    by = "self_cuda_time_total" if device == "cuda" else "self_cpu_time_total"
+    print(profiler.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=60))
+    waiting = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+    return {e.key: e.count / 4 for e in profiler.key_averages() if e.key in waiting}
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+PAGE = """# On a GPU
+
+Measured on one {machine}, with {versions}: one process on one card, a group of one rank on NCCL.
+Nothing here has been measured on more than one GPU.
+
+```bash
+make gpu PYTHON=/path/to/python PART=1   # then 2, 3 and 4; each takes a few minutes
+```
+
+- **Tests:** {tests}.
+- **Ratios** are medians over rounds, with bootstrap intervals (95 %); all variants take turns in
+  one process. **"again (A/A)" is the base a second time:** its distance from 1 is noise.
+- **Waits** is how often the host waits for the device in a step, as
+  `torch.cuda.set_sync_debug_mode` counts it.
+- The model is a GPT of 124 million parameters under `torch.autocast` to bfloat16.
+
+## What a scaling rule adds to a step
+
+The averages look back over ten steps here (`smoothing=0.9`), so that the default soon measures one
+step in four.
+
+{cost}
+
+## What sharding adds to a step, with nothing to send
+
+With one rank there is nothing to shard: the ratio is what the wrapper itself costs. FSDP is divided
+by the same `fully_shard`, the others by DDP. Logits are not tied to the embedding.
+
+{sharding}
+"""
+
+
+def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
+    print(f"{title}\n{table(rows)}\n", flush=True)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    return pages.table(
+        "variant | ms | × base | waits | MB",
+        [
+            (
+                row.variant,
+                f"{row.ms:.2f}",
+                "1" if row.variant == row.base else str(row.ratio),
+                f"{row.waits:g}",
+                f"{row.peak_mb:,}",
+            )
+            for row in (restored(Row, each) for each in rows)
+        ],
+    )
+
+
+def write(result: dict[str, Any]) -> None:
+    counted = result.get("tests", {})
+    parts = {
+        part: "\n\n".join(f"### {title}\n\n{table(rows)}" for title, rows in result[part].items())
+        if part in result
+        else "Not measured yet."
+        for part in ("cost", "sharding")
+    }
+    said = ", ".join(f"{counted[what]} {what}" for what in counted) or "not run yet"
+    pages.write("gpu", PAGE, {k: result[k] for k in ("machine", "versions")}, tests=said, **parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", type=int, action="append", choices=(1, 2, 3, 4))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--quick", action="store_true", help="a smoke test; writes nothing")
+    parser.add_argument("--draw", action="store_true", help="write the page of the stored results")
+    parser.add_argument("--out", type=Path, default=pages.RESULTS, help="where results are stored")
+    args = parser.parse_args()
+    stored = args.out / "gpu.json"
+    result: dict[str, Any] = json.loads(stored.read_text()) if stored.exists() else {}
+    if args.draw:
+        write(result)
+        return
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit(
+            f"torch {torch.__version__} finds no GPU. Name a Python with a CUDA build of torch 2.11 "
+            "or later: make gpu PYTHON=/path/to/python"
+        )
+    result.update(pages.conditions())
+    if args.device == "cuda":
+        result["machine"] = torch.cuda.get_device_name()
+    for part in args.part or (1, 2, 3, 4):
+        start = time.perf_counter()
+        if part == 1:
+            result["tests"] = tests(args.device, args.quick)
+        else:
+            with group_of_one(args.device):
+                if part == 4:
+                    result["waits"] = trace(args.device, args.quick, args.out)
+                else:
+                    what = {2: cost, 3: sharding}[part]
+                    result[what.__name__] = what(args.device, args.quick)
+        print(f"part {part}: {time.perf_counter() - start:.0f} s", flush=True)
+        if not args.quick:
+            stored.write_text(json.dumps(result, indent=1) + "\n")
+    if result.get("tests", {}).get("failed"):
+        sys.exit("Tests failed.")
+
+
+if __name__ == "__main__":
+    main()
