@@ -388,8 +388,8 @@ def main() -> None:
         return
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit(
-            f"torch {torch.__version__} finds no GPU. Name a Python with a CUDA build of torch 2.11 "
-            "or later: make gpu PYTHON=/path/to/python"
+            f"torch {torch.__version__} finds no GPU. Name a Python with a CUDA build of it, "
+            "2.11 or later: make gpu PYTHON=/path/to/python"
         )
     result.update(pages.conditions())
     if args.device == "cuda":

@@ -23,7 +23,7 @@ RULES = {
     ),
     "LinearScale": lambda p, **o: mh.LinearScale(torch.optim.SGD(p, lr=0.05), **o),
     "LEGWScale": lambda p, **o: mh.LEGWScale(
-        torch.optim.SGD(p, lr=0.05), data_size=1000, base_warmup_batches=2, **o
+        0.5, 16, torch.optim.SGD(p, lr=0.05), batch_size=4, **o
     ),
 }
 EVERY_STEP = {True: {"measure_every": 1}, False: {}}
