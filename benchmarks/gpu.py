@@ -276,6 +276,7 @@ def group_of_one(device: str) -> Iterator[None]:
 def tests(device: str, quick: bool) -> dict[str, Any]:
     """The tests of tests/gpu; a failure ends this program with 1, after the numbers are stored."""
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "--device", device, "-q"]
+    command += ["-p", "no:benchmark"]  # a plugin that some machines have; it warns beside xdist
     if not quick:
         command += ["--numprocesses", str(min(6, os.cpu_count() or 1)), "--durations=5"]
     command += ["-k", "codec"] if quick else []
