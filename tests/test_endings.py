@@ -62,6 +62,7 @@ def test_a_script_ends_with_its_own_exit_code_fifty_times(part, way):
     check(part, way, 50)
 
 
+@pytest.mark.long
 def test_a_script_that_python_aborts_on_its_way_out_is_noticed():
     with pytest.raises(AssertionError, match=r"'codes': \[-6, -6\]"):
         check("aborting", "return", 1)

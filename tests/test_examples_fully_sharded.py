@@ -46,6 +46,7 @@ def test_it_goes_on_with_another_number_of_workers_as_if_nothing_had_happened(tm
     torch.testing.assert_close(saved(tmp_path)["model"], at_once, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
 def test_it_computes_in_bfloat16(tmp_path):
     on(None, "--steps", "2", "--bf16", "--accumulate", "1")
     assert {weight.dtype for weight in saved(tmp_path)["model"].values()} == {torch.float32}

@@ -10,6 +10,7 @@ from helpers.pages import ROOT, Block, blocks, has_examples, run_page
 # tests/test_tutorial.py and tests/planning/test_plan.py compare what is printed with what the page
 # shows.
 OF_THEIR_OWN = {"plan.md", "record.md", "trainers.md", "tutorial.md"}
+SLOW = {"crew.md", "watch.md"}  # tens of seconds each
 PAGES = [
     page
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -19,7 +20,11 @@ PAGES = [
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if page.name not in OF_THEIR_OWN],
+    [
+        pytest.param(page, marks=pytest.mark.long if page.name in SLOW else ())
+        for page in PAGES
+        if page.name not in OF_THEIR_OWN
+    ],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_the_page_runs_from_top_to_bottom(page, tmp_path):

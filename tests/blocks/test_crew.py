@@ -92,7 +92,14 @@ def test_without_a_report_silence_tells(store, tmp_path):
         assert workers.events(1, "entered")[-1]["joiners"] == [1]
 
 
-@pytest.mark.parametrize("place", ["steps", "exchange", "settle", "regroup"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "steps",
+        "exchange",
+        *(pytest.param(p, marks=pytest.mark.long) for p in ("settle", "regroup")),
+    ],
+)
 def test_a_stopped_worker_comes_back_with_what_it_had(store, tmp_path, place):
     def stop_itself(worker):
         def hook(where, crew):

@@ -123,7 +123,10 @@ def store():
         yield store
 
 
-@pytest.mark.parametrize("place", ["_send", "_start_mean", "_finish"])
+@pytest.mark.parametrize(
+    "place",
+    ["_start_mean", *(pytest.param(p, marks=pytest.mark.long) for p in ("_send", "_finish"))],
+)
 def test_a_death_in_the_middle_of_a_round_loses_no_work_of_the_others(store, tmp_path, place):
     with BlockWorkers(store, tmp_path, expected=4, stall=5.0) as workers:
         workers.start(range(4), 100, {"every": 5}, dies_at(place, 2, 6), pause=0.005)

@@ -143,6 +143,7 @@ def test_the_page_is_served_until_it_is_interrupted(tmp_path):
     assert command.returncode == 0
 
 
+@pytest.mark.long
 def test_a_page_is_served_though_its_address_cannot_be_printed(tmp_path):
     pytest.importorskip("typer", reason='typer is missing: pip install "manyhands[cli]"')
     train(tmp_path / "a.jsonl", 5)
@@ -156,6 +157,7 @@ def test_a_page_is_served_though_its_address_cannot_be_printed(tmp_path):
         command.terminate()
 
 
+@pytest.mark.long
 def test_once_is_an_error_of_its_own_if_the_jobs_cannot_be_printed(tmp_path):
     pytest.importorskip("rich", reason='rich is missing: pip install "manyhands[cli]"')
     train(tmp_path / "a.jsonl", 5)

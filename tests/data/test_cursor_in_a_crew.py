@@ -29,8 +29,8 @@ def test_nothing_is_lost_without_a_fault(store, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"num_workers": 2},
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"num_workers": 2}, marks=pytest.mark.long),
         {"make": mh.DiLoCo, "overlap": 2},
         {"every": mh.Seconds(0.04, first=3, own_steps=True)},
     ],

@@ -12,6 +12,7 @@ FILES = ROOT / "examples" / "engines"
 PAGES = [page for page in sorted((ROOT / "docs" / "engines").glob("*.md")) if has_examples(page)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_page_runs_from_top_to_bottom(page, tmp_path):
     run_page(page, in_folder=tmp_path)

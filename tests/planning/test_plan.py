@@ -315,7 +315,7 @@ def settled(held):
     return min(seen)
 
 
-@pytest.mark.parametrize("build", [Sharded, even])
+@pytest.mark.parametrize("build", [Sharded, pytest.param(even, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("kind", "options"), [(torch.optim.AdamW, {"fused": True}), (torch.optim.Adafactor, {})]
 )

@@ -55,7 +55,10 @@ COMBINATIONS = [
 
 everything = [
     pytest.mark.parametrize(("rule", "optimizer"), COMBINATIONS),
-    pytest.mark.parametrize("setup", SETUPS),
+    pytest.mark.parametrize(
+        "setup",
+        [pytest.param(s, marks=pytest.mark.long if s == "4 workers" else ()) for s in SETUPS],
+    ),
 ]
 
 

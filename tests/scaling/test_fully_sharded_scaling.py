@@ -181,6 +181,7 @@ def test_four_ranks_of_which_some_hold_nothing_of_a_parameter(rule, optim, optio
     check_equal_to_ddp(4, WRAPPED, rule, optim, options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("rule", "optim", "options"), RULES[2:])
 def test_rules_that_only_report_the_statistics(rule, optim, options):
     check_equal_to_ddp(2, WRAPPED, rule, optim, options)

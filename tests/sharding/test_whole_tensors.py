@@ -202,7 +202,9 @@ def test_changed_parameters_are_sent_to_their_owners_again():
         assert flat(state) == close_to(model.state_dict())
 
 
-@pytest.mark.parametrize("name", ["Muon", "Adafactor", "Adagrad"])
+@pytest.mark.parametrize(
+    "name", ["Muon", *(pytest.param(n, marks=pytest.mark.long) for n in ("Adafactor", "Adagrad"))]
+)
 def test_a_checkpoint_goes_to_other_ranks_and_shardings(name, tmp_path):
     def part(steps, folder, saved, way):
         model = wrapped() if way == "fsdp" else new_net()
