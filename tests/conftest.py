@@ -54,6 +54,22 @@ def pytest_configure(config: pytest.Config) -> None:
         MeasuredForks.begin(config)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave all but a few variants of the tests that are marked so to the long tests."""
+    variants: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("long"):
+            variants.setdefault((item.path, getattr(item, "originalname", "")), []).append(item)
+    for tests in variants.values():
+        mark = tests[0].get_closest_marker("few")
+        assert mark is not None
+        (few,) = mark.args
+        kept = {round(i * (len(tests) - 1) / max(few - 1, 1)) for i in range(few)}
+        for i in set(range(len(tests))) - kept:
+            tests[i].add_marker(pytest.mark.long)
+
+
 def pytest_collection_finish() -> None:
     """Freeze the tests too, and what they have imported: as much again.
 

@@ -517,6 +517,7 @@ def continued(name, kill_at, steps, options, workers_after=None):
     return flat_of(params)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "options",
     [

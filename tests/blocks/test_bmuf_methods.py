@@ -298,6 +298,7 @@ def counted(workers, steps, saved=None):
     return [train()] if workers is None else run_ranks(workers, train)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("first", [None, 1, 2])
 @pytest.mark.parametrize("then", [None, 1, 2, 3])
 @pytest.mark.parametrize("steps", [3, 10])
@@ -485,6 +486,7 @@ def test_other_options_that_were_not_meant_are_an_error():
     raises_on_ranks(2, ValueError, load, match="other options: block_momentum: saved 0.5, now 0.6")
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("average_sync", [False, True])
 def test_a_resumed_run_goes_on_bit_for_bit(stop, average_sync):

@@ -167,6 +167,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("make", "options"), OPTIONS)
 def test_killed_at_any_moment_no_two_ever_differ(store, tmp_path, make, options):
     with BlockWorkers(store, tmp_path, expected=3, stall=1.0) as workers:

@@ -238,6 +238,7 @@ def test_one_that_comes_inside_of_a_warm_up_averages_gradients_from_the_next_ste
         assert after[0][step]["params"] == after[1][0]["params"]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", [*SHARED, *LOCAL])
 def test_one_that_comes_in_the_round_that_ends_a_warm_up_begins_with_the_first_block(
     store, tmp_path, name
@@ -288,6 +289,7 @@ def synchronize_at(step):
     return before_step
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("name", EACH)
 def test_the_round_that_ends_a_warm_up_is_repeated_when_a_member_dies_and_another_comes(

@@ -101,6 +101,7 @@ class Run:
 CARRIERS = [{"shared_memory": False}, {"shared_memory": None}, {"codec": "int8"}]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("more", CARRIERS, ids=str)
 @pytest.mark.parametrize("name", OUTER)
 def test_steps_of_ones_own_equal_the_plain_loop(name, more):

@@ -104,6 +104,7 @@ def forged_rosters():
     }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", forged_rosters())
 def test_a_forged_roster_is_put_right(store, name):
     ours, stranger = shared(store), connect_to_store(store.address)

@@ -77,6 +77,7 @@ def test_workers_of_different_speed_take_different_amounts(options):
     assert first > 2 * second > 2 * third
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize(
     "options",

@@ -146,6 +146,7 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("workers", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_plan_is_what_training_holds_and_sends_to_the_byte(name, workers):

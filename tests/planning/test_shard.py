@@ -433,6 +433,7 @@ FIRST = {  # what is done with the model before, what is sharded then, and what 
 }
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", FIRST)
 def test_a_model_is_sharded_once_at_a_time(name):
     use, part, says = FIRST[name]

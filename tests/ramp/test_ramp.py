@@ -559,6 +559,7 @@ def test_a_schedule_that_counts_steps_is_noticed(clock):
     assert len(caught) == 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["linear", pytest.param("cosine", marks=pytest.mark.long)])
 @pytest.mark.parametrize("what", ["progress", "epochs", "micro-batches", "micro-batches at once"])
 def test_a_schedule_that_counts_something_else_is_right(clock, what, kind):

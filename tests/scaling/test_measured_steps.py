@@ -113,6 +113,7 @@ def run(rule, passes, **options):
     }
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("debias", [True, False])
 @pytest.mark.parametrize(("workers", "passes"), [(1, 2), (2, 1), (2, 2), (3, 1)])
 @pytest.mark.parametrize("rule", RULES)
@@ -312,6 +313,7 @@ def sharded(how, rule, passes=1):
     return torch.tensor(seen, dtype=torch.float64), [p.detach().clone() for p in params]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("how", ["OSS", "fully_shard", "FSDP"])
 @pytest.mark.parametrize("rule", [mh.AdaScale, mh.AdamScale])

@@ -227,6 +227,7 @@ def one_rank_makes_a_mistake(what, at):
             raise type(error)(f"at step {step}: {error}") from error
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("at", [SETTLED + 1, SETTLED + 2, SETTLED + 3])
 @pytest.mark.parametrize(
     ("what", "message"),
@@ -245,6 +246,7 @@ def test_ranks_that_have_come_to_disagree_all_raise_at_the_next_step(what, messa
     raises_on_ranks(2, RanksDisagree, one_rank_makes_a_mistake, what, at, match=match, timeout=20)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("at", [SETTLED + 1, SETTLED + 2, SETTLED + 3])
 @pytest.mark.parametrize(
     ("what", "message"),

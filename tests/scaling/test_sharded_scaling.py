@@ -90,6 +90,7 @@ RULES = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("how", [OSS_DDP, RULE_FIRST, MODULE_FIRST])
 @pytest.mark.parametrize(("rule", "optim", "options"), RULES)
 def test_statistics_and_training_are_those_of_ddp(how, rule, optim, options):
@@ -193,6 +194,7 @@ def interrupted(how, saved_how, rule, optim, options):
     return optimizer.progress, [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("saved_how", "how"),
     [(RULE_FIRST, RULE_FIRST), (RULE_FIRST, PLAIN), (PLAIN, OSS_DDP)],

@@ -80,6 +80,7 @@ def assert_near(ranks, expected):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.few(12)
 @any_optimizer
 @contract
 @pytest.mark.parametrize(("passes", "clip"), [(1, None), (2, None), (1, 0.3)])
@@ -90,6 +91,7 @@ def test_training_is_the_plain_run(way, kind, passes, clip):
     assert_near(run_ranks(RANKS, go), go())
 
 
+@pytest.mark.few(4)
 @any_optimizer
 @contract
 def test_a_rule_takes_the_steps_that_it_takes_under_ddp(way, kind):
@@ -114,6 +116,7 @@ def test_all_ranks_skip_the_step_that_overflows_on_one(way):
     assert_near(run_ranks(RANKS, go), expected)
 
 
+@pytest.mark.few(4)
 @any_optimizer
 @contract
 def test_a_run_goes_on_plain_and_the_other_way_round(way, kind, tmp_path):

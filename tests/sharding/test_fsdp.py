@@ -90,6 +90,7 @@ def steps(model, optimizers, part, *, loss=loss_of, after=lambda step: None, wor
 # -- the plain run's numbers ------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "way"), [("SGD", "nested"), ("AdamW", "one wrap"), ("LAMB", "nested")]
 )

@@ -134,6 +134,7 @@ def test_the_startup_gives_everyone_rank_0s_model_unless_told_not_to():
 # -- clearing gradients --------------------------------------------------------------------------
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("who", ["optimizer", "model", "inner module", "by hand"])
 def test_gradients_may_be_cleared_in_every_way(who, set_to_none):
