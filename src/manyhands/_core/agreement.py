@@ -44,13 +44,7 @@ ERROR_TYPES = (FileNotFoundError, TypeError, ValueError, OSError, RuntimeError)
 NAMED = 8  # ranks, and different values, that a message names
 
 
-def agree(
-    ranks: RankGroup,
-    facts: Facts,
-    advice: str,
-    *,
-    names: Names = NO_NAMES,
-) -> None:
+def agree(ranks: RankGroup, facts: Facts, advice: str, *, names: Names = NO_NAMES) -> None:
     """Raise `RanksDisagree`, a ValueError, on every rank if ranks have different facts.
 
     `advice` is the last sentence of the message: what to do. `names` are those of the elements of a

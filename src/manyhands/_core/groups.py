@@ -45,11 +45,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
-    PrefixStore,
-    Store,
-    default_pg_timeout,
-)
+from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
 Gather: TypeAlias = Callable[[list[float]], list[list[float]]]  # numbers, over some ranks
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 1.0  # seconds between two looks at who still holds a group

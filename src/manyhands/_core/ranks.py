@@ -392,9 +392,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def rank_group_of(
-    params: Sequence[torch.Tensor],
-    group: Any = None,
-    world_size: int | None = None,
+    params: Sequence[torch.Tensor], group: Any = None, world_size: int | None = None
 ) -> RankGroup:
     """Return the ranks that share the gradients of these parameters.
 

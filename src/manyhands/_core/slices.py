@@ -147,8 +147,7 @@ def _send_by_pairs(
 def partners(ranks: RankIdentity) -> Iterator[tuple[int, int]]:
     """Yield (destination, source) for each turn of an exchange between pairs of ranks.
 
-    In each turn every rank sends to one other and receives from one other: no rank is a
-    bottleneck.
+    In each turn every rank sends to one other and receives from one other: no rank is a bottleneck.
     """
     for distance in range(1, ranks.size):
         yield (ranks.rank + distance) % ranks.size, (ranks.rank - distance) % ranks.size

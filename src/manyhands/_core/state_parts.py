@@ -237,10 +237,7 @@ class ShardedOptimizer(Optimizer):
         raise NotImplementedError
 
     def load_parts(
-        self,
-        packed: StateDict,
-        for_later: dict[int, dict[str, Any]],
-        groups: Sequence[ParamGroup],
+        self, packed: StateDict, for_later: dict[int, dict[str, Any]], groups: Sequence[ParamGroup]
     ) -> None:
         """Load a state dict of `optim`, and the options of the parameter groups.
 

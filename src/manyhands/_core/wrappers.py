@@ -9,8 +9,7 @@ would make a second set of them.
 A trainer puts a proxy around ours, of a class that it derives from ours, and keeps the optimizer
 in an attribute of its own:
 
-    self._optimizer = optimizer
-    self.__class__ = type("Proxy" + name, (Proxy, type(optimizer)), {})
+    self._optimizer = optimizer self.__class__ = type("Proxy" + name, (Proxy, type(optimizer)), {})
 
 A method of ours is then called with the proxy as `self`. Three things keep that right:
 

@@ -106,12 +106,7 @@ class AnchorDifference:
     first_only = False
 
     def __init__(
-        self,
-        bucket: AnchorBucket,
-        start: int,
-        stop: int,
-        codec: Codec,
-        outer: Outer,
+        self, bucket: AnchorBucket, start: int, stop: int, codec: Codec, outer: Outer
     ) -> None:
         self.bucket, self.start, self.length = bucket, start, stop - start
         self.dtype, self.device, self.codec = bucket.anchor.dtype, bucket.device, codec

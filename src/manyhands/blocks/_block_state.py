@@ -67,9 +67,7 @@ class Work(NamedTuple):
 
     def minus(self, other: Work) -> Work:
         return Work(
-            self.steps - other.steps,
-            self.counted - other.counted,
-            self.samples - other.samples,
+            self.steps - other.steps, self.counted - other.counted, self.samples - other.samples
         )
 
 

@@ -45,12 +45,7 @@ from manyhands.blocks._samples import CursorRounds
 from manyhands.blocks._schedule import Every, check_schedule, make_schedule
 from manyhands.blocks._sync import Sync
 from manyhands.blocks.averaging._codec import find_codec
-from manyhands.blocks.averaging._payload import (
-    STATES,
-    Buffers,
-    Extras,
-    trainable_params,
-)
+from manyhands.blocks.averaging._payload import STATES, Buffers, Extras, trainable_params
 from manyhands.blocks.averaging._round import ElasticMembers, FixedMembers
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._enrollment import MemberFacts

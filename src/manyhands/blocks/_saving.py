@@ -19,11 +19,7 @@ from torch import Tensor
 from manyhands._core.state_parts import BELOW, SavedEntries, StatePart
 from manyhands.blocks._anchor import Anchor, OuterState, OverlappedDifference, memory_order
 from manyhands.blocks._block_state import Work
-from manyhands.blocks._checks import (
-    Names,
-    Options,
-    check_options,
-)
+from manyhands.blocks._checks import Names, Options, check_options
 from manyhands.blocks._common_state import CommonState
 from manyhands.blocks._sync import Pending, Sync
 from manyhands.blocks.averaging._payload import REPORT, ArrivedMean, RoundResult, WorkerReport

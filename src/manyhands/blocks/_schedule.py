@@ -1,8 +1,7 @@
 """After which step a fragment is sent and its mean merged, and how long the next block is.
 
-A block of `length` steps begins after step `start`. A model of F fragments sends fragment f
-(f+1)/F of the way through it, so that the link is used evenly. Its mean is merged `overlap` steps
-later.
+A block of `length` steps begins after step `start`. A model of F fragments sends fragment f (f+1)/F
+of the way through it, so that the link is used evenly. Its mean is merged `overlap` steps later.
 
     length 6, 2 fragments, overlap 1     step  1  2  3  4  5  6  7  8  9 10 11 12 13
                                          send        0        1        0        1

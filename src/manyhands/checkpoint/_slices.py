@@ -35,12 +35,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from manyhands._core.flat import is_dtensor, local_shard, order_of_dims
 from manyhands._core.state_parts import OptimizerStatePart
@@ -170,11 +165,7 @@ def _locate(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
 
 
 def write_item(
-    fqn: str,
-    offsets: Sequence[int],
-    sizes: Sequence[int],
-    shape: Sequence[int],
-    dtype: torch.dtype,
+    fqn: str, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int], dtype: torch.dtype
 ) -> WriteItem:
     """Return torch's description of one slice to be written."""
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))

@@ -53,13 +53,7 @@ from manyhands.checkpoint._slices import (
     put_new,
     to_parts,
 )
-from manyhands.checkpoint._values import (
-    HasState,
-    check_has_state,
-    check_value,
-    encode,
-    escape,
-)
+from manyhands.checkpoint._values import HasState, check_has_state, check_value, encode, escape
 
 SUFFIX = ".safetensors"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -39,16 +39,13 @@ Expected = Annotated[
     typer.Option(min=1, help="Workers of all hosts that the first sync round waits for."),
 ]
 Listen = Annotated[
-    str | None,
-    typer.Option(metavar="HOST:PORT", help="Serve the store here, for other hosts too."),
+    str | None, typer.Option(metavar="HOST:PORT", help="Serve the store here, for other hosts too.")
 ]
 Store = Annotated[
-    str | None,
-    typer.Option(metavar="HOST:PORT", help="Use the store that another host serves."),
+    str | None, typer.Option(metavar="HOST:PORT", help="Use the store that another host serves.")
 ]
 Stall = Annotated[
-    float,
-    typer.Option(min=0.1, help="Seconds without a heartbeat after which a worker is lost."),
+    float, typer.Option(min=0.1, help="Seconds without a heartbeat after which a worker is lost.")
 ]
 Patience = Annotated[
     str,
@@ -69,8 +66,7 @@ Processes = Annotated[
     ),
 ]
 Grace = Annotated[
-    float,
-    typer.Option(min=0, help="Seconds from SIGTERM to SIGKILL, when the command is stopped."),
+    float, typer.Option(min=0, help="Seconds from SIGTERM to SIGKILL, when the command is stopped.")
 ]
 Restarts = Annotated[
     int, typer.Option(min=0, help="Restarts of a worker with an error, in an hour.")

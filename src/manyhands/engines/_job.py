@@ -133,8 +133,7 @@ class Job:
     @property
     def engine(self) -> str:
         """What has started this process: "torchrun", "manyhands", "ray", "slurm", "submitit",
-        "mpi", "kubeflow", "none", or "variables" if nothing but RANK and WORLD_SIZE is
-        known."""
+        "mpi", "kubeflow", "none", or "variables" if nothing but RANK and WORLD_SIZE is known."""
         return self._place.engine
 
     @property

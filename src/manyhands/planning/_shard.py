@@ -33,12 +33,7 @@ from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.wrappers import OptimizerWrapper
 from manyhands.planning._model import PlannedOptimizer, by_size, check_covers, wrap_size_of
 from manyhands.planning._plan import plan, wrapping_obstacle
-from manyhands.sharding._agreement import (
-    ADVICE,
-    GroupLike,
-    facts_of_groups,
-    facts_of_options,
-)
+from manyhands.sharding._agreement import ADVICE, GroupLike, facts_of_groups, facts_of_options
 from manyhands.sharding._wrapping import Classes, Policy, auto_wrap, enable_wrap, wrap
 from manyhands.sharding.fsdp._engine import guard_state
 from manyhands.sharding.fsdp._whole_tensors import WholeTensorOptimizer

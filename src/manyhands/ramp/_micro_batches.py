@@ -152,10 +152,7 @@ class Supply:
         self._handed_out, self._reported_at = 0, 0
 
     def steps(
-        self,
-        loader: Iterable[Batch],
-        passes: Callable[[], int],
-        look_ahead: Callable[[], int],
+        self, loader: Iterable[Batch], passes: Callable[[], int], look_ahead: Callable[[], int]
     ) -> Iterator[list[Batch]]:
         """Yield the micro-batches of one step after another, until a rank's data has ended.
 

@@ -198,9 +198,7 @@ class Ramp:
         return self._port.batch.scale_for(1)
 
     def over(
-        self,
-        loader: Iterable[Batch],
-        count: Callable[[Batch], int | float | Tensor] | None = None,
+        self, loader: Iterable[Batch], count: Callable[[Batch], int | float | Tensor] | None = None
     ) -> Iterator[MicroBatches[Batch]]:
         """Yield the micro-batches of one step after another, until the data has ended.
 

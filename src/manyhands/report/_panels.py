@@ -101,18 +101,10 @@ _WELL_KNOWN = (
         "Samples a second; steps a second for a run whose record has no batch_size.",
     ),
     Panel(
-        "workers",
-        "Workers",
-        "workers",
-        "How many took part. With blocks: in the last sync round.",
+        "workers", "Workers", "workers", "How many took part. With blocks: in the last sync round."
     ),
     Panel("rounds", "Sync rounds", "rounds", "How many sync rounds of blocks there were so far."),
-    Panel(
-        "every",
-        "Length of a block",
-        "steps",
-        "The local steps between two sync rounds.",
-    ),
+    Panel("every", "Length of a block", "steps", "The local steps between two sync rounds."),
     Panel(
         "distance",
         "Distance of a block",

@@ -1,7 +1,6 @@
 """Clip sharded gradients, and scale their loss: each rank holds only a shard of them.
 
-To clip, each rank computes the norms n_i of its slices. With p = `norm_type` the whole has
-the norm
+To clip, each rank computes the norms n_i of its slices. With p = `norm_type` the whole has the norm
 
     (sum of n_i^p over the slices of all ranks)^(1 / p)        their maximum, if p is infinite
 

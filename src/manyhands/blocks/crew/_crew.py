@@ -10,9 +10,7 @@ member has left.
     while training:
         if crew.joiners:                    they need the state, which `source` sends over `group`
             transfer_state(crew.group, crew.source, crew.joiners); crew.settle(True)
-        take_steps()
-        start_exchange(crew.group)
-        try:
+        take_steps() start_exchange(crew.group) try:
             crew.wait(finished)             raises WorkerLost if waiting cannot succeed
         except WorkerLost:
             crew.abort()
@@ -24,9 +22,8 @@ member has left.
         exchange_a_last_time()
     crew.leave()
 
-What members agree on, and how, is in _roster.py; what a worker must have in common with the
-others, and how a process enters a generation, in _enrollment.py. The state itself belongs to the
-caller.
+What members agree on, and how, is in _roster.py; what a worker must have in common with the others,
+and how a process enters a generation, in _enrollment.py. The state itself belongs to the caller.
 
 `GraceWindow` says how long to wait for a late member, judged by the time that earlier rounds took.
 Waiting has a cost: each of the other n - 1 members loses a second for every second. Going on
@@ -98,17 +95,15 @@ class Crew:
     keeps its number. `expected` is the number of workers at the start. A worker without a heartbeat
     for `stall` seconds is considered lost; a live one is waited for, up to `patience` seconds. With
     `patience="auto"` the others wait as long as that costs less than going on without it, judged by
-    the time that earlier rounds took.
-    No round is held by fewer than `quorum` workers: if fewer are left, they wait for others to
-    come. Workers that have finished count as well. With a quorum above 1, a worker that is cut off
-    from the store waits until it can reach the store again, and joins again.
-    A worker may consist of several processes that train one model together, as under DDP or FSDP:
-    `inner_group` is their process group, and all of them have the same number.
-    All workers sign what they write to the store with `secret`, the same text on every worker, and
-    ignore everything in the store that is not signed with it.
-    Arguments that are left out come from the environment that `manyhands run` sets:
-    MANYHANDS_STORE, MANYHANDS_SECRET, MANYHANDS_WORKER, MANYHANDS_WORKERS, MANYHANDS_STALL,
-    MANYHANDS_PATIENCE and MANYHANDS_QUORUM.
+    the time that earlier rounds took. No round is held by fewer than `quorum` workers: if fewer are
+    left, they wait for others to come. Workers that have finished count as well. With a quorum
+    above 1, a worker that is cut off from the store waits until it can reach the store again, and
+    joins again. A worker may consist of several processes that train one model together, as under
+    DDP or FSDP: `inner_group` is their process group, and all of them have the same number. All
+    workers sign what they write to the store with `secret`, the same text on every worker, and
+    ignore everything in the store that is not signed with it. Arguments that are left out come from
+    the environment that `manyhands run` sets: MANYHANDS_STORE, MANYHANDS_SECRET, MANYHANDS_WORKER,
+    MANYHANDS_WORKERS, MANYHANDS_STALL, MANYHANDS_PATIENCE and MANYHANDS_QUORUM.
 
     Without a store it is a crew of one worker: there are no threads, and every round is kept.
 

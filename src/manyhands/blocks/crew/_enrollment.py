@@ -101,10 +101,7 @@ class MemberFacts:
             "options": {name: str(value) for name, value in options.items()},
             "parameter": describe_tensors(params, frozen=True),
             "buffer": describe_tensors(buffers),
-            "names": {
-                "parameter": names_in(modules, params),
-                "buffer": names_in(modules, buffers),
-            },
+            "names": {"parameter": names_in(modules, params), "buffer": names_in(modules, buffers)},
         }
         return cls(json.dumps(described, separators=(",", ":")))
 

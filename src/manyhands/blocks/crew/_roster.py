@@ -301,11 +301,7 @@ class Roster:
         return replace(self, refused=tuple(sorted({*self.refused, number})))
 
     def ask_to_join(
-        self,
-        id: str,
-        version: Version,
-        worker_incarnation: int = 0,
-        cut_from: tuple[str, ...] = (),
+        self, id: str, version: Version, worker_incarnation: int = 0, cut_from: tuple[str, ...] = ()
     ) -> Roster:
         """Ask to be in the next generation. A member that asks ends the present generation."""
         others = tuple(member for member in self.waiting if member.id != id)

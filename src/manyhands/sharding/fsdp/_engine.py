@@ -178,10 +178,7 @@ class Engine:
         return {id(full): sharded for full, sharded in zip(now, self.params, strict=True)}
 
     def connect(
-        self,
-        queue: ReduceQueue,
-        watch: Callable[[Sequence[Place]], None],
-        run: Callable[[], None],
+        self, queue: ReduceQueue, watch: Callable[[Sequence[Place]], None], run: Callable[[], None]
     ) -> None:
         """Send gradients through `queue`. The others learn what happens in a pass.
 

@@ -91,10 +91,7 @@ class Wrap(ModuleWrapper):
         return inner
 
     def named_modules(
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield modules by the plain model's names. A wrap comes before its module, of one name."""
         memo = set() if memo is None else memo

@@ -32,12 +32,7 @@ from manyhands._core.state_parts import (
     options_of,
 )
 from manyhands._core.wrappers import ParamGroup
-from manyhands.sharding._agreement import (
-    ADVICE,
-    GroupLike,
-    facts_of_groups,
-    facts_of_options,
-)
+from manyhands.sharding._agreement import ADVICE, GroupLike, facts_of_groups, facts_of_options
 from manyhands.sharding.zero._layout import deal_out
 from manyhands.sharding.zero._slice_optimizer import choose_layout, copy_options
 
@@ -253,10 +248,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         return [part for part in parts if include_empty or not part.empty], packed
 
     def load_parts(
-        self,
-        packed: StateDict,
-        for_later: dict[int, dict[str, Any]],
-        groups: Sequence[ParamGroup],
+        self, packed: StateDict, for_later: dict[int, dict[str, Any]], groups: Sequence[ParamGroup]
     ) -> None:
         """Load the state of the tensors that this rank owns."""
         self._inner.load_state_dict(packed)

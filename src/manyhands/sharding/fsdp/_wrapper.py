@@ -36,12 +36,7 @@ from manyhands._core.flat import local_shard
 from manyhands._core.trees import as_type
 from manyhands.sharding._gradients import clip_slices
 from manyhands.sharding.fsdp._engine import TrainingState, refuse_second_order, shard_wrap
-from manyhands.sharding.fsdp._options import (
-    FSDPOptions,
-    find_device,
-    find_ranks,
-    takes_options,
-)
+from manyhands.sharding.fsdp._options import FSDPOptions, find_device, find_ranks, takes_options
 from manyhands.sharding.fsdp._places import (
     cast_buffers,
     cast_in_forward,

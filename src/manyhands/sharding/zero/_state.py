@@ -105,11 +105,7 @@ def collect_state(
 
 
 def _send_tensor(
-    shards: Shards,
-    own: Tensor | None,
-    entry: _Entry,
-    rank: int,
-    recipient: int,
+    shards: Shards, own: Tensor | None, entry: _Entry, rank: int, recipient: int
 ) -> Tensor | None:
     """Send a tensor of rank `rank` to the recipient; return it there, flat if it is `like`."""
     workers, device = shards.workers, shards.params[0].device
@@ -231,10 +227,7 @@ def plain_state_dict(
         numbers = range(first, first + len(group["params"]))
         packed.append({**group, "params": list(numbers)})
         first += len(numbers)
-    return {
-        "state": {i: dict(entries) for i, entries in collected.items()},
-        "param_groups": packed,
-    }
+    return {"state": {i: dict(entries) for i, entries in collected.items()}, "param_groups": packed}
 
 
 def _state_without_slices(state_dict: SavedState, shards: Shards) -> dict[int, ParamState]:
@@ -318,10 +311,7 @@ def param_indices(groups: Groups, index: int) -> range:
 
 
 def slice_parts(
-    packed: SavedState,
-    groups: Groups,
-    shards: Shards,
-    frozen: Mapping[int, ParamState],
+    packed: SavedState, groups: Groups, shards: Shards, frozen: Mapping[int, ParamState]
 ) -> Iterator[OptimizerStatePart]:
     """Yield the state of this rank's slices, and that of parameters without slices.
 
