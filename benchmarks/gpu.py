@@ -45,11 +45,12 @@ import manyhands as mh
 from sharding import contenders, models
 
 GPT = Size("GPT of 124 M", 768, 12, 50_304, batch=8, context=1024)
+LONG = Size("GPT of 124 M", 768, 12, 50_304, batch=16, context=1024)
 SHORT = Size("GPT of 124 M", 768, 12, 50_304, batch=1, context=1024)
 TINY = Size("tiny", 64, 2, 128, batch=2, context=16)
 COUNTED = 8  # steps in which synchronizations are counted
-SETTLED = 40  # steps after which a default rule measures one in four, with this smoothing
-SMOOTHING = 0.9
+WARM_UP = 12  # steps of each variant; AdamScale's first five are plain
+SETTLED = 520  # the averages look back over 500 steps with two small batches in each
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Variant:
     name: str
     make: Callable[[nn.Module], tuple[nn.Module, Any]]
     base: str
+    warm_up: int = WARM_UP  # steps before it is timed
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,12 @@ def ddp(optimizer: Any) -> Callable[[nn.Module], tuple[nn.Module, Any]]:
 
 
 def ruled(rule: Any, optimizer: Any, passes: int, **options: Any) -> Any:
-    given = {"num_gradients_to_accumulate": passes, "smoothing": SMOOTHING, **options}
+    given = {"num_gradients_to_accumulate": passes, **options}
     return lambda model: (DistributedDataParallel(model), rule(optimizer(model), **given))
 
 
-def rules(passes: int) -> list[Variant]:
+def rules(passes: int, settled: bool) -> list[Variant]:
+    """Every step measured, and, if there is time to settle, one in four."""
     variants = []
     for base, rule, optimizer in (
         ("DDP + SGD", mh.AdaScale, sgd),
@@ -103,20 +106,22 @@ def rules(passes: int) -> list[Variant]:
         variants += [
             Variant(base, ddp(optimizer), base),
             Variant(f"{base} again (A/A)", ddp(optimizer), base),
-            Variant(rule.__name__, ruled(rule, optimizer, passes), base),
             Variant(every, ruled(rule, optimizer, passes, measure_every=1), base),
         ]
+        if settled:
+            variants += [Variant(rule.__name__, ruled(rule, optimizer, passes), base, SETTLED)]
     return variants
 
 
 def cost(device: str, quick: bool) -> dict[str, Any]:
     found = {}
-    for size, passes, rounds in ((GPT, 2, 16), (GPT, 1, 12), (SHORT, 2, 24)):
+    for size, passes, rounds, steps in ((LONG, 2, 14, 2), (GPT, 2, 14, 4), (GPT, 1, 14, 4)):
         if quick:
             size, rounds = TINY, 2
         tokens = size.batch * size.context
         title = f"{tokens:,} tokens a pass, {passes} pass{'es' * (passes > 1)} a step"
-        found[title] = measured(rules(passes), size, passes, device, rounds, settle=SETTLED)
+        variants = rules(passes, settled=size is LONG)
+        found[title] = measured(variants, size, passes, device, rounds, steps)
         print_rows(title, found[title])
     return found
 
@@ -147,7 +152,7 @@ def sharding(device: str, quick: bool) -> dict[str, Any]:
         if quick:
             size, rounds = TINY, 2
         title = f"{size.batch * size.context:,} tokens a step"
-        found[title] = measured(variants, size, 1, device, rounds, settle=3, tied=False)
+        found[title] = measured(variants, size, 1, device, rounds, steps=4, tied=False)
         print_rows(title, found[title])
     return found
 
@@ -161,17 +166,16 @@ def measured(
     passes: int,
     device: str,
     rounds: int,
-    settle: int,
+    steps: int,
     tied: bool = True,
-    steps: int = 4,
 ) -> list[dict[str, Any]]:
     """All variants in turns, in an order drawn anew in each round; a round is `steps` of each."""
     taken, steps_of = {}, {}
     for variant in variants:
         before = allocated(device)
         steps_of[variant.name] = training(variant, size, passes, device, tied)
-        for _ in range(settle if "Scale" in variant.name else 3):
-            steps_of[variant.name]()
+        for number in range(variant.warm_up):
+            steps_of[variant.name](number < variant.warm_up - WARM_UP)
         taken[variant.name] = allocated(device, peak=True) - before
     times: dict[str, list[float]] = {variant.name: [] for variant in variants}
     for number in range(rounds):
@@ -195,8 +199,11 @@ def measured(
 
 def training(
     variant: Variant, size: Size, passes: int, device: str, tied: bool
-) -> Callable[[], None]:
-    """A step of training: autocast to bfloat16, and all passes but the last without a reduction."""
+) -> Callable[..., None]:
+    """A step of training: autocast to bfloat16, and all passes but the last without a reduction.
+
+    A short one, to warm up, has a single sequence.
+    """
     model = models.decoder(size).to(device)
     if tied:  # the GPT's logits are its embedding
         model.logits.weight = model.tokens.weight
@@ -205,12 +212,13 @@ def training(
     no_sync = getattr(wrapped, "no_sync", nullcontext)
     done = 0
 
-    def step() -> None:
+    def step(short: bool = False) -> None:
         nonlocal done
         for a in range(passes):
             with no_sync() if a < passes - 1 else nullcontext():
                 with torch.autocast(device, dtype=torch.bfloat16):
-                    loss = wrapped(batches[done % len(batches)])
+                    tokens = batches[done % len(batches)]
+                    loss = wrapped(tokens[:1] if short else tokens)
                 (loss / passes).backward()
             done += 1
         optimizer.step()
@@ -219,7 +227,7 @@ def training(
     return step
 
 
-def seconds(step: Callable[[], None], count: int, device: str) -> float:
+def seconds(step: Callable[..., None], count: int, device: str) -> float:
     synchronize(device)
     start = time.perf_counter()
     for _ in range(count):
@@ -228,13 +236,14 @@ def seconds(step: Callable[[], None], count: int, device: str) -> float:
     return time.perf_counter() - start
 
 
-def waits(step: Callable[[], None], device: str) -> float:
+def waits(step: Callable[..., None], device: str) -> float:
     """How often the host waits for the device in a step."""
     if device == "cpu":
         return 0.0
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
+        seen.clear()  # that the mode is a prototype
         for _ in range(COUNTED):
             step()
         torch.cuda.set_sync_debug_mode("default")
@@ -289,9 +298,9 @@ def tests(device: str, quick: bool) -> dict[str, Any]:
 
 def trace(device: str, quick: bool, out: Path) -> dict[str, Any]:
     """Four steps of AdamScale: what takes the device's time, and a file for Perfetto."""
-    rule = ruled(mh.AdamScale, adamw, 2)
+    rule = ruled(mh.AdamScale, adamw, 2, measure_every=1)
     step = training(Variant("", rule, ""), TINY if quick else GPT, 2, device, tied=True)
-    for _ in range(SETTLED):
+    for _ in range(WARM_UP):
         step()
     kinds = [torch.profiler.ProfilerActivity.CPU]
     kinds += [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
@@ -326,8 +335,8 @@ make gpu PYTHON=/path/to/python PART=1   # then 2, 3 and 4; each takes a few min
 
 ## What a scaling rule adds to a step
 
-The averages look back over ten steps here (`smoothing=0.9`), so that the default soon measures one
-step in four.
+By default one step in four is measured, once the averages have seen as many steps as they look back
+over. Those rows show the steps after that.
 
 {cost}
 

@@ -9,8 +9,13 @@ is: `module.to(...)` gives a parameter a new one without our hook.
 
 `GradientVersion` finds out, without reading values, whether anybody has changed a gradient since.
 
+On a GPU a norm of one gradient costs the host more than the device. So gradients are held until
+they have `TOGETHER` elements, and measured in one call. What is held is an alias: autograd makes
+the gradient itself `.grad`, without a copy, only if nobody else has it.
+
 Tensors held, and when
     norms          parameter index -> |g|, from the pass's first gradient until `reset`
+    held           parameter index -> a gradient on a device that is still to be measured
     partial_sums   parameter index -> the sum of its gradients, if one micro-batch has several:
                    inside `one_sample`, and for a parameter that several reentrant checkpoints share
 
@@ -63,6 +68,9 @@ Norm = Tensor | float
 # (parameter index, elements of its gradient that this rank holds, a function that takes the same
 # elements out of any tensor of the parameter's shape)
 GradientSlice = tuple[int, Tensor, Callable[[Tensor], Tensor]]
+
+
+TOGETHER = 4 * 2**20  # elements of gradients on a device that are measured in one call
 
 
 class PlainNorm:
@@ -138,6 +146,7 @@ class GradientHooks:
         self.passes = passes
         self.norms: dict[int, Norm] = {}
         self.partial_sums: dict[int, Tensor] = {}
+        self.held: dict[int, tuple[Tensor, int]] = {}  # with its version
         self.valid = True  # False if a gradient was seen only in part
         self.sums_gradients = False  # whether the gradients of several passes belong together
         self.idle = False  # whether the step under way is not measured
@@ -148,6 +157,8 @@ class GradientHooks:
         self._paused = False
         # parameters whose gradient has come in several parts, ever
         self._repeated: set[int] = set()
+        self._elements = 0  # of the gradients that are held
+        self._at_once: set[int] = set()  # parameters whose gradients others change within the pass
         self._handles: list[tuple[RemovableHandle, Node]] = []
 
     def attach(self, params: Sequence[Tensor], unsharded: dict[int, Tensor]) -> None:
@@ -215,10 +226,12 @@ class GradientHooks:
 
     def reset(self) -> None:
         """Drop what was measured: another pass begins."""
-        self.norms, self.partial_sums, self.valid = {}, {}, True
+        self.norms, self.partial_sums, self.held, self.valid = {}, {}, {}, True
+        self._elements = 0
 
     def finish_pass(self) -> dict[int, Norm]:
         """Return the norms of the pass, those of summed gradients included."""
+        self.measure_held()
         for index, partial_sum in self.partial_sums.items():
             self.norms[index] = self._kind.one(index, partial_sum)
         return self.norms
@@ -227,6 +240,29 @@ class GradientHooks:
         """Multiply the norms of the pass, and return them."""
         self.norms = {index: each * factor for index, each in self.norms.items()}
         return self.norms
+
+    def hold(self, index: int, grad: Tensor) -> None:
+        """Keep a gradient on a device until there are enough to measure them in one call."""
+        alias = grad.detach()
+        self.held[index] = alias, alias._version
+        self._elements += alias.numel()
+        if self._elements >= TOGETHER or index in self._at_once:
+            self.measure_held()
+
+    def measure_held(self) -> None:
+        """Measure the gradients that are held.
+
+        If somebody has changed one meanwhile (a hook on `.grad`), this step's statistics are
+        spoiled, this once: from now on that parameter's gradient is measured as it comes.
+        """
+        if not self.held:
+            return
+        changed = {i for i, (grad, version) in self.held.items() if grad._version != version}
+        self.valid = self.valid and not changed
+        self._at_once |= changed
+        grads = [grad for grad, _ in self.held.values()]
+        self.norms.update(zip(self.held, self._kind.many([*self.held], grads), strict=True))
+        self.held, self._elements = {}, 0
 
     def _on_repeated_gradient(self, index: int, grad: Tensor) -> None:
         """Add the second part of a gradient that comes in parts.
@@ -267,15 +303,19 @@ def _on_gradient(
         # a copy, because autograd may reuse the memory of `grad` for `.grad`
         hooks.partial_sums[index] = grad.clone() if partial_sum is None else partial_sum + grad
         return
-    if index in hooks.norms:
+    if index in hooks.norms or index in hooks.held:
+        hooks.measure_held()
         hooks._on_repeated_gradient(index, grad)
+        return
+    if not hooks._on_cpu:
+        hooks.hold(index, grad)
         return
     if index in hooks._plain_and_short and grad.dtype is float32 and grad.layout is strided:
         # What `one` would do, without a Python call: most parameters of most models end here.
         measured: Norm = vector_norm(grad)
     else:
         measured = hooks._kind.one(index, grad)
-    hooks.norms[index] = float(measured) if hooks._on_cpu else measured
+    hooks.norms[index] = float(measured)
 
 
 def _can_have_gradient(param: Tensor) -> bool:

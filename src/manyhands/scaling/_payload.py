@@ -209,8 +209,8 @@ class StepExchange:
 
     def _payload(self, numbers: Numbers, claims: RankClaims, shared_square: Norm) -> Tensor:
         """Return what this rank sends, as one vector."""
-        if self.ranks.size == 1:
-            return to_tensor(numbers, self._device)
+        if self.ranks.size == 1:  # numbers of the host stay there: reading them waits for nothing
+            return to_tensor(numbers, torch.device("cpu"))
         *claimed, _ = claims.to_numbers()
         if isinstance(numbers, list) and isinstance(shared_square, float):
             return to_tensor([*numbers, *claimed, shared_square], self._device)

@@ -3,7 +3,9 @@
 **The norm** is that of a gradient as the optimizer uses it: |g / (sqrt(v) + eps)|. Here v are the
 optimizer's own second moments, bias-corrected. On a CPU, a block of elements at a time goes through
 a small scratch buffer, so that only g and v are read from memory. If eps is negligible compared
-with every root, the squared norm is computed as g . (g / v), at half the cost.
+with every root, the squared norm is computed as g . (g / v), at half the cost. On a GPU, where an
+operation costs as much as a million elements, several gradients go through each (`TOGETHER`), and
+step counts and floors are floats of the host, so that nothing waits for the device.
 
 **Sharded second moments.** Each rank measures its own gradient, before any averaging, and therefore
 needs the second moments of all parameters. If they are sharded, it holds only its shard. A replica
@@ -36,7 +38,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 
 
 BLOCK = 131_072  # elements that go through the scratch buffer at a time
+TOGETHER = 4 * 2**20  # elements that go through the same operations of a GPU: its cache holds them
 SINGLE = {torch.float32, torch.bfloat16, torch.float16}  # measured in float32
 # eps relative to the smallest root. The error of that element's square is at most twice this.
 NEGLIGIBLE = 5e-3
@@ -80,6 +83,19 @@ class MomentFloor:
     fraction: float  # of the mean second moment
     least: float
     any_below: bool
+
+
+NO_FLOOR = MomentFloor(0, 0.0, 0.0, False)
+
+
+class Quotient(NamedTuple):
+    """A gradient on a device, and what it is divided by: (sqrt(max(v, least)) + eps) * factor."""
+
+    grad: Tensor
+    second: Tensor
+    least: float
+    eps: float
+    factor: float
 
 
 class PreconditionedNorm(PlainNorm):
@@ -118,24 +134,26 @@ class PreconditionedNorm(PlainNorm):
         groups = self._optimizer.param_groups
         self._params = [(group, param) for group in groups for param in group["params"]]
         self._last_warm = 0  # index of a parameter that was warm when it was last checked
-        # parameter index -> a warm step count on a device, and its version after the last step
-        self._warm_counts: dict[int, tuple[Tensor, int]] = {}
+        # parameter index -> a step count on a device, its version after the last step, its value
+        self._counts: dict[int, tuple[Tensor, int, float]] = {}
         self._floors: dict[int, MomentFloor] = {}  # by parameter index
         # parameter index -> the step count of the state that the floor was computed from
         self._floor_counts: dict[int, object] = {}
-        self.optimizer_stepped()
+        self.moments_changed()
 
     def moments_changed(self) -> None:
         """Read the second moments anew: somebody else has changed them. Called on every rank."""
         self._floors.clear()
-        self.optimizer_stepped()
+        if self._replica is not None:
+            self._replica.update()
 
     def optimizer_stepped(self) -> None:
         if self._replica is not None:
             self._replica.update()
-        # The optimizer's own step has changed the counts; any later change is somebody else's.
-        for index, (step, _) in self._warm_counts.items():
-            self._warm_counts[index] = step, step._version
+        # The optimizer's own step has added 1 to a count; any later change is somebody else's.
+        for index, (step, version, count) in self._counts.items():
+            if step._version != version:
+                self._counts[index] = step, step._version, count + 1.0
 
     def to_state(self) -> list[list[float]]:
         return [[*map(float, (index, *astuple(floor)))] for index, floor in self._floors.items()]
@@ -154,7 +172,7 @@ class PreconditionedNorm(PlainNorm):
         It follows from the optimizer's state alone, not from the gradients that a rank has seen.
         """
         for index in (self._last_warm, *range(len(self._params))):
-            if self._is_warm(index, self._state_of(index)):
+            if self._count(index) >= self.WARM_STEPS:
                 self._last_warm = index
                 return "preconditioned"
         return "plain"
@@ -164,34 +182,75 @@ class PreconditionedNorm(PlainNorm):
         state: Moments = holder.state.get(self._params[index][1], {})
         return state
 
-    def _is_warm(self, index: int, state: Moments) -> bool:
-        """Return whether these second moments have seen enough steps.
+    def _count(self, index: int) -> float:
+        """Return how many steps a parameter's second moments have seen.
 
         Reading a count that is on a device (a fused optimizer's) waits for the device. It is read
-        while the count is small, and after that only if something other than the optimizer's step
-        has changed it.
+        once, and again only if something other than the optimizer's step has changed it.
         """
-        step = state.get("step")
+        step = self._state_of(index).get("step", 0.0)
         if not isinstance(step, Tensor) or step.device.type == "cpu":
-            return step is not None and float(step) >= self.WARM_STEPS
-        known, version = self._warm_counts.get(index, (None, 0))
-        if known is step and version == step._version:
-            return True
-        warm = float(step) >= self.WARM_STEPS
-        if warm:
-            self._warm_counts[index] = step, step._version
-        else:
-            self._warm_counts.pop(index, None)
-        return warm
+            return float(step)
+        known, version, count = self._counts.get(index, (None, 0, 0.0))
+        if known is not step or version != step._version:
+            count = float(step)
+            self._counts[index] = step, step._version, count
+        return count
 
     def is_plain(self, index: int) -> bool:
         return False
 
     def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Sequence[Norm]:
-        return [self.one(index, grad) for index, grad in zip(indices, grads, strict=True)]
+        return self.slices([(i, grad, _whole) for i, grad in zip(indices, grads, strict=True)])
 
     def slices(self, slices: Sequence[GradientSlice]) -> Sequence[Norm]:
-        return [self.one(index, grad, take_slice) for index, grad, take_slice in slices]
+        norms: list[Norm] = []
+        together: list[tuple[int, Quotient]] = []
+        for index, grad, take_slice in slices:
+            if grad.device.type != "cpu" and (quotient := self._quotient(index, grad, take_slice)):
+                together.append((len(norms), quotient))
+                norms.append(0.0)
+            else:
+                norms.append(self.one(index, grad, None if take_slice is _whole else take_slice))
+        for chunk in _chunks(together):
+            measured = _norms_of([quotient for _, quotient in chunk])
+            for (position, _), each in zip(chunk, measured, strict=True):
+                norms[position] = each
+        return norms
+
+    def _quotient(
+        self, index: int, grad: Tensor, take_slice: Callable[[Tensor], Tensor]
+    ) -> Quotient | None:
+        """Return a gradient with what it is divided by; None if it does not go with others."""
+        group, _ = self._params[index]
+        state, count = self._state_of(index), self._count(index)
+        if count < self.WARM_STEPS or grad.layout != torch.strided:
+            return None
+        whole, factor = _second_moment(group, state, count)
+        if isinstance(factor, Tensor) or grad.dtype != whole.dtype:
+            return None
+        least = 0.0
+        if self.floor:
+            if self._floor_is_stale(index, state, count):
+                self._floors.pop(index, None)
+                self._find_floors()
+            least = self._floors[index].least
+        return Quotient(grad, take_slice(whole), least, group["eps"] / factor, factor)
+
+    def _find_floors(self) -> None:
+        """Find the floors of all parameters that need one: the host waits for them, once."""
+        stale: dict[int, tuple[Tensor, int]] = {}
+        for index, (group, _) in enumerate(self._params):
+            state, count = self._state_of(index), self._count(index)
+            if count >= self.WARM_STEPS and self._floor_is_stale(index, state, count):
+                period = int(count) // self.REFRESH
+                stale[index] = _second_moment(group, state, count)[0], period
+        sums = torch._foreach_norm([second for second, _ in stale.values()], 1)  # none is below 0
+        for (index, (second, period)), total in zip(
+            stale.items(), torch.stack([each.double() for each in sums]).tolist(), strict=True
+        ):
+            least = total / max(second.numel(), 1) * self.floor
+            self._floors[index] = MomentFloor(period, self.floor, least, True)
 
     def one(
         self, index: int, grad: Tensor, take_slice: Callable[[Tensor], Tensor] | None = None
@@ -202,11 +261,11 @@ class PreconditionedNorm(PlainNorm):
         whole tensor's, but the floor is a fraction of the whole tensor's mean.
         """
         group, _ = self._params[index]
-        state = self._state_of(index)
-        if not self._is_warm(index, state):
+        state, count = self._state_of(index), self._count(index)
+        if count < self.WARM_STEPS:
             self._floors.pop(index, None)
             return norm(grad)
-        second, factor = _second_moment(group, state)
+        second, factor = _second_moment(group, state, count)
         if grad.layout != torch.strided:
             grad = grad.to_dense()
         # |g / (sqrt(v) * factor + eps)| = |g / (sqrt(v) + eps / factor)| / factor: the factor is
@@ -217,35 +276,40 @@ class PreconditionedNorm(PlainNorm):
             second = take_slice(second)
             if grad.is_contiguous():
                 second = second.contiguous()
-        # On a GPU the allocator's temporaries are cheap. With unequal strides, blocks of the two
-        # in memory order would not be the same elements.
+        # With unequal strides, blocks of the two in memory order would not be the same elements.
         if grad.device.type != "cpu" or second.stride() != grad.stride():
             if self.floor:
                 second = second.clamp(min=whole.mean() * self.floor)
             return norm(grad / second.sqrt().add_(eps)) / factor
-        least, any_below = self._find_floor(index, state["step"], whole)
+        floor = self._find_floor(index, state, count, whole)
+        below = floor.least if floor.any_below else None
         pairs = zip(_split_into_blocks(grad), _split_into_blocks(second), strict=True)
         single = second.dtype == torch.float32 and grad.dtype in SINGLE
-        if single and eps < NEGLIGIBLE * math.sqrt(least):
-            square = sum(self._squares(pairs, least if any_below else None))
+        if single and eps < NEGLIGIBLE * math.sqrt(floor.least):
+            square = sum(self._squares(pairs, below))
             return (math.sqrt(square) if square >= 0.0 else math.nan) / factor
-        norms = [norm(self._divide(g, v, eps, least if any_below else None)) for g, v in pairs]
+        norms = [norm(self._divide(g, v, eps, below)) for g, v in pairs]
         return torch.linalg.vector_norm(torch.stack(norms)) / factor
 
-    def _find_floor(self, index: int, step: Tensor | float, second: Tensor) -> tuple[float, bool]:
+    def _find_floor(self, index: int, state: Moments, count: float, second: Tensor) -> MomentFloor:
         """Return the smallest v that counts, and whether any v may be below it."""
         if not self.floor:
-            return 0.0, False
-        period = int(step) // self.REFRESH
-        known = self._floors.get(index)
-        replaced = self._state_was_replaced(index, step)
-        if replaced or known is None or (known.period, known.fraction) != (period, self.floor):
+            return NO_FLOOR
+        if self._floor_is_stale(index, state, count):
             least = float(second.mean()) * self.floor
             # A v above the floor may fall below it within the period, as each step multiplies it
             # by beta.
             any_below = bool(second.min() < 2.0 * least)
-            known = self._floors[index] = MomentFloor(period, self.floor, least, any_below)
-        return known.least, known.any_below
+            period = int(count) // self.REFRESH
+            self._floors[index] = MomentFloor(period, self.floor, least, any_below)
+        return self._floors[index]
+
+    def _floor_is_stale(self, index: int, state: Moments, count: float) -> bool:
+        """Return whether the floor is to be found anew: now and then, and for another state."""
+        known = self._floors.get(index)
+        replaced = self._state_was_replaced(index, state["step"])
+        now = int(count) // self.REFRESH, self.floor
+        return replaced or known is None or (known.period, known.fraction) != now
 
     def _state_was_replaced(self, index: int, step: Tensor | float) -> bool:
         """Return whether the state is another object than last time: a state dict was loaded."""
@@ -283,6 +347,33 @@ class PreconditionedNorm(PlainNorm):
         return self._buffers[dtype, size]
 
 
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _chunks(quotients: Sequence[tuple[int, Quotient]]) -> Iterator[list[tuple[int, Quotient]]]:
+    """Yield the quotients in lists of at most `TOGETHER` elements, or of one larger."""
+    chunk: list[tuple[int, Quotient]] = []
+    size = 0
+    for each in quotients:
+        size += each[1].grad.numel()
+        if chunk and size > TOGETHER:
+            yield chunk
+            chunk, size = [], each[1].grad.numel()
+        chunk.append(each)
+    if chunk:
+        yield chunk
+
+
+def _norms_of(quotients: Sequence[Quotient]) -> Sequence[Tensor]:
+    """Return the norms of several quotients, each operation once for all of them."""
+    grads, seconds, leasts, eps, factors = map(list, zip(*quotients, strict=True))
+    roots = torch._foreach_sqrt(torch._foreach_clamp_min(seconds, leasts))
+    torch._foreach_add_(roots, eps)
+    norms = torch._foreach_norm(torch._foreach_div(grads, roots))
+    return torch._foreach_div(norms, factors)
+
+
 def _split_into_blocks(tensor: Tensor) -> Sequence[Tensor]:
     """Return blocks of at most `BLOCK` elements, each in one piece of memory."""
     # Short tensors come one after the other, and each operation costs as much as their arithmetic.
@@ -301,16 +392,16 @@ def _moment_names(optimizer: Optimizer) -> list[str]:
     return sorted(names)
 
 
-def _second_moment(group: ParamGroup, state: Moments) -> tuple[Tensor, Tensor | float]:
+def _second_moment(
+    group: ParamGroup, state: Moments, count: float
+) -> tuple[Tensor, Tensor | float]:
     """Return the running mean of squares, and the factor that corrects its root's bias."""
     if "betas" in group:  # Adam, AdamW
         second = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
-        beta, step = group["betas"][1], state["step"]
-        on_cpu = not isinstance(step, Tensor) or step.device.type == "cpu"
-        if isinstance(beta, Tensor) or not on_cpu:
-            # a count on a device stays there: float() would wait for it
-            return second, torch.as_tensor(1.0 - beta**step).rsqrt()
-        return second, _bias_correction(beta, float(step))
+        beta = group["betas"][1]
+        if isinstance(beta, Tensor):  # it may be on a device, where it stays
+            return second, torch.as_tensor(1.0 - beta**count).rsqrt()
+        return second, _bias_correction(beta, count)
     second = state["square_avg"]  # RMSprop
     if group.get("centered"):
         second = torch.addcmul(second, state["grad_avg"], state["grad_avg"], value=-1)

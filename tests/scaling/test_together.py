@@ -1,0 +1,144 @@
+"""How gradients on a device are measured: several in one call, with the numbers of one at a time.
+
+The tests take this way with tensors of a CPU; tests/gpu takes it with a GPU's.
+"""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import manyhands as mh
+from helpers.scaling_oracle import loss_of, make_batches, make_model
+from manyhands.scaling import _hooks, _preconditioned
+from manyhands.scaling._preconditioned import PreconditionedNorm
+
+pytestmark = pytest.mark.quick
+
+RULES = {
+    "AdaScale": lambda p: mh.AdaScale(torch.optim.SGD(p, 0.05), num_gradients_to_accumulate=3),
+    "AdamScale": lambda p: mh.AdamScale(torch.optim.Adam(p, 0.01), num_gradients_to_accumulate=3),
+}
+
+
+def train(rule, held, steps=8, hook=None):
+    model = make_model(torch.float64)
+    optimizer = RULES[rule](list(model.parameters()))
+    optimizer._core.measurement.hooks._on_cpu = not held
+    if hook is not None:
+        model[0].weight.register_post_accumulate_grad_hook(hook)
+    x, y = make_batches(steps, 3, dtype=torch.float64)
+    progress = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for a in range(3):
+            (loss_of(model, x[step, a], y[step, a]) / 3).backward()
+        optimizer.step()
+        progress.append(optimizer.progress)
+    return progress
+
+
+@pytest.mark.parametrize("together", [1, 20, 10**9])
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_that_are_held_have_the_norms_of_those_that_are_not(rule, together, monkeypatch):
+    monkeypatch.setattr(_hooks, "TOGETHER", together)
+    assert train(rule, held=True) == pytest.approx(train(rule, held=False), rel=1e-12)
+
+
+def test_a_held_gradient_becomes_the_parameters_without_a_copy():
+    seen = []
+
+    def pointer(grads):
+        seen.append(grads[0].data_ptr())
+
+    model = make_model()
+    optimizer = RULES["AdaScale"](list(model.parameters()))
+    optimizer._core.measurement.hooks._on_cpu = False
+    node = torch.autograd.graph.get_gradient_edge(model[0].weight).node
+    node.register_prehook(pointer)
+    loss_of(model, *(t[0, 0] for t in make_batches(1, 1))).backward()
+    assert model[0].weight.grad.data_ptr() == seen[0]
+
+
+def test_a_gradient_that_a_hook_changes_within_the_pass_spoils_one_step():
+    """From the next step on it is measured before the hook changes it, as on a CPU."""
+
+    def double(param):
+        param.grad.mul_(2.0)
+
+    found, expected = (train("AdaScale", held, hook=double) for held in (True, False))
+    assert found[0] == pytest.approx(1.0)  # nothing is known yet
+    later = [b - a for a, b in pairwise(found)]
+    assert all(gain > 0 for gain in later) and len(expected) == len(found)
+
+
+def test_two_parts_of_one_gradient_are_summed():
+    """In one pass, for a parameter that reentrant checkpoints share."""
+    from torch.utils.checkpoint import checkpoint
+
+    def progress(held):
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 3).double()
+        optimizer = RULES["AdaScale"](list(layer.parameters()))
+        optimizer._core.measurement.hooks._on_cpu = not held
+        x, _ = make_batches(6, 3, dtype=torch.float64)
+        for step in range(6):
+            optimizer.zero_grad()
+            for a in range(3):
+                given = x[step, a].requires_grad_()
+                twice = checkpoint(
+                    layer, checkpoint(layer, given, use_reentrant=True).tanh(), use_reentrant=True
+                )
+                (twice.square().mean() / 3).backward()
+            optimizer.step()
+        return optimizer.progress
+
+    assert progress(True) == pytest.approx(progress(False), rel=1e-9)
+
+
+@pytest.mark.parametrize("floor", [0.0, 1e-3, 0.5])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
+def test_quotients_together_have_the_norms_of_each(kind, floor, monkeypatch):
+    model = make_model(torch.float64)
+    optimizer = kind(model.parameters(), lr=0.01)
+    x, y = make_batches(8, 1, dtype=torch.float64)
+    for step in range(8):
+        optimizer.zero_grad()
+        loss_of(model, x[step, 0], y[step, 0]).backward()
+        optimizer.step()
+    grads = [p.grad for p in model.parameters()]
+    alone = PreconditionedNorm(optimizer, floor)
+    expected = [float(alone.one(i, grad)) for i, grad in enumerate(grads)]
+    together = PreconditionedNorm(optimizer, floor)
+    monkeypatch.setattr(_preconditioned, "TOGETHER", 12)
+    quotients = [(i, together._quotient(i, g, lambda t: t)) for i, g in enumerate(grads)]
+    chunks = list(_preconditioned._chunks(quotients))
+    assert len(chunks) == 3
+    found = [n for chunk in chunks for n in _preconditioned._norms_of([q for _, q in chunk])]
+    assert [float(n) for n in found] == pytest.approx(expected, rel=1e-9)
+    for ours, theirs in zip(together.to_state(), alone.to_state(), strict=True):
+        assert ours[:4] == pytest.approx(theirs[:4], rel=1e-9)
+
+
+def test_a_count_on_a_device_is_followed_without_reading_it():
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    x, y = make_batches(10, 1)
+
+    def step(number):
+        optimizer.zero_grad()
+        loss_of(model, x[number, 0], y[number, 0]).backward()
+        optimizer.step()
+
+    step(0)
+    norms = PreconditionedNorm(optimizer)
+    count = optimizer.state[model[0].weight]["step"]
+    assert norms._counts == {}
+    norms._counts[0] = count, count._version, 1.0  # as it is for a count on a device
+    for number in range(1, 5):
+        step(number)
+        norms.optimizer_stepped()
+    assert norms._counts[0][2] == float(count) == 5.0
+    norms.optimizer_stepped()  # of a step without a gradient for it
+    assert norms._counts[0][2] == 5.0
