@@ -120,7 +120,7 @@ def cost(device: str, quick: bool) -> dict[str, Any]:
             size, rounds = TINY, 2
         tokens = size.batch * size.context
         title = f"{tokens:,} tokens a pass, {passes} pass{'es' * (passes > 1)} a step"
-        variants = rules(passes, settled=size is LONG)
+        variants = rules(passes, settled=size is LONG)  # a smoke test has no time to settle
         found[title] = measured(variants, size, passes, device, rounds, steps)
         print_rows(title, found[title])
     return found
