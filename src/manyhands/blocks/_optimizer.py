@@ -41,7 +41,7 @@ from manyhands.blocks._checks import (
     rename_options,
     split_overrides,
 )
-from manyhands.blocks._samples import CursorRounds
+from manyhands.blocks._samples import SampleRounds
 from manyhands.blocks._schedule import Every, check_schedule, make_schedule
 from manyhands.blocks._sync import Sync
 from manyhands.blocks.averaging._codec import find_codec
@@ -468,9 +468,9 @@ class Blocks(OptimizerWrapper):
         else:
             self.synchronize()
 
-    def block_samples(self) -> CursorRounds | None:
+    def block_samples(self) -> SampleRounds | None:
         """What a `Cursor` needs to hand out this worker's samples; None without other workers."""
-        return None if self.alone else CursorRounds(self._sync)
+        return None if self.alone else SampleRounds(self._sync)
 
     # -- stopping before the end ---------------------------------------------------------------
 

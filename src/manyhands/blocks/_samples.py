@@ -12,7 +12,7 @@ same ledger:
 A worker may be left out of the mean because its values are not finite. It commits its samples all
 the same: they count like those of a step that a gradient scaler skips.
 
-`Sync` holds one `BlockSamples`; a `Cursor` sees it through `CursorRounds`.
+`Sync` holds one `BlockSamples`; a `Cursor` sees it through `SampleRounds`.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class BlockSamples:
 
 
 class Rounds(Protocol):
-    """What `CursorRounds` needs of `Sync`."""
+    """What `SampleRounds` needs of `Sync`."""
 
     state: BlockState
     samples: BlockSamples
@@ -141,8 +141,8 @@ class Rounds(Protocol):
         """Synchronize all fragments, on all workers."""
 
 
-class CursorRounds:
-    """What a `Cursor` asks of blocks: the `SampleRounds` of `data/_cursor.py`."""
+class SampleRounds:
+    """What a `Cursor` asks of blocks: the `CursorBlocks` of `data/_cursor.py`."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds, self._samples = rounds, rounds.samples
@@ -156,7 +156,7 @@ class CursorRounds:
         return self._samples.number
 
     def begin(self, rules: Rules, ledger: Ledger) -> None:
-        """Begin with this ledger, or go on with that of the members that are here already."""
+        """As a Cursor is made: begin with its ledger, or go on with that of the run we joined."""
         self._samples.check_cursor()
         account = self.account
         if account.rules is None:
@@ -181,7 +181,7 @@ class CursorRounds:
         self._samples.hand_out(self._rounds.state)
 
     def load(self, rules: Rules, ledger: Ledger) -> None:
-        """Go on with a saved ledger."""
+        """As a Cursor loads a state: go on with the saved ledger."""
         if self._samples.joined_late:
             raise RuntimeError(
                 "this worker has joined a run that goes on, and received its position. Load a "

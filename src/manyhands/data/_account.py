@@ -45,7 +45,7 @@ class Account:
         self.changes = 0  # counts all that may change what this worker holds
 
     def begin(self, rules: Rules, ledger: Ledger, step: int = 0) -> None:
-        """Begin with this ledger, at this step, with nothing taken since."""
+        """Begin with this ledger, new or saved, at this step, with nothing taken since."""
         self.rules, self.ledger, self.committed_at = rules, ledger, step
         self.taken, self._in_step = 0, (0, 0)
         self._change(due=True)
@@ -81,7 +81,7 @@ class Account:
     # -- all workers together ------------------------------------------------------------------
 
     def commit(self, taken: Mapping[int, int], own: int, step: int = 0) -> None:
-        """Commit what each worker took up to this step; `own` is the number of this worker."""
+        """As a round is kept: commit what each worker took up to this step; `own` is our number."""
         if self.rules is None:
             return
         self.ledger, self.committed_at = self.ledger.commit(taken), step

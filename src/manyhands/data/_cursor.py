@@ -47,8 +47,8 @@ from manyhands.data._rules import (
 from manyhands.scaling._weighted_mean import WeightedMean
 
 
-class SampleRounds(Protocol):
-    """What blocks offer to a cursor (`blocks/_samples.py`)."""
+class CursorBlocks(Protocol):
+    """What a cursor asks of blocks: the `SampleRounds` of `blocks/_samples.py`."""
 
     @property
     def account(self) -> Account:
@@ -59,10 +59,10 @@ class SampleRounds(Protocol):
         """This worker's number."""
 
     def begin(self, rules: Rules, ledger: Ledger) -> None:
-        """Begin with this ledger of samples, unless the workers that are here have one."""
+        """As a cursor is made: begin with this ledger, or go on with the run's, if it has one."""
 
     def load(self, rules: Rules, ledger: Ledger) -> None:
-        """Go on with a saved ledger."""
+        """As a cursor loads a state: go on with the saved ledger."""
 
     def next_epoch(self) -> None:
         """Begin the next epoch. All workers do so after equally many steps."""
@@ -183,7 +183,7 @@ class Cursor:
 
     @property
     def passes(self) -> int:
-        """The passes of the step under way, which are equally many on every rank."""
+        """Backward passes in the present step, on every rank; 1 without `max_local_batch_size`."""
         if self._now is None:
             return self._plan.passes_of(self.batch_size)
         return len(self._now.counts)
@@ -241,6 +241,7 @@ class Cursor:
 
     @contextmanager
     def _iteration(self) -> Iterator[None]:
+        """Open one loop over the epoch, from the position that all ranks have; one at a time."""
         if self._iterated:
             raise RuntimeError(
                 "this Cursor is iterated already. Make another one for another loop."
@@ -261,7 +262,7 @@ class Cursor:
     def ahead(self) -> Iterator[Iterator[Any]]:
         """Give the batches to a caller that keeps some ready for its loop, as `Ramp` does.
 
-        The caller calls `_begin` for each batch when the loop gets it.
+        The caller calls `begin_batch` for each batch when the loop gets it.
         """
         if self._blocks is not None:
             raise ValueError(
@@ -278,7 +279,7 @@ class Cursor:
             self._end_epoch()
 
     def _fetch(self) -> Iterator[Any]:
-        """Yield this rank's batches as they are loaded; `_begin` counts what the loop gets."""
+        """Yield this rank's batches as they are loaded; `begin_batch` counts what the loop gets."""
         batches: Iterator[Any] | None = None
         end = object()
         while True:
@@ -318,7 +319,7 @@ class Cursor:
         return iter(self._loader)
 
     def begin_batch(self) -> Pass:
-        """Hand one batch to the loop."""
+        """Count a batch as the loop gets it (more may be loaded already), and return its pass."""
         self._now = now = self._plan.next_pass()
         self._mean_due = True
         if now.index == 0:
@@ -339,6 +340,7 @@ class Cursor:
             self._plan.keep()
 
     def _check_weighted(self) -> None:
+        """Warn once if a step is divided unevenly and the loop has not called `mean` for it."""
         now = self._now
         if self._mean_due and now is not None and now.uneven and not self._warned:
             self._warned = True
@@ -351,6 +353,7 @@ class Cursor:
             )
 
     def _end_epoch(self) -> None:
+        """Begin the next epoch, as a loop has trained on all that was left of this one."""
         if self._blocks is None:
             self._account.next_epoch()
             self._hand_out_all()
@@ -374,6 +377,7 @@ class Cursor:
         self._begin_with(ledger, load=True)
 
     def _begin_with(self, ledger: Ledger, *, load: bool = False) -> None:
+        """Go to the position of a ledger: that of a new cursor or, with `load`, a saved one."""
         if self._blocks is None:
             self._account.begin(self._rules, ledger)
             self._hand_out_all()
@@ -393,12 +397,12 @@ class Cursor:
         )
 
 
-def _find_blocks(optimizer: Optimizer) -> SampleRounds | None:
-    """Return what the blocks around an optimizer offer; None without blocks, or other workers."""
+def _find_blocks(optimizer: Optimizer) -> CursorBlocks | None:
+    """Return what a cursor asks of the blocks around an optimizer; None if there are none."""
     for layer in unwrap(optimizer, every_layer=True):
         # On the class: wrappers forward attributes that they do not have to what they wrap.
         if hasattr(type(layer), "block_samples"):
-            rounds: SampleRounds | None = layer.block_samples()  # type: ignore[attr-defined]
+            rounds: CursorBlocks | None = layer.block_samples()  # type: ignore[attr-defined]
             return rounds
     return None
 

@@ -11,7 +11,7 @@ An epoch has positions 0 ... samples - 1. Each is in one of three states:
       └──── keep_only ────┘        the worker left or died, or another one needs it more
 
 A worker takes its positions in the order in which it holds them. So one number says what it
-commits: how many samples it has taken. In blocks each worker's number travels in the note of the
+commits: how many samples it has taken. In blocks each worker's number travels in the report of the
 sync round (`blocks/averaging/_payload.py`), and all workers arrive at the same ledger without any
 further message. Ranks that take all steps together (DDP, ZeRO, FSDP) are one worker.
 

@@ -90,12 +90,13 @@ class Order:
 
     @cached_property
     def _keys(self) -> list[int]:
-        # Not Python's hash(), which differs between processes.
+        """The key of each round, by seed and epoch. Python's hash() differs between processes."""
         text = f"manyhands order 1: {self.seed} {self.epoch}".encode()
         digest = hashlib.blake2b(text, digest_size=4 * ROUNDS).digest()
         return [int.from_bytes(digest[4 * i : 4 * i + 4], "little") for i in range(ROUNDS)]
 
     def _stir(self, cells: Tensor) -> Tensor:
+        """Return where the cells of the table go in the rounds of the module's docstring."""
         a, b = self._rows, self._columns
         row = torch.div(cells, b, rounding_mode="floor")
         column = cells - row * b
@@ -178,6 +179,7 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
         return ShardOrder([shards[lane :: self.lanes] for lane in range(self.lanes)], self.sizes)
 
     def __getitem__(self, index: int) -> Sample:
+        """Return a sample: the next one of a shard that is being read, or a shard is opened."""
         shard = bisect_right(self._starts, index) - 1
         number = index - self._starts[shard]
         samples, there = self._being_read.pop(shard, (iter(()), -1))
@@ -229,6 +231,7 @@ class ShardOrder:
         return [self._index(position) for start, stop in spans for position in range(start, stop)]
 
     def _index(self, position: int) -> int:
+        """Return which sample of the dataset is at a position, by its lane's turn."""
         turn = bisect_right(self._positions, position) - 1
         begin, active = self._turns[turn]
         number, lane = divmod(position - self._positions[turn], len(active))

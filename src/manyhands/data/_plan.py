@@ -142,7 +142,7 @@ class LoaderPlan:
         return number_of_passes(samples, self._ranks.size, self._most)
 
     def next_pass(self) -> Pass:
-        """Return the pass that the loop gets now, which ends its way."""
+        """Return the pass that the loop gets now; it is no longer on its way."""
         now = self._passes.popleft()
         if now.last:
             self._steps_ahead.popleft()
@@ -215,6 +215,7 @@ class LoaderPlan:
                 start = stop
 
     def _order(self) -> Order | ShardOrder:
+        """Return the order of the epoch's samples: their own, or along data shards."""
         rules, epoch = self._rules, self._account.ledger.epoch
         if self._shards is not None:
             return self._shards.order(rules["seed"], epoch, rules["shuffle"])

@@ -145,7 +145,7 @@ class AdaptiveDataLoader(StepLoader):
 
     @property
     def current_local_bsz(self) -> int:
-        """Samples in one micro-batch on each rank, in the step under way."""
+        """adaptdl's name for the samples of one micro-batch on each rank, in the present step."""
         return self.size.per_pass * self._unit
 
     @property
@@ -192,6 +192,7 @@ class AdaptiveDataLoader(StepLoader):
 
     @contextmanager
     def _being_iterated(self) -> Iterator[None]:
+        """Open one loop over the data, in which the model asks this loader about each pass."""
         if self._iterated:
             raise RuntimeError(
                 "this loader is iterated already: one loop over it at a time. For another loop "
@@ -211,7 +212,7 @@ class AdaptiveDataLoader(StepLoader):
                 self._end = None
 
     def size_of(self, units: int) -> StepSize:
-        """Return how a step of this many units is divided into passes."""
+        """Return the passes of a step of this many units, within `local_bsz_bounds`."""
         bounds = self._bounds
         if bounds is None:
             return super().size_of(units)
@@ -241,7 +242,7 @@ class AdaptiveDataLoader(StepLoader):
         return self._more_follow
 
     def attach(self, module: AdaptiveDataParallel) -> None:
-        """Take over the batch of the module's rule, the first time that this is called."""
+        """Before each forward of the module: take over its rule's batch, the first time."""
         if self._module is module:
             if self._ramp is not None and self._end is None:
                 self._begin_epoch(module)

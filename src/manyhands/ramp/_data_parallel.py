@@ -162,7 +162,7 @@ class AdaptiveDataParallel(ModuleWrapper):
             return wrapped_attribute(self, parallel[0], name)
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """Run the model."""
+        """Run the model; in training, ask the loader before whether the step has more passes."""
         # An evaluation's forward passes are no passes of a step.
         source = self._loader
         if source is not None and self.training and torch.is_grad_enabled():

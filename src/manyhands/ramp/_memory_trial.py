@@ -138,6 +138,7 @@ def _bytes_kept(
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
+        """Count a tensor that autograd saves, unless the model holds it anyway."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()
@@ -160,6 +161,8 @@ def _run(model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batch: Ba
 
 
 def _resized(batch: Batch, samples: int) -> Batch:
+    """Return the example batch with another number of samples: cut, or repeated."""
+
     def resize(tensor: Tensor) -> Tensor:  # (samples of the example, ...) -> (samples, ...)
         return tensor[torch.arange(samples, device=tensor.device) % len(tensor)]
 

@@ -162,12 +162,12 @@ class Supply:
         batches = iter(loader)
         ready: deque[Batch] = deque()
         _fill(ready, batches, look_ahead())
-        self._left = self._agree(len(ready))
+        self._left = self._fewest_ready(len(ready))
         steps = -1
         while True:
             if self._left == 0 and self._steps == steps:
                 # The loop has left out its last step, which would have brought the reports.
-                self._left = self._agree(len(ready))
+                self._left = self._fewest_ready(len(ready))
             if self._left == 0:
                 return
             count, steps = min(passes(), self._left), self._steps
@@ -190,7 +190,7 @@ class Supply:
             used_since = self._handed_out - self._reported_at
             self._left = int(min(report.batches for report in reports)) - used_since
 
-    def _agree(self, ready: int) -> int:
+    def _fewest_ready(self, ready: int) -> int:
         """Return how many micro-batches the rank with the fewest has ready.
 
         A collective of its own, for the moments at which no step carries the reports: the beginning
@@ -315,7 +315,7 @@ class StepLoader(DataLoader[Any]):
         self._ledger = self._ledger.next_epoch()
 
     def indices(self) -> Iterator[list[int]]:
-        """Yield the samples of each of this rank's micro-batches, planning step by step."""
+        """Yield the samples of each micro-batch of this rank, for torch's loader, step by step."""
         rules, ledger = self._order, self._ledger
         order = Order(rules["samples"], rules["seed"], ledger.epoch, rules["shuffle"])
         samples = order.indices(ledger.hand_out({0: ledger.left}).held_by(0))

@@ -1,7 +1,7 @@
 """`Ramp`: how many micro-batches shall the next step have?
 
 After each step every rank knows the same three things, because they travel in the one small
-collective that a scaling rule has anyway (`scaling/_step_stats.py`):
+collective that a scaling rule has anyway (`scaling/_payload.py`):
 
     the noise               averaged by the rule, up to this step
     the time of a step      on the slowest rank: each reports how long its last step took
@@ -186,6 +186,7 @@ class Ramp:
 
     @property
     def _size(self) -> StepSize:
+        """The size of the next step, as the loader divides its units into passes."""
         loader = self._loader
         if loader is None:
             return StepSize(self._units, 1)
@@ -254,6 +255,7 @@ class Ramp:
     def _micro_batches(
         self, step: list[Batch], count: Callable[[Batch], int | float | Tensor] | None
     ) -> MicroBatches[Batch]:
+        """Return a step for the loop; with `count`, its losses are weighted by tokens."""
         mean = None if count is None else WeightedMean(list(map(count, step)), self.optimizer)
         return MicroBatches(step, self._no_sync, mean)
 
@@ -270,7 +272,7 @@ class Ramp:
         return RankReport(seconds=seconds, timed_passes=passes, batches=self._supply.report())
 
     def after_step(self, reports: Sequence[RankReport]) -> None:
-        """Take the time of the step that has ended, and decide about the next ones."""
+        """As the optimizer has stepped: take the step's time, and decide about the next steps."""
         units = self.optimizer.passes * (1 if self._loader is None else self._loader.size.per_pass)
         self._timer.step_ended(units, counts=self._steps >= SKIPPED)
         self._steps += 1
@@ -397,6 +399,7 @@ class Ramp:
         self._take(SavedRamp.parse(state_dict))
 
     def _take(self, saved: SavedRamp) -> None:
+        """Continue with a saved ramp's batch, and with its times if the ranks are as many."""
         self._saved = saved
         self._steps, self._moments_scale = saved.steps, saved.moments_scale
         self._noise.load(saved.memory, saved.unmeasured, saved.evidence)
@@ -470,6 +473,7 @@ def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[
 
 @contextmanager
 def _without_sync(set_sync: Callable[[bool], object]) -> Iterator[None]:
+    """Let a module of `fully_shard` accumulate inside, as `no_sync()` of others does."""
     set_sync(False)
     try:
         yield

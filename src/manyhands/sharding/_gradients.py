@@ -63,7 +63,7 @@ def clip_slices(
     ranks: RankGroup,
     device: torch.device,
 ) -> Tensor:
-    """Scale gradients, of which these are this rank's slices, likewise; return their norm."""
+    """Scale gradients, by this rank's slices of them, to at most `max_norm`; return the norm."""
     # A rank's slice of a small parameter may be empty, and has no maximum norm.
     norms = [_norm_of_shard(grad, norm_type) for grad in grads if grad.numel()]
     total = _combine_norms(norms, norm_type, ranks, device)
@@ -94,7 +94,7 @@ def _combine_norms(
 
 
 def _norm_of_shard(grad: Tensor, norm_type: float) -> Tensor:
-    """Return the norm of one slice."""
+    """Return the norm of this rank's slice of a gradient."""
     if norm_type == 2.0:
         return norm(grad)
     wide = torch.promote_types(grad.dtype, torch.float32)
@@ -196,10 +196,10 @@ class ShardedGradScaler(GradScaler):
         """fairscale's name of `process_group`; None stands for the optimizer's."""
         return self.process_group
 
-    # torch's `unscale_` and `step` call this for the gradients of an optimizer.
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
+        """Unscale this rank's slices, and look for an overflow on any rank. torch calls this."""
         sharded = find_layer(optimizer, ShardedOptimizer)
         # The others wait for a rank without a backward pass until it joins in here.
         if sharded is not None:
@@ -237,7 +237,7 @@ def _carriers(param: Tensor) -> list[Tensor]:
 
 
 def _make_carrier(grad: Tensor) -> Tensor:
-    # torch reads `.grad`. A detached view may have one of its own, and copies nothing.
+    """Return a view with this gradient in its `.grad`, where torch's scaler looks for it."""
     carrier = grad.detach()
     carrier.grad = grad
     return carrier

@@ -217,6 +217,7 @@ def auto_wrap(
     done: dict[nn.Module, nn.Module] = {}  # a module at two places gets one wrapper
 
     def replacement(each: nn.Module) -> nn.Module:
+        """Wrap the chosen modules inside a module, then itself if it is chosen; return it."""
         if each not in done:
             for name, child in children(each):
                 if (new := replacement(child)) is not child:
@@ -280,6 +281,7 @@ def pick_modules(root: nn.Module, policy: Policy, wrappers: Iterable[nn.Module])
     wrapped_params = {param for wrapper in wrappers for param in wrapper.parameters()}
 
     def ask(module: nn.Module, recurse: bool, params: set[nn.Parameter]) -> bool:
+        """Ask the policy about a module; parameters that are in a wrapper already do not count."""
         number = sum(param.numel() for param in params - wrapped_params)
         return policy(
             module=module, recurse=recurse, unwrapped_params=number, module_is_root=module is root
@@ -304,6 +306,7 @@ def pick_modules(root: nn.Module, policy: Policy, wrappers: Iterable[nn.Module])
     rest: dict[nn.Module, set[nn.Parameter]] = {wrapper: set() for wrapper in wrappers}
 
     def rest_of(module: nn.Module) -> set[nn.Parameter]:
+        """Decide about a module, after those inside it; return the parameters left outside."""
         if module not in rest:
             params = {p for p in module._parameters.values() if p is not None}
             params.update(*(rest_of(child) for _, child in children(module)))
@@ -319,7 +322,7 @@ def pick_modules(root: nn.Module, policy: Policy, wrappers: Iterable[nn.Module])
 
 
 def _params_outside(module: nn.Module, root: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters to which a way leads from the root that does not lead through it."""
+    """Yield the parameters that `root` also reaches without passing through `module`."""
     seen, waiting = {module}, [root]
     while waiting:
         each = waiting.pop()
@@ -330,6 +333,7 @@ def _params_outside(module: nn.Module, root: nn.Module) -> Iterator[nn.Parameter
 
 
 def _as_policy(policy: Policy | Classes) -> Policy:
+    """Return the policy; for a set of classes, the policy that wraps their instances."""
     if not isinstance(policy, Collection):
         return policy
     classes = tuple(policy)

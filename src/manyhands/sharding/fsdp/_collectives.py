@@ -61,6 +61,7 @@ class AllGather(_Allocator):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False
     ) -> dist.Work:
+        """Gather a wrap's parameters. torch's engine calls this for its own all_gather."""
         size = input_tensor.numel()
         # A range needs a step, so a wrap whose slices are empty gets one empty slice.
         cuts = range(0, size * (self._ranks.size + 1), size) if size else [0, 0]
@@ -75,6 +76,7 @@ class _Works(dist.Work):
         self._works = works
 
     def wait(self, timeout: object = None) -> bool:
+        """Wait for all messages of a collective; the engine calls it as a `Work`'s."""
         with _broken_explained():
             for work in self._works:
                 work.wait()
@@ -194,6 +196,7 @@ class ReduceScatter(_Allocator):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
+        """Average a wrap's gradients. torch's engine calls this for its own reduce_scatter."""
         self._queue.enter()
         ranks = self._queue.ranks
         # With another operation (SUM, for half precision) the engine divides, before and after.

@@ -325,6 +325,7 @@ def refuse_second_order(result: object) -> None:
 
 
 def _check_first_order(_: Tensor) -> None:
+    """Raise in a backward with `create_graph`: a hook on the tensors that a wrap returns."""
     if torch.is_grad_enabled():  # in a backward: only with create_graph
         raise RuntimeError(
             "FullyShardedDataParallel cannot differentiate twice: parameters are freed after the "
@@ -368,6 +369,7 @@ def dereference(reference: Callable[[], Engine | None]) -> Engine:
 
 
 def _param_at(place: Place) -> nn.Parameter:
+    """Return the parameter that the module has there now: sharded, or full during a pass."""
     module, name = place
     param = module._parameters[name]
     assert param is not None
@@ -542,6 +544,7 @@ class _StateDictCalls:
         self._calls, self._steps = self._calls + 1, 0
 
     def compare(self) -> None:
+        """Before a step: warn if `state_dict()` was called on this rank, and not on every other."""
         self._steps += 1
         if self._calls == self._compared or self._steps < 2:
             return
@@ -557,6 +560,7 @@ class _StateDictCalls:
 
 
 def _check_at_step(optimizer: Optimizer, *_: object) -> None:
+    """Before a step: raise if the optimizer has replaced parameters, or cannot train shards."""
     if optimizer in _state_calls:
         _state_calls[optimizer].compare()
     params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -30,6 +30,7 @@ class DTensorGradient(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
+        """For clipping: compute norms and scale on this rank's slice. DTensor does the rest."""
         kwargs = kwargs or {}
         # With further arguments (dim, dtype) these are other functions, left to DTensor.
         if func is torch.linalg.vector_norm and len(args) <= 2 and not kwargs:

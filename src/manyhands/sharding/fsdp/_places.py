@@ -204,6 +204,8 @@ def cast_in_forward(module: nn.Module, places: list[Place], dtype: torch.dtype) 
 
 
 def _cast_inputs(dtype: torch.dtype) -> Callable[..., tuple[object, object]]:
+    """Return a pre-hook of a module that casts its inputs."""
+
     def cast(_: nn.Module, args: object, kwargs: object) -> tuple[object, object]:
         return as_type(dtype, args), as_type(dtype, kwargs)
 
@@ -213,6 +215,8 @@ def _cast_inputs(dtype: torch.dtype) -> Callable[..., tuple[object, object]]:
 def _swap(
     places: list[Place], swapped: set[Place], own: list[Place], dtype: torch.dtype
 ) -> Callable[..., None]:
+    """Return a pre-hook that hides the parameters at `places` behind casts, as forward begins."""
+
     def swap(_: nn.Module, __: object) -> None:
         casts: dict[int, Tensor] = {}  # a tied parameter is cast once
         for module, name in places:
@@ -232,6 +236,8 @@ def _swap(
 
 
 def _restore(swapped: set[Place], own: list[Place]) -> Callable[..., None]:
+    """Return a hook that removes the casts of `_swap`, as forward ends."""
+
     def restore(*_: object) -> None:
         for module, name in own:
             object.__delattr__(module, name)

@@ -65,6 +65,7 @@ class Attendance:
         return f"{self._roll_call.prefix}/trained/{rank}"
 
     def _find_training(self) -> str:
+        """Return an error's message if other ranks train while this one evaluates, else ""."""
         store = self._roll_call.store
         # At most 64 of them, or all that wait would ask for all: for different ones.
         step = -(-self._ranks.size // 64)
@@ -189,6 +190,7 @@ class UsedParameters:
 def _note(
     reference: weakref.ref[UsedParameters], number: int, grads: Sequence[Tensor | None]
 ) -> None:
+    """Note that a parameter got a gradient: called by the hook on its node of the graph."""
     used = reference()
     # Autograd passes None if the parameter took part in the forward and got no gradient.
     if used is not None and grads[0] is not None:
@@ -283,6 +285,7 @@ def become_root(wrap: Wrap) -> RootState | None:
 
 
 def _mark_root(wrap: Wrap) -> RootState | None:
+    """Make a wrap the root of those inside, if they fit; return what they do together."""
     # Inner wraps in a group of one send nothing, and take no part.
     members = [each for each in wraps_in(wrap, Wrap) if each.world_size > 1 or each is wrap]
     check_inner_groups(wrap._ranks, [each._ranks for each in members])

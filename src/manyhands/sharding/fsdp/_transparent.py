@@ -121,7 +121,7 @@ class Wrap(ModuleWrapper):
             yield name, sharded.get(id(param), param)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Wrap:
-        # to(), half() and others may replace parameters.
+        """Convert or move the module (`to`, `half`), and look up replaced parameters."""
         super()._apply(fn, recurse)
         for wrap in wraps_in(self, Wrap):
             wrap._find_params_again()
@@ -179,6 +179,7 @@ class Wrap(ModuleWrapper):
             return super().state_dict(*args, **kwargs)
 
     def _begin_state_dict(self) -> None:
+        """Before a state dict: free gathered parameters, and wait until all ranks are here."""
         if self._in_state_dict:
             return
         self._reshard()
@@ -533,6 +534,8 @@ def sharded_optimizer_state(
 
 
 def _shard_state(index: int, state: Mapping[str, object], param: Tensor) -> dict[str, object]:
+    """Return this rank's slices of a loaded state of one parameter."""
+
     def change(tensor: Tensor) -> Tensor:
         if tensor.shape == param.shape:
             return shard_like(tensor, param)

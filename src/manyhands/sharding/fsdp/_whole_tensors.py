@@ -172,6 +172,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def _step(self, **kwargs: Any) -> None:
+        """Send gradients to the tensors' owners, step there, and send the new rows back."""
         tensors = [tensor for group in self._tensors for tensor in group]
         trained, changed = self._agree_on(tensors)
         if changed:
@@ -347,11 +348,11 @@ def fingerprints(params: Sequence[Tensor]) -> list[int]:
 
 
 def _fingerprint(shard: Tensor) -> Tensor:
+    """Return a number that changes with a shard's bits, and if two rows are exchanged."""
     if not shard.numel():
         return torch.zeros((), dtype=torch.int64, device=shard.device)
     bits = shard.reshape(shard.size(0), -1).view(INTEGERS.get(shard.element_size(), torch.int64))
     rows = bits.sum(dim=1, dtype=torch.int64)
-    # Weighted, so that rows that change places are another number.
     weights = torch.arange(1, 2 * len(rows), 2, device=rows.device)
     return (rows * weights).sum()
 

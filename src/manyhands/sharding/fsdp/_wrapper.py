@@ -210,8 +210,7 @@ class FullyShardedDataParallel(Wrap):
 
     @contextmanager
     def _outside_inference_mode(self) -> Iterator[None]:
-        # The engine keeps its full parameters' tensor objects. Inference tensors made in the first
-        # forward could not be used in training.
+        """Leave inference mode: the engine keeps the first forward's tensors, for training too."""
         if self._engine is None or not torch.is_inference_mode_enabled():
             yield
         else:

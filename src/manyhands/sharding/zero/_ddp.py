@@ -111,7 +111,7 @@ class ShardedDataParallel(ModuleWrapper):
         self._reducer = self._make_reducer(wire)
 
     def _make_reducer(self, wire: torch.dtype | None) -> Reducer:
-        """Return what averages the gradients, known to the optimizers."""
+        """Return what averages this module's gradients, and let the optimizers know it."""
         reducer = Reducer(
             [one._shards for one in self._optimizers],
             _own_group(self._workers, self.module),
@@ -125,20 +125,16 @@ class ShardedDataParallel(ModuleWrapper):
         return reducer
 
     def _synchronised(self) -> Callable[[], bool]:
+        """Return what the reducer asks as a pass begins: is it averaged, or inside `no_sync`?"""
         me = weakref.ref(self)  # the reducer must not keep the module alive
-
-        def synchronised() -> bool:
-            module = me()
-            return module is None or module.require_backward_grad_sync
-
-        return synchronised
+        return lambda: (module := me()) is None or module.require_backward_grad_sync
 
     def _finish(self) -> Callable[[], None]:
+        """Return what the reducer calls after each averaged pass: it copies rank 0's buffers."""
         me = weakref.ref(self)
 
         def finish() -> None:
-            module = me()
-            if module is not None and module.broadcast_buffers:
+            if (module := me()) is not None and module.broadcast_buffers:
                 module.sync_buffers()
 
         return finish
@@ -157,6 +153,7 @@ class ShardedDataParallel(ModuleWrapper):
             raise
 
     def _prepare(self, reducer: Reducer) -> None:
+        """Before a forward: follow parameters that were moved, frozen or unfrozen meanwhile."""
         if _inside_ddp(self):
             raise inside_ddp(self)
         # `to` or `half` may have given parameters memory outside of the buckets.

@@ -59,6 +59,7 @@ class PendingGather:
     works: list[dist.Work]
 
     def wait(self) -> None:
+        """Wait for the other ranks' slices; copy them into the parameters if they came rounded."""
         for work in self.works:
             work.wait()
         if self.sent is not self.data:
@@ -74,6 +75,7 @@ class SharedMemoryGather:
     barrier: dist.Work  # until it is over, an owner may still be writing its slice
 
     def wait(self) -> None:
+        """Wait until every owner has written its slice, and copy the slices from their memory."""
         self.barrier.wait()
         for rank, (a, b) in enumerate(pairwise(self.bucket.layout.cuts)):
             if rank != self.rank:
@@ -104,8 +106,8 @@ class Shards:
     """All parameters of an optimizer, by index, and which rank owns what of them.
 
     `even` chooses the layout. `largest` is the number of elements in a bucket (None: a good one;
-    0: a bucket for each parameter). A frozen parameter is left where it is until it thaws. Once a
-    parameter has its place, it keeps it.
+    0: a bucket for each parameter). A parameter's *place* is its part of the flat memory. A frozen
+    one is left where it is until it thaws. Once a parameter has its place, it keeps it.
 
     With `wire`, parameters travel in that narrower type, and every rank, their owner too, trains
     with the rounded values. The owner keeps an exact copy, so that small updates are not lost.
@@ -119,10 +121,7 @@ class Shards:
         largest: int | None,
         wire: torch.dtype | None = None,
     ) -> None:
-        self.workers = workers
-        self.even = even
-        self.largest = largest
-        self.wire = wire
+        self.workers, self.even, self.largest, self.wire = workers, even, largest, wire
         self._gathers: list[PendingGather | SharedMemoryGather] = []  # of this step
         self.params: list[Tensor] = []
         self.slices: list[list[ParamSlice]] = []
@@ -165,13 +164,13 @@ class Shards:
         for i in reversed(new):  # about the order in which backward finishes them
             kinds.setdefault((self.params[i].dtype, self.params[i].device), []).append(i)
         for kind, indices in kinds.items():
-            for layout in self._plan(kind, indices):
+            for layout in self._make_layouts(kind, indices):
                 self._build(layout, kind)
         return [owned for i in new for owned in self.slices[i]]
 
-    def _plan(self, kind: Kind, indices: list[int]) -> list[_layout.BufferLayout]:
-        sizes = [(i, self.params[i].numel()) for i in indices]
-        largest = self.largest
+    def _make_layouts(self, kind: Kind, indices: list[int]) -> list[_layout.BufferLayout]:
+        """Decide which rank owns what of these parameters of one kind; a layout per buffer."""
+        sizes, largest = [(i, self.params[i].numel()) for i in indices], self.largest
         if largest is None:
             largest = _layout.bucket_size(self.workers.size, sum(size for _, size in sizes))
         if self.even:
@@ -181,6 +180,7 @@ class Shards:
 
     @torch.no_grad()
     def _build(self, layout: _layout.BufferLayout, kind: Kind) -> None:
+        """Allocate a layout's buffer, move its parameters there, and find this rank's slices."""
         dtype, device = kind
         data, on_ranks = self._allocate(layout.size, dtype, device)
         self._move_into(data, layout)
@@ -216,12 +216,12 @@ class Shards:
         own = bucket.data[bucket.layout.cuts[rank] : bucket.layout.cuts[rank + 1]]
         for place in bucket.layout.owned(rank):
             owned = ParamSlice(place.param, place.start, place.stop, own, whole=not self.even)
-            self._point(owned, own[place.offset : place.offset + place.size])
+            self._set_data(owned, own[place.offset : place.offset + place.size])
             owned.number = len(self.slices[place.param])
             self.slices[place.param].append(owned)
             bucket.slices.append((owned, place))
 
-    def _point(self, owned: ParamSlice, flat: Tensor) -> None:
+    def _set_data(self, owned: ParamSlice, flat: Tensor) -> None:
         """Make a slice a view of these elements; or a copy, if they are the rounded ones."""
         data = unflatten(flat, self.params[owned.param]) if owned.whole else flat
         exact = _narrows(self.wire, data)
@@ -239,15 +239,11 @@ class Shards:
         chosen = set(members)
         if self.workers.size == 1:
             return [self.params[i] for i in sorted(chosen)]
+        owned = [place for bucket in self.buckets for place in bucket.layout.owned(rank)]
+        held = [(self.params[place.param], place) for place in owned if place.param in chosen]
         return [
-            self.params[place.param]
-            if place.size == self.params[place.param].numel()
-            else flatten(self.params[place.param], self.params[place.param])[
-                place.start : place.stop
-            ]
-            for bucket in self.buckets
-            for place in bucket.layout.owned(rank)
-            if place.param in chosen
+            p if place.size == p.numel() else flatten(p, p)[place.start : place.stop]
+            for p, place in held
         ]
 
     def active(self, bucket: FlatBucket) -> bool:
@@ -280,7 +276,7 @@ class Shards:
         )
 
     @torch.no_grad()
-    def follow(self) -> list[ParamSlice]:
+    def rebuild_buffers(self) -> list[ParamSlice]:
         """Build the buffers anew on the device and in the dtype that parameters have now.
 
         Slices keep their ranges. Return those whose `data` is another tensor now.
@@ -298,12 +294,12 @@ class Shards:
             data, on_ranks = self._allocate(buffer.layout.size, dtype, device)
             self._move_into(data, buffer.layout)
             buffer.data = data
+            rank = self.workers.rank
             for bucket in buffer.buckets:
-                rank = self.workers.rank
                 bucket.data, bucket.on_ranks = _range_of(bucket.layout, data, on_ranks)
                 own = bucket.data[bucket.layout.cuts[rank] : bucket.layout.cuts[rank + 1]]
                 for owned, place in bucket.slices:
-                    self._point(owned, own[place.offset : place.offset + place.size])
+                    self._set_data(owned, own[place.offset : place.offset + place.size])
                     changed.append(owned)
         return changed
 
@@ -324,7 +320,7 @@ class Shards:
 
     @torch.no_grad()
     def take_changes(self) -> None:
-        """Update exact copies of parameters that were changed since, as by load_state_dict."""
+        """Before a step: update exact copies of parameters that were changed, as by loading."""
         for slices in self.slices:
             for owned in slices:
                 if owned.rounded is not None:

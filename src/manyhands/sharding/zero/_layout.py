@@ -180,6 +180,7 @@ def _assign_starts(members: Sequence[tuple[int, int]]) -> tuple[dict[int, int], 
 def _ranges_within(
     members: Sequence[tuple[int, int]], starts: dict[int, int], low: int, high: int
 ) -> Iterator[ParamRange]:
+    """Yield the parts of parameters between two places of a buffer: the ranges of one bucket."""
     for index, size in members:
         first, last = max(starts[index], low), min(starts[index] + size, high)
         if first < last:

@@ -249,7 +249,7 @@ class OSS(ShardedOptimizer):
         self._shards.extend(self.param_groups[-1]["params"])
         self._shards.lay_out()
         self._sliced.add_last_group(self.param_groups)
-        self._cover_new_places()
+        self._follow_new_buckets()
 
     def refresh_trainable(self) -> None:
         """Lay out parameters that have thawed since. `step` calls this by itself."""
@@ -258,19 +258,19 @@ class OSS(ShardedOptimizer):
             check_same_frozen(self._workers, trained)
             new = self._shards.lay_out()
             self._sliced.replace_slices(self.param_groups)
-            self._cover_new_places()
+            self._follow_new_buckets()
             self._sliced.begin_state_of(new, self.param_groups, self._run.pending_state)
 
     def _follow_moved(self) -> None:
         """Follow a model that was moved or converted, with its memory and state."""
         if self._shards.moved:
             self._sliced.follow_moved(self.param_groups)
-            self._cover_new_places()
+            self._follow_new_buckets()
 
-    def _cover_new_places(self) -> None:
+    def _follow_new_buckets(self) -> None:
         if self._run.reducer is not None:
             # Gradients travel in the parameters' buckets, and these are new.
-            self._run.reducer.cover()
+            self._run.reducer.lay_out_buckets()
 
     def partition_parameters(self) -> list[list[ParamGroup]]:
         """Return for each rank the parameter groups with what it keeps up to date.

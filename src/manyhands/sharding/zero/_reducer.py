@@ -74,26 +74,25 @@ class Reducer:
         self.gave_up = False  # whether one has raised an exception since the last averaged pass
         self._one_at_a_time = threading.Lock()
         self._averaged: set[Shards] = set()  # since their last step
-        self.cover()
+        self.lay_out_buckets()
 
-    def cover(self) -> None:
-        """Hook the parameters that are trained now, and lay out their buckets."""
+    def lay_out_buckets(self) -> None:
+        """Lay out the buckets of the parameters that are trained, and hook these parameters."""
         _detach_hooks(self._hooks)
         self.params = [p for shards in self._all_shards for p in shards.params]
         numbers = {id(param): number for number, param in enumerate(self.params)}
         flats = [(s, flat) for s in self._all_shards for flat in s.buckets if s.active(flat)]
         self._buckets = [GradientBucket(i, *pair, numbers) for i, pair in enumerate(flats)]
-        self._places: list[list[tuple[GradientBucket, ParamRange]]] = [[] for _ in self.params]
+        # For each parameter: the buckets that it travels in, and its range in each.
+        self._where: list[list[tuple[GradientBucket, ParamRange]]] = [[] for _ in self.params]
         for bucket in self._buckets:
             for number, place in bucket.ranges:
-                self._places[number].append((bucket, place))
+                self._where[number].append((bucket, place))
         self._trained = [p.requires_grad for p in self.params]
-        self._expected = sum(
-            bool(t and p) for t, p in zip(self._trained, self._places, strict=True)
-        )
+        self._expected = sum(bool(t and p) for t, p in zip(self._trained, self._where, strict=True))
         listener = weakref.ref(self)  # hooks must not keep the reducer alive
         for number, param in enumerate(self.params):
-            if param.requires_grad and self._places[number]:
+            if param.requires_grad and self._where[number]:
                 hook = _make_hook(listener, number)
                 self._hooks.append(param.register_post_accumulate_grad_hook(hook))
         if self.workers.shared_memory is not None and self._buckets:
@@ -105,18 +104,18 @@ class Reducer:
 
     @property
     def trained_changed(self) -> bool:
-        """Whether parameters were frozen or thawed since `cover`."""
+        """Whether parameters were frozen or thawed since `lay_out_buckets`."""
         return [p.requires_grad for p in self.params] != self._trained
 
     def follow_trained(self) -> None:
         """Lay the buckets out anew if parameters were frozen or thawed; on every rank."""
         if self.trained_changed:
             check_same_frozen(self.workers, [param.requires_grad for param in self.params])
-            self.cover()
+            self.lay_out_buckets()
 
     def _start_over(self) -> None:
-        # A pass that raised an error may have left buckets in flight. Receive them now: the next
-        # pass must not take them for its own.
+        """Forget the last pass, before the next and after each. It may have failed halfway."""
+        # Receive what a failed pass has left: the next one must not take it for its own.
         while self._in_flight:
             self._finish_oldest()
         self._arrived: set[int] = set()  # parameters whose gradient of this pass was taken
@@ -141,6 +140,7 @@ class Reducer:
                 self._note_arrival(number)  # raises
 
     def begin_pass(self) -> None:
+        """As the first gradient of a pass is complete: decide whether to average the pass."""
         self.gave_up |= self._open
         if self._open and self._next:  # sent in part: the other ranks wait for the rest
             self._close()
@@ -163,12 +163,13 @@ class Reducer:
             self._note_arrival(number)
         param.grad = None
         flat = None if grad is None else flatten(grad, param)
-        for bucket, place in self._places[number]:
+        for bucket, place in self._where[number]:
             bucket.fill(place, flat, self._wire or param.dtype, self._buffers)
             if not bucket.waiting:
                 self._filled.append(bucket.index)
 
     def _note_arrival(self, number: int) -> None:
+        """Note that a parameter's gradient of this pass was taken; raise if it comes again."""
         if number in self._arrived:
             raise RuntimeError(
                 f"the gradient of a parameter of shape {tuple(self.params[number].shape)} came "
@@ -205,7 +206,7 @@ class Reducer:
     def _close(self) -> None:
         """Send the remaining buckets, with zeros for missing gradients, and set the means."""
         for number, trained in enumerate(self._trained):
-            if trained and self._places[number] and number not in self._arrived:
+            if trained and self._where[number] and number not in self._arrived:
                 self._take(number)
         while self._next < len(self._buckets):
             self._launch(self._turn(self._next))
@@ -251,7 +252,7 @@ class Reducer:
         return used
 
     def _used(self, used: Tensor) -> list[int]:
-        """Return the parameters that have a gradient after this pass.
+        """Return the parameters that some rank has used in this pass: they get a gradient.
 
         Reads the flags only if a gradient is missing here: with a GPU that is a synchronisation.
         """
@@ -263,7 +264,7 @@ class Reducer:
                 "rank, which went on, a step behind the other ranks. Let the program end, or skip "
                 "the step on all ranks. (Catch what you repeat inside the wrapped module.)"
             )
-        here = [n for n, trained in enumerate(self._trained) if trained and self._places[n]]
+        here = [n for n, trained in enumerate(self._trained) if trained and self._where[n]]
         if gave_up:  # so did all other ranks
             return []
         if len(self._arrived) == self._expected:
@@ -293,7 +294,7 @@ class Reducer:
         self._close()
 
     def complete(self, shards: Shards) -> None:
-        """Prepare a step of `shards`: a rank without a backward pass takes part with zeros."""
+        """Before `OSS.step`: a rank that had no backward pass averages with zeros, as others."""
         unaveraged = self._unaveraged()
         if shards not in self._averaged and not unaveraged:
             self.reduce()
@@ -316,7 +317,7 @@ class Reducer:
         """Return whether any parameter has a gradient of this rank alone."""
         return any(
             grad is not None and (not isinstance(grad, ShardedGradient) or grad.local is not None)
-            for grad, places in zip((p.grad for p in self.params), self._places, strict=True)
+            for grad, places in zip((p.grad for p in self.params), self._where, strict=True)
             if places
         )
 
@@ -327,19 +328,15 @@ class GradientBucket:
     def __init__(
         self, index: int, shards: Shards, flat: FlatBucket, params: dict[int, int]
     ) -> None:
-        self.index, self.flat = index, flat
-        self.ranges = [
-            (params[id(shards.params[place.param])], place) for place in flat.layout.ranges
-        ]
-        self.owned = [
-            (params[id(shards.params[place.param])], place)
-            for place in flat.layout.owned(shards.workers.rank)
-        ]
-        self.needed = sum(shards.params[place.param].requires_grad for place in flat.layout.ranges)
+        self.index, self.flat = index, flat  # `params`: a number for each parameter, by its id
+        ranges, owned = flat.layout.ranges, flat.layout.owned(shards.workers.rank)
+        self.ranges = [(params[id(shards.params[each.param])], each) for each in ranges]
+        self.owned = [(params[id(shards.params[each.param])], each) for each in owned]
+        self.needed = sum(shards.params[each.param].requires_grad for each in ranges)
         self.clear()
 
     def clear(self) -> None:
-        """Forget the pass that was."""
+        """Empty the bucket for the next pass."""
         self.waiting = self.needed  # gradients that have not arrived
         self.filling: Tensor | None = None
         self.copied = False  # whether `filling` is a buffer of ours, and not a view of a gradient
@@ -387,6 +384,7 @@ class SendBuffers:
         self._kept: Tensor | None = None
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for a bucket: the kept one if it fits."""
         kept, self._kept = self._kept, None
         if kept is not None and (kept.numel(), kept.dtype, kept.device) == (size, dtype, device):
             return kept
@@ -398,6 +396,8 @@ class SendBuffers:
 
 
 def _make_hook(listener: weakref.ref[Reducer], number: int) -> Callable[[Tensor], None]:
+    """Return the hook of parameter `number`, which tells the reducer that its gradient is here."""
+
     def arrived(_: Tensor) -> None:
         reducer = listener()
         if reducer is not None:

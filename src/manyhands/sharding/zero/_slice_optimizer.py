@@ -93,7 +93,7 @@ class SliceOptimizer:
     def follow_moved(self, groups: Groups) -> None:
         """Follow a model that was moved or converted, with memory and state."""
         before = [owned.data for slices in self._shards.slices for owned in slices]
-        self._shards.follow()
+        self._shards.rebuild_buffers()
         after = [owned.data for slices in self._shards.slices for owned in slices]
         state = self.optim.state
         for old, new in zip(before, after, strict=True):

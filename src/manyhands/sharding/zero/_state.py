@@ -245,6 +245,7 @@ def slice_state(entries: Mapping[str, object], owned: ParamSlice, param: Tensor)
 
 
 def _slice_entry(name: str, value: object, owned: ParamSlice, param: Tensor) -> object:
+    """Return a slice's part of one entry; a number or a value belongs to every slice."""
     if not isinstance(value, Tensor):
         return value
     # A scalar "step" belongs to the whole parameter, even to one without dimensions.
