@@ -305,10 +305,8 @@ class RankGroup:
         if rest > 0:
             more = self._all_gather_bytes(sent[FIRST_ROUND - 8 :], rest, timeout)
             rows = [row + other for row, other in zip(rows, more, strict=True)]
-        return [
-            zlib.decompress(row[8 : 8 + size]).decode()
-            for row, size in zip(rows, sizes, strict=True)
-        ]
+        pairs = zip(rows, sizes, strict=True)
+        return [zlib.decompress(row[8 : 8 + size]).decode() for row, size in pairs]
 
     def _all_gather_bytes(self, sent: bytes, size: int, timeout: timedelta | None) -> list[bytes]:
         """Return every rank's first `size` bytes, padded with zeros."""

@@ -149,9 +149,7 @@ class SavedEntries:
         """Return a list of pairs of a whole number and a finite number."""
         each = self.each(name)
         pairs = (each.each(pair, 2) for pair in each)
-        return [
-            (pair.whole(first), pair.real(second)) for pair in pairs for first, second in [pair]
-        ]
+        return [(each.whole(a), each.real(b)) for each in pairs for a, b in [each]]
 
     def rows(self, name: str, length: int, least: float = 0.0) -> list[list[float]]:
         """Return a list of lists, each of so many finite numbers."""

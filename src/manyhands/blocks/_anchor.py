@@ -121,6 +121,7 @@ class AnchorDifference:
         return self.bucket.span[0] + self.start
 
     def read(self, start: int, out: Tensor) -> None:
+        """Fill `out` with anchor minus parameters, from this payload's element `start` on."""
         anchor = self.bucket.anchor[self.start + start :]
         for part, inner, outer in self.params.ranges(self.offset + start, out.numel()):
             before = self.round_like_params(anchor[outer]).to(self.device)
@@ -184,7 +185,7 @@ class OverlappedDifference(AnchorDifference):
 
     @classmethod
     def copy_now(cls, difference: AnchorDifference) -> OverlappedDifference:
-        """Copy the difference of the parameters as they are now."""
+        """Copy the difference as it is now, to be sent while training changes the parameters."""
         payload = cls(difference)
         for start in range(0, payload.length, LARGEST):
             difference.read(start, payload.held[start : start + LARGEST])
@@ -266,7 +267,7 @@ class Anchor:
                     tensor.zero_()
 
     def all_gather_inner(self, fragments: Sequence[int]) -> None:
-        """Copy the other ranks' slices of these fragments within the inner group."""
+        """Complete the parameters inside a worker of several ranks, which each moved a slice."""
         if self.inner.size == 1:
             return
         for bucket in self.buckets:
@@ -315,18 +316,14 @@ class Anchor:
 
     def load(self, state: AnchorState) -> None:
         """Set anchor and memories to saved ones."""
-        for bucket, anchor, memories in zip(
-            self.buckets, state["anchor"], state["memories"], strict=True
-        ):
+        saved = zip(self.buckets, state["anchor"], state["memories"], strict=True)
+        for bucket, anchor, memories in saved:
             bucket.anchor.copy_(anchor)
             for memory, value in zip(bucket.memories, memories, strict=True):
                 memory.copy_(value)
 
     def layout(self) -> list[int | tuple[int, ...]]:
-        """Return which elements this rank rounds and averages.
-
-        A residual is of use only to a run with the same layout.
-        """
+        """Return which elements this rank averages: a saved residual fits the same layout only."""
         lengths = [(len(bucket.vector), *bucket.span) for bucket in self.buckets]
         return [self.inner.size, self.inner.rank, *lengths]
 
@@ -346,7 +343,7 @@ class Anchor:
                         tensor[max(first - begin, 0) : last - begin].zero_()
 
     def differences(self, fragment: int) -> list[AnchorDifference]:
-        """Return the payloads of a fragment, one for each bucket."""
+        """Return what a round averages for a fragment: a payload for each bucket."""
         return [
             AnchorDifference(
                 bucket,
@@ -439,6 +436,7 @@ class BlockMomentum(Outer):
             )
 
     def step(self, anchor: Tensor, gradient: Tensor, memories: Sequence[Tensor]) -> None:
+        """Move the anchor by a momentum of the blocks (the module's docstring has the formulas)."""
         (momentum,) = memories
         momentum.mul_(self.momentum).add_(gradient, alpha=self.lr)
         if self.nesterov:
@@ -459,6 +457,7 @@ class SlowMomentum(Outer):
     overwrites: ClassVar[bool] = False
 
     def step(self, anchor: Tensor, gradient: Tensor, memories: Sequence[Tensor]) -> None:
+        """Move the anchor by SlowMo's momentum, whose unit is a step of the inner optimizer."""
         (slow,) = memories
         assert self.inner_lr is not None
         slow.mul_(self.momentum).add_(gradient, alpha=1 / self.inner_lr)

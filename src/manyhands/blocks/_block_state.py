@@ -66,9 +66,7 @@ class Work(NamedTuple):
         return Work(self.steps + 1, self.counted + 1, self.samples + samples)
 
     def minus(self, other: Work) -> Work:
-        return Work(
-            self.steps - other.steps, self.counted - other.counted, self.samples - other.samples
-        )
+        return Work(*(mine - theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 NO_WORK = Work()
@@ -96,6 +94,7 @@ class BlockState:
     dropped: int = 0
 
     def __post_init__(self) -> None:
+        """Check what always holds (see above); a failure here is our own mistake."""
         assert min(self.work) >= 0, f"more work was merged than was done: {self}"
         assert self.in_flight >= 0, f"a round ends that was not sent: {self}"
         assert not (self.retry and self.in_flight), f"a round overtakes a repeated one: {self}"
@@ -285,8 +284,7 @@ class BlockState:
         return replace(state, diverged=diverged, in_flight=in_flight)._at(steps, rounds)
 
     def _at(self, steps: int, rounds: int, ends_warmup: bool = False) -> BlockState:
+        """Return the state with these counters, which decide whether there is an anchor."""
         begun = steps >= self.warmup and not ends_warmup
-        has_anchor = begun or not self.local_warmup
-        return replace(
-            self, steps=steps, rounds=rounds, has_anchor=has_anchor, ends_warmup=ends_warmup
-        )
+        has = begun or not self.local_warmup
+        return replace(self, steps=steps, rounds=rounds, has_anchor=has, ends_warmup=ends_warmup)

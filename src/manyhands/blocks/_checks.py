@@ -171,6 +171,7 @@ def moved_identically(squares: Sequence[float], cosine: float, codec: Codec) -> 
 
 
 def warn_identical_moves(workers: int) -> None:
+    """After the first block: warn that workers went the same way, as if they were not apart."""
     warnings.warn(
         f"in the first block all {workers} workers have taken the same steps. Either the model is "
         "in DistributedDataParallel or ShardedDataParallel (unwrap it), or all workers draw the "
@@ -233,9 +234,7 @@ def split_overrides(
     `groups` are the parameter groups here and in the saved state. A name that is in none of them,
     and is no option of the blocks either, is an error.
     """
-    engine_names = {name: name for name in options} | {
-        names.get(name, name): name for name in options
-    }
+    engine_names = {n: n for n in options} | {names.get(n, n): n for n in options}
     known = {name for group in groups for name in group} - {"params", "param_names"}
     for_blocks, for_groups = {}, {}
     for name, value in overrides.items():

@@ -100,9 +100,7 @@ class CommonParts:
     def take_over(self, data: bytearray, state: BlockState) -> BlockState:
         """Set everything to what another member has packed; return the joiner's state."""
         # `weights_only`: no code that comes over the network may run here.
-        saved: TransferredState = torch.load(
-            io.BytesIO(data), weights_only=True, map_location="cpu"
-        )
+        saved: TransferredState = torch.load(io.BytesIO(data), "cpu", weights_only=True)
         self.anchor.load(saved)
         self.load_block(saved)
         with torch.no_grad():

@@ -262,6 +262,7 @@ class BMUF(Blocks):
         )
 
     def _to_engine_values(self, overrides: Mapping[str, object]) -> dict[str, object]:
+        """Translate BMUF's `average_sync` into the option `state` of `Blocks`."""
         values = dict(overrides)
         if "average_sync" in values:
             averaged = flag("average_sync", values.pop("average_sync"))

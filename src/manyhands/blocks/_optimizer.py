@@ -217,6 +217,7 @@ class Blocks(OptimizerWrapper):
         sync.anchor.begin()
 
     def _check_agreement(self, params: list[Tensor], buffers: list[Tensor]) -> None:
+        """Raise on every worker if they differ in options, in these parameters or in buffers."""
         check_agreement(
             type(self).__name__,
             self._all_workers,
@@ -326,6 +327,7 @@ class Blocks(OptimizerWrapper):
     def _step_inner(
         self, signals: ScalerSignals, closure: Closure | None, *args: object, **kwargs: object
     ) -> object:
+        """Step the inner optimizer by itself; None if a `GradScaler` wants the step skipped."""
         # `bool` waits for the device: only if the inner optimizer cannot skip by itself.
         if signals.present and not self._supports_amp and bool(signals.found_inf):
             return None
@@ -349,6 +351,7 @@ class Blocks(OptimizerWrapper):
             return step(*args, **kwargs) if average() else None
 
         def closure_with_mean() -> object:
+            """Compute the gradients in the optimizer's call, and then the workers' mean of them."""
             with torch.enable_grad():
                 loss = closure()
             if not average():  # no worker has a finite gradient
@@ -358,6 +361,7 @@ class Blocks(OptimizerWrapper):
         return step(closure_with_mean, *args, **kwargs)
 
     def _add_unfrozen_params(self) -> None:
+        """Give an anchor to parameters that are trained since the last step, on every worker."""
         new = [p for p in trainable_params(self._inner) if id(p) not in self._known]
         if new:
             self._known.update(id(param) for param in new)
@@ -475,6 +479,7 @@ class Blocks(OptimizerWrapper):
     # -- stopping before the end ---------------------------------------------------------------
 
     def stop_agreed(self) -> bool | None:
+        """Return whether all workers know of a stop notice; None if only this one's ranks do."""
         if self.alone:
             inner = self._inner
             return inner.stop_agreed() if isinstance(inner, OptimizerWrapper) else None

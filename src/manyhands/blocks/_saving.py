@@ -126,6 +126,7 @@ def check_saved(
 def _check_format_and_options(
     saved: Any, options: Options, changed: Mapping[str, object], names: Names
 ) -> dict[str, object] | None:
+    """Return a state dict's part of the blocks, if it is of this format and these options."""
     if saved is None:
         return None
     entries = SavedEntries(saved, "blocks")
@@ -136,6 +137,7 @@ def _check_format_and_options(
 
 
 def _check_counters(saved: SavedEntries) -> None:
+    """Raise unless the saved numbers are ones that a run may have had."""
     for name in ("steps", "rounds"):
         saved.whole(name)
     saved.wholes("totals", 2)
@@ -176,6 +178,7 @@ def check_fits(state: SavedWorker, sync: Sync) -> None:
 
 
 def _check_anchor(saved: SavedEntries, sync: Sync) -> None:
+    """Raise unless the saved tensors have the shapes of the anchor, memories and residuals here."""
     buckets, workers = sync.anchor.buckets, sync.members.workers
     has_residual = saved["workers"] == [workers.size, workers.rank]
     lists = [saved.each(name, len(buckets)) for name in ("anchor", "memories", "residual")]
@@ -200,6 +203,7 @@ def load_saved(saved: SavedWorker | None, sync: Sync) -> None:
 
 
 def _drop_pending(sync: Sync) -> None:
+    """Before a state is loaded: end the rounds in flight, and forget them."""
     for pending in sync.pending:
         pending.background.finished()  # its thread may write to the tensors that are loaded now
     sync.pending.clear()
@@ -207,6 +211,7 @@ def _drop_pending(sync: Sync) -> None:
 
 
 def _load_worker(saved: SavedWorker, sync: Sync) -> None:
+    """Continue from what this worker saved: its place in the block, its anchor, its rounds."""
     sync.common.load_block(saved)
     diverged = saved["diverged"] and bool(saved["anchor"])
     own, *work = saved["own"]
@@ -264,9 +269,7 @@ def save_round(pending: Pending) -> dict[str, object]:
     pending.background.finished()
     result = pending.background.result
     if result is None:
-        raise RuntimeError(
-            "a sync round failed while it was in flight"
-        ) from pending.background.error
+        raise RuntimeError("a sync round failed while in flight") from pending.background.error
     overlapped = [d for d in pending.differences if isinstance(d, OverlappedDifference)]
     return {
         "fragments": list(pending.fragments),
@@ -300,14 +303,13 @@ def restore_round(saved: SavedEntries, anchor: Anchor) -> Pending:
         for difference, value in zip(differences, values, strict=True):
             values.check_tensor(value, getattr(difference, name), finite=used)
             getattr(difference, name).copy_(values[value])
-    buffers, state = (
-        [_restore_mean(mean) for mean in saved.parts(name)] for name in ("buffers", "state")
-    )
+    buffers, state = (list(map(_restore_mean, saved.parts(n))) for n in ("buffers", "state"))
     done = BackgroundSync.already_done(result)
     return Pending(fragments, saved.whole("merge_at"), differences, buffers, state, report, done)
 
 
 def _restore_mean(saved: SavedEntries) -> ArrivedMean:
+    """Return a mean that had arrived, and was not merged, when it was saved."""
     sizes = saved.wholes("sizes")
     saved.each("keys", len(sizes))
     saved.check_tensor("mean", torch.empty(sum(sizes), device="meta"), finite=False)
@@ -339,6 +341,7 @@ class OuterStateParts:
         return self._sync.anchor.outer.memories
 
     def outer_parts(self) -> list[StatePart]:
+        """Return the anchor, memories and residual of each parameter, for a checkpoint."""
         parts = []
         for state in self._sync.anchor.outer_state():
             entries = {"anchor": state.anchor}
@@ -357,6 +360,7 @@ class OuterStateParts:
     def load_counters(
         self, saved: Mapping[str, object], unsaved: Iterable[Tensor], *, residuals: bool
     ) -> None:
+        """As a checkpoint was read: continue from its counters; new parameters begin here."""
         anchor, new = self._sync.anchor, {id(param) for param in unsaved}
         if not residuals:
             anchor.reset_residuals()

@@ -167,6 +167,7 @@ class OwnSchedule(Schedule):
         return self.taken
 
     def count(self, step: int, *, in_flight: bool, elapsed: float) -> int:
+        """Count a step of this worker; return the common count, its share of the block's length."""
         if in_flight:  # until it is merged, the block's numbers are not known
             self.taken += 1
             return step

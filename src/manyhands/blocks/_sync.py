@@ -258,7 +258,7 @@ class Sync:
         return just_merged or not self.state.diverged
 
     def seconds_to_merge(self) -> float:
-        """Return about how long it takes until this block's steps are in the anchor."""
+        """Return about how long this block's steps still take to be in the anchor, for a stop."""
         schedule = self.schedule
         steps = max(0, schedule.own + schedule.overlap - schedule.into(self.state.steps))
         seconds, taken = self.clock.elapsed(self.state.own)
@@ -413,6 +413,7 @@ class Sync:
         )
 
     def _record_result(self, result: RoundResult) -> None:
+        """Update what logs show; after the first block, warn if all workers moved alike."""
         self.stats.record(result, self.members.numbers)
         drift = self.stats.drift
         if not self._compared and drift.distance > 0 and result.exact_squares:
@@ -497,7 +498,7 @@ class Sync:
             return bool(result.included)
 
     def _begin_anchor(self) -> None:
-        """Make the first worker's parameters the anchor on every worker, if the round is kept."""
+        """End a warm-up by a round: all take the first worker's parameters as the first anchor."""
         tensors = [*trainable_params(self.optimizer), *self.extras.buffer_tensors()]
         averaged = self.state.local_warmup and self.extras.averages_state
         first = make_payloads(by_index(tensors), first_only=True)
@@ -505,14 +506,14 @@ class Sync:
         if result is None:  # `regroup` comes back to it
             return
         self.samples.commit(result, self.state.steps)
-        self._forget_local_warmup()
+        self._reset_after_local_warmup()
         self.state = self.state.begin_anchor()
         self.anchor.begin()
         self.members.begin_blocks()
         self.restart_clock()
 
-    def _forget_local_warmup(self) -> None:
-        """Reset the inner optimizer's state: it is of parameters that this worker leaves."""
+    def _reset_after_local_warmup(self) -> None:
+        """End a local warm-up: reset the optimizer's state, which is of parameters given up."""
         if self.state.local_warmup and not self.extras.averages_state:
             self.initial_state.restore()
 
@@ -534,6 +535,7 @@ class Sync:
         self.samples.hand_out(self.state)
 
     def _change_members(self) -> None:
+        """Let lost members leave and joiners in, and send these the state; until none is due."""
         while self.members.regroup_due:
             self.pending.clear()  # they have changed nothing yet, and are sent again when due
             self._last = None  # it was among other members
@@ -555,6 +557,6 @@ class Sync:
             before = self.state
             self.state = self.common.take_over(transfer.received, before)
             if self.state.anchor_in_use and not before.anchor_in_use:
-                self._forget_local_warmup()  # it comes too late for the round that ended it
+                self._reset_after_local_warmup()  # it comes too late for the round that ended it
             self.joins += 1
             self.restart_clock()

@@ -207,9 +207,7 @@ def _from_content(content: Mapping[str, Any]) -> Index:
     for file in files:
         if not FILE_NAME.fullmatch(file.name):
             raise ValueError(f"{file.name!r:.80} is not the name of a file of tensors")
-    tensors = {
-        key: _stored_tensor(key, meta, len(files)) for key, meta in content["tensors"].items()
-    }
+    tensors = {k: _stored_tensor(k, meta, len(files)) for k, meta in content["tensors"].items()}
     return Index(**{**content, "tensors": tensors, "files": files})
 
 

@@ -245,9 +245,7 @@ class OptimizerLoader:
             self.inner.prepare()
         parts, self._packed = state_parts(self.inner, include_empty=True)
         flat_names = [name for group in self._groups for name in group]
-        self._to_load = [
-            (part, self._allocate_entries(part, flat_names[part.index])) for part in parts
-        ]
+        self._to_load = [(p, self._allocate_entries(p, flat_names[p.index])) for p in parts]
 
     def _check_class_and_groups(self) -> None:
         here, saved_class = self._layers.class_name, self._meta["class"]
@@ -277,10 +275,7 @@ class OptimizerLoader:
         """Return each parameter's name in the checkpoint, by the parameter's id."""
         saved = {name for group in self._meta["groups"] for name in group["names"]}
         here = _names_by_id(self.inner, self._groups)
-        return {
-            number: next(iter(saved & _all_names(self._names, name)))
-            for number, name in here.items()
-        }
+        return {n: next(iter(saved & _all_names(self._names, name))) for n, name in here.items()}
 
     def _merge_options(self) -> list[dict[str, object]]:
         result = []
@@ -502,9 +497,7 @@ class OptimizerSnapshot:
     """A copy of optimizers, and of the tensors that are about to be filled."""
 
     def __init__(self, optimizers: Iterable[Optimizer], targets: Iterable[Parts]) -> None:
-        self._tensors = [
-            (tensor, tensor.clone()) for target in targets for tensor in _tensors_of(target)
-        ]
+        self._tensors = [(t, t.clone()) for target in targets for t in _tensors_of(target)]
         self._optimizers = []
         for optimizer in optimizers:
             # By id, so that an optimizer that is not sharded comes once.

@@ -51,9 +51,7 @@ def join_ranks(process_group: dist.ProcessGroup | None, caller: str) -> RankGrou
         group = _groups.get(ranks)
         if group is None:
             # Local synchronization: ranks outside of this group need not call.
-            group = dist.new_group(
-                list(ranks), timeout, backend="gloo", use_local_synchronization=True
-            )
+            group = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True)
             _groups[ranks] = group
         joined = RankGroup(workers.size, workers.rank, group, patience=DISK_TIMEOUT)
         called = joined.all_gather_text(caller, timeout)

@@ -228,9 +228,8 @@ def _no_room_message(folder: Path, needed: int) -> str:
     """Say why there is no room. `folder` is the hidden one, or the one it should be made in."""
     parent = folder.parent if folder.name.startswith(_folder.PARTIAL) else folder
     # What ranks have written so far is about to be removed, so it counts as free.
-    free = shutil.disk_usage(parent).free + sum(
-        path.lstat().st_size for path in folder.glob(f"*{SUFFIX}")
-    )
+    written = sum(path.lstat().st_size for path in folder.glob(f"*{SUFFIX}"))
+    free = shutil.disk_usage(parent).free + written
     limit = "" if free <= needed else ": a quota, or a limit of files or their size, is reached"
     return (
         f"there is no room for the checkpoint in {parent}: this rank has {needed:,} bytes to "

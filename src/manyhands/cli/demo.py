@@ -44,9 +44,7 @@ class Training:
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the records and the page.")] = Path(
-        "runs/demo"
-    ),
+    out: Annotated[Path, typer.Option(help="Folder for records and the page.")] = Path("runs/demo"),
     workers: Annotated[int, typer.Option(min=1, help="Workers that share the large batch.")] = 4,
     accumulate: Annotated[int, typer.Option(min=1, help="Batches per worker and step.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the baseline.")] = 4800,

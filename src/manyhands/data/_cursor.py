@@ -243,9 +243,7 @@ class Cursor:
     def _iteration(self) -> Iterator[None]:
         """Open one loop over the epoch, from the position that all ranks have; one at a time."""
         if self._iterated:
-            raise RuntimeError(
-                "this Cursor is iterated already. Make another one for another loop."
-            )
+            raise RuntimeError("this Cursor is iterated already. Make another for another loop.")
         # What an earlier loop was given, but has not trained on, comes again.
         self._account.forget_step()
         if self._blocks is None:

@@ -4,7 +4,8 @@ An engine is torchrun, `manyhands run`, Ray Train, Slurm, submitit, Open MPI or 
 A script names none of them:
 
     job = mh.start()                          who am I? Meet the other ranks
-    job.load(model=model, optimizer=optimizer) while training:
+    job.load(model=model, optimizer=optimizer)
+    while training:
         take_a_step()
         if mh.stopping(optimizer):            asked to stop: the same answer on all ranks
             job.save(model=model, optimizer=optimizer, step=step)

@@ -160,9 +160,7 @@ class SaveBeforeResize(WorkerGroupCallback, ControllerCallback):
             if status.errors:
                 return f"a worker failed while it was asked to stop ({status.get_error_string()})"
             statuses = status.worker_statuses.values()
-            if status.finished or (
-                have_left and not any(each.training_report for each in statuses)
-            ):
+            if status.finished or (have_left and not any(s.training_report for s in statuses)):
                 return ""
             time.sleep(POLL)
         return (

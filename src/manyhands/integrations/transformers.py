@@ -157,10 +157,8 @@ class Attachment(TrainerCallback):
         wrap: Wrap | None,
         options: RuleOptions,
     ) -> None:
-        self._trainer = trainer
-        self._make_rule = make_rule
-        self._by_progress = by_progress
-        self._options = options
+        self._trainer, self._make_rule = trainer, make_rule
+        self._by_progress, self._options = by_progress, options
         self.rule: ScalingRuleBase | None = None
         """The rule, once `train()` has made the optimizer; None if there is only `OSS`."""
         self.ramp: Ramp | None = None

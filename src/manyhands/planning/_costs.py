@@ -270,9 +270,7 @@ def _gradients_held(buckets: Sequence[_Bucket], ranks: int) -> tuple[list[int], 
         arriving = [s for one in newest for i, s in one.gradients.items() if i not in viewed]
         copied = sum(one.size for one in window if not one.is_view)
         whole = copied + sum(viewed.values()) + max(arriving, default=0)
-        reduced = [
-            (one, one.received + one.summed * (not n)) for n, one in enumerate(buckets[first:place])
-        ]
+        reduced = [(b, b.received + b.summed * (not n)) for n, b in enumerate(buckets[first:place])]
         places.append((first, whole, reduced))
     held, most = [], []
     for rank in range(ranks):

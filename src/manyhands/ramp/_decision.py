@@ -117,9 +117,7 @@ def fastest_passes(noise: Noise, time: StepTime, scale_per_pass: float, most: in
     low = max(1, math.floor(best))
     high = min(low + 1, most)
     # the smaller batch if both are equal: it has seen fewer samples
-    return max(
-        (low, high), key=lambda passes: (goodput(noise, time, scale_per_pass, passes), -passes)
-    )
+    return max((low, high), key=lambda n: (goodput(noise, time, scale_per_pass, n), -n))
 
 
 def most_efficient_passes(noise: Noise, least: float, scale_per_pass: float, most: int) -> int:

@@ -110,9 +110,7 @@ class MicroBatches(Generic[Batch]):
         no_sync: Callable[[], AbstractContextManager[object]],
         mean: WeightedMean | None,
     ) -> None:
-        self._batches = batches
-        self._no_sync = no_sync
-        self._mean = mean
+        self._batches, self._no_sync, self._mean = batches, no_sync, mean
 
     def mean(self, loss_sum: Tensor) -> Tensor:
         """Return this micro-batch's part of the step's mean loss, over all that `count` counted.

@@ -147,9 +147,7 @@ class Record:
             if value is not None:
                 real(option, value, above=0)
         if not (writer is None or hasattr(writer, "add_scalar") or hasattr(writer, "log")):
-            raise TypeError(
-                f"writer needs a method add_scalar or log, and {writer!r:.80} has none."
-            )
+            raise TypeError(f"writer needs add_scalar or log, and {writer!r:.80} has none.")
         keys = _collect_keys(sources)
 
         self._sources = sources

@@ -101,18 +101,13 @@ class Run:
         name, _, number = key.rpartition("/")
         index = int(number)
         groups = [line.get(name) for line in self.lines]
-        return [
-            group[index] if isinstance(group, list) and index < len(group) else None
-            for group in groups
-        ]
+        return [g[index] if isinstance(g, list) and index < len(g) else None for g in groups]
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a `pandas.DataFrame` with a row for each line and the columns of `columns`."""
         import pandas
 
-        return pandas.DataFrame(
-            [dict(to_columns(line)) for line in self.lines], columns=self.columns
-        )
+        return pandas.DataFrame([dict(to_columns(row)) for row in self.lines], columns=self.columns)
 
 
 def read_record(path: str | os.PathLike[str]) -> Run:

@@ -358,9 +358,8 @@ class WatchedJob:
     def _fitted_parts(self, total: float, steps: float) -> dict[str, float]:
         """Return the parts by the fit of `Ramp`, if there is one and nothing was measured."""
         latest = self._latest
-        each, passes, fixed = (
-            latest.get(key, math.nan) for key in ("pass_seconds", "passes", "fixed_seconds")
-        )
+        keys = ("pass_seconds", "passes", "fixed_seconds")
+        each, passes, fixed = (latest.get(key, math.nan) for key in keys)
         if not math.isfinite(each * passes + fixed):
             return {}
         parts = {"passes": each * passes * steps, "fixed": fixed * steps}

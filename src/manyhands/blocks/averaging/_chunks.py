@@ -75,6 +75,7 @@ def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> Iterator
 
 
 def _chunk_length(payload: Payload) -> int:
+    """Return the elements of a chunk: large ones for few bits, as short messages cost time."""
     codec = payload.codec
     if codec.rounds and 8 * codec.size(ALIGNED, payload.dtype) < FEW_BITS * ALIGNED:
         return LARGEST
@@ -166,9 +167,7 @@ def _split_exactly(numbers: list[float]) -> Tensor:
 
 # -- values as they are: shared memory -------------------------------------------------------------
 
-PLACE_HEAD = 8 * (
-    REPORT + 1
-)  # bytes in shared memory: a report, and the squared length of the mean
+PLACE_HEAD = 8 * (REPORT + 1)  # bytes in shared memory: a report, and the mean's squared length
 PLACES = 6  # chunks in shared memory
 
 
@@ -250,6 +249,7 @@ class SharedMemoryChunk:
         self._barrier = host.deferred_barrier()
 
     def write_mean(self, result: RoundResult) -> float:
+        """Copy each owner's mean from its memory into the payload."""
         self._barrier.wait()
         for owner, first in enumerate(self._cuts[:-1]):
             if first < self._cuts[owner + 1]:
@@ -412,6 +412,7 @@ class PairwiseChunk(_EncodedChunk):
         self._send_to_all(message, [each - shorter for each in self._sizes], MEAN_TAG)
 
     def write_mean(self, result: RoundResult) -> float:
+        """Decode the owners' means, write them to the payload; return the mean's square."""
         self._wait()
         square = 0.0
         for rank, length in enumerate(self._lengths):

@@ -90,6 +90,7 @@ class Integers(Codec):
         return self._groups(elements) * (2 + self.group * self.bits // 8)
 
     def encode(self, values: Tensor) -> Tensor:
+        """Return the values as scales, one per group, and signed integers of `bits` bits."""
         groups = self._groups(values.numel())
         missing = groups * self.group - values.numel()
         padded = (F.pad(values, (0, missing)) if missing else values).view(groups, self.group)
@@ -142,6 +143,7 @@ class Ternary(Codec):
         return 2 * self._groups(elements) + -(-self._groups(elements) * self.group // TRITS)
 
     def encode(self, values: Tensor) -> Tensor:
+        """Return the values as scales, one per group, and five of -1, 0, 1 in each byte."""
         groups = self._groups(values.numel())
         missing = groups * self.group - values.numel()
         padded = (F.pad(values, (0, missing)) if missing else values).view(groups, self.group)

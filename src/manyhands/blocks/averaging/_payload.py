@@ -385,6 +385,7 @@ class Extras:
         return make_payloads(by_index(self.buffer_tensors()), first_only)
 
     def state_payloads(self) -> list[TensorPayload]:
+        """Return the optimizer's state to be averaged at a block's end; none by default."""
         if not self.averages_state:
             return []
         only = MOMENTS if self.state == "average_moments" else None

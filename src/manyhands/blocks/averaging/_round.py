@@ -149,6 +149,7 @@ class ElasticMembers:
         return self.crew.regroup_due
 
     def commit(self, background: BackgroundSync, moves_anchor: bool = True) -> RoundResult | None:
+        """Wait for a round, and settle with the crew whether it is kept. None: it is undone."""
         try:
             self.crew.wait(background.finished)
         except RuntimeError:  # WorkerLost, or a lost store: `settle` raises it again
@@ -183,6 +184,7 @@ class ElasticMembers:
         self._adopt_crew_group()
 
     def regroup(self, version: Version) -> None:
+        """Form the next generation of the crew, and take over its group."""
         before = self.crew.members
         self.crew.abort()
         self.crew.regroup(version)
@@ -225,6 +227,7 @@ class BackgroundSync(threading.Thread):
         return background
 
     def run(self) -> None:
+        """Hold the round in this thread, after the one before; keep its result or error."""
         before, self._before = self._before, None
         try:
             if before is not None:  # an earlier round of the same group, which may have failed
@@ -291,6 +294,7 @@ class StepClock:
         return [time.perf_counter() - then, step - first]
 
     def seconds_per_step(self, step: int) -> float:
+        """Return the seconds of a step since the last round, for this worker's report."""
         if self._measured[0] != step:  # else a round is repeated, and the time since was waiting
             seconds, steps = self.elapsed(step)
             self._measured = (step, seconds / max(steps, 1))
@@ -327,6 +331,7 @@ class _SyncRound:
     def run(
         self, payloads: Sequence[Payload], buffers: Sequence[Payload], state: Sequence[Payload]
     ) -> RoundResult:
+        """Send all chunks, with a few in flight; return what the workers know afterwards."""
         for chunk in cut_into_chunks(self.workers, payloads):
             self._send(chunk, measured=True)
         for chunk in cut_into_chunks(self.workers, buffers):
@@ -345,6 +350,7 @@ class _SyncRound:
         return self.result
 
     def _send(self, chunk: PayloadChunk, measured: bool) -> None:
+        """Send bytes to a rank: their number, then messages of at most `MESSAGE` bytes."""
         while len(self._sent) >= IN_FLIGHT:
             self._start_mean(self._sent.popleft())
         chunk.measured = measured
@@ -352,6 +358,7 @@ class _SyncRound:
         self._sent.append(chunk)
 
     def _start_mean(self, chunk: PayloadChunk) -> None:
+        """Receive a chunk's values, and send its mean. The first brings the workers' reports."""
         while len(self._averaging) >= IN_FLIGHT:
             self._finish(self._averaging.popleft())
         reports = chunk.receive_reports()
@@ -430,6 +437,7 @@ class StateTransfer:
         self.background.start()
 
     def _run(self, workers: RankGroup) -> RoundResult:
+        """Send the packed state from the source to the joiners; on other members do nothing."""
         crew = self._crew
         if crew.rank == crew.source:
             data = self._pack()
@@ -449,6 +457,7 @@ def _send(group: dist.ProcessGroup | None, data: bytes, rank: int) -> None:
 
 
 def _receive_state(group: dist.ProcessGroup | None, rank: int) -> bytearray:
+    """Receive what `_send` sends."""
     assert group is not None
     size = torch.zeros(1, dtype=torch.int64)
     group.recv([size], rank, 0).wait()

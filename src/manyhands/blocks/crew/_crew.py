@@ -10,7 +10,9 @@ member has left.
     while training:
         if crew.joiners:                    they need the state, which `source` sends over `group`
             transfer_state(crew.group, crew.source, crew.joiners); crew.settle(True)
-        take_steps() start_exchange(crew.group) try:
+        take_steps()
+        start_exchange(crew.group)
+        try:
             crew.wait(finished)             raises WorkerLost if waiting cannot succeed
         except WorkerLost:
             crew.abort()
@@ -95,15 +97,17 @@ class Crew:
     keeps its number. `expected` is the number of workers at the start. A worker without a heartbeat
     for `stall` seconds is considered lost; a live one is waited for, up to `patience` seconds. With
     `patience="auto"` the others wait as long as that costs less than going on without it, judged by
-    the time that earlier rounds took. No round is held by fewer than `quorum` workers: if fewer are
-    left, they wait for others to come. Workers that have finished count as well. With a quorum
-    above 1, a worker that is cut off from the store waits until it can reach the store again, and
-    joins again. A worker may consist of several processes that train one model together, as under
-    DDP or FSDP: `inner_group` is their process group, and all of them have the same number. All
-    workers sign what they write to the store with `secret`, the same text on every worker, and
-    ignore everything in the store that is not signed with it. Arguments that are left out come from
-    the environment that `manyhands run` sets: MANYHANDS_STORE, MANYHANDS_SECRET, MANYHANDS_WORKER,
-    MANYHANDS_WORKERS, MANYHANDS_STALL, MANYHANDS_PATIENCE and MANYHANDS_QUORUM.
+    the time that earlier rounds took.
+    No round is held by fewer than `quorum` workers: if fewer are left, they wait for others to
+    come. Workers that have finished count as well. With a quorum above 1, a worker that is cut off
+    from the store waits until it can reach the store again, and joins again.
+    A worker may consist of several processes that train one model together, as under DDP or FSDP:
+    `inner_group` is their process group, and all of them have the same number.
+    All workers sign what they write to the store with `secret`, the same text on every worker, and
+    ignore everything in the store that is not signed with it.
+    Arguments that are left out come from the environment that `manyhands run` sets:
+    MANYHANDS_STORE, MANYHANDS_SECRET, MANYHANDS_WORKER, MANYHANDS_WORKERS, MANYHANDS_STALL,
+    MANYHANDS_PATIENCE and MANYHANDS_QUORUM.
 
     Without a store it is a crew of one worker: there are no threads, and every round is kept.
 
@@ -294,6 +298,7 @@ class Crew:
             self._transport.abort()
 
     def _depart(self, left: bool = False) -> None:
+        """Tell the members that this worker is gone: it has left, or it ends (`atexit`)."""
         enrollment, self._enrollment, self.members = self._enrollment, None, ()
         atexit.unregister(self._depart)
         if enrollment is None or self._pid != os.getpid():
@@ -352,6 +357,7 @@ class Crew:
             return False
 
     def _close(self, enrollment: Enrollment, steps: int) -> bool:
+        """Announce the end, and look for up to `patience` seconds what the others announce."""
         generation, round_index = self.generation, self._round
         shared, own = enrollment.shared, enrollment.id
         roster = shared.change(lambda roster: roster.close(own, generation, round_index, steps))
@@ -395,6 +401,7 @@ class Crew:
         return kept
 
     def _settle(self, arrived: bool, sync_round: bool) -> bool:
+        """Report if the round has arrived here, and wait until the roster says: kept, or undone."""
         enrollment, generation, round_index = self._joined(), self.generation, self._round
         shared = enrollment.shared
         began, pause, reported = time.monotonic(), FIRST_PAUSE, -float("inf")
@@ -459,6 +466,7 @@ class Crew:
     # -- from one generation to the next -------------------------------------------------------
 
     def _begin_alone(self) -> None:
+        """Begin a generation of this worker alone: a crew without a store."""
         self.generation += 1
         self.members = (self.number,)
         self.joiners = ()

@@ -142,9 +142,7 @@ class Enrollment:
     ) -> None:
         self.shared = shared
         self.number = number  # the worker's
-        self.inner = inner
-        self.expected = expected
-        self.patience = patience
+        self.inner, self.expected, self.patience = inner, expected, patience
         self.longest_wait = patience  # seconds for living members that have not come
         self.quorum = quorum
         # Only with a quorum: without one, both halves of a divided network would go on.
@@ -290,6 +288,7 @@ class Enrollment:
             pause = min(1.5 * pause, LONGEST_PAUSE)
 
     def _ask_to_join(self, version: Version) -> None:
+        """Ask to be in the next generation: how far we are, and which processes we cannot reach."""
         self.shared.change(
             lambda roster: roster.ask_to_join(
                 self.id, version, self._worker_incarnation, self._cut_from
@@ -376,6 +375,7 @@ def _incarnation_of(id: str) -> int:
 
 
 def _described_tensors(kind: Kind, described: Description) -> list[DescribedTensor]:
+    """Return the parameters or buffers that a worker's facts describe, each with its name."""
     tensors = described.get(kind, [])
     known: Names = described.get("names", {})
     names = known.get(kind) or [""] * len(tensors)
@@ -383,6 +383,7 @@ def _described_tensors(kind: Kind, described: Description) -> list[DescribedTens
 
 
 def _option_differences(own: Mapping[str, str], run: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each option that this worker and the run have not in common."""
     for name in {**own, **run}:  # the options of both, in order
         here, there = own.get(name, "missing"), run.get(name, "missing")
         if here != there:
@@ -392,6 +393,7 @@ def _option_differences(own: Mapping[str, str], run: Mapping[str, str]) -> Itera
 def _tensor_differences(
     kind: str, own: Sequence[DescribedTensor], run: Sequence[DescribedTensor]
 ) -> Iterator[str]:
+    """Yield a line for each tensor that this worker and the run have not in common."""
     if len(own) != len(run):
         yield f"the number of {kind}s: {len(own)} here, {len(run)} in the run"
     # Names that both workers have. Any other name says nothing: one model may be wrapped.
@@ -428,6 +430,7 @@ class Door:
         threading.Thread(target=self._accept, name="manyhands door", daemon=True).start()
 
     def _accept(self) -> None:
+        """Accept and close connections, in a thread: the answer shows that we can be reached."""
         while not self._closed.is_set():
             try:
                 self._listening.accept()[0].close()
@@ -438,6 +441,7 @@ class Door:
                 self._closed.wait(PAUSE)
 
     def close(self) -> None:
+        """Stop answering, and end the thread."""
         self._closed.set()
         # A thread that waits in accept() notices a shutdown, but not a close.
         with suppress(OSError):  # some systems have no shutdown of a listening socket
@@ -455,6 +459,7 @@ def unreachable(addresses: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _answers(address: str) -> bool:
+    """Return whether a process's door answers in time: whether it can be reached from here."""
     try:
         socket.create_connection(parse_address(address), ANSWER).close()
     except OSError:

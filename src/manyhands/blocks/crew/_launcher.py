@@ -100,10 +100,8 @@ class Launcher:
     ) -> None:
         self.command = list(command)
         self.workers = [LaunchedWorker(number) for number in numbers]
-        self.processes = processes
-        self.restarts = restarts
-        self.grace = grace
-        self.serving = serving
+        self.processes, self.restarts = processes, restarts
+        self.grace, self.serving = grace, serving
         self.signer = Signer.from_environment(secret)
         client = StoreClient(store, 1.0, self.signer)
         monitor = HeartbeatMonitor(STOPPED_LIMIT)
@@ -196,6 +194,7 @@ class Launcher:
     # -- one worker ----------------------------------------------------------------------------
 
     def _start(self, worker: LaunchedWorker) -> None:
+        """Start a worker's processes, with their output forwarded and a guard over them."""
         worker.began = time.monotonic()
         port = None
         if self.processes > 1:
@@ -299,6 +298,7 @@ class Launcher:
                 os.killpg(process.pid, number)
 
     def _stop_all(self) -> None:
+        """Ask all workers to stop, wait as long as the grace lasts, and kill what is left."""
         running = [worker for worker in self.workers if worker.processes]
         for worker in running:
             self._signal(worker, signal.SIGTERM)
@@ -317,6 +317,8 @@ class Launcher:
     # -- the crew ------------------------------------------------------------------------------
 
     def _report_end(self, number: int, left: bool) -> None:
+        """Tell the crew that a worker has ended, so that nobody waits for its heartbeat."""
+
         def report(shared: SharedRoster) -> None:
             for inner_rank in range(self.processes):
                 shared.report_end(number * self.processes + inner_rank, left)

@@ -57,6 +57,7 @@ class OutputForwarder:
                 self._read(pipe, last=True)
 
     def _read(self, pipe: IO[bytes], last: bool = False) -> None:
+        """Read what a pipe has, and forward its whole lines; with `last`, the rest as well."""
         _, name, target = self._selector.get_key(pipe).data
         data = self._unfinished[pipe]
         while True:
@@ -136,6 +137,7 @@ class Guard:
         return self._process is not None and self._process.poll() is None
 
     def _write(self, change: str) -> None:
+        """Tell the guard that a process group begins or ends; start a new one if it was killed."""
         if self._running:
             assert self._process is not None and self._process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # the guard was killed: make another one
@@ -145,6 +147,7 @@ class Guard:
         self._start()
 
     def _start(self) -> None:
+        """Start the process that kills our workers' process groups when we are killed."""
         # With all groups that run: we may be killed before we write anything.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, *map(str, self._groups)],

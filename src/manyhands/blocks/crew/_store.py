@@ -235,6 +235,7 @@ class StoreClient:
         self._thread.join(1.0)  # a thread that hangs in a call is left behind: it is a daemon
 
     def _run(self) -> None:
+        """Make the calls of all threads, one by one, and the heartbeats between them."""
         try:
             client = connect_to_store(self.store)
         except Exception as error:

@@ -149,6 +149,7 @@ class GlooTransport:
     def _connect(
         self, connection: StoreConnection, prefix: str, rank: int, size: int, timeout: float
     ) -> None:
+        """Connect the generation's members by gloo, in a thread, because that may hang."""
         try:
             client = connection.acquire()
             store = SignedStore(client, prefix, connection.signer, min(timeout, CONNECT_TIMEOUT))
@@ -211,6 +212,7 @@ def _internet_sockets() -> Iterator[socket.socket]:
 
 
 def _endpoints_of(end: socket.socket) -> Endpoints | None:
+    """Return both addresses of a connection; None of a socket that is not connected."""
     try:
         return end.getsockname()[:2], end.getpeername()[:2]  # without IPv6's flow and scope
     except OSError:  # not connected

@@ -173,10 +173,7 @@ class ReduceScatter(_Allocator):
     ) -> None:
         self._overlap = overlap
         self._to_send = 0  # elements of the buffer allocated last, until its slice is allocated
-        self._queue = queue
-        self._params = params
-        self._divide = divide
-        self._on_gloo = on_gloo
+        self._queue, self._params, self._divide, self._on_gloo = queue, params, divide, on_gloo
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a buffer. The engine asks first for the one to send, then for its slice."""

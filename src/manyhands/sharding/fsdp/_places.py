@@ -35,9 +35,7 @@ def find_places(module: nn.Module, wrapper: type[nn.Module]) -> dict[str, Place]
     """Return the places of parameters outside inner wraps, by name; a tied one has several."""
     if isinstance(module, wrapper):
         return {}
-    places = {
-        name: (module, name) for name, param in module._parameters.items() if param is not None
-    }
+    places = {name: (module, name) for name, p in module._parameters.items() if p is not None}
     for name, child in children(module):
         places.update({f"{name}.{n}": place for n, place in find_places(child, wrapper).items()})
     return places

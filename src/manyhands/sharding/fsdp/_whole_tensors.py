@@ -309,9 +309,8 @@ def _check_sharded(params: Sequence[Tensor], ranks: RankGroup) -> None:
 def _local_gradient(param: Tensor) -> Tensor:
     """Return this rank's shard of a gradient; zeros if other ranks have one and this has none."""
     shard = local_shard(param)
-    return (
-        torch.zeros_like(shard) if param.grad is None else local_shard(param.grad).to(shard.dtype)
-    )
+    grad = param.grad
+    return torch.zeros_like(shard) if grad is None else local_shard(grad).to(shard.dtype)
 
 
 # -- owners of tensors, and the messages from shards to them and back ----------------------------

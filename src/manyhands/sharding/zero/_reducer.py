@@ -60,9 +60,7 @@ class Reducer:
     ) -> None:
         self.workers = workers
         self._all_shards = list(shards)
-        self._synchronised = synchronised
-        self._wire = wire
-        self._after_pass = after_pass
+        self._synchronised, self._wire, self._after_pass = synchronised, wire, after_pass
         self._hooks: list[RemovableHandle] = []
         weakref.finalize(self, _detach_hooks, self._hooks)
         # `early`: gradients are averaged before a scaling rule measures their mean.

@@ -234,9 +234,7 @@ def _state_without_slices(state_dict: SavedState, shards: Shards) -> dict[int, P
     """Return a copy of the state of parameters that have no place yet, by index."""
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     saved, waiting = state_dict["state"], set(shards.without_slices)
-    return {
-        i: copy.deepcopy(saved[key]) for i, key in enumerate(keys) if i in waiting and key in saved
-    }
+    return {i: copy.deepcopy(saved[k]) for i, k in enumerate(keys) if i in waiting and k in saved}
 
 
 def slice_state(entries: Mapping[str, object], owned: ParamSlice, param: Tensor) -> ParamState:
@@ -368,9 +366,7 @@ class ReplicatedOSSState:
                     steps[owned.param] = float(state[owned.data]["step"])
         device = shards.params[0].device
         steps = shards.workers.all_reduce(steps.to(device), largest=True).cpu()
-        self.state = {
-            param: {"step": step} for param, step in zip(shards.params, steps, strict=True) if step
-        }
+        self.state = {p: {"step": n} for p, n in zip(shards.params, steps, strict=True) if n}
         if not self.state:
             return
         # all collectives are started before any is waited for
