@@ -131,6 +131,7 @@ def _difference(
 def _first_difference(
     what: str, rows: Iterable[tuple[str, Sequence[object]]]
 ) -> tuple[str, Sequence[object]]:
+    """Return which row's values differ first between ranks, and these; "" if none do."""
     for name, row in rows:
         if not _all_equal(row):
             return _compare_values(f"{what}. The first that differs is {name}", row)
@@ -146,7 +147,7 @@ def _all_equal(values: Sequence[object]) -> bool:
 
 
 def _by_rank(values: Sequence[object]) -> str:
-    """Return which ranks have which value."""
+    """Return which ranks have which value, for an error's message."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(_format_value(value), []).append(rank)
@@ -195,6 +196,7 @@ class Describer:
         return " ".join(word for word in words if word)
 
     def _describe_device(self, device: torch.device) -> str:
+        """Number devices as they are met: ranks have other GPUs, but use them in the same order."""
         met = self._devices.setdefault(device.type, [])
         if device not in met:
             met.append(device)

@@ -95,6 +95,7 @@ def _is_flag(value: object) -> bool:
 
 
 def _number(name: str, value: object, units: Mapping[str, int], why: str) -> float:
+    """Return a number given as such, or as a text with a unit, such as "10 Gbit/s"."""
     if isinstance(value, str):
         found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z/]*)\s*", value.lower())
         value = float(found[1]) * units[found[2]] if found and found[2] in units else value

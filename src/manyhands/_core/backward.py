@@ -105,6 +105,7 @@ class BackwardPasses:
                 node.register_prehook(in_the_task_around)
 
     def _finish(self, number: int) -> None:
+        """End pass `number` as its backward has ended, unless that was forgotten meanwhile."""
         owner = self._owner()
         if self._pass == number and owner is not None:
             self.forget()

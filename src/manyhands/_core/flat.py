@@ -43,10 +43,8 @@ if TYPE_CHECKING:
 
 
 def flatten(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return the elements in one dimension, in the memory order of `like` (default: the tensor).
-
-    Both have the same shape. The result is detached. It is a view where the order allows it.
-    """
+    """Return the elements in one dimension, in the memory order of `like` (default: the tensor)."""
+    # Both have the same shape. The result is detached. It is a view where the order allows it.
     tensor = tensor.detach()
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()

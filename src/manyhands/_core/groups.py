@@ -88,10 +88,8 @@ def connect(
     *,
     pairs: bool = False,
 ) -> Lease:
-    """Return a new gloo group of these ranks. Call it on each of them.
-
-    `pairs`: they will exchange slices, or broadcast; else they pass messages on in a ring.
-    """
+    """Return a new gloo group of these ranks. Call it on each of them."""
+    # `pairs`: they will exchange slices, or broadcast; else they pass messages on in a ring.
     own_store, size = PrefixStore(new_prefix(store, "group", ranks, gather), store), len(ranks)
     gloo = _make_gloo(own_store, rank, size, timeout or default_pg_timeout)
     # Around it what torch has around every backend, so that profilers see its collectives too.
@@ -139,10 +137,8 @@ class RollCall:
         self.store, self._rank, self._size, self.prefix = store, rank, size, prefix
 
     def wait(self, call: str, in_vain: Callable[[], str] = str) -> None:
-        """Wait until all ranks are here; warn if that takes long, and raise if they do not come.
-
-        `in_vain` may know earlier that they will not, and returns the error's message then.
-        """
+        """Wait until all ranks are here; warn if that takes long, and raise if they do not come."""
+        # `in_vain` may know earlier that they will not, and returns the error's message then.
         began, warned, pause = time.monotonic(), False, FIRST_PAUSE
         count = self.store.add(self.prefix, 1)
         earlier = (count - 1) // self._size * self._size  # of calls that all ranks have made
@@ -207,6 +203,7 @@ class GroupCloser:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(held[0]))
 
     def _drop(self, held: list[object]) -> None:
+        """Wait, in a thread, until nobody else has the group, and let it end."""
         pause = FIRST_PAUSE
         while sys.getrefcount(held[0]) > 2 or not self._enter():  # the list, and the call itself
             time.sleep(pause)
@@ -222,7 +219,7 @@ class GroupCloser:
             return not self._closed
 
     def close(self) -> None:
-        """Drop no more groups: Python is ending."""
+        """As Python ends (`atexit`): drop no more groups, and wait for those that are dropped."""
         with self._lock:
             self._closed = True
         for thread in list(self._under_way):

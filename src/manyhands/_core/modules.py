@@ -89,10 +89,8 @@ def check_not_averaged_inside(module: nn.Module) -> None:
 def modules_holding(
     params: Sequence[Tensor], wanted: Callable[[nn.Module], bool] = lambda module: True
 ) -> Iterator[tuple[nn.Module, set[int]]]:
-    """Yield every live module with any of these parameters, and the indices of those it has.
-
-    Only `wanted` modules are looked into. Modules of before `gc.freeze()` are not found.
-    """
+    """Yield every live module with any of these parameters, and the indices of those it has."""
+    # Only `wanted` modules are looked into. Modules of before `gc.freeze()` are not found.
     index_of = {id(param): index for index, param in enumerate(params)}
     for thing in gc.get_objects():
         # type(thing), because isinstance() asks `__class__`, which runs a lazy proxy's code.

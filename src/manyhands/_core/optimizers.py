@@ -71,10 +71,8 @@ def trial(
     *,
     options: Mapping[str, object] = MappingProxyType({}),
 ) -> tuple[list[torch.nn.Parameter], Optimizer]:
-    """Step a new optimizer on copies of `params`, with the gradients of each of the `steps`.
-
-    Return the copies and the optimizer. `options` are those of the parameter group.
-    """
+    """Step a new optimizer on copies of `params`, with the gradients of each of the `steps`."""
+    # Return the copies and the optimizer. `options` are those of the parameter group.
     leaves = [torch.nn.Parameter(param.clone()) for param in params]
     optimizer = kind([{**options, "params": leaves}] if options else leaves, **arguments)
     for grads in steps:
@@ -108,10 +106,8 @@ def _steps_alike(
     *,
     if_it_fails: bool,
 ) -> bool:
-    """Return whether toy parameters come out the same together and divided.
-
-    `if_it_fails` is the answer for an optimizer that cannot train such toys.
-    """
+    """Return whether toy parameters come out the same together and divided."""
+    # `if_it_fails` is the answer for an optimizer that cannot train such toys.
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator) for shape in TOYS]
     steps = [[torch.randn(shape, generator=generator) for shape in TOYS] for _ in range(STEPS)]
@@ -153,10 +149,8 @@ def fused_problem(optimizer: Optimizer) -> str:
 
 
 def problem_on_shards(optimizer: Optimizer, like: DTensor) -> str | None:
-    """Return why such an optimizer cannot work on DTensors, or None.
-
-    The trial sends, so every rank must call this at the same step.
-    """
+    """Return why such an optimizer cannot work on DTensors, or None."""
+    # The trial sends, so every rank must call this at the same step.
     from torch.distributed.tensor import distribute_tensor
 
     kind = type(optimizer)
@@ -242,6 +236,7 @@ class StateSizes:
     def _tensors(
         self, dims: int, dtype: torch.dtype, options: Mapping[str, object]
     ) -> list[StateTensor]:
+        """Return the state's tensors for a parameter of this kind; each kind is tried once."""
         # Options may hold lists or tensors, which cannot be keys; their text can.
         key = (dims, dtype, repr(sorted(options.items(), key=lambda option: option[0])))
         if key not in self._known:
@@ -251,6 +246,7 @@ class StateSizes:
     def _try(
         self, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, object]
     ) -> list[StateTensor]:
+        """Take two steps on a small parameter, and return what state the optimizer has then."""
         # With a generator of its own, and so without a change of the user's random numbers.
         generator = torch.Generator(device="cpu").manual_seed(0)
         random = torch.randn(shape, generator=generator, device="cpu").to(dtype)

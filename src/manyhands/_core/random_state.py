@@ -77,6 +77,7 @@ def _python_state(state: dict[str, Tensor]) -> tuple[int, tuple[int, ...], float
 
 
 def _numpy_state(state: dict[str, Tensor]) -> tuple[str, list[int], int, int, float]:
+    """Return the state in numpy's own form; raise a ValueError if numpy cannot go on from it."""
     *words, position, has_gauss = state["numpy"].tolist()
     if not 0 <= position <= WORDS:  # numpy trusts it, and would draw from other memory
         raise ValueError(f"numpy's position is {position}")

@@ -135,7 +135,7 @@ class RankGroup:
 
     @cached_property
     def reducing_group(self) -> Any:
-        """The process group, to be compared with others; None if there is only this rank."""
+        """The group over which a sharded gradient's norm is summed; None for a single rank."""
         return self._process_group if self.size > 1 else None
 
     @cached_property
@@ -163,10 +163,8 @@ class RankGroup:
         return torch.device("cpu" if "cpu" in types else next(iter(types)))
 
     def with_shared_memory(self, required: bool = True) -> RankGroup:
-        """Return the same ranks, exchanging slices through memory that all of them can read.
-
-        If they cannot share memory: raise if it is `required`, else leave them as they are.
-        """
+        """Return the same ranks, exchanging slices through memory that all of them can read."""
+        # If they cannot share memory: raise if it is `required`, else leave them as they are.
         if self.size == 1:
             return self
         memory = SharedMemory.of(self) if required else SharedMemory.if_possible(self)
@@ -253,10 +251,8 @@ class RankGroup:
     def start_all_reduce(
         self, tensor: torch.Tensor, rows: Any = None, own: Any = None, *, largest: bool = False
     ) -> dist.Work:
-        """Begin to sum a tensor over the ranks, in place, or to take the largest values.
-
-        `rows` are views of a part of it, one for each rank, which fills in its `own`.
-        """
+        """Begin to sum a tensor over the ranks, in place, or to take the largest values."""
+        # `rows` are views of a part of it, one for each rank, which fills in its `own`.
         if rows is not None:
             rows.zero_()
             rows[self.rank] = own
@@ -392,10 +388,8 @@ def widest_float(device: torch.device) -> torch.dtype:
 def rank_group_of(
     params: Sequence[torch.Tensor], group: Any = None, world_size: int | None = None
 ) -> RankGroup:
-    """Return the ranks that share the gradients of these parameters.
-
-    They are the ranks of `group`, or those over which the parameters are sharded, or all.
-    """
+    """Return the ranks that share the gradients of these parameters."""
+    # They are the ranks of `group`, or those over which the parameters are sharded, or all.
     meshes = {p.device_mesh for p in params if is_dtensor(p)}
     if not meshes:
         return RankGroup.of(group, world_size)

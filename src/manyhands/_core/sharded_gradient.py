@@ -62,6 +62,7 @@ class LocalNorm(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
+        """Keep local what can be combined later; reduce over the ranks before all else."""
         kwargs = kwargs or {}
         norms = list(args[0]) if func is torch.stack else [args[0]] if args else []
         if _can_combine(norms):
@@ -107,6 +108,7 @@ def norm_of_slices(slices: Sequence[Tensor], power: float, group: Any) -> LocalN
 
 
 def _norm_of_one(elements: Tensor, power: float) -> Tensor:
+    """Return the norm of one slice; 0 of an empty one."""
     if power == 2:
         return norm(elements)  # one read of the memory
     # An empty slice has no maximum norm.
@@ -128,6 +130,7 @@ def _can_combine(norms: list[Any]) -> TypeGuard[list[LocalNorm]]:
 
 
 def _reduce_all(value: Any) -> Any:
+    """Return a function's arguments with each local norm in them reduced over the ranks."""
     if isinstance(value, LocalNorm):
         return value.reduce(value)
     if isinstance(value, list | tuple):
@@ -162,6 +165,7 @@ class ShardedGradient(Tensor):
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> ShardedGradient:
+        """Make a tensor with the parameter's shape and no memory, around this rank's slices."""
         # A wrapper has a type, a shape and a version, and no storage.
         shell: ShardedGradient = Tensor._make_wrapper_subclass(
             cls,
@@ -240,6 +244,7 @@ class ShardedGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
+        """Do what torch asks on this rank's slices, or raise if it needs the whole gradient."""
         packet, kwargs = func.overloadpacket, kwargs or {}
         first = args[0] if args else None
         if packet in NORMS and len(args) <= 2 and not kwargs:  # else of a dimension, or wider
@@ -313,6 +318,7 @@ FOREACH = {aten._foreach_zero_, aten._foreach_mul_, aten._foreach_div_, aten._fo
 
 
 def _norm_of(grad: Tensor, power: float) -> Tensor:
+    """Return a gradient's norm: of this rank's slices, if it is sharded."""
     if isinstance(grad, ShardedGradient):
         return grad.local_norm(power)
     plain: Tensor = torch.linalg.vector_norm(grad, power)
@@ -342,10 +348,8 @@ def _each(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 def local_parts(grad: Tensor) -> list[Tensor]:
-    """Return the tensors with the elements of a gradient that this rank holds.
-
-    They are slices of a `ShardedGradient`, the shard of a DTensor, or any other gradient itself.
-    """
+    """Return the tensors with the elements of a gradient that this rank holds."""
+    # They are slices of a `ShardedGradient`, the shard of a DTensor, or any other gradient itself.
     if isinstance(grad, ShardedGradient):
         return [elements for elements in grad.slices if elements.numel()]
     return [local_shard(grad)]

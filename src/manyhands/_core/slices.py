@@ -89,10 +89,8 @@ class PendingReduceScatter:
 def reduce_scatter_slices(
     ranks: RankIdentity, bucket: Tensor, cuts: Sequence[int], into: Tensor | None
 ) -> PendingReduceScatter:
-    """Begin to send every slice of `bucket` to its owner, who will sum what arrives.
-
-    `into` is memory for the sum. Leave it and `bucket` alone until the sum is there.
-    """
+    """Begin to send every slice of `bucket` to its owner, who will sum what arrives."""
+    # `into` is memory for the sum. Leave it and `bucket` alone until the sum is there.
     own = bucket[cuts[ranks.rank] : cuts[ranks.rank + 1]]
     summed_as_sent = bucket.dtype == accumulation_dtype(bucket.dtype)
     check_backend(ranks, bucket.device)
@@ -309,6 +307,7 @@ class DeferredBarrier:
         self.work: dist.Work | None = None
 
     def wait(self) -> None:
+        """Wait for the barrier, which the next barrier of this memory begins along with its own."""
         if self.work is None:
             self._host.barrier()  # which sets `work`
         assert self.work is not None

@@ -76,6 +76,7 @@ class SavedEntries:
         return SavedEntries(self[name], self._owner, f"{self._inside}.{name}".strip("."))
 
     def _read(self, read: Callable[..., Value], name: str, **bounds: Any) -> Value:
+        """Read and check an entry; an error names the entry and whose state it is in."""
         try:
             return read(f"{self._inside}.{name}".strip("."), self[name], **bounds)
         except ValueError as error:
@@ -348,10 +349,8 @@ def plain_optimizer(optimizer: Optimizer) -> Optimizer:
 def state_parts(
     optimizer: Optimizer, *, include_empty: bool = False
 ) -> tuple[list[OptimizerStatePart], StateDict]:
-    """Return this rank's state by parameter, and the state dict that it is in.
-
-    With `include_empty`, parameters without state are included.
-    """
+    """Return this rank's state by parameter, and the state dict that it is in."""
+    # With `include_empty`, parameters without state are included.
     if isinstance(optimizer, ShardedOptimizer) and optimizer.shards_state:
         return optimizer.save_parts(include_empty=include_empty)
     packed = optimizer.state_dict()

@@ -58,6 +58,7 @@ class _Map:
         self._done: dict[int, tuple[object, object]] = {}
 
     def __call__(self, value: object) -> Any:
+        """Return a value with its tensors replaced by `fn`; itself, if none is another."""
         if value is None or isinstance(value, str | bytes | int | float | nn.Module):
             return value
         if id(value) in self._done:
@@ -74,6 +75,7 @@ class _Map:
         return result
 
     def _container(self, value: object) -> object:
+        """Return a container of any known kind with the tensors in it replaced."""
         if isinstance(value, tuple):
             return self._rebuilt(value, value, _tuple_like)
         if isinstance(value, set | frozenset):
@@ -98,12 +100,14 @@ class _Map:
     def _rebuilt(
         self, value: T, items: Iterable[object], build: Callable[[T, list[object]], object]
     ) -> object:
+        """Build a container anew, if one of its items was replaced."""
         before = list(items)
         after = [self(item) for item in before]
         same = all(new is old for old, new in zip(before, after, strict=True))
         return value if same else build(value, after)
 
     def _with_items(self, value: Any, items: Iterable[tuple[object, object]]) -> Any:
+        """Return a copy of a list or dict with the replaced items set in it."""
         changed = [(key, new) for key, old in list(items) if (new := self(old)) is not old]
         if changed:
             value = copy.copy(value)
@@ -112,6 +116,7 @@ class _Map:
         return value
 
     def _with_fields(self, value: Any) -> object:
+        """Return a copy of a dataclass with the replaced fields set in it."""
         changed = []
         for field in dataclasses.fields(value):
             old = getattr(value, field.name, None)

@@ -217,10 +217,8 @@ def gradient_ranks(optimizer: Optimizer) -> Any:
 
 
 def wrapped_attribute(wrapper: object, wrapped: object, name: str) -> Any:
-    """Return the wrapped object's attribute, or raise an AttributeError about the wrapper.
-
-    Otherwise the error would name a class that the user has never written.
-    """
+    """Return the wrapped object's attribute, or raise an AttributeError about the wrapper."""
+    # Otherwise the error would name a class that the user has never written.
     try:
         return getattr(wrapped, name)
     except AttributeError as error:
@@ -241,6 +239,7 @@ class ScalerSignals:
 
     @classmethod
     def read_from(cls, *optimizers: Optimizer) -> ScalerSignals:
+        """Return what a `GradScaler` left on the first of these optimizers that has something."""
         for optimizer in optimizers:
             # `vars`, because a wrapper forwards what it does not have itself.
             found_inf = vars(optimizer).get("found_inf")

@@ -131,19 +131,15 @@ class AnchorDifference:
         self.params.write(self.offset + start, self.step_anchor(start, mean, result))
 
     def round_like_params(self, anchor: Tensor) -> Tensor:
-        """Return the anchor as 16-bit parameters hold it.
-
-        Otherwise the rounding of parameters would count as movement, in every block anew.
-        """
+        """Return the anchor as 16-bit parameters hold it."""
+        # Otherwise the rounding of parameters would count as movement, in every block anew.
         if self.param_dtype == anchor.dtype:
             return anchor
         return anchor.to(self.param_dtype).to(anchor.dtype)
 
     def step_anchor(self, start: int, mean: Tensor, result: RoundResult) -> Tensor:
-        """Take the outer step on the anchor from `start` on, and return that part of it.
-
-        If no worker's values could be used, the anchor stays.
-        """
+        """Take the outer step on the anchor from `start` on, and return that part of it."""
+        # If no worker's values could be used, the anchor stays.
         first = self.start + start
         chosen = slice(first, first + mean.numel())
         anchor = self.bucket.anchor[chosen]
@@ -315,7 +311,7 @@ class Anchor:
         }
 
     def load(self, state: AnchorState) -> None:
-        """Set anchor and memories to saved ones."""
+        """Set anchor and memories to those of a checkpoint, or of the member that lets us join."""
         saved = zip(self.buckets, state["anchor"], state["memories"], strict=True)
         for bucket, anchor, memories in saved:
             bucket.anchor.copy_(anchor)
@@ -328,10 +324,8 @@ class Anchor:
         return [self.inner.size, self.inner.rank, *lengths]
 
     def reset_frozen(self) -> None:
-        """Zero the memories and residuals of parameters that were frozen.
-
-        Such a parameter is averaged once more, and then rests, whatever the outer momentum was.
-        """
+        """Zero the memories and residuals of parameters that were frozen."""
+        # Such a parameter is averaged once more, and then rests, whatever the outer momentum was.
         if all(param.requires_grad for param in self.params):
             return
         for bucket in self.buckets:
@@ -355,7 +349,7 @@ class Anchor:
         ]
 
     def restore_params(self) -> None:
-        """Set the parameters to the anchor."""
+        """Set the parameters to the anchor, and so give up the steps of the present block."""
         for bucket in self.buckets:
             bucket.vector.write(bucket.span[0], bucket.anchor)
         self.all_gather_inner(range(self.fragments))

@@ -173,7 +173,7 @@ class BlockState:
         return replace(self, steps=steps)
 
     def continue_at(self, steps: int) -> BlockState:
-        """Count on from this number of steps."""
+        """Count on from this number of steps: a user has set it, or loaded no state of blocks."""
         assert not self.in_flight, f"merge what is in flight first: {self}"
         assert not self.ends_warmup, f"hold the round that ends the warm-up first: {self}"
         # After the warm-up the workers had agreed on an anchor, in the run that is continued.
@@ -232,10 +232,8 @@ class BlockState:
     # -- members and state that change ---------------------------------------------------------
 
     def regroup(self, due: Sequence[int] = ()) -> BlockState:
-        """Give up all rounds in flight: other members begin without them.
-
-        If workers are apart, the new members hold a round about the fragments that are `due`.
-        """
+        """Give up all rounds in flight: other members begin without them."""
+        # If workers are apart, the new members hold a round about the fragments that are `due`.
         retry = tuple(due) if due and self.diverged else self.retry
         return replace(self, in_flight=0, retry=retry)
 

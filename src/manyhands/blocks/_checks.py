@@ -70,7 +70,7 @@ def check_optimizer(class_name: str, optimizer: object, blocks: type[Optimizer])
 def check_groups(
     class_name: str, process_group: object, inner: RankGroup, inner_of_crew: RankGroup | None
 ) -> int:
-    """Return how many ranks a worker has."""
+    """Return how many ranks a worker has; raise if `inner_group` and the workers do not fit."""
     if inner_of_crew is None:
         return inner.size
     if process_group is not None:

@@ -82,7 +82,7 @@ class CommonParts:
     # -- state transfer ------------------------------------------------------------------------
 
     def pack(self, state: BlockState) -> bytes:
-        """Return what a joiner needs."""
+        """Return, as bytes, what a joiner needs: anchor, memories, counters, buffers, samples."""
         if not state.anchor_in_use:  # this worker's parameters take its place
             self.anchor.begin()
         transferred: TransferredState = {

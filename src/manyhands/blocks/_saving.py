@@ -112,10 +112,8 @@ def load_counters(saved: Any, sync: Sync, unsaved: Sequence[OuterState]) -> None
 def check_saved(
     saved: object, options: Options, changed: Mapping[str, object], names: Names
 ) -> SavedWorker | None:
-    """Return the blocks' part of a state dict if it fits these options, or raise.
-
-    None stays None: the state dict is of the bare optimizer.
-    """
+    """Return the blocks' part of a state dict if it fits these options, or raise."""
+    # None stays None: the state dict is of the bare optimizer.
     checked = _check_format_and_options(saved, options, changed, names)
     if checked is None:
         return None
@@ -247,10 +245,8 @@ def _load_worker(saved: SavedWorker, sync: Sync) -> None:
 
 
 def _load_residuals(saved: SavedWorker, sync: Sync) -> None:
-    """Restore residuals and clock if this rank saved them itself.
-
-    A residual belongs to the slices that a rank rounds, which depend on rank and size.
-    """
+    """Restore residuals and clock if this rank saved them itself."""
+    # A residual belongs to the slices that a rank rounds, which depend on rank and size.
     workers = sync.members.workers
     if saved["workers"] != [workers.size, workers.rank]:
         sync.anchor.reset_residuals()

@@ -232,10 +232,8 @@ class OwnSchedule(Schedule):
         self.follow(dict(zip(numbers, steps, strict=True)), number, taken, slowest)
 
     def follow(self, plan: Mapping[int, int], number: int, taken: float, seconds: float) -> None:
-        """Set the numbers of steps in the block that has begun.
-
-        `number` is this worker's. `taken` is the mean of the workers' steps in the block before.
-        """
+        """Set the numbers of steps in the block that has begun."""
+        # `number` is this worker's. `taken` is the mean of the workers' steps in the block before.
         self.plan, self.seconds = dict(plan), seconds
         self.ahead += taken
         # Longer than the overlap, whose steps were not counted: the numbers were not known yet.

@@ -193,7 +193,7 @@ class Sync:
                 self.after_step()
 
     def set_steps(self, step: int) -> None:
-        """Continue as after `step` steps."""
+        """Continue as after `step` steps: merge what is in flight, and begin the block there."""
         self.merge_pending()
         self.state = self.state.continue_at(step)
         self.begin_block()
@@ -272,7 +272,7 @@ class Sync:
     # -- a sync round about fragments ----------------------------------------------------------
 
     def _send(self, fragments: Sequence[int], merge_at: int) -> None:
-        """Begin a sync round about these fragments."""
+        """Begin a sync round about these fragments: cut payloads, report, and start it."""
         self.anchor.reset_frozen()
         differences: Sequence[AnchorDifference] = [
             difference for f in fragments for difference in self.anchor.differences(f)
@@ -328,10 +328,8 @@ class Sync:
         )
 
     def _agree_inside(self, finite: bool, stop: bool, device: torch.device) -> tuple[bool, bool]:
-        """Return whether `finite` holds on all ranks of this worker, and `stop` on any of them.
-
-        A worker is in the mean with all its slices, or with none.
-        """
+        """Return whether `finite` holds on all ranks of this worker, and `stop` on any of them."""
+        # A worker is in the mean with all its slices, or with none.
         if self._inner.size == 1:
             return finite, stop
         flags = self._inner.all_gather([float(finite), float(stop)], device)
@@ -344,7 +342,7 @@ class Sync:
         state: Sequence[Payload],
         report: WorkerReport,
     ) -> BackgroundSync:
-        """Begin a round; without a thread, hold it."""
+        """Begin a round in a thread, or hold it at once where none is needed."""
 
         def sync_round(workers: RankGroup) -> RoundResult:
             return run_sync_round(workers, payloads, buffers, state, report)

@@ -67,6 +67,8 @@ class Saving:
         return self.path
 
     def _start(self, work: Callable[[], None]) -> None:
+        """Do the writing in a thread, and keep what it raises for `wait`."""
+
         def run() -> None:
             try:
                 work()

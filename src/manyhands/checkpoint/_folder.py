@@ -100,10 +100,8 @@ def find_newest(path: Path) -> Path:
 
 
 def begin(folder: Path, step: int | None, token: str) -> tuple[str, str]:
-    """Make the hidden folder for the next checkpoint; return its name now, and its final name.
-
-    Remove what killed runs have left behind.
-    """
+    """Make the hidden folder for the next checkpoint; return its name now, and its final name."""
+    # Remove what killed runs have left behind.
     if is_checkpoint(folder):
         raise ValueError(f"{folder} is one checkpoint. Give the folder around it: {folder.parent}.")
     folder.mkdir(parents=True, exist_ok=True)
@@ -225,10 +223,8 @@ _held: dict[Path, int] = {}  # the descriptors of the locks that this process ho
 
 
 def take_lock(folder: Path) -> None:
-    """Make this process the only one that saves here, until it ends.
-
-    A lock of another process of our own run is taken over.
-    """
+    """Make this process the only one that saves here, until it ends."""
+    # A lock of another process of our own run is taken over.
     path = folder.resolve() / LOCK
     held = _held.get(path)
     if fcntl is None or (held is not None and _still_holds(held, path)):
@@ -284,6 +280,7 @@ def _replace_lock(path: Path) -> int:
 
 
 def _is_of_our_run(text: bytes) -> bool:
+    """Return whether a lock's text is from a process of this run, which may have died."""
     run = os.environ.get(RUN_VARIABLE)
     try:
         return bool(run) and json.loads(text)["run"] == run
@@ -312,6 +309,7 @@ def _is_same_file(file: int, path: Path) -> bool:
 
 
 def _held_message(folder: Path, text: bytes) -> str:
+    """Return the error's message for a folder that another job saves to."""
     try:
         holder = json.loads(text)
         name = f"process {holder['pid']} on {holder['host']}"
@@ -330,10 +328,8 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 def open_descriptor(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of a regular file.
-
-    Raise FileNotFoundError if there is no such file, and ValueError if it is something else.
-    """
+    """Return a descriptor of a regular file."""
+    # Raise FileNotFoundError if there is no such file, and ValueError if it is something else.
     try:
         file = os.open(path, flags | ALWAYS, 0o666)
         # Ask the descriptor, not the path: the path may mean another file by now.
@@ -369,6 +365,7 @@ def is_folder(path: Path) -> bool:
 
 
 def _has_mode(path: Path, test: Callable[[int], bool]) -> bool:
+    """Return whether there is a file of this kind, and not a link to one."""
     try:
         return bool(test(os.lstat(path).st_mode))
     except (OSError, ValueError):  # ValueError: a name with a null byte

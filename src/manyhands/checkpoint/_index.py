@@ -203,6 +203,7 @@ def parse(raw: bytes, path: Path) -> Index:
 
 
 def _from_content(content: Mapping[str, Any]) -> Index:
+    """Build the index from the file's JSON, and check each entry: it may be forged."""
     files = [IndexedFile(**file) for file in content["files"]]
     for file in files:
         if not FILE_NAME.fullmatch(file.name):
@@ -253,6 +254,7 @@ def covers_once(
     values: dict[tuple[int, int], int] = {}
 
     def product(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        """Return a slice's term of the sum, with random numbers f_i drawn as they are needed."""
         result = 1
         for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
             for x in (start, start + size):

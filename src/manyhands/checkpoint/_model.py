@@ -75,6 +75,7 @@ def find_names(model: object) -> ModelNames:
 def _add_tensor(
     names: ModelNames, target: dict[str, Tensor], name: str, tensor: Tensor | None
 ) -> None:
+    """Add a tensor under its name; of a tied one, note its other names as aliases."""
     if tensor is None:  # such as `register_parameter("bias", None)`
         return
     first = names.by_id.setdefault(id(tensor), name)

@@ -76,7 +76,7 @@ def prepare_to_load(optimizers: Iterable[object]) -> None:
 
 
 def group_names(optimizer: Optimizer, names: ModelNames | None) -> list[list[str]]:
-    """Return the parameters' names, by group."""
+    """Return the parameters' names by group: the model's, the groups' own, or numbers."""
     result = []
     for number, group in enumerate(optimizer.param_groups):
         # torch stores names itself if the optimizer was made from `named_parameters()`.
@@ -176,6 +176,7 @@ def _other_state(packed: Mapping[str, object], layers: OptimizerLayers) -> dict[
 def _collect_rule(
     rule: RuleParts, names: Sequence[str], prefix: str, put: PutTensor
 ) -> _index.StateMeta:
+    """Return a scaling rule's state as JSON, with its gradients by parameter name."""
     state = rule.scaling_state_dict()
     # By name instead of position: other groups or shardings may have another order.
     state["previous"] = {
@@ -248,6 +249,7 @@ class OptimizerLoader:
         self._to_load = [(p, self._allocate_entries(p, flat_names[p.index])) for p in parts]
 
     def _check_class_and_groups(self) -> None:
+        """Raise unless the optimizer here has the saved one's class and parameter groups."""
         here, saved_class = self._layers.class_name, self._meta["class"]
         if here != saved_class:
             raise ValueError(
@@ -278,6 +280,7 @@ class OptimizerLoader:
         return {n: next(iter(saved & _all_names(self._names, name))) for n, name in here.items()}
 
     def _merge_options(self) -> list[dict[str, object]]:
+        """Return each group's options to load: the saved ones, but those that stay as they are."""
         result = []
         for group, meta in zip(self.inner.param_groups, self._meta["groups"], strict=True):
             here, saved = options_of(group), decode(meta["options"], self._get)
@@ -287,6 +290,7 @@ class OptimizerLoader:
         return result
 
     def _parse_rule(self, rule: RuleParts) -> object:
+        """Return the saved rule's state, checked, with its gradients in this optimizer's order."""
         meta = self._meta["rule"]
         if meta is None:
             name = type(rule).__name__
@@ -456,6 +460,7 @@ class BlocksLoader:
     def _check_shape(
         self, path: str, parts: TensorParts, tensors: Mapping[str, _index.StoredTensor]
     ) -> None:
+        """Raise unless the checkpoint has this tensor of the outer state, in the same shape."""
         stored = tensors.get(path)
         if stored is None or stored.shape != parts.shape:
             found = "missing" if stored is None else f"of the shape {stored.shape}"
@@ -508,6 +513,7 @@ class OptimizerSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
+        """Put the optimizers back as they were, after a load that failed halfway."""
         for tensor, before in self._tensors:
             tensor.copy_(before)
         for optimizer, attributes, groups, state in self._optimizers:

@@ -160,6 +160,7 @@ def merge_replicas(everyone: Sequence[Sequence[Mapping[str, Any]]]) -> list[_ind
 
 
 def _own_state(merged: Mapping[str, Any]) -> _index.ReplicaMeta:
+    """Return what a replica has of its own in a merged description."""
     return {
         "groups": merged["groups"],
         "state": merged["state"],

@@ -94,6 +94,7 @@ def _load_checkpoint(
     *,
     continues: bool,
 ) -> dict[str, Any]:
+    """Compare a checkpoint with what is here, then load it on all ranks, or on none."""
     with ExitStack() as stack:
         index, crc32 = run_on_all(ranks, lambda: _open_index(checkpoint, stack))
         agree(ranks, {"checkpoints": crc32}, f"Give a path that they share, not {checkpoint}.")
@@ -138,10 +139,8 @@ def _find_problems(
     compare: Callable[[_index.Index, GetTensor], RunLoader],
     continues: bool,
 ) -> tuple[RunLoader, LoadPlan, LoadPlanner, dict[str, Tensor]]:
-    """Find everything that can be wrong, and change nothing.
-
-    Return the loader, the plan of what to read, its planner, and this rank's random state.
-    """
+    """Find everything that can be wrong, and change nothing."""
+    # Return the loader, the plan of what to read, its planner, and this rank's random state.
     index = reader.index
     try:
         loader = compare(index, reader.read_whole)
@@ -177,10 +176,8 @@ def _check_covered(plan: LoadPlan, targets: Mapping[str, Parts]) -> None:
 
 
 def _verify(reader: Reader, plan: LoadPlan, ranks: RankGroup, *, all_of_it: bool) -> None:
-    """Compare every slice that the plan reads with its checksum.
-
-    With `all_of_it`, also verify what no rank reads, divided evenly among the ranks.
-    """
+    """Compare every slice that the plan reads with its checksum."""
+    # With `all_of_it`, also verify what no rank reads, divided evenly among the ranks.
     tensors = reader.index.tensors
     needed = {
         _find_slice(reader.index, item.storage_index): tensors[item.storage_index.fqn]
@@ -194,6 +191,7 @@ def _verify(reader: Reader, plan: LoadPlan, ranks: RankGroup, *, all_of_it: bool
 
 
 def _find_slice(index: _index.Index, place: MetadataIndex) -> _index.StoredSlice:
+    """Return the index's entry for the slice that the planner asks for."""
     slices = index.tensors[place.fqn].slices
     # The planner's hint is usually right, and saves a search through all slices.
     hint = place.index
@@ -277,6 +275,7 @@ class RunLoader:
     def _add_schedulers(
         self, here: Sequence[HasState], saved: Sequence[_index.StateMeta], get: GetTensor
     ) -> None:
+        """Prepare to load the schedulers, in the order in which they were saved."""
         if here:
             _check_number("scheduler", len(here), len(saved))
         # Not strict: with no scheduler here, the saved ones are left out.
@@ -353,6 +352,7 @@ class RunLoader:
 
 
 def _check_number(what: str, here: int, saved: int) -> None:
+    """Raise unless as many schedulers, say, are given as were saved."""
     if here != saved:
         raise ValueError(
             f"the checkpoint has {saved} {what}(s), and {here} were given. Give all, in order."

@@ -84,10 +84,8 @@ def write(
     get_tensor: Callable[[int], Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> WrittenFile:
-    """Write a new file, and return once it is on the disk.
-
-    `get_tensor(i)` is called for one tensor after the other, so that only one is in memory.
-    """
+    """Write a new file, and return once it is on the disk."""
+    # `get_tensor(i)` is called for one tensor after the other, so that only one is in memory.
     if sys.byteorder != "little":  # as the format is, and tensors are written as they are
         raise RuntimeError("checkpoints are written on little-endian machines only.")
     header: dict[str, dict[str, object]] = (

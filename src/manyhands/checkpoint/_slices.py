@@ -124,18 +124,21 @@ class TensorParts:
 
     # The next three are torch's `_Checkpointable` protocol, which DTensor implements as well.
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        """Return what torch's planner has to write for this tensor: an item for each slice."""
         return [
             write_item(fqn, offsets, elements.shape, self.shape, self.dtype)
             for offsets, elements in self.slices
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Return where this rank's slices lie, so that torch's planner reads what they need."""
         return [
             ChunkStorageMetadata(torch.Size(offsets), elements.shape)
             for offsets, elements in self.slices
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """Return the memory of a slice, to be written from or read into."""
         for offsets, elements in self.slices:
             if index.offset is not None and tuple(index.offset) == offsets:
                 return elements
@@ -183,7 +186,7 @@ def entries_of(part: OptimizerStatePart) -> dict[str, object]:
 
 
 def entry_parts(part: OptimizerStatePart, entry: str, value: Tensor) -> Parts:
-    """Return an entry as the planner takes it."""
+    """Return an optimizer's entry as torch's planner takes it: whole, or the slice held here."""
     # `step` is one number, and must not be taken for the state of a parameter with one element.
     elementwise = value.shape == part.like.shape and (value.dim() > 0 or entry != "step")
     if part.start is not None and elementwise:
@@ -251,6 +254,7 @@ def _has_shape_and_type(now: object, shape: torch.Size, dtype: torch.dtype) -> T
 
 
 def _has_same_layout(now: Tensor, like: Tensor) -> bool:
+    """Return whether one tensor can be filled in place of another: device, strides, sharding."""
     if is_dtensor(now) != is_dtensor(like):
         return False
     if is_dtensor(now):
@@ -314,6 +318,7 @@ def plan_to_text(plan: SavePlan) -> str:
 
 
 def _item_to_list(item: WriteItem) -> list[object]:
+    """Return an item of a plan as JSON, to be sent to the other ranks."""
     data = item.tensor_data
     assert data is not None and item.index.offset is not None
     dtype = str(data.properties.dtype).removeprefix("torch.")
@@ -322,6 +327,7 @@ def _item_to_list(item: WriteItem) -> list[object]:
 
 
 def plan_from_text(text: str) -> SavePlan:
+    """Return a rank's plan from the text that it has sent: a list of `_item_to_list`."""
     items = [
         write_item(fqn, offsets, sizes, shape, getattr(torch, dtype))
         for fqn, dtype, shape, offsets, sizes in json.loads(text)
@@ -330,10 +336,8 @@ def plan_from_text(text: str) -> SavePlan:
 
 
 def merge_plans(texts: Sequence[str]) -> tuple[list[SavePlan], Metadata]:
-    """Return each rank's final plan, without duplicates, and the metadata of all tensors.
-
-    Every rank computes the same from the same texts, so nothing has to be sent back.
-    """
+    """Return each rank's final plan, without duplicates, and the metadata of all tensors."""
+    # Every rank computes the same from the same texts, so nothing has to be sent back.
     plans = [plan_from_text(text) for text in texts]
     _check_same_tensors(plans)
     return SavePlanner({}).create_global_plan(plans)

@@ -135,6 +135,7 @@ def check_has_state(what: str, value: object) -> HasState:
 
 
 def check_value(name: str, value: object) -> None:
+    """Raise for a value of the user's that `save` would take for something else."""
     if name in RESERVED:
         raise TypeError(f"{name}= has a meaning of its own. Give this value another name.")
     if isinstance(value, Optimizer):
@@ -142,10 +143,8 @@ def check_value(name: str, value: object) -> None:
 
 
 def decode(meta: object, get: GetTensor) -> Any:
-    """Return the value that `encode` turned into JSON; an object comes back as its state dict.
-
-    JSON that `encode` never writes raises ValueError.
-    """
+    """Return the value that `encode` turned into JSON; an object comes back as its state dict."""
+    # JSON that `encode` never writes raises ValueError.
     try:
         return _decode(meta, get)
     # Constructors are called with whatever the file says.
@@ -154,6 +153,8 @@ def decode(meta: object, get: GetTensor) -> Any:
 
 
 def _decode(meta: object, get: GetTensor) -> Any:
+    """Return a value of the JSON; tensors come from `get`, which reads them."""
+
     def decode_child(child: object) -> object:
         return _decode(child, get)
 
@@ -239,6 +240,7 @@ class ForeignStates:
         self._all += others
 
     def apply(self) -> None:
+        """Load all states into their objects, and remember what these had before."""
         for each in self._all:
             # Noted before it is set: code that raises may have changed something by then.
             self._before.append((each, copy_state(each.get())))

@@ -102,6 +102,7 @@ def begin_save(
         raise
 
     def work() -> None:
+        """Write this rank's file, wait for the other ranks', and let rank 0 publish them."""
         try:
             written = run_on_all(ranks, lambda: _write_file(partial, ranks.rank, plan, source))
             texts = ranks.all_gather_text(json.dumps(written))
@@ -216,6 +217,7 @@ def _begin(path: Path, step: int | None, ranks: RankGroup) -> tuple[Path, str]:
 
 
 def _make_folder(path: Path, step: int | None, token: str) -> tuple[str, str]:
+    """Make the hidden folder; a full disk is explained with the bytes that are needed."""
     try:
         return _folder.begin(path, step, token)
     except OSError as error:
@@ -311,10 +313,8 @@ def bytes_to_write(plan: SavePlan) -> int:
 
 
 def slice_name(key: str, chunk: ChunkStorageMetadata, shape: Sequence[int]) -> str:
-    """Return a slice's name in its file: the tensor's key and, unless it is whole, its offsets.
-
-    An @ in the key is doubled, so that no key can look like a key with offsets.
-    """
+    """Return a slice's name in its file: the tensor's key and, unless it is whole, its offsets."""
+    # An @ in the key is doubled, so that no key can look like a key with offsets.
     key = key.replace("@", "@@")
     if list(chunk.sizes) == list(shape):
         return key
@@ -370,10 +370,8 @@ def _publish(
 def build_tensor_table(
     metadata: Metadata, results: Iterable[tuple[int, str, Sequence[int], str, int]]
 ) -> dict[str, _index.StoredTensor]:
-    """Return the index's table of tensors, from torch's metadata and what each rank has written.
-
-    `results` has for each slice: rank, tensor's key, offsets, name in the rank's file, checksum.
-    """
+    """Return the index's table of tensors, from torch's metadata and what each rank has written."""
+    # `results` has for each slice: rank, tensor's key, offsets, name in the rank's file, checksum.
     stored = {(key, tuple(offsets)): (rank, name, crc) for rank, key, offsets, name, crc in results}
     table = {}
     for key, meta in metadata.state_dict_metadata.items():

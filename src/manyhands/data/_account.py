@@ -116,10 +116,8 @@ class Account:
             self._steps_left = max(0, -(-max(amounts, default=0) // batch))
 
     def _own_steps_left(self, amounts: list[int], workers: int, own: int) -> int:
-        """Return how many steps this worker takes on the last samples of the epoch.
-
-        Either every worker takes at least one step or none does, because all hold the next round.
-        """
+        """Return how many steps this worker takes on the last samples of the epoch."""
+        # Either every worker takes at least one step or none does, because all hold the next round.
         assert self.rules is not None
         batch, left = self.rules["batch"], count(self.ledger.held_by(own)) - self.taken
         if self.rules["drop_last"]:
@@ -160,7 +158,7 @@ class Account:
         }
 
     def load(self, saved: SavedAccount | None) -> None:
-        """Take over what another member has saved."""
+        """As a joiner: take over the ledger that another member has sent."""
         if saved is not None:
             self.begin(saved["rules"], Ledger.of(saved["ledger"]), saved["committed_at"])
             self.received = True

@@ -173,10 +173,8 @@ class LoaderPlan:
         self._seen = self._account.changes
 
     def has_changed(self) -> bool:
-        """Follow the account; return whether the plan had to start again.
-
-        What the loader has loaded is then for other workers.
-        """
+        """Follow the account; return whether the plan had to start again."""
+        # What the loader has loaded is then for other workers.
         account = self._account
         if account.changes == self._seen:
             return False

@@ -79,10 +79,8 @@ class CursorState(SavedOrder, CommittedPart):
 def agree_on_rules(
     dataset: MapDataset, arguments: Arguments, options: Mapping[str, Any], ranks: RankGroup
 ) -> Rules:
-    """Return the rules, or raise on every rank if one made a mistake, or if ranks differ.
-
-    `options` are those of the loader.
-    """
+    """Return the rules, or raise on every rank if one made a mistake, or if ranks differ."""
+    # `options` are those of the loader.
     mistake = _find_mistake(dataset, arguments, options, ranks.size)
     samples = len(dataset) if mistake is None else 0
     shards = dataset.checksum if isinstance(dataset, DataShards) else None

@@ -69,10 +69,8 @@ def _check_rank(place: Place) -> None:
 
 
 def _torch_variables(variables: Variables) -> Place | None:
-    """Read torch's own variables: torchrun, accelerate launch, Kubeflow's PyTorchJob set them.
-
-    `manyhands run --processes` sets them, too.
-    """
+    """Read torch's own variables: torchrun, accelerate launch, Kubeflow's PyTorchJob set them."""
+    # `manyhands run --processes` sets them, too.
     if not {"RANK", "WORLD_SIZE"} <= variables.keys():
         return None
     if "TORCHELASTIC_RUN_ID" in variables:
@@ -139,10 +137,8 @@ def _submitit_local(variables: Variables) -> Place | None:
 
 
 def _slurm(variables: Variables) -> Place | None:
-    """Read the variables of a task of `srun`.
-
-    A batch script has no step: a process that it starts without `srun` is a rank alone.
-    """
+    """Read the variables of a task of `srun`."""
+    # A batch script has no step: a process that it starts without `srun` is a rank alone.
     if not {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= variables.keys():
         return None
     step = variables.get("SLURM_STEP_ID", "0")
@@ -226,10 +222,8 @@ def find_worker_number(variables: Variables) -> int | None:
 
 
 def _meeting(variables: Variables, host: str, job: str) -> tuple[str, int]:
-    """Return the address and port where ranks meet: the user's, or else this host and a port.
-
-    All ranks compute the same port from the job. Two jobs of one host hardly ever get the same.
-    """
+    """Return the address and port where ranks meet: the user's, or else this host and a port."""
+    # All ranks compute the same port from the job. Two jobs of one host hardly ever get the same.
     port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS
     return variables.get("MASTER_ADDR") or host, read_number(variables, "MASTER_PORT", port)
 

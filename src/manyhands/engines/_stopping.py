@@ -69,10 +69,8 @@ class Listener:
         self._hooked_forks = False
 
     def start(self, numbers: Iterable[int] | None = None, file: str | None = None) -> None:
-        """Listen to these signals and to this file. It may be called often.
-
-        If the script chooses no signals, they are the engine's.
-        """
+        """Listen to these signals and to this file. It may be called often."""
+        # If the script chooses no signals, they are the engine's.
         if self._listens and numbers is None and file is None:  # `stopping` calls it in every step
             return
         stop_notice.grace = _grace() or stop_notice.grace
@@ -139,10 +137,8 @@ def _grace() -> float | None:
 
 
 def _signals_of_engine() -> list[int]:
-    """Return the signals with which this process's engine stops it, if the system has them.
-
-    SIGUSR1 and SIGUSR2 may mean something else under other engines, such as "print the stack".
-    """
+    """Return the signals with which this process's engine stops it, if the system has them."""
+    # SIGUSR1 and SIGUSR2 may mean something else under other engines, such as "print the stack".
     names = ["SIGTERM"]
     if "SLURM_JOB_ID" in os.environ:
         names.append("SIGUSR1")

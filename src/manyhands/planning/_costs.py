@@ -126,10 +126,8 @@ def _sent_per_worker(size: int, workers: int) -> int:
 
 
 def costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int = 0) -> tuple[Cost, ...]:
-    """Return the costs of the four ways, in the order of the table above.
-
-    `replicas` is how many of the sharded state's entries every worker needs whole.
-    """
+    """Return the costs of the four ways, in the order of the table above."""
+    # `replicas` is how many of the sharded state's entries every worker needs whole.
     alone = Cost(
         sizes.parameter_bytes,
         sum(param.bytes for param in sizes.trained),
@@ -186,10 +184,8 @@ def _moment_messages(shards: Sequence[int]) -> int:
 
 
 def ddp_buckets(params: Sequence[ParamSize]) -> int:
-    """Return how many buckets DistributedDataParallel reduces in a step.
-
-    Parameters are taken from the last to the first, about as backward reaches them.
-    """
+    """Return how many buckets DistributedDataParallel reduces in a step."""
+    # Parameters are taken from the last to the first, about as backward reaches them.
     closed_buckets, filled, closed = 0, dict[Hashable, int](), dict[Hashable, int]()
     for param in reversed(params):
         kind = param.kind

@@ -194,10 +194,8 @@ def wrap_size_of(model: nn.Module) -> int:
 
 
 def wrap_params(model: nn.Module, least: int) -> list[tuple[list[Tensor], int | None]]:
-    """Return the wraps of the plan's FSDP, the innermost first, the model itself last.
-
-    Each has the parameters that no wrap inside it has, and the number of the wrap around it.
-    """
+    """Return the wraps of the plan's FSDP, the innermost first, the model itself last."""
+    # Each has the parameters that no wrap inside it has, and the number of the wrap around it.
     wraps = [module for module in pick_modules(model, by_size(least), ()) if module is not model]
     wraps.append(model)
     numbers = {module: number for number, module in enumerate(wraps)}

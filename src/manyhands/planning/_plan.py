@@ -285,10 +285,8 @@ def _notes(
 
 
 def wrapping_obstacle(model: nn.Module, wrap_size: int | None) -> str | None:
-    """Return the reason why FSDP cannot shard this model's parameters, or None.
-
-    Without a `wrap_size` nothing is known about the wraps, which may have obstacles of their own.
-    """
+    """Return the reason why FSDP cannot shard this model's parameters, or None."""
+    # Without a `wrap_size` nothing is known about the wraps, which may have obstacles of their own.
     for name, param in model.named_parameters():
         if param.dim() == 0:
             return f"{name} is a scalar, which cannot be divided; make it a tensor of one element."

@@ -118,10 +118,8 @@ class NoiseWatch:
         self.evidence.add(count, scale, rule.smoothing)
 
     def forget_old(self) -> None:
-        """Begin the averages anew if nothing was measured for `NOISE_LASTS` steps.
-
-        A few new steps would change little among many old ones.
-        """
+        """Begin the averages anew if nothing was measured for `NOISE_LASTS` steps."""
+        # A few new steps would change little among many old ones.
         if self._unmeasured > NOISE_LASTS and self._port.history.average.measured:
             self._average = self._port.restart_averages()
             self.evidence = Evidence()

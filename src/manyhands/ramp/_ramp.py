@@ -299,7 +299,7 @@ class Ramp:
         return decision.reason in ("wait", "explore") or decision.target >= GROWTH * self._units
 
     def _decide(self) -> None:
-        """Choose the units of the next steps."""
+        """Choose the size of the next steps from the noise and the times measured so far."""
         fit = self._timer.times.fit()
         self._noise.forget_old()
         self._noise.set_memory()
@@ -496,10 +496,8 @@ def _check_rule(optimizer: Optimizer) -> ScalingRuleBase:
 def _warn_of_batch_norm(
     model: nn.Module | None, params: Sequence[Tensor], smallest: int, largest: int
 ) -> None:
-    """Warn if a model's normalisation would see micro-batches of several sizes.
-
-    Without the model its layers are found by their parameters.
-    """
+    """Warn if a model's normalisation would see micro-batches of several sizes."""
+    # Without the model its layers are found by their parameters.
     if largest <= smallest:
         return
     if model is None:

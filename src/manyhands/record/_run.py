@@ -232,10 +232,8 @@ class GrowingRecord:
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of a regular file, and refuse anything else.
-
-    Opening a pipe could block, and reading a device might not end. Links are followed.
-    """
+    """Return a descriptor of a regular file, and refuse anything else."""
+    # Opening a pipe could block, and reading a device might not end. Links are followed.
     file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0), 0o666)
     if stat.S_ISREG(os.fstat(file).st_mode):
         return file

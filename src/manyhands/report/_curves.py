@@ -59,10 +59,8 @@ def batch_size(run: Run) -> float | None:
 
 
 def samples(run: Run) -> Values:
-    """Return how many samples were seen up to each line: None without a batch size.
-
-    A step has `scale` small batches; without a scale it has one of each worker.
-    """
+    """Return how many samples were seen up to each line: None without a batch size."""
+    # A step has `scale` small batches; without a scale it has one of each worker.
     size = batch_size(run)
     if size is None:
         return [None] * len(run.lines)
@@ -97,10 +95,8 @@ def throughput(run: Run) -> tuple[list[int], list[float]]:
 
 
 def numbers(run: Run, column: str) -> Values:
-    """Return a column with None for every value that is not a number.
-
-    A record may come from a stranger. No text of its values gets past this function.
-    """
+    """Return a column with None for every value that is not a number."""
+    # A record may come from a stranger. No text of its values gets past this function.
     return [_to_number(value) for value in run.column(column)]
 
 

@@ -37,10 +37,8 @@ IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 def facts_of_groups(
     groups: Sequence[Mapping[str, Any]], names: Mapping[int, str] | None = None, first: int = 0
 ) -> Facts:
-    """Return facts about an optimizer's parameters, which ranks must have in common.
-
-    `names` are by `id(param)`. `first` is the number of the first of these groups.
-    """
+    """Return facts about an optimizer's parameters, which ranks must have in common."""
+    # `names` are by `id(param)`. `first` is the number of the first of these groups.
     facts: Facts = {"numbers of parameter groups": len(groups)}
     describer = Describer()
     for index, group in enumerate(groups, first):
@@ -88,10 +86,8 @@ def _comparable(value: object) -> object:
 
 
 def wait_for_all_ranks(workers: RankGroup, what: str, *, soon: bool = False) -> None:
-    """Wait until every rank has called `what`: through the store, and not in a collective.
-
-    A rank that is elsewhere would answer that collective with its own next one, of another size.
-    """
+    """Wait until every rank has called `what`: through the store, and not in a collective."""
+    # A rank that is elsewhere would answer that collective with its own next one, of another size.
     if workers.size > 1:
         roll_call = workers.roll_call(what)
         roll_call.warn_after = SOON if soon else roll_call.warn_after

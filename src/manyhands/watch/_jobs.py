@@ -255,7 +255,7 @@ class WatchedJob:
         return None if self._header is None else to_positive(self._header.get("batch_size"))
 
     def _scale(self, latest: Mapping[str, float]) -> float:
-        """Return the small batches of a step."""
+        """Return how many small batches a line's step had; without a scale, one per worker."""
         scale = latest.get("scale", latest.get("batch_scale"))
         if scale is None or not math.isfinite(scale):
             header: Mapping[str, object] = self._header or {}

@@ -112,10 +112,8 @@ class Points:
         self.points: list[Point] = []
 
     def add(self, step: int, position: Mapping[str, float], values: Mapping[str, float]) -> None:
-        """Add a line: its step, where it is on each axis, and its values.
-
-        Values that are not finite are left out.
-        """
+        """Add a line: its step, where it is on each axis, and its values."""
+        # Values that are not finite are left out.
         points = self.points
         if not points or points[-1].lines >= self._lines_each:
             if len(points) >= 2 * self._most:
@@ -165,10 +163,8 @@ class Points:
         }
 
     def recent_parts(self) -> tuple[dict[str, float], float]:
-        """Return what the last steps' seconds went into, by part, and how many steps these are.
-
-        They are those of about the last tenth of the points.
-        """
+        """Return what the last steps' seconds went into, by part, and how many steps these are."""
+        # They are those of about the last tenth of the points.
         recent = self.points[-max(10, len(self.points) // 10) - 1 :]
         if len(recent) < 2:
             return {}, 0.0

@@ -54,10 +54,8 @@ class PayloadChunk(Protocol):
 
 
 def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> Iterator[PayloadChunk]:
-    """Yield the chunks of all payloads in order, on every worker the same.
-
-    An empty payload gives one empty chunk, so that the reports are exchanged all the same.
-    """
+    """Yield the chunks of all payloads in order, on every worker the same."""
+    # An empty payload gives one empty chunk, so that the reports are exchanged all the same.
     spare: list[Tensor] = []  # memory of finished chunks, reused by later ones
     sizes = [_chunk_length(payload) for payload in payloads]
     if workers.shared_memory is not None:
@@ -172,10 +170,8 @@ PLACES = 6  # chunks in shared memory
 
 
 def _make_room(workers: RankGroup, payloads: list[tuple[Payload, int]]) -> None:
-    """Make places for chunks of these payloads, each with its elements per chunk.
-
-    Collective: call it on every worker with the same payloads.
-    """
+    """Make places for chunks of these payloads, each with its elements per chunk."""
+    # Collective: call it on every worker with the same payloads.
     assert workers.shared_memory is not None
     largest = max(
         (PLACE_HEAD + min(n, p.length) * p.dtype.itemsize for p, n in payloads), default=0
@@ -365,7 +361,7 @@ class PairwiseChunk(_EncodedChunk):
         return self.payload.residual[first:last]
 
     def send_values(self, report: WorkerReport) -> None:
-        """Send every slice to its owner."""
+        """Send every slice of the values, encoded, to the worker that averages it."""
         payload, rank, size = self.payload, self.workers.rank, self.workers.size
         messages, square, exact = [], 0.0, 0.0
         for owner, length in enumerate(self._lengths):

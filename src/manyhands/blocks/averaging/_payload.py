@@ -232,10 +232,8 @@ class GradientPayloads:
         self.payloads = make_payloads(by_index([*self._grads, self._present]))
 
     def fill_missing(self) -> None:
-        """Give each parameter without a gradient the mean, if any worker has one for it.
-
-        The other gradients are their means already: payloads are averaged in place.
-        """
+        """Give each parameter without a gradient the mean, if any worker has one for it."""
+        # The other gradients are their means already: payloads are averaged in place.
         anywhere = self._present.tolist()  # the mean over the workers: above 0 if any has one
         for param, grad, present in zip(self._params, self._grads, anywhere, strict=True):
             if param.grad is None and present:
@@ -307,10 +305,8 @@ def trainable_params(optimizer: Optimizer) -> list[Tensor]:
 
 
 def state_tensors(optimizer: Optimizer, only: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Return the state tensors that have their parameter's shape, in one order on all workers.
-
-    Steps and other scalars are not averaged: they are equal, or each worker's own.
-    """
+    """Return the state tensors that have their parameter's shape, in one order on all workers."""
+    # Steps and other scalars are not averaged: they are equal, or each worker's own.
     found = {}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in enumerate(params):
@@ -355,7 +351,7 @@ class Buffers:
         return [module for reference in self._modules if (module := reference()) is not None]
 
     def tensors(self) -> list[Tensor]:
-        """Return all buffers, each once."""
+        """Return the model's buffers as they are now, each once."""
         found: dict[int, Tensor] = {}
         for module in self.modules:
             found.update((id(buffer), buffer) for buffer in module.buffers())

@@ -311,10 +311,8 @@ def run_sync_round(
     state: Sequence[Payload],
     report: WorkerReport,
 ) -> RoundResult:
-    """Average `payloads` and `buffers`, and `state` if every worker has some.
-
-    Every worker passes the same payloads. The squared lengths in the result are of `payloads`.
-    """
+    """Average `payloads` and `buffers`, and `state` if every worker has some."""
+    # Every worker passes the same payloads. The squared lengths in the result are of `payloads`.
     with torch.no_grad():
         return _SyncRound(workers, report).run(payloads, buffers, state)
 

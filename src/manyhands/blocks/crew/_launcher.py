@@ -383,10 +383,8 @@ class Launcher:
 
 
 def _code_of(worker: LaunchedWorker) -> int | None:
-    """Return the code with which a worker ended (negative: by a signal); None if it has not.
-
-    It ends when all of its processes are done, or when the first of them dies.
-    """
+    """Return the code with which a worker ended (negative: by a signal); None if it has not."""
+    # It ends when all of its processes are done, or when the first of them dies.
     codes = [process.poll() for process in worker.processes]
     failed = [code for code in codes if code]
     if failed:

@@ -88,10 +88,8 @@ class OutputForwarder:
 
 
 def write_or_drop(target: TextIO | None, data: bytes) -> OSError | None:
-    """Write to the terminal, or return why that failed: it is no reason to end the workers.
-
-    Past Python's buffer, which would keep what failed, and fail again when Python ends.
-    """
+    """Write to the terminal, or return why that failed: it is no reason to end the workers."""
+    # Past Python's buffer, which would keep what failed, and fail again when Python ends.
     try:
         while data:
             data = data[os.write(-1 if target is None else target.fileno(), data) :]

@@ -257,10 +257,8 @@ class Roster:
         return replace(self, rounds=round_index + 1, ended=last, ended_kept=last, begun=begun)
 
     def undo(self, generation: int, round_index: int) -> Roster:
-        """Undo a round in which a member did not arrive.
-
-        The generation ends, because a broken exchange leaves its connections unusable.
-        """
+        """Undo a round in which a member did not arrive."""
+        # The generation ends, because a broken exchange leaves its connections unusable.
         if self.generation != generation or self.ended or self.rounds > round_index:
             return self  # another member has decided first
         return replace(self, ended=True)
@@ -366,10 +364,8 @@ class Roster:
         return [m for m in self.present(set()) if members.isdisjoint(m.cut_from)]
 
     def together(self, silent: Set[str]) -> list[Member]:
-        """Return the largest set of present processes that all reach each other, by number.
-
-        Of several such sets, the one with the highest version, and then with the lowest number.
-        """
+        """Return the largest set of present processes that all reach each other, by number."""
+        # Of several such sets, the one with the highest version, and then with the lowest number.
         found = self.present(silent)
         apart = {frozenset((m.id, other)) for m in found for other in m.cut_from}
         if not apart:

@@ -533,10 +533,8 @@ class SharedRoster:
         return all(text is not None and int(text) >= round_index for text in texts)
 
     def sweep(self, generation: int) -> None:
-        """Delete this generation's addresses, and all keys of earlier generations.
-
-        So the store stays small. This generation's arrivals stay: its members still read them.
-        """
+        """Delete this generation's addresses, and all keys of earlier generations."""
+        # So the store stays small. This generation's arrivals stay: its members still read them.
         for key in self.client.call("list_keys") if self.client.supports("list_keys") else ():
             kind, _, rest = key.removeprefix(PREFIX).partition("/")
             number = rest.partition("/")[0]

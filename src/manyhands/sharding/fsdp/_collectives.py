@@ -101,10 +101,8 @@ class ReduceQueue:
         self._passes = BackwardPasses(self, early=True)
 
     def send(self, total: Tensor, grads: Tensor, divisor: float, *, wait: bool) -> None:
-        """Begin to fill `total` with this rank's slice of the sum of `grads`, over `divisor`.
-
-        `total` has 1/N of the elements of `grads`. The memory of `grads` is freed afterwards.
-        """
+        """Begin to fill `total` with this rank's slice of the sum of `grads`, over `divisor`."""
+        # `total` has 1/N of the elements of `grads`. The memory of `grads` is freed afterwards.
         cuts = range(0, grads.numel() + 1, total.numel()) if total.numel() else [0, 0]
         # Half-precision gradients for a float32 mean are summed elsewhere, and copied.
         into = total if total.dtype == grads.dtype else None

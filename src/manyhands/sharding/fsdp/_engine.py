@@ -262,10 +262,8 @@ class Engine:
         return bool(self.module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued)
 
     def recover(self) -> None:
-        """Start afresh after an error in a forward or backward. Call it on a root.
-
-        After an error in a backward, call `clear_unaveraged` on all wraps first.
-        """
+        """Start afresh after an error in a forward or backward. Call it on a root."""
+        # After an error in a backward, call `clear_unaveraged` on all wraps first.
         if hasattr(self.module, "reset_iter_state"):  # from torch 2.13 on
             self.module.reset_iter_state()
         elif self.in_backward:
@@ -362,7 +360,7 @@ def _groups(module: Any) -> list[Any]:
 
 
 def dereference(reference: Callable[[], Engine | None]) -> Engine:
-    """Return the engine of a weak reference."""
+    """Return the engine of a weak reference, which the wrap keeps alive."""
     engine = reference()
     assert engine is not None
     return engine
@@ -458,10 +456,8 @@ class _NotAView(torch.autograd.Function):
 
 
 def _check_output(module: nn.Module) -> Callable[[object], None]:
-    """Return a check of leaves of an output, which raises a TypeError if one hides a tensor.
-
-    The engine would put no hook on a hidden tensor, and miss the backward through it.
-    """
+    """Return a check of leaves of an output, which raises a TypeError if one hides a tensor."""
+    # The engine would put no hook on a hidden tensor, and miss the backward through it.
 
     def check(leaf: object) -> None:
         if not torch.is_grad_enabled():
@@ -494,10 +490,8 @@ _hook: list[RemovableHandle] = []  # the handle of the hook, once there is one
 
 
 def guard_optimizers(before: Iterable[Tensor], after: Iterable[Tensor]) -> None:
-    """Mark parameters that were replaced by sharded ones, and check optimizers from now on.
-
-    `before` are the plain parameters, `after` the sharded ones.
-    """
+    """Mark parameters that were replaced by sharded ones, and check optimizers from now on."""
+    # `before` are the plain parameters, `after` the sharded ones.
     # Marked on the tensors: an optimizer has no other link to the model.
     for param in before:
         setattr(param, REPLACED, True)

@@ -110,10 +110,8 @@ def takes_options(
 ) -> Callable[
     [Callable[[W, nn.Module, FSDPOptions], None]], Callable[Concatenate[W, nn.Module, P], None]
 ]:
-    """Let an `__init__` of (module, options) take each option as an argument of its own.
-
-    `inspect.signature`, editors and type checkers see the names and defaults of `options`.
-    """
+    """Let an `__init__` of (module, options) take each option as an argument of its own."""
+    # `inspect.signature`, editors and type checkers see the names and defaults of `options`.
 
     def decorate(
         init: Callable[[W, nn.Module, FSDPOptions], None],
@@ -158,10 +156,8 @@ class DummyProcessGroup:
 
 
 def find_ranks(process_group: GroupLike | None) -> RankGroup:
-    """Return the ranks among which parameters are sharded.
-
-    A stand-in for a process group, with only `rank()` and `size()`, may stand for one rank.
-    """
+    """Return the ranks among which parameters are sharded."""
+    # A stand-in for a process group, with only `rank()` and `size()`, may stand for one rank.
     if process_group is None or isinstance(process_group, dist.ProcessGroup):
         return RankGroup.of(process_group)
     if process_group.size() != 1:

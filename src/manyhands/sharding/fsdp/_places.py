@@ -151,10 +151,8 @@ def check_same_model(
     wraps: Sequence[tuple[Places, Mapping[str, object]]],
     modules: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> None:
-    """Raise a ValueError on every rank if ranks have different models or options.
-
-    `wraps` are the places and options of each wrap. The buffers of `modules` are compared, too.
-    """
+    """Raise a ValueError on every rank if ranks have different models or options."""
+    # `wraps` are the places and options of each wrap. The buffers of `modules` are compared, too.
     buffers = {
         plain_name(f"{path}.{name}" if path else name): buffer
         for path, module in modules.items()

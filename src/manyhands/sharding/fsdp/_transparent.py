@@ -71,7 +71,7 @@ class Wrap(ModuleWrapper):
     _former_buffer_dtypes: dict[str, torch.dtype]  # of buffers that were cast, by name
 
     def _hold(self, module: nn.Module) -> None:
-        """Take the place of this module."""
+        """Become a wrap of this module: show its attributes, names and state as our own."""
         self.register_module(INNER, module)
         self._register_state_dict_hook(_show_plain)
         self._register_load_state_dict_pre_hook(_take_plain)
@@ -331,10 +331,8 @@ def _after_load(wrap: Wrap, keys: _IncompatibleKeys) -> None:
 def _replace_by_full(
     state: dict[str, object], tied: Mapping[str, int], device: torch.device, *, keep: bool
 ) -> None:
-    """Replace sharded tensors by full ones on the device, or by None if not `keep`.
-
-    Keys with the same number in `tied` belong to one parameter, and get one tensor.
-    """
+    """Replace sharded tensors by full ones on the device, or by None if not `keep`."""
+    # Keys with the same number in `tied` belong to one parameter, and get one tensor.
     done: dict[int | str, Tensor | None] = {}
     for key, value in list(state.items()):
         if isinstance(value, Tensor) and is_dtensor(value):

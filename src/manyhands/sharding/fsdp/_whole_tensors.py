@@ -337,10 +337,8 @@ class OwnedTensor:
 
 
 def fingerprints(params: Sequence[Tensor]) -> list[int]:
-    """Return a number for each shard, which changes with its bits.
-
-    torch's counts of changes are not enough: it does not count those through `param.data`.
-    """
+    """Return a number for each shard, which changes with its bits."""
+    # torch's counts of changes are not enough: it does not count those through `param.data`.
     if not params:
         return []
     return torch.stack([_fingerprint(local_shard(param).detach()) for param in params]).tolist()
@@ -370,7 +368,7 @@ class Owners:
         self._load = [0] * ranks.size  # elements that each rank owns
 
     def deal_out(self, params: Sequence[Tensor]) -> list[OwnedTensor]:
-        """Give each tensor an owner."""
+        """Give each tensor to the rank that owns the least so far."""
         owners = deal_out([(n, param.numel()) for n, param in enumerate(params)], self._load)
         tensors = []
         for number, param in enumerate(params):
@@ -427,10 +425,8 @@ class Owners:
     def _exchange(
         self, outgoing: Sequence[list[Tensor]], sizes: Sequence[Sequence[int]], like: Tensor
     ) -> list[list[Tensor]]:
-        """Send each rank its flat tensors; return those from each rank, of `sizes` elements.
-
-        What this rank has for itself comes back as it is.
-        """
+        """Send each rank its flat tensors; return those from each rank, of `sizes` elements."""
+        # What this rank has for itself comes back as it is.
         own = self._ranks.rank
         messages, expected = [], []
         for rank, (tensors, numbers) in enumerate(zip(outgoing, sizes, strict=True)):
@@ -451,10 +447,8 @@ def _buckets(tensors: Sequence[OwnedTensor]) -> list[slice]:
 
 
 def bucket_ranges(tensors: Sequence[tuple[Hashable, int]]) -> list[slice]:
-    """Return ranges of consecutive tensors of one kind, of about `BUCKET` elements.
-
-    A tensor is given as its kind and its elements.
-    """
+    """Return ranges of consecutive tensors of one kind, of about `BUCKET` elements."""
+    # A tensor is given as its kind and its elements.
     ranges, start, total = [], 0, 0
     for number, (kind, size) in enumerate(tensors):
         if number > start and (kind != tensors[start][0] or total + size > BUCKET):

@@ -262,10 +262,8 @@ def _inside_ddp(module: nn.Module) -> bool:
 
 
 def _own_group(workers: RankGroup, module: nn.Module) -> RankGroup:
-    """Return the workers in a group of this module's own.
-
-    Otherwise two modules' buckets could be taken for each other's in one backward.
-    """
+    """Return the workers in a group of this module's own."""
+    # Otherwise two modules' buckets could be taken for each other's in one backward.
     device = next(module.parameters()).device
     own = workers.shared_memory is not None
     return workers if own else workers.with_own_group(device, pairs=True)

@@ -277,10 +277,8 @@ class Shards:
 
     @torch.no_grad()
     def rebuild_buffers(self) -> list[ParamSlice]:
-        """Build the buffers anew on the device and in the dtype that parameters have now.
-
-        Slices keep their ranges. Return those whose `data` is another tensor now.
-        """
+        """Build the buffers anew on the device and in the dtype that parameters have now."""
+        # Slices keep their ranges. Return those whose `data` is another tensor now.
         changed: list[ParamSlice] = []
         for buffer in self.buffers:
             kinds = {(self.params[i].dtype, self.params[i].device) for i in buffer.layout.starts}

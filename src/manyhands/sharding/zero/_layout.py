@@ -96,10 +96,8 @@ def bucket_size(workers: int, elements: int) -> int:
 
 
 def even_layout(sizes: Sequence[tuple[int, int]], workers: int, largest: int) -> list[BufferLayout]:
-    """Cut parameters, given as (index, elements), into equal slices.
-
-    `largest` is the number of elements in a bucket; 0 puts each parameter in a buffer of its own.
-    """
+    """Cut parameters, given as (index, elements), into equal slices."""
+    # `largest` is the number of elements in a bucket; 0 puts each parameter in a buffer of its own.
     buffers = []
     for members in _split_into_buffers(sizes, largest):
         starts, total = _assign_starts(members)
@@ -118,10 +116,8 @@ def even_layout(sizes: Sequence[tuple[int, int]], workers: int, largest: int) ->
 def whole_layout(
     sizes: Sequence[tuple[int, int]], workers: int, largest: int, load: list[int]
 ) -> list[BufferLayout]:
-    """Give each parameter to one rank.
-
-    `load` counts the elements that each rank owns so far, and is updated.
-    """
+    """Give each parameter to one rank."""
+    # `load` counts the elements that each rank owns so far, and is updated.
     owner = deal_out(sizes, load)
     buffers = []
     for members in _split_into_buffers(sizes, largest):

@@ -186,7 +186,7 @@ class Reducer:
         return self._buckets[turn if self._order is None else self._order[turn]]
 
     def _launch(self, bucket: GradientBucket) -> None:
-        """Begin to send a bucket."""
+        """Begin to send a bucket, once fewer than `IN_FLIGHT` are on their way."""
         while len(self._in_flight) >= IN_FLIGHT:
             self._finish_oldest()
         bucket.send(self.workers)
@@ -250,10 +250,8 @@ class Reducer:
         return used
 
     def _used(self, used: Tensor) -> list[int]:
-        """Return the parameters that some rank has used in this pass: they get a gradient.
-
-        Reads the flags only if a gradient is missing here: with a GPU that is a synchronisation.
-        """
+        """Return the parameters that some rank has used in this pass: they get a gradient."""
+        # Reads the flags only if a gradient is missing here: with a GPU that is a synchronisation.
         self._used_work.wait()
         gave_up, self.gave_up, self._open = self.gave_up, False, False
         if (gave_up or used.device.type == "cpu") and used[-2:].all():

@@ -156,10 +156,8 @@ def copy_options(source: Mapping[str, object], target: dict[str, object]) -> Non
 def choose_layout(
     kind: type[Optimizer], asked: str | None, options: Sequence[Mapping[str, object]]
 ) -> str:
-    """Return the layout: the one that was asked for, or else the one that the optimizer needs.
-
-    Raise a ValueError if its numbers would be wrong. `options` are those of each parameter group.
-    """
+    """Return the layout: the one that was asked for, or else the one that the optimizer needs."""
+    # Raise a ValueError if its numbers would be wrong. `options` are those of each parameter group.
     one_of("layout", asked, (None, "even", "whole"))
     if asked == "even" and not may_be_cut(kind, options):
         raise ValueError(

@@ -129,7 +129,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def _describe_slice(owned: ParamSlice, state: Mapping[str, object]) -> _SliceEntries:
-    """Return a slice's state in JSON's types."""
+    """Return a slice's state as text can carry it; of large tensors only the shape."""
     entries: dict[str, _Entry] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -312,10 +312,8 @@ def param_indices(groups: Groups, index: int) -> range:
 def slice_parts(
     packed: SavedState, groups: Groups, shards: Shards, frozen: Mapping[int, ParamState]
 ) -> Iterator[OptimizerStatePart]:
-    """Yield the state of this rank's slices, and that of parameters without slices.
-
-    `packed` is the inner optimizer's state dict, `groups` are those of the OSS.
-    """
+    """Yield the state of this rank's slices, and that of parameters without slices."""
+    # `packed` is the inner optimizer's state dict, `groups` are those of the OSS.
     for index, packed_group in enumerate(packed["param_groups"]):
         slices = [owned for i in param_indices(groups, index) for owned in shards.slices[i]]
         for owned, number in zip(slices, packed_group["params"], strict=True):
