@@ -1,24 +1,26 @@
 """How gradients on a device are measured: several in one call, with the numbers of one at a time.
 
-The tests take this way with tensors of a CPU; tests/gpu takes it with a GPU's.
+The tests take this way with a CPU's tensors, and tests/gpu takes it with a GPU's.
 """
 
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
+from helpers.ranks import run_ranks
 from helpers.scaling_oracle import loss_of, make_batches, make_model
 from manyhands.scaling import _hooks, _preconditioned
 from manyhands.scaling._preconditioned import PreconditionedNorm
 
-pytestmark = pytest.mark.quick
-
 RULES = {
-    "AdaScale": lambda p: mh.AdaScale(torch.optim.SGD(p, 0.05), num_gradients_to_accumulate=3),
-    "AdamScale": lambda p: mh.AdamScale(torch.optim.Adam(p, 0.01), num_gradients_to_accumulate=3),
+    "AdaScale": lambda p, n=3: mh.AdaScale(torch.optim.SGD(p, 0.05), num_gradients_to_accumulate=n),
+    "AdamScale": lambda p, n=3: mh.AdamScale(torch.optim.Adam(p), num_gradients_to_accumulate=n),
 }
 
 
@@ -44,6 +46,37 @@ def train(rule, held, steps=8, hook=None):
 def test_gradients_that_are_held_have_the_norms_of_those_that_are_not(rule, together, monkeypatch):
     monkeypatch.setattr(_hooks, "TOGETHER", together)
     assert train(rule, held=True) == pytest.approx(train(rule, held=False), rel=1e-12)
+
+
+DDP = {"": {}, "views": {"gradient_as_bucket_view": True}, "static graph": {"static_graph": True}}
+
+
+@pytest.mark.parametrize("options", DDP.values(), ids=DDP)
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("rule", RULES)
+def test_ddp_averages_after_the_last_gradient_was_measured(rule, passes, options):
+    def work():
+        def trained(held):
+            model = make_model(torch.float64)
+            ddp = DistributedDataParallel(model, **options)
+            optimizer = RULES[rule](list(model.parameters()), passes)
+            optimizer._core.measurement.hooks._on_cpu = not held
+            x, y = make_batches(8, 2 * passes, dtype=torch.float64)
+            progress = []
+            for step in range(8):
+                optimizer.zero_grad()
+                for a in range(passes):
+                    with ddp.no_sync() if a < passes - 1 else nullcontext():
+                        at = 2 * a + dist.get_rank()
+                        (loss_of(ddp, x[step, at], y[step, at]) / passes).backward()
+                optimizer.step()
+                progress.append(optimizer.progress)
+            return progress
+
+        return trained(True), trained(False)
+
+    for held, at_once in run_ranks(2, work):
+        assert held == pytest.approx(at_once, rel=1e-12)
 
 
 def test_a_held_gradient_becomes_the_parameters_without_a_copy():

@@ -26,7 +26,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 current_task: Callable[[], int] = torch._C._current_graph_task_id
-_queue_callback: Callable[[Callable[[], None]], None] = (
+queue_callback: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
 )
 
@@ -91,9 +91,9 @@ class BackwardPasses:
         if around is None:
             self._outer = task
             if self._early:
-                _queue_callback(lambda: self._finish(number))
+                queue_callback(lambda: self._finish(number))
             else:
-                _queue_callback(lambda: _queue_callback(lambda: self._finish(number)))
+                queue_callback(lambda: queue_callback(lambda: self._finish(number)))
             return
 
         def in_the_task_around(_: object) -> None:

@@ -11,7 +11,8 @@ is: `module.to(...)` gives a parameter a new one without our hook.
 
 On a GPU a norm of one gradient costs the host more than the device. So gradients are held until
 they have `TOGETHER` elements, and measured in one call. What is held is an alias: autograd makes
-the gradient itself `.grad`, without a copy, only if nobody else has it.
+the gradient itself `.grad`, without a copy, only if nobody else has it. The last ones are measured
+in a callback of autograd's that comes before DDP's, which writes the means into the same memory.
 
 Tensors held, and when
     norms          parameter index -> |g|, from the pass's first gradient until `reset`
@@ -54,7 +55,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.linalg import vector_norm
 from torch.utils.hooks import RemovableHandle
 
-from manyhands._core.backward import BackwardPasses, current_task
+from manyhands._core.backward import BackwardPasses, current_task, queue_callback
 from manyhands._core.flat import SHORT, DTensorShards, is_dtensor, local_shard, norm
 from manyhands._core.sharded_gradient import ShardedGradient
 
@@ -241,12 +242,21 @@ class GradientHooks:
         self.norms = {index: each * factor for index, each in self.norms.items()}
         return self.norms
 
+    def enter(self, index: int, task: int) -> None:
+        """Note that `task` runs now. Its first gradient is that of the parameter `index`."""
+        self.first_index = index
+        self.passes.enter(task)
+        if not self._on_cpu:
+            queue_callback(self.measure_held)
+
     def hold(self, index: int, grad: Tensor) -> None:
         """Keep a gradient on a device until there are enough to measure them in one call."""
         alias = grad.detach()
         self.held[index] = alias, alias._version
         self._elements += alias.numel()
-        if self._elements >= TOGETHER or index in self._at_once:
+        # In its first pass a DDP with static_graph=True averages before our callback.
+        first = self.passes.count == 1
+        if first or self._elements >= TOGETHER or index in self._at_once:
             self.measure_held()
 
     def measure_held(self) -> None:
@@ -291,8 +301,7 @@ def _on_gradient(
         return
     task = current_task()
     if task != hooks.passes.task:
-        hooks.first_index = index
-        hooks.passes.enter(task)
+        hooks.enter(index, task)
     if hooks.idle:
         hooks.norms[index] = 0.0  # that there is a gradient is all that counts
         return

@@ -368,7 +368,8 @@ def _chunks(quotients: Sequence[tuple[int, Quotient]]) -> Iterator[list[tuple[in
 def _norms_of(quotients: Sequence[Quotient]) -> Sequence[Tensor]:
     """Return the norms of several quotients, each operation once for all of them."""
     grads, seconds, leasts, eps, factors = map(list, zip(*quotients, strict=True))
-    roots = torch._foreach_sqrt(torch._foreach_clamp_min(seconds, leasts))
+    roots = torch._foreach_clamp_min(seconds, leasts)
+    torch._foreach_sqrt_(roots)
     torch._foreach_add_(roots, eps)
     norms = torch._foreach_norm(torch._foreach_div(grads, roots))
     return torch._foreach_div(norms, factors)
