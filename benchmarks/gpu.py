@@ -53,6 +53,9 @@ WARM_UP = 12  # steps of each variant; AdamScale's first five are plain
 SETTLED = 520  # the averages look back over 500 steps with two small batches in each
 
 
+Found = Iterator[tuple[str, list[dict[str, Any]]]]  # a workload's title, and its rows
+
+
 @dataclass(frozen=True)
 class Variant:
     """One way to train, and the one that its time is divided by."""
@@ -113,23 +116,21 @@ def rules(passes: int, settled: bool) -> list[Variant]:
     return variants
 
 
-def cost(device: str, quick: bool) -> dict[str, Any]:
-    found = {}
-    for size, passes, rounds, steps in ((LONG, 2, 14, 2), (GPT, 2, 14, 4), (GPT, 1, 14, 4)):
+def cost(device: str, quick: bool, out: Path) -> Found:
+    """What AdaScale and AdamScale add to the step of a GPT."""
+    for size, passes, rounds, steps in ((GPT, 2, 14, 4), (GPT, 1, 14, 4), (LONG, 2, 14, 2)):
         if quick:
             size, rounds = TINY, 2
         tokens = size.batch * size.context
         title = f"{tokens:,} tokens a pass, {passes} pass{'es' * (passes > 1)} a step"
         variants = rules(passes, settled=size is LONG)  # a smoke test has no time to settle
-        found[title] = measured(variants, size, passes, device, rounds, steps)
-        print_rows(title, found[title])
-    return found
+        yield title, measured(variants, size, passes, device, rounds, steps)
 
 
 # -- part 3: sharding ------------------------------------------------------------------------------
 
 
-def sharding(device: str, quick: bool) -> dict[str, Any]:
+def sharding(device: str, quick: bool, out: Path) -> Found:
     """World size 1: what the wrappers add to a step, without anything to send."""
     base = {FSDP: BARE, FSDP_KEPT: BARE_KEPT}
     names = (DDP, CONTROL, OURS, contenders.WHOLE_GRADIENTS, BARE, FSDP, BARE_KEPT, FSDP_KEPT)
@@ -147,14 +148,11 @@ def sharding(device: str, quick: bool) -> dict[str, Any]:
             return trained.model, trained.optimizer
 
         variants.append(Variant(name, make, base.get(name, DDP)))
-    found = {}
     for size, rounds in ((GPT, 16), (SHORT, 24)):
         if quick:
             size, rounds = TINY, 2
         title = f"{size.batch * size.context:,} tokens a step"
-        found[title] = measured(variants, size, 1, device, rounds, steps=4, tied=False)
-        print_rows(title, found[title])
-    return found
+        yield title, measured(variants, size, 1, device, rounds, steps=4, tied=False)
 
 
 # -- how steps are measured ------------------------------------------------------------------------
@@ -170,6 +168,19 @@ def measured(
     tied: bool = True,
 ) -> list[dict[str, Any]]:
     """All variants in turns, in an order drawn anew in each round; a round is `steps` of each."""
+    with group_of_one(device):
+        return _measured(variants, size, passes, device, rounds, steps, tied)
+
+
+def _measured(
+    variants: list[Variant],
+    size: Size,
+    passes: int,
+    device: str,
+    rounds: int,
+    steps: int,
+    tied: bool,
+) -> list[dict[str, Any]]:
     taken, steps_of = {}, {}
     for variant in variants:
         before = allocated(device)
@@ -182,7 +193,7 @@ def measured(
         for name in shuffled(list(times), number):
             times[name].append(seconds(steps_of[name], steps, device) / steps)
     by_name = {variant.name: variant for variant in variants}
-    return [
+    rows = [
         asdict(
             Row(
                 name,
@@ -195,6 +206,8 @@ def measured(
         )
         for name, each in times.items()
     ]
+    print(f"{size.batch * size.context:,} tokens, passes: {passes}\n{table(rows)}\n", flush=True)
+    return rows
 
 
 def training(
@@ -204,7 +217,8 @@ def training(
 
     A short one, to warm up, has a single sequence.
     """
-    model = models.decoder(size).to(device)
+    with torch.device(device):
+        model = models.decoder(size)
     if tied:  # the GPT's logits are its embedding
         model.logits.weight = model.tokens.weight
     wrapped, optimizer = variant.make(model)
@@ -282,37 +296,41 @@ def group_of_one(device: str) -> Iterator[None]:
 # -- parts 1 and 4 ---------------------------------------------------------------------------------
 
 
-def tests(device: str, quick: bool) -> dict[str, Any]:
+def tests(device: str, quick: bool, out: Path) -> Iterator[tuple[str, int]]:
     """The tests of tests/gpu; a failure ends this program with 1, after the numbers are stored."""
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "--device", device, "-q"]
     command += ["-p", "no:benchmark"]  # a plugin that some machines have; it warns beside xdist
     if not quick:
-        command += ["--numprocesses", str(min(6, os.cpu_count() or 1)), "--durations=5"]
+        command += ["--numprocesses", str(min(10, os.cpu_count() or 1)), "--durations=5"]
     command += ["-k", "codec"] if quick else []
     environ = {**os.environ, "PYTHONPATH": str(pages.ROOT / "src")}
     done = subprocess.run(command, cwd=pages.ROOT, env=environ, stdout=subprocess.PIPE, text=True)
     print(done.stdout)
     counts = re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)
-    return {"failed": 0, **{what: int(number) for number, what in counts}}
+    yield from {"failed": 0, **{what: int(number) for number, what in counts}}.items()
 
 
-def trace(device: str, quick: bool, out: Path) -> dict[str, Any]:
+def trace(device: str, quick: bool, out: Path) -> Iterator[tuple[str, float]]:
     """Four steps of AdamScale: what takes the device's time, and a file for Perfetto."""
     rule = ruled(mh.AdamScale, adamw, 2, measure_every=1)
-    step = training(Variant("", rule, ""), TINY if quick else GPT, 2, device, tied=True)
-    for _ in range(WARM_UP):
-        step()
     kinds = [torch.profiler.ProfilerActivity.CPU]
     kinds += [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
-    with torch.profiler.profile(activities=kinds) as profiler:
-        for _ in range(4):
+    with group_of_one(device):
+        step = training(Variant("", rule, ""), TINY if quick else GPT, 2, device, tied=True)
+        for _ in range(WARM_UP):
             step()
-        synchronize(device)
+        with torch.profiler.profile(activities=kinds) as profiler:
+            for _ in range(4):
+                step()
+            synchronize(device)
     profiler.export_chrome_trace(str(out / "gpu-trace.json.gz"))
     by = "self_cuda_time_total" if device == "cuda" else "self_cpu_time_total"
     print(profiler.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=60))
     waiting = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
-    return {e.key: e.count / 4 for e in profiler.key_averages() if e.key in waiting}
+    yield from ((e.key, e.count / 4) for e in profiler.key_averages() if e.key in waiting)
+
+
+PARTS = {1: tests, 2: cost, 3: sharding, 4: trace}
 
 
 # -- the page --------------------------------------------------------------------------------------
@@ -347,10 +365,6 @@ by the same `fully_shard`, the others by DDP. Logits are not tied to the embeddi
 
 {sharding}
 """
-
-
-def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
-    print(f"{title}\n{table(rows)}\n", flush=True)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -406,18 +420,11 @@ def main() -> None:
         result["machine"] = torch.cuda.get_device_name()
     for part in args.part or (1, 2, 3, 4):
         start = time.perf_counter()
-        if part == 1:
-            result["tests"] = tests(args.device, args.quick)
-        else:
-            with group_of_one(args.device):
-                if part == 4:
-                    result["waits"] = trace(args.device, args.quick, args.out)
-                else:
-                    what = {2: cost, 3: sharding}[part]
-                    result[what.__name__] = what(args.device, args.quick)
+        for what, found in PARTS[part](args.device, args.quick, args.out):
+            result.setdefault(PARTS[part].__name__, {})[what] = found
+            if not args.quick:  # as results come: a later one may not come at all
+                stored.write_text(json.dumps(result, indent=1) + "\n")
         print(f"part {part}: {time.perf_counter() - start:.0f} s", flush=True)
-        if not args.quick:
-            stored.write_text(json.dumps(result, indent=1) + "\n")
     if result.get("tests", {}).get("failed"):
         sys.exit("Tests failed.")
 
