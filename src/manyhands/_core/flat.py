@@ -148,11 +148,9 @@ class FlatTensors:
 
 
 def _flat_view(tensor: Tensor) -> Tensor:
-    """Return a view in one dimension, for writing; a tensor with gaps stays as it is.
-
-    Complex numbers become pairs. A tensor with gaps or overlaps has no flat view: `read_range`
-    and `put_` reach its elements by index.
-    """
+    """Return a view in one dimension, for writing; a tensor with gaps stays as it is."""
+    # Complex numbers become pairs. A tensor with gaps or overlaps has no flat view: `read_range`
+    # and `put_` reach its elements by index.
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.is_contiguous() or _is_dense(tensor):
@@ -175,12 +173,10 @@ SHORT = 2 * ROW  # elements that may be summed at once
 
 
 def norm(grad: Tensor) -> Tensor:
-    """Return |grad| as a tensor without dimensions, in float32 or wider.
-
-    A CPU adds the squares of a tensor one after the other, and a float32 norm over ten million
-    elements comes out 7e-4 too small. So the norms of rows of 32,768 elements are taken first, at
-    the same speed, with an error of 1e-7. Half-precision gradients are summed in float32.
-    """
+    """Return |grad| as a tensor without dimensions, in float32 or wider."""
+    # A CPU adds the squares of a tensor one after the other, and a float32 norm over ten million
+    # elements comes out 7e-4 too small. So the norms of rows of 32,768 elements are taken first, at
+    # the same speed, with an error of 1e-7. Half-precision gradients are summed in float32.
     if grad.layout != torch.strided:
         grad = grad.coalesce().values() if grad.layout == torch.sparse_coo else grad.to_dense()
     if grad.is_complex():

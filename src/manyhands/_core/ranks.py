@@ -56,11 +56,9 @@ class RankGroup:
 
     @classmethod
     def of(cls, group: Any = None, world_size: int | None = None) -> RankGroup:
-        """Return the ranks of a process group (default: of all), or one rank if there is none.
-
-        `world_size` states what the caller expects. 1 inside a larger group means that each rank
-        trains on its own.
-        """
+        """Return the ranks of a process group (default: of all), or one rank if there is none."""
+        # `world_size` states what the caller expects. 1 inside a larger group means that each rank
+        # trains on its own.
         ready = dist.is_available() and dist.is_initialized()
         size = dist.get_world_size(group) if ready else 1
         if world_size == 1:
@@ -84,12 +82,10 @@ class RankGroup:
         return dist.get_process_group_ranks(self.group or dist.group.WORLD)
 
     def with_own_group(self, device: torch.device, *, pairs: bool = False) -> RankGroup:
-        """Return the same ranks in a gloo group of our own, if gloo serves this CPU device.
-
-        No other library's collectives pass through that group, so they cannot be mixed up with
-        ours (`groups.py`). With NCCL a group costs a communicator's GPU memory, so the group that
-        was given is used. `pairs`: the ranks will exchange slices, or broadcast.
-        """
+        """Return the same ranks in a gloo group of our own, if gloo serves this CPU device."""
+        # No other library's collectives pass through that group, so they cannot be mixed up with
+        # ours (`groups.py`). With NCCL a group costs a communicator's GPU memory, so the group that
+        # was given is used. `pairs`: the ranks will exchange slices, or broadcast.
         if self.size == 1 or device.type != "cpu" or not self.on_gloo(device):
             return self
         return self.with_cpu_group(pairs=pairs)

@@ -123,11 +123,9 @@ class OptimizerWrapper(Optimizer):
 
     @YieldingProperty
     def _step_supports_amp_scaling(self) -> bool:
-        """`GradScaler.step` leaves the loss scale with us instead of unscaling.
-
-        False while a closure runs, in which gradients are not scaled: a scaler takes no closure.
-        A trainer may clip gradients there, and refuse to if an optimizer says that it unscales.
-        """
+        """`GradScaler.step` leaves the loss scale with us instead of unscaling."""
+        # False while a closure runs, in which gradients are not scaled: a scaler takes no closure.
+        # A trainer may clip gradients there, and refuse to if an optimizer says that it unscales.
         return not self._closure.runs
 
     def _in_step(self, closure: Callable[[], T]) -> Callable[[], T]:
@@ -177,12 +175,10 @@ class OptimizerWrapper(Optimizer):
 
 
 def unwrap(optimizer: Optimizer, *, every_layer: bool = False) -> list[Optimizer]:
-    """Return an optimizer and those inside it, from the outermost in.
-
-    A wrapper shows the inner one's state and parameter groups as its own, as ours do, and those
-    that trainers put around ours. An optimizer that keeps state of its own beside the one that it
-    calls is not looked into, unless `every_layer` is True.
-    """
+    """Return an optimizer and those inside it, from the outermost in."""
+    # A wrapper shows the inner one's state and parameter groups as its own, as ours do, and those
+    # that trainers put around ours. An optimizer that keeps state of its own beside the one that it
+    # calls is not looked into, unless `every_layer` is True.
     found = [optimizer]
     while True:
         outer, inner = found[-1], getattr(found[-1], "optimizer", None)

@@ -194,11 +194,9 @@ class OverlappedDifference(AnchorDifference):
         self.arrived[start : start + mean.numel()].copy_(mean)
 
     def merge(self, result: RoundResult, included: bool) -> None:
-        """Take the outer step, and keep the steps that were taken since the difference was sent.
-
-        param += (new anchor - old anchor) + held, where old anchor - held is what was sent. A
-        worker that was left out of the mean takes the new anchor as it is.
-        """
+        """Take the outer step, and keep the steps that were taken since the difference was sent."""
+        # param += (new anchor - old anchor) + held, where old anchor - held is what was sent. A
+        # worker that was left out of the mean takes the new anchor as it is.
         params, anchors = self.bucket.vector, self.bucket.anchor[self.start :]
         keep = included and bool(result.included)
         for start in range(0, self.length, LARGEST):

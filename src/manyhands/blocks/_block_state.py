@@ -143,11 +143,9 @@ class BlockState:
     # -- steps ---------------------------------------------------------------------------------
 
     def step(self, steps: int | None = None, samples: int | None = None) -> BlockState:
-        """Count a step. Workers part with it, except in a shared warm-up.
-
-        `steps` is the common count after it, if it is not one more than before: workers may take
-        different numbers of steps in a block. `samples`: those of this step, if they are known.
-        """
+        """Count a step. Workers part with it, except in a shared warm-up."""
+        # `steps` is the common count after it, if it is not one more than before: workers may take
+        # different numbers of steps in a block. `samples`: those of this step, if they are known.
         assert not self.retry, f"a step before an undone round is repeated: {self}"
         assert not self.ends_warmup, f"a step before the round that ends the warm-up: {self}"
         # Workers that were apart stay so in a shared warm-up, as when the steps are set back.
@@ -200,11 +198,9 @@ class BlockState:
         return replace(self, in_flight=self.in_flight + 1, retry=())
 
     def commit(self, *, complete: bool, overlaps: bool, work: Work = NO_WORK) -> BlockState:
-        """Count the oldest round in flight: it took place, and is merged.
-
-        `complete`: all fragments were in it. `overlaps`: steps were taken while it was in flight.
-        `work`: the steps that this worker sent with it.
-        """
+        """Count the oldest round in flight: it took place, and is merged."""
+        # `complete`: all fragments were in it. `overlaps`: steps were taken while it was in flight.
+        # `work`: the steps that this worker sent with it.
         return replace(
             self,
             rounds=self.rounds + 1,

@@ -161,11 +161,9 @@ def check_not_averaged(
 
 
 def moved_identically(squares: Sequence[float], cosine: float, codec: Codec) -> bool:
-    """Return whether all workers have taken the same steps, from their squared lengths.
-
-    Equal lengths are not enough: in its first steps Adam goes equally far whatever the gradients.
-    The cosine is that of values as the codec has rounded them.
-    """
+    """Return whether all workers have taken the same steps, from their squared lengths."""
+    # Equal lengths are not enough: in its first steps Adam goes equally far whatever the gradients.
+    # The cosine is that of values as the codec has rounded them.
     low, high = min(squares, default=0.0), max(squares, default=0.0)
     return len(squares) > 1 and 0.0 < high <= low * (1 + SAME) and cosine > codec.cosine
 
@@ -229,11 +227,9 @@ def split_overrides(
     names: Names,
     groups: Iterable[Mapping[str, object]],
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Split overrides into options of the blocks (engine's names) and of parameter groups.
-
-    `groups` are the parameter groups here and in the saved state. A name that is in none of them,
-    and is no option of the blocks either, is an error.
-    """
+    """Split overrides into options of the blocks (engine's names) and of parameter groups."""
+    # `groups` are the parameter groups here and in the saved state. A name that is in none of them,
+    # and is no option of the blocks either, is an error.
     engine_names = {n: n for n in options} | {names.get(n, n): n for n in options}
     known = {name for group in groups for name in group} - {"params", "param_names"}
     for_blocks, for_groups = {}, {}

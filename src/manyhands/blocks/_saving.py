@@ -92,11 +92,9 @@ def save_counters(sync: Sync, options: Options) -> dict[str, object]:
 
 
 def load_counters(saved: Any, sync: Sync, unsaved: Sequence[OuterState]) -> None:
-    """Continue from these numbers, after anchor and memories have been filled.
-
-    `unsaved` are the parameters without an anchor in the checkpoint: they were frozen, or one
-    worker trained alone.
-    """
+    """Continue from these numbers, after anchor and memories have been filled."""
+    # `unsaved` are the parameters without an anchor in the checkpoint: they were frozen, or one
+    # worker trained alone.
     _drop_pending(sync)
     sync.common.load_block(saved)
     sync.stats.left_out_ever, sync.stats.undone = saved["totals"]

@@ -80,11 +80,9 @@ class Schedule:
         numbers: Sequence[int],
         number: int,
     ) -> None:
-        """Take over what the round says that was sent as this block began.
-
-        `length` is the first worker's. `paces` are the workers', whose `numbers` are in the same
-        order; those at the indices `included` are in the mean. `number` is this worker's.
-        """
+        """Take over what the round says that was sent as this block began."""
+        # `length` is the first worker's. `paces` are the workers', whose `numbers` are in the same
+        # order; those at the indices `included` are in the mean. `number` is this worker's.
         self.length = length
 
     # -- what differs if each worker takes steps of its own: see `OwnSchedule` -----------------
@@ -104,11 +102,9 @@ class Schedule:
         return step - self.start
 
     def count(self, step: int, *, in_flight: bool, elapsed: float) -> int:
-        """Count a step of this worker's; return the common count, which was `step` before it.
-
-        `in_flight`: the round that this block follows is not merged. `elapsed`: seconds since the
-        block began.
-        """
+        """Count a step of this worker's; return the common count, which was `step` before it."""
+        # `in_flight`: the round that this block follows is not merged. `elapsed`: seconds since the
+        # block began.
         return step + 1
 
     def end(self) -> int:

@@ -180,11 +180,9 @@ class Sync:
                 self._merge()
 
     def end_block(self) -> None:
-        """End a block of own steps where it is, and hold its round.
-
-        A call for a sync round outside of the schedule finds workers at different steps of one
-        block, and some just after it: these have held the block's round, or have it in flight.
-        """
+        """End a block of own steps where it is, and hold its round."""
+        # A call for a sync round outside of the schedule finds workers at different steps of one
+        # block, and some just after it: these have held the block's round, or have it in flight.
         if self.schedule.unfinished:
             joins = self.joins
             self.merge_pending()
@@ -205,11 +203,9 @@ class Sync:
         self.schedule.begin(start, self.schedule.length)
 
     def sync_now(self) -> None:
-        """Merge all that is in flight, and then synchronize all fragments if any has diverged.
-
-        Joiners that come as something is merged take part in the round that follows. This worker
-        does not if it came too late: the others have held theirs, and train on.
-        """
+        """Merge all that is in flight, and then synchronize all fragments if any has diverged."""
+        # Joiners that come as something is merged take part in the round that follows. This worker
+        # does not if it came too late: the others have held theirs, and train on.
         joins = self.joins
         self.end_block()
         fragments = range(self.schedule.fragments if self.anchor.buckets else 0)
@@ -223,11 +219,9 @@ class Sync:
             self._merge()
 
     def close(self) -> None:
-        """Hold a last sync round if the crew's other members are done, too.
-
-        If they train on, this worker's last block is lost, as if it had died, and its parameters
-        go back to the anchor.
-        """
+        """Hold a last sync round if the crew's other members are done, too."""
+        # If they train on, this worker's last block is lost, as if it had died, and its parameters
+        # go back to the anchor.
         self.end_block()
         self.merge_pending()
         while self.state.diverged and self.anchor.buckets:
@@ -302,11 +296,9 @@ class Sync:
     def _write_report(
         self, finite: bool, state: Sequence[Payload], *, ends_block: bool = True
     ) -> WorkerReport:
-        """Return what this worker says of itself in a round that averages this optimizer state.
-
-        `finite`: whether all its numbers are, on this rank. The samples of a block are committed
-        with the round that `ends_block`.
-        """
+        """Return what this worker says of itself in a round that averages this optimizer state."""
+        # `finite`: whether all its numbers are, on this rank. The samples of a block are committed
+        # with the round that `ends_block`.
         groups, step = self.optimizer.param_groups, self.state.steps
         device = next(param.device for group in groups for param in group["params"])
         # Parameters may have been frozen since the options were compared.
@@ -434,12 +426,10 @@ class Sync:
     def average_now(
         self, payloads: Sequence[TensorPayload], *, contributes: bool = True
     ) -> RoundResult | None:
-        """Average tensors in place over the workers, without anchor and outer step.
-
-        Return None if the round was undone; the members have changed then. After a round that
-        took place the caller calls `regroup`, once it has used the means. A worker that does not
-        contribute gets the others' mean.
-        """
+        """Average tensors in place over the workers, without anchor and outer step."""
+        # Return None if the round was undone; the members have changed then. After a round that
+        # took place the caller calls `regroup`, once it has used the means. A worker that does not
+        # contribute gets the others' mean.
         result = self._average_once(payloads, contributes=contributes)
         if result is None:
             self.regroup()
@@ -518,11 +508,9 @@ class Sync:
     # -- elastic members -----------------------------------------------------------------------
 
     def regroup(self) -> None:
-        """Let members leave and joiners in, if any do; then hold the round that is to be held.
-
-        That is an undone round, which the present members repeat so that none of their work is
-        lost, or the round that ends a warm-up.
-        """
+        """Let members leave and joiners in, if any do; then hold the round that is to be held."""
+        # That is an undone round, which the present members repeat so that none of their work is
+        # lost, or the round that ends a warm-up.
         self._change_members()
         while self.state.ends_warmup:
             self._begin_anchor()

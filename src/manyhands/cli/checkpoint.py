@@ -209,6 +209,7 @@ def write_plain_files(
 def _write_model(
     reader: Reader, meta: _index.ModelMeta, scratch: Path, on_tensor: OnTensor
 ) -> Path:
+    """Write the model as one safetensors file, tensor by tensor."""
     keys = {name: f"model/{name}" for name in (*meta["params"], *meta["buffers"])}
     # `load_state_dict` wants a tied tensor under each of its names.
     keys |= {other: keys[first] for other, first in meta["aliases"].items()}

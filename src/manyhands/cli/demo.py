@@ -195,6 +195,7 @@ def _schedule_position(training: Training, line: Line) -> float:
 
 
 def _progress_bars(console: Console) -> Progress:
+    """Return the bars that the terminal shows, one for each training."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -213,6 +214,7 @@ def _newest_accuracy(line: Line) -> str:
 
 
 def _comparison(runs: Sequence[Run]) -> Table:
+    """Return the table of the trainings' results."""
     table = Table("", title="On images that no run was trained on", title_justify="left")
     for heading in ("accuracy", "steps", "samples", "time", "average gain"):
         table.add_column(heading, justify="right")

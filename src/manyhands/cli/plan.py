@@ -107,6 +107,7 @@ def plan(
 
 
 def _parse_option(text: str) -> tuple[str, Any]:
+    """Return name and value of an --optimizer-option."""
     name, equals, value = text.partition("=")
     if not (name.isidentifier() and equals):
         stop("plan", f"--optimizer-option takes NAME=VALUE, such as momentum=0.9, got {text!r}.")
@@ -117,6 +118,7 @@ def _parse_option(text: str) -> tuple[str, Any]:
 
 
 def _dtype(name: str) -> torch.dtype:
+    """Return torch's type of this name, or end the command."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         stop("plan", f"torch has no type {name!r}; one is bfloat16.")
@@ -135,6 +137,7 @@ def _parse_inputs(texts: list[str]) -> tuple[torch.Tensor, ...] | dict[str, torc
 
 
 def _parse_input(text: str) -> tuple[str, torch.Tensor]:
+    """Return name ("" without one) and tensor of an --input: shape and type, no values."""
     found = re.fullmatch(r"(?:(\w+)=)?(\d+(?:x\d+)*)(?::(\w+))?", text)
     if found is None:
         stop("plan", f"--input takes a shape and a type, such as 8x128:int64, got {text!r}.")
@@ -143,6 +146,7 @@ def _parse_input(text: str) -> tuple[str, torch.Tensor]:
 
 
 def _print_plan(found: Plan) -> None:
+    """Print the plan's table, with the cheapest way in bold, and the line to paste."""
     console = Console(highlight=False)
     heading, *lines = found.cells
     table = Table(title=found.title, title_justify="left")

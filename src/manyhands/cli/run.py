@@ -54,9 +54,7 @@ Patience = Annotated[
         help="Seconds that a slow worker is waited for at most; auto: by what rounds took before.",
     ),
 ]
-Quorum = Annotated[
-    int, typer.Option(min=1, help="Workers that a sync round needs; fewer wait for others.")
-]
+Quorum = Annotated[int, typer.Option(min=1, help="Workers that a sync round needs; fewer wait.")]
 Processes = Annotated[
     int,
     typer.Option(
@@ -126,6 +124,7 @@ def run(
 
 
 def _check_patience(patience: str, stall: float) -> None:
+    """End the command unless the patience is "auto", or at least the stall."""
     if patience == "auto":
         return
     try:
@@ -143,6 +142,7 @@ def _check_script(arguments: list[str], module: str | None) -> None:
 
 
 def _check_hosts(store: str | None, listen: str | None, numbers: str | None) -> None:
+    """End the command if the options for several hosts do not fit together."""
     if store is not None and listen is not None:
         stop("run", "--listen serves a store and --store uses another host's: give only one.")
     if store is not None and numbers is None:

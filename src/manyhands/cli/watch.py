@@ -59,6 +59,7 @@ def watch(
 
 
 def _serve(jobs: Jobs, port: int | None, show: bool) -> None:
+    """Serve the page until Ctrl-C."""
     try:
         server = serve(jobs, port)
     except OSError as error:
@@ -78,6 +79,7 @@ def _serve(jobs: Jobs, port: int | None, show: bool) -> None:
 
 
 def _show_once(jobs: Jobs) -> None:
+    """Print what the jobs are doing now; the exit code is 1 if one has failed."""
     states = [job.state() for job in jobs.read(seconds=60.0)]
     try:
         Console(highlight=False).print(_view(states))
@@ -88,6 +90,8 @@ def _show_once(jobs: Jobs) -> None:
 
 
 def _show_live(jobs: Jobs) -> None:
+    """Show in the terminal what the jobs are doing, until Ctrl-C."""
+
     def view() -> RenderableType:
         return _view([job.state() for job in jobs.read(seconds=0.5)])
 
@@ -117,6 +121,7 @@ def _view(states: Sequence[JobState]) -> RenderableType:
 
 
 def _job_lines(state: JobState) -> RenderableType:
+    """Return what the terminal shows of one job."""
     head = Text.assemble(
         (printable(state.name), "bold"), "  ", (state.state, STYLES.get(state.state, "dim"))
     )

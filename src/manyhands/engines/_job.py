@@ -99,6 +99,7 @@ def start(
 
 
 def _make_process_group(place: Place, backend: str | None) -> None:
+    """Make torch's default group for this job, and end it as Python ends."""
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if place.world_size == 1:  # needs no port, and nobody else can reach it
@@ -109,6 +110,7 @@ def _make_process_group(place: Place, backend: str | None) -> None:
 
 
 def _end_process_group(made: object) -> None:
+    """At Python's end: destroy the group that `mh.start` made, unless the script has failed."""
     # After an error the other ranks may hang in a collective: ending the group would wait for them.
     failed = getattr(sys, "last_value", None) is not None
     if not failed and dist.is_initialized() and dist.group.WORLD is made:

@@ -58,6 +58,7 @@ def find_place(variables: Variables) -> Place:
 
 
 def _check_rank(place: Place) -> None:
+    """Raise if an engine's variables contradict each other."""
     if not 0 <= place.rank < place.world_size:
         raise ValueError(
             f"{place.engine} says that this process is rank {place.rank} of {place.world_size}. "

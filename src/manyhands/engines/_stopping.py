@@ -201,6 +201,7 @@ def stopping(
 
 
 def _outermost_layer(optimizer: Optimizer | None) -> OptimizerWrapper | None:
+    """Return the outermost wrapper of ours around an optimizer: its steps carry the notice."""
     if optimizer is None:
         return None
     layers = unwrap(optimizer, every_layer=True)
@@ -236,6 +237,7 @@ _votes: weakref.WeakKeyDictionary[dist.ProcessGroup, StopVote] = weakref.WeakKey
 
 
 def _vote_of(ranks: RankGroup) -> StopVote:
+    """Return the vote of these ranks: one for the whole run, which asks in every step."""
     if ranks.size == 1:
         return StopVote(ranks)
     key = ranks.group or dist.group.WORLD

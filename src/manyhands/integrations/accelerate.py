@@ -255,6 +255,7 @@ def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def _read_weights(folder: Path, ending: str) -> Mapping[str, Tensor]:
+    """Return the weights that Accelerate has saved in this folder, in either format."""
     safe = folder / f"{SAFE_MODEL_NAME}{ending}.safetensors"
     if safe.exists():
         weights: Mapping[str, Tensor] = load_file(safe)

@@ -230,6 +230,7 @@ class Attachment(TrainerCallback):
         return scheduler
 
     def _find_or_make_rule(self) -> ScalingRuleBase | None:
+        """Return the rule that is around the optimizer, or put the asked one there; or None."""
         trainer = self._trainer
         passes = trainer.args.gradient_accumulation_steps
         made = rule_of(trainer.optimizer)
@@ -396,6 +397,7 @@ class Attachment(TrainerCallback):
     # -- checkpoints -------------------------------------------------------------------------
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save as Trainer does, with a sharded state collected, and rule and ramp beside it."""
         trainer = self._trainer
         sharded = find_layer(trainer.optimizer, OSS)
         if sharded is not None:
@@ -410,6 +412,7 @@ class Attachment(TrainerCallback):
             torch.save(state, os.path.join(output_dir, STATE_FILE))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load as Trainer does, and then the rule and the ramp; without one, count its steps."""
         trainer = self._trainer
         if checkpoint is not None:
             _check_schedule_saved(trainer.lr_scheduler, os.path.join(checkpoint, SCHEDULER_NAME))

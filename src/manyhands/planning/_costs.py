@@ -228,6 +228,7 @@ class _Buckets:
 
 
 def _sharded_ddp_cost(sizes: ModelSizes, layout: _Buckets, workers: int) -> Cost:
+    """Return what a worker holds and sends with OSS and ShardedDataParallel."""
     # With equal slices all ranks hold the same, so one of them is enough.
     ranks = 1 if all(optimizer.elementwise for optimizer in sizes.optimizers) else workers
     held, most = _gradients_held(layout.buckets, ranks)
@@ -250,11 +251,9 @@ def _sharded_ddp_cost(sizes: ModelSizes, layout: _Buckets, workers: int) -> Cost
 
 
 def _gradients_held(buckets: Sequence[_Bucket], ranks: int) -> tuple[list[int], list[int]]:
-    """Return each rank's bytes of gradients after a backward pass, and the most during it.
-
-    The most is over the buckets: while one is filled, the `IN_FLIGHT` before it are whole, with
-    what has arrived for them, and of all earlier ones a rank holds its slice.
-    """
+    """Return each rank's bytes of gradients after a backward pass, and the most during it."""
+    # The most is over the buckets: while one is filled, the `IN_FLIGHT` before it are whole, with
+    # what has arrived for them, and of all earlier ones a rank holds its slice.
     places = []
     for place in range(len(buckets) + 1):  # at the last one all are full
         first = max(0, place - IN_FLIGHT)
@@ -307,11 +306,9 @@ def _lay_out(sizes: ModelSizes, workers: int, gloo: bool) -> _Buckets:
 def _add_bucket(
     layout: _Buckets, optimizer: OptimizerParams, bucket: _layout.BucketLayout, gloo: bool
 ) -> None:
-    """Count what `RankGroup.reduce_scatter_slices` does with a bucket.
-
-    It receives the other ranks' slices one by one (gloo), calls NCCL's reduce-scatter for even
-    slices, or an all-to-all for uneven ones.
-    """
+    """Count what `RankGroup.reduce_scatter_slices` does with a bucket."""
+    # It receives the other ranks' slices one by one (gloo), calls NCCL's reduce-scatter for even
+    # slices, or an all-to-all for uneven ones.
     workers, even = len(layout.state), optimizer.elementwise
     params = [optimizer.params[each.param] for each in bucket.ranges]
     itemsize = params[0].itemsize
@@ -369,6 +366,7 @@ class _Wrap:
 
 
 def _fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool) -> Cost:
+    """Return what a worker holds and sends with FullyShardedDataParallel."""
     state = sum(
         param.state_bytes(param.shard_elements(workers))
         for optimizer in sizes.optimizers
@@ -400,11 +398,9 @@ def _fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool) -> Cost:
 
 
 def _owned_whole(params: Sequence[ParamSize], workers: int) -> Cost:
-    """Return what a `WholeTensorOptimizer` adds, for the rank with most.
-
-    Its rank owns P / N of the parameters whole, with their state. The shards of a gradient go to
-    one owner, and those of the result come back from there: 2 G (N-1)/N² more are sent.
-    """
+    """Return what a `WholeTensorOptimizer` adds, for the rank with most."""
+    # Its rank owns P / N of the parameters whole, with their state. The shards of a gradient go to
+    # one owner, and those of the result come back from there: 2 G (N-1)/N² more are sent.
     owners = _layout.deal_out([(n, p.elements) for n, p in enumerate(params)], [0] * workers)
     held, gradients = [0] * workers, [0] * workers
     for number, param in enumerate(params):
@@ -430,6 +426,7 @@ def _owned_whole(params: Sequence[ParamSize], workers: int) -> Cost:
 
 
 def _wrap_bytes(wrap: WrapParams, workers: int, gloo: bool) -> _Wrap:
+    """Return the bytes of one FSDP wrap, in each state that it takes in a step."""
     trained = [param for param in wrap.params if param.trained]
     elements = sum(param.shard_elements(workers) for param in trained)
     itemsize = max((param.itemsize for param in trained), default=0)
@@ -444,12 +441,10 @@ def _wrap_bytes(wrap: WrapParams, workers: int, gloo: bool) -> _Wrap:
 
 
 def _most_in_fsdp_backward(wraps: Sequence[_Wrap], workers: int) -> int:
-    """Return the most bytes of gradients, their shards and whole parameters in a backward pass.
-
-    A wrap is whole while any wrap inside it computes. Its gradients are reduced once all wraps
-    inside it are done. Meanwhile the parameters of the next wrap arrive, and the gradients of the
-    last one are still being reduced, until the next ones are laid out.
-    """
+    """Return the most bytes of gradients, their shards and whole parameters in a backward pass."""
+    # A wrap is whole while any wrap inside it computes. Its gradients are reduced once all wraps
+    # inside it are done. Meanwhile the parameters of the next wrap arrive, and the gradients of the
+    # last one are still being reduced, until the next ones are laid out.
     most = owned = leaving = 0
     open_wraps: list[_Wrap] = []
     for number in reversed(range(len(wraps))):

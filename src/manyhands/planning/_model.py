@@ -167,6 +167,7 @@ def _param_size(
     options: Mapping[str, object] | None = None,
     elementwise: bool = True,
 ) -> ParamSize:
+    """Return a parameter's sizes: its own, and what an optimizer keeps for it."""
     fixed, per_element = 0, 0
     if states is not None and param.requires_grad and param.numel():
         if elementwise:
@@ -204,6 +205,7 @@ def wrap_params(model: nn.Module, least: int) -> list[tuple[list[Tensor], int | 
     seen: set[int] = set()
 
     def visit(module: nn.Module, outer: int) -> None:
+        """Give the parameters in a module to the nearest wrap around them."""
         number = numbers.get(module, outer)
         if number != outer:
             outers.setdefault(number, outer)  # a shared module is in its first place

@@ -150,6 +150,7 @@ class Plan:
         return f"Nothing fits. {least.name} is {over} over. Use more workers, or a smaller input."
 
     def __str__(self) -> str:
+        """Return the plan as `print` shows it: table, notes, verdict, the line to paste."""
         widths = [max(map(len, column)) for column in zip(*self.cells, strict=True)]
         table = [
             f"{label:<{widths[0]}}  "

@@ -159,6 +159,7 @@ def _check_not_in_use(model: nn.Module) -> None:
 
 
 def _check_plain_optimizer(optimizer: Optimizer) -> None:
+    """Raise unless it is an optimizer of the user's that can be made anew, without loss."""
     kind, wrapper = type(optimizer).__name__, ShardedOptimizer | OptimizerWrapper
     if isinstance(optimizer, wrapper) or not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -199,6 +200,7 @@ def _facts_to_share(
 
 
 def _as_oss(optimizer: Optimizer, process_group: GroupLike | None, gather_state: bool) -> Optimizer:
+    """Return an OSS of this optimizer's class, options and parameters (levels 1 and 2)."""
     groups, arguments = optimizer.param_groups, PlannedOptimizer.of(optimizer).arguments
     return OSS(
         [dict(group) for group in groups],

@@ -207,11 +207,9 @@ class AdaptiveDataParallel(ModuleWrapper):
 
 
 def _sort_arguments(third: object, fourth: object, fifth: object, sixth: object) -> dict[str, Any]:
-    """Return the arguments after the optimizer by name, in our order or in adaptdl's.
-
-    Ours is rule, lr_scheduler, mp_scaler, scaling_rule; adaptdl's is lr_scheduler, mp_scaler,
-    scaling_rule, name. What an argument is decides; its position only if that is not clear.
-    """
+    """Return the arguments after the optimizer by name, in our order or in adaptdl's."""
+    # Ours is rule, lr_scheduler, mp_scaler, scaling_rule; adaptdl's is lr_scheduler, mp_scaler,
+    # scaling_rule, name. What an argument is decides; its position only if that is not clear.
     named: dict[str, Any] = {}
     for position, value in enumerate((third, fourth, fifth, sixth)):
         if value is None:

@@ -152,11 +152,9 @@ class Supply:
     def steps(
         self, loader: Iterable[Batch], passes: Callable[[], int], look_ahead: Callable[[], int]
     ) -> Iterator[list[Batch]]:
-        """Yield the micro-batches of one step after another, until a rank's data has ended.
-
-        `passes` says how many micro-batches the next step takes, `look_ahead` how many are kept
-        ready.
-        """
+        """Yield the micro-batches of one step after another, until a rank's data has ended."""
+        # `passes` says how many micro-batches the next step takes, `look_ahead` how many are kept
+        # ready.
         batches = iter(loader)
         ready: deque[Batch] = deque()
         _fill(ready, batches, look_ahead())

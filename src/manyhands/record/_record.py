@@ -206,6 +206,7 @@ class Record:
         self._close(error=None)
 
     def _close(self, error: str | None) -> None:
+        """Write what is left, and that the run has ended; with `error`, by what. Called once."""
         self._closed = True
         if self._file is None:
             return
@@ -346,6 +347,7 @@ def _to_plain(value: SupportsFloat) -> int | float:
 
 
 def is_number(value: object) -> bool:
+    """Return whether the record can take the value as a number: plain, or a tensor of one."""
     if not isinstance(value, torch.Tensor):
         return isinstance(value, Real)
     # Reading a DTensor takes a collective, and only the rank that writes would call it.
@@ -423,6 +425,7 @@ def append_line(file: int, path: Path, line: Line) -> None:
 
 
 def _to_json(line: Line) -> str:
+    """Return the line as JSON, which has no NaN and no infinity: these become texts."""
     try:
         return _encode(line)
     except ValueError:  # a number is not finite; checking every line beforehand would cost more
@@ -539,6 +542,7 @@ class StepTiming:
         return seconds
 
     def _begin_step(self) -> None:
+        """As `optimizer.step` begins: the time until backward's end was compute, then sync."""
         now = time.perf_counter()
         computed = now if self._last_pass.ended is None else self._last_pass.ended
         self._seconds["compute"] += max(0.0, computed - self._mark)

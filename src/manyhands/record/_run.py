@@ -204,6 +204,7 @@ class GrowingRecord:
             return self._read_lines(file.fileno(), until)
 
     def _read_lines(self, file: int, until: float) -> list[Line]:
+        """Return the whole lines from `offset` on, and remember where they end."""
         lines: list[Line] = []
         while time.monotonic() < until or not lines:
             data = os.pread(file, _AT_ONCE, self.offset)

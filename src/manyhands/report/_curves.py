@@ -101,6 +101,7 @@ def numbers(run: Run, column: str) -> Values:
 
 
 def _to_number(value: object) -> float | None:
+    """Return the value as a float, of however many digits; None if it is no number."""
     if not isinstance(value, int | float):
         return None
     try:
@@ -119,6 +120,7 @@ def curves_of(key: str, index: int, run: Run, label: str, most: int) -> Iterator
     def draw(
         groups: list[Values], label: str, dash: str = "", window: float | None = None
     ) -> Iterator[Curve]:
+        """Yield a curve for each parameter group, thinned, that shares a label and a style."""
         for number, values in enumerate(groups):
             if kept := thin(values, most // _FEWER if window else most):
                 yield Curve(
@@ -167,6 +169,7 @@ def _distinct(groups: list[Values]) -> list[Values]:
 
 
 def _positions(run: Run) -> dict[str, Values]:
+    """Return where each line is on each of the axes that a reader can choose."""
     steps = numbers(run, "step")
     progress = progress_values(run)
     return {

@@ -69,6 +69,7 @@ def write_report(
 
 
 def _page(runs: list[Run], title: str) -> str:
+    """Return the page as HTML, with the script and all figures inside."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -176,6 +177,7 @@ def _switch(name: str, legend: str, choices: dict[str, str], chosen: str | None 
 
 
 def _summary_table(runs: list[Run], labels: list[str]) -> str:
+    """Return the table that a reader sees first: a row for each run, with a box to hide it."""
     headings, rows = summary(runs)
     head = "".join(f'<th scope="col">{html.escape(heading)}</th>' for heading in ["run", *headings])
     body = "\n".join(
@@ -315,6 +317,7 @@ def _mean(run: Run, column: str) -> float | None:
 
 
 def _format_cell(value: float | None) -> str:
+    """Return a number as a cell shows it: four digits, counts in full."""
     if value is None:
         return _NO_VALUE
     # Counts stay whole, and large numbers are not written as 1.2e+05.
@@ -324,6 +327,7 @@ def _format_cell(value: float | None) -> str:
 
 
 def _format_duration(seconds: float | None) -> str:
+    """Return seconds as a cell shows them."""
     if seconds is None or not math.isfinite(seconds):
         return _format_cell(seconds)
     if seconds < 60:

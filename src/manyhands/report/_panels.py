@@ -238,6 +238,7 @@ def _unknown_panel(key: str) -> Panel:
 
 
 def _with_curves(panel: Panel, runs: Sequence[Run], labels: Sequence[str], most: int) -> Panel:
+    """Return a panel with the curves of all runs, on a log scale if that shows more of them."""
     curves = tuple(
         curve
         for index, (run, label) in enumerate(zip(runs, labels, strict=True))

@@ -96,11 +96,9 @@ def wait_for_all_ranks(workers: RankGroup, what: str, *, soon: bool = False) -> 
 
 
 def check_same_frozen(workers: RankGroup, trained: Sequence[bool]) -> None:
-    """Wait until every rank trains the same parameters; warn early, and raise if some do not.
-
-    Freezing changes the sizes of buckets. A rank that did not freeze would wait for other sizes
-    until the process group's timeout.
-    """
+    """Wait until every rank trains the same parameters; warn early, and raise if some do not."""
+    # Freezing changes the sizes of buckets. A rank that did not freeze would wait for other sizes
+    # until the process group's timeout.
     # With a checksum: ranks that train others never meet.
     what = f"requires_grad_() of the same parameters ({zlib.crc32(bytes(trained)):08x})"
     wait_for_all_ranks(workers, what, soon=True)

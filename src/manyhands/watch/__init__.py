@@ -92,6 +92,7 @@ class WatchServer(ThreadingHTTPServer):
         return json.dumps(to_strict_json(found), allow_nan=False).encode(), "application/json"
 
     def _numbers(self, path: str) -> dict[str, object] | None:
+        """Return what the page's script asks for: all jobs, or one job's curves."""
         jobs = self._jobs.all
         if path == "/jobs":
             states = [{**asdict(job.state()), "version": job.version} for job in jobs]
@@ -121,6 +122,7 @@ class WatchHandler(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
+        """Answer a request; not if it names another host, as a foreign page's script would."""
         host = self.headers.get("Host", "")
         if host.partition(":")[0].lower() not in OWN_NAMES:
             text = f"This page answers to {' and '.join(OWN_NAMES)} only.\n"
@@ -133,6 +135,7 @@ class WatchHandler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, *found)
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+        """Send one answer, with headers that allow the page nothing from elsewhere."""
         self.send_response(status)
         for name, value in HEADERS.items():
             self.send_header(name, value)

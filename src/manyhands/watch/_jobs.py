@@ -125,6 +125,7 @@ class WatchedJob:
         self._begin()
 
     def _begin(self) -> None:
+        """Forget all that was read, as before the record's first line, or when it was replaced."""
         self._header: Header | None = None
         self._starts = 0
         self._points = Points(self._most)
@@ -158,6 +159,7 @@ class WatchedJob:
         self.version += bool(lines) or size != self._file.size
 
     def _take(self, line: Line) -> None:
+        """Take in one line of the record: its values, its events, and where the run is."""
         if HEADER in line:
             self._take_header(line[HEADER])
             return
@@ -192,6 +194,7 @@ class WatchedJob:
             self._marks.append(self._mark(position))
 
     def _take_header(self, header: Header) -> None:
+        """Take in a header: the run has started, started again, or ended."""
         self._header = header
         if "ended" in header:
             return
@@ -203,6 +206,7 @@ class WatchedJob:
             self._events.append(Event(step, seconds, "start", f"started again after step {step}"))
 
     def _go_back(self, step: int, before: Line) -> None:
+        """Drop what the run does again after a restart from an earlier checkpoint."""
         self._points.go_back(step)
         self._marks.clear()
         self._latest = {}
@@ -326,6 +330,7 @@ class WatchedJob:
         )
 
     def _find_state(self, age: float | None) -> tuple[State, str]:
+        """Return the job's state, and how one knows, `age` seconds after its last line."""
         if self._problem is not None:
             return "damaged", self._problem
         header = self._header

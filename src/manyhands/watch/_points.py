@@ -32,6 +32,7 @@ class Spread:
     high: float = -math.inf
 
     def add(self, value: float) -> None:
+        """Add a value of one line."""
         self.total += value
         self.count += 1
         if value < self.low:
@@ -61,6 +62,7 @@ class Point:
     values: dict[str, Spread] = field(default_factory=dict)
 
     def add(self, step: int, position: Mapping[str, float], values: Mapping[str, float]) -> None:
+        """Add a line to the point: its position replaces the last, its values are spread."""
         self.last_step = step
         self.lines += 1
         self.position.update(position)
@@ -72,6 +74,7 @@ class Point:
             spread.add(value)
 
     def join(self, later: Point) -> None:
+        """Take in the point after this one, so that both are drawn as one."""
         self.last_step = later.last_step
         self.lines += later.lines
         self.position.update(later.position)
@@ -128,6 +131,7 @@ class Points:
             self.points.pop()
 
     def _halve(self) -> None:
+        """Join neighbouring points, as there are too many to draw."""
         pairs = zip(self.points[::2], self.points[1::2], strict=False)
         joined = []
         for first, second in pairs:
@@ -201,6 +205,7 @@ def _parts_between(first: Point, second: Point) -> dict[str, float]:
 
 
 def _parts_each_step(first: Point, second: Point) -> dict[str, float]:
+    """Return what a step's seconds went into, on average between two points."""
     steps = second.position["step"] - first.position["step"]
     if steps <= 0:
         return {}

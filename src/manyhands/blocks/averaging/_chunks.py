@@ -350,11 +350,9 @@ class PairwiseChunk(_EncodedChunk):
         self._sizes = [self._message_bytes(length) for length in self._lengths]
 
     def _residual(self, rank: int) -> Tensor | None:
-        """Return the residual of a slice.
-
-        Of another worker's slice it is what rounding our values has cut off; of the slice that we
-        own, what rounding the mean has cut off. The two never overlap.
-        """
+        """Return the residual of a slice."""
+        # Of another worker's slice it is what rounding our values has cut off; of the slice that we
+        # own, what rounding the mean has cut off. The two never overlap.
         if self.payload.residual is None:
             return None
         first, last = self.start + self.cuts[rank], self.start + self.cuts[rank + 1]

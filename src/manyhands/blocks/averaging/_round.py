@@ -78,11 +78,9 @@ class FixedMembers:
         shared_memory: bool | None,
         exact: bool,
     ) -> None:
-        """Give the workers the collectives that sync rounds will use.
-
-        `devices` are those of the parameters. `background`: rounds run while training goes on.
-        `shared_memory` is the option of `Blocks`. `exact`: the codec does not round.
-        """
+        """Give the workers the collectives that sync rounds will use."""
+        # `devices` are those of the parameters. `background`: rounds run while training goes on.
+        # `shared_memory` is the option of `Blocks`. `exact`: the codec does not round.
         workers = self.workers
         if background:  # a group of their own, so that they do not mix with training's collectives
             workers = workers.with_background_group(devices[0])

@@ -298,11 +298,9 @@ class Enrollment:
     def _begin_next(
         self, seen: Roster, silent: frozenset[str], late: bool
     ) -> Callable[[Roster], Roster]:
-        """Return the update that begins the next generation.
-
-        The roster may have changed since it was `seen`, so the update checks again: another
-        process may have begun the generation first, or a waiting one may have died.
-        """
+        """Return the update that begins the next generation."""
+        # The roster may have changed since it was `seen`, so the update checks again: another
+        # process may have begun the generation first, or a waiting one may have died.
 
         def begin(roster: Roster) -> Roster:
             same = roster.generation == seen.generation
@@ -339,11 +337,9 @@ class Enrollment:
         return roster.worker_of(member.id) == self.number
 
     def _check_number_is_free(self, roster: Roster) -> None:
-        """Raise if another process with our number is alive.
-
-        Only an earlier incarnation counts, and only if its heartbeat advances while we watch: our
-        own last life may stand in the roster until it is known to be dead.
-        """
+        """Raise if another process with our number is alive."""
+        # Only an earlier incarnation counts, and only if its heartbeat advances while we watch: our
+        # own last life may stand in the roster until it is known to be dead.
         # A heartbeat that this process sent as its line was cut may arrive when the line is back.
         everyone = {*roster.ids, *(member.id for member in roster.waiting)} - self.own_ids
         for id in everyone:

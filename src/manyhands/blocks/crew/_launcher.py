@@ -154,11 +154,9 @@ class Launcher:
         return next((worker.code for worker in self.workers if worker.code), 0)
 
     def _agree_on_expected(self, client: StoreClient, expected: int | None) -> str:
-        """Return how many workers the first round waits for.
-
-        The launcher that serves the store publishes the number; the others read it, or decide
-        themselves if it is not published in time.
-        """
+        """Return how many workers the first round waits for."""
+        # The launcher that serves the store publishes the number; the others read it, or decide
+        # themselves if it is not published in time.
         key = PREFIX + "expected"
         until = time.monotonic() + EXPECTED_WAIT
         while expected is None and not self.serving and time.monotonic() < until:
@@ -222,12 +220,10 @@ class Launcher:
     def _own_environment(
         self, worker: LaunchedWorker, inner_rank: int, port: int | None
     ) -> dict[str, str]:
-        """Return the variables that differ between processes.
-
-        With a port they include the address of the worker's own process group. We serve that
-        group's store, as torchrun does: a store hosted by torch's rank 0 would listen on all
-        interfaces.
-        """
+        """Return the variables that differ between processes."""
+        # With a port they include the address of the worker's own process group. We serve that
+        # group's store, as torchrun does: a store hosted by torch's rank 0 would listen on all
+        # interfaces.
         values: dict[str, object] = {"MANYHANDS_WORKER": worker.number}
         if port is not None:
             # Counts all processes of this host, because it selects the GPU.

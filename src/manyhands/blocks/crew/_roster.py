@@ -213,12 +213,10 @@ class Roster:
         )
 
     def ends_with(self, generation: int, round_index: int, id: str) -> bool:
-        """Return whether a settled round was its generation's last, with one answer for all.
-
-        A later round may have been undone meanwhile. Members with several processes learn that
-        only when they come to that round, so that all processes of a worker get the same answer.
-        A worker of one process may learn it at once.
-        """
+        """Return whether a settled round was its generation's last, with one answer for all."""
+        # A later round may have been undone meanwhile. Members with several processes learn that
+        # only when they come to that round, so that all processes of a worker get the same answer.
+        # A worker of one process may learn it at once.
         kept, ended_kept = self.rounds, self.ended_kept
         if self.generation != generation:
             if self.processes == 1:
@@ -245,11 +243,9 @@ class Roster:
     # -- a round -------------------------------------------------------------------------------
 
     def keep(self, generation: int, round_index: int, sync_round: bool = True) -> Roster:
-        """Keep a round: all members have arrived.
-
-        The generation ends with this round if there are processes to let in or members that are
-        gone: its process group then has the wrong size.
-        """
+        """Keep a round: all members have arrived."""
+        # The generation ends with this round if there are processes to let in or members that are
+        # gone: its process group then has the wrong size.
         if self.generation != generation or self.ended or self.rounds > round_index:
             return self  # another member has decided first
         last = bool(self.admissible or self.gone)
@@ -395,11 +391,9 @@ class Roster:
     def complete(
         self, silent: Set[str], expected: int, late: bool = False, quorum: int = 1
     ) -> bool:
-        """Return whether the next generation can begin.
-
-        It needs a `quorum` of workers, and waits for all living members. Without a living member
-        this is a start: it waits until `expected` workers are present, or until it is `late`.
-        """
+        """Return whether the next generation can begin."""
+        # It needs a `quorum` of workers, and waits for all living members. Without a living member
+        # this is a start: it waits until `expected` workers are present, or until it is `late`.
         here = self.present(silent)
         if not here or len({member.number for member in here}) < len(here):
             return False  # of two processes with one number, one will give up
@@ -414,9 +408,7 @@ class Roster:
         ids = {member.id for member in members}
         # A member of the last generation, or a process with a checkpoint, still holds the state.
         survivors = any(member.id in self.ids or member.version.has_state for member in members)
-        previous = [
-            MissedMember(id, self.generation, self.rounds, self.ended_kept) for id in self.ids
-        ]
+        last = [MissedMember(id, self.generation, self.rounds, self.ended_kept) for id in self.ids]
         return replace(
             self,
             generation=self.generation + 1,
@@ -425,7 +417,7 @@ class Roster:
             ended_kept=False,
             members=members,
             waiting=tuple(m for m in self.waiting if m.id not in ids and m.id not in silent),
-            missed=(*self.missed, *(m for m in previous if m.id not in ids | self.gone)),
+            missed=(*self.missed, *(m for m in last if m.id not in ids | self.gone)),
             left=(),
             dead=(),
             failed=(),

@@ -189,10 +189,9 @@ class StoreClient:
 
     def _seconds_left(self) -> float:
         """Return how long the store may still take for the call that it has not answered."""
-        since = self._waiting_since
-        return (
-            STORE_TIMEOUT if since is None else max(0.0, since + STORE_TIMEOUT - time.monotonic())
-        )
+        began = self._waiting_since
+        passed = 0.0 if began is None else time.monotonic() - began
+        return max(0.0, STORE_TIMEOUT - passed)
 
     def put(self, key: str, text: str) -> None:
         """Store a text, signed."""

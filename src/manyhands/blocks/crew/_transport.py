@@ -134,11 +134,9 @@ class GlooTransport:
                         end.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Abort, and let the group be destroyed without a wait.
-
-        Otherwise the thread that drops the last reference, even by garbage collection, waits for
-        the group's threads.
-        """
+        """Abort, and let the group be destroyed without a wait."""
+        # Otherwise the thread that drops the last reference, even by garbage collection, waits for
+        # the group's threads.
         self.abort()
         with self._lock:  # the connecting thread may release too, if the group came too late
             held: list[object] = [self.group]

@@ -158,6 +158,7 @@ class Scaling(Callback):
             checkpoint["optimizer_states"] = []  # Lightning then loads none
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the rule around the optimizer, which the strategy has made by now."""
         optimizer = only_optimizer(trainer.strategy.optimizers, type(self).__name__)
         if self._bare is not None:
             trainer.strategy.load_optimizer_state_dict(self._bare)
@@ -219,6 +220,7 @@ class Scaling(Callback):
         batch: object,
         batch_idx: int,
     ) -> None:
+        """After a batch with which the optimizer has stepped: log, and stop at the progress."""
         steps = self._steps_taken()
         if steps == self._steps:
             return
@@ -330,6 +332,7 @@ class BatchRamp(Scaling):
         self._loaded = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the rule and the ramp around it, or raise where batches are not ours to choose."""
         if not pl_module.automatic_optimization:
             raise ValueError(
                 "BatchRamp sets how many batches Lightning accumulates, and in manual optimization "
@@ -345,6 +348,7 @@ class BatchRamp(Scaling):
         self._ramp = Ramp(self.rule, self._max_scale, **self._ramp_options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Load a checkpoint's ramp, once the optimizers have their state too."""
         # Lightning loads callbacks before the optimizers exist, and the optimizers' state after
         # `on_fit_start`: so here is the first place where the ramp and the rule's state are there.
         if self._loaded is not None:
@@ -360,6 +364,7 @@ class BatchRamp(Scaling):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
+        """As a step begins: tell the Trainer how many batches it has."""
         if self._begins:
             self._begins = False
             trainer.accumulate_grad_batches = StepPasses(self.ramp.passes, start=batch_idx)
@@ -372,6 +377,7 @@ class BatchRamp(Scaling):
         batch: object,
         batch_idx: int,
     ) -> None:
+        """Note whether the step has ended, so that the next batch begins another."""
         self._begins = self._steps_taken() != self._steps  # before the base class compares them
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 

@@ -214,6 +214,7 @@ class FullyShardedStrategy(OwnStrategy):
                 module.to(self.root_device)
 
     def _setup_model(self, model: nn.Module) -> FullyShardedDataParallel:  # type: ignore[override]
+        """Return the model wrapped, once; Lightning asks again for each stage."""
         if self._root is None or self._root.module is not model:
             options = {"state_dict_device": "cpu", **self._of_wrapper}
             if self.root_device.type != "cpu":
@@ -343,6 +344,7 @@ class BlocksStrategy(OwnStrategy):
         self._synchronize()
 
     def _synchronize(self) -> None:
+        """End the present block, so that all devices have the same parameters."""
         for optimizer in self.optimizers:
             blocks = find_layer(_bare(optimizer), Blocks)
             if blocks is not None:
@@ -405,6 +407,7 @@ def _take(options: dict[str, Any], of: type) -> dict[str, Any]:
 
 
 def _check_options_known(options: Mapping[str, object], name: str, wrapper: str) -> None:
+    """Raise for options that neither our wrapper nor Lightning's strategy has."""
     unknown = sorted(options.keys() - OF_DDP_STRATEGY)
     if unknown:
         raise TypeError(

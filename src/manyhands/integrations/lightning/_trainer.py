@@ -116,6 +116,7 @@ def replace_clipping(plugin: Precision) -> None:
         clip_val: float | None = 0.0,
         gradient_clip_algorithm: Enum | str = "norm",
     ) -> None:
+        """Clip gradients as Lightning would, unscaled before, and over all ranks."""
         if clip_val is None or clip_val <= 0:
             return
         scaler = getattr(plugin, "scaler", None)

@@ -283,12 +283,10 @@ def shard_wrap(
     private: Collection[nn.Module],
     offload: bool,
 ) -> Engine:
-    """Shard the parameters at these places in `module`, and return the engine of the wrap.
-
-    `options` are those in effect, and ranks must agree on the `compared` ones. `private` modules
-    are in inner wraps in a group of one. Their parameters are each rank's own: they are not
-    compared, not copied from rank 0, and not sharded.
-    """
+    """Shard the parameters at these places in `module`, and return the engine of the wrap."""
+    # `options` are those in effect, and ranks must agree on the `compared` ones. `private` modules
+    # are in inner wraps in a group of one. Their parameters are each rank's own: they are not
+    # compared, not copied from rank 0, and not sharded.
     make_contiguous(places)
     # Each parameter once: the engine finds the other places of a tied one by itself.
     distinct = {id(m._parameters[name]): (m, name) for m, name in places.values()}

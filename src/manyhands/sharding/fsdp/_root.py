@@ -129,11 +129,9 @@ class UsedParameters:
         self._watched: dict[int, tuple[Tensor, Node, RemovableHandle]] = {}
 
     def watch(self, first: int, places: Sequence[Place]) -> None:
-        """Note the gradients of the full parameters at these places, numbered from `first`.
-
-        Call it in a forward, when they are gathered. The engine keeps a full parameter's tensor
-        object, and changes only its memory, so each gets a hook once.
-        """
+        """Note the gradients of the full parameters at these places, numbered from `first`."""
+        # Call it in a forward, when they are gathered. The engine keeps a full parameter's tensor
+        # object, and changes only its memory, so each gets a hook once.
         self._order = zlib.crc32(first.to_bytes(4, "little"), self._order)
         reference = weakref.ref(self)
         for number, (module, name) in enumerate(places, first):
@@ -187,11 +185,9 @@ class UsedParameters:
             use_our_class(params[number])
 
 
-def _note(
-    reference: weakref.ref[UsedParameters], number: int, grads: Sequence[Tensor | None]
-) -> None:
+def _note(owner: weakref.ref[UsedParameters], number: int, grads: Sequence[Tensor | None]) -> None:
     """Note that a parameter got a gradient: called by the hook on its node of the graph."""
-    used = reference()
+    used = owner()
     # Autograd passes None if the parameter took part in the forward and got no gradient.
     if used is not None and grads[0] is not None:
         used._used_here.add(number)

@@ -53,11 +53,9 @@ _SliceEntries: TypeAlias = tuple[int, int, int, dict[str, _Entry]]
 def collect_state(
     shards: Shards, optim: Optimizer, frozen: Mapping[int, ParamState], recipient: int
 ) -> dict[int, ParamState] | None:
-    """Return the state of every parameter, by index, on the recipient (-1: on every rank).
-
-    With one rank there is nothing to collect, and the result is None. `frozen` parameters have no
-    slices: their state is on every rank already.
-    """
+    """Return the state of every parameter, by index, on the recipient (-1: on every rank)."""
+    # With one rank there is nothing to collect, and the result is None. `frozen` parameters have no
+    # slices: their state is on every rank already.
     workers = shards.workers
     if not -1 <= recipient < workers.size:
         raise ValueError(f"recipient_rank must be one of {workers.size} ranks, or -1 for all.")
