@@ -163,7 +163,7 @@ def test_workers_of_one_host_share_memory_where_they_can(monkeypatch):
         return optimizer._sync.members.workers.shared_memory is not None, flat_of(params)
 
     def elsewhere():
-        monkeypatch.setattr(_host, "_host", lambda: f"host {dist.get_rank() // 2}")
+        monkeypatch.setattr(_host, "_host_identity", lambda: f"host {dist.get_rank() // 2}")
         return blocks()
 
     def unreadable():
@@ -193,7 +193,7 @@ def test_workers_of_one_host_share_memory_where_they_can(monkeypatch):
         return blocks()
 
     def on_no_linux():
-        monkeypatch.setattr(_host, "_host", str)
+        monkeypatch.setattr(_host, "_host_identity", str)
         return blocks()
 
     expected = run_ranks(3, blocks, shared_memory=False)[0][1]

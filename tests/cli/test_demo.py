@@ -57,7 +57,7 @@ def own_script(tmp_path, monkeypatch):
         script.write_text(text)
         two = program.Training("two", "two workers", 2, ())
         monkeypatch.setattr(program, "_trainings", lambda *size: [two])
-        monkeypatch.setattr(program, "_script", lambda: script)
+        monkeypatch.setattr(program, "_script_path", lambda: script)
 
     return use
 

@@ -8,7 +8,7 @@ from torch import nn
 import manyhands as mh
 from helpers.ranks import run_ranks
 from helpers.sharding_oracle import assert_same, copied
-from manyhands.sharding.fsdp._engine import _groups
+from manyhands.sharding.fsdp._engine import _param_groups_of
 from manyhands.sharding.fsdp._root import PrefetchOrder
 
 from test_fsdp import compare, steps  # isort: skip
@@ -144,7 +144,7 @@ def test_whose_parameters_are_there_or_coming_while_one_computes(overlap, in_for
         flying = wrapped._root_state.reduce_queue._in_flight
 
         def look(kind):
-            groups = [_groups(layer.module)[0] for layer in model]
+            groups = [_param_groups_of(layer.module)[0] for layer in model]
             there = [n for n, g in enumerate(groups) if g.is_unsharded or g._all_gather_result]
             seen[kind].append(there)
 

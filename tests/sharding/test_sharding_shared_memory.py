@@ -165,7 +165,7 @@ def test_one_worker_needs_no_other():
 
 def test_workers_of_several_hosts_cannot(monkeypatch):
     def run():
-        monkeypatch.setattr(_host, "_host", lambda: f"host {dist.get_rank() // 2}")
+        monkeypatch.setattr(_host, "_host_identity", lambda: f"host {dist.get_rank() // 2}")
         shared(make_model().parameters(), torch.optim.SGD)
 
     raises_on_ranks(3, ValueError, run, match="needs all workers on one host.*rank 2: host 1")

@@ -73,7 +73,7 @@ def raise_if_different(
     for title in dict.fromkeys(title for facts in everyone for title in facts):
         values = [facts.get(title, ABSENT) for facts in everyone]
         called = [each.get(title, ()) for each in names]
-        problem, row = _difference(title, values, called)
+        problem, row = _find_difference(title, values, called)
         if problem:
             raise RanksDisagree(f"ranks have {problem}. {advice}", list(map(json.dumps, row)))
 
@@ -97,7 +97,7 @@ def run_on_all(ranks: RankGroup, action: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
-def _difference(
+def _find_difference(
     title: str, values: Sequence[object], names: Sequence[Sequence[str]]
 ) -> tuple[str, Sequence[object]]:
     """Return what differs in one fact, and by rank how; an empty text if it does not differ."""
@@ -139,14 +139,14 @@ def _first_difference(
 
 
 def _compare_values(what: str, row: Sequence[object]) -> tuple[str, Sequence[object]]:
-    return ("", ()) if _all_equal(row) else (f"{what}: {_by_rank(row)}", row)
+    return ("", ()) if _all_equal(row) else (f"{what}: {_list_by_rank(row)}", row)
 
 
 def _all_equal(values: Sequence[object]) -> bool:
     return len({json.dumps(value) for value in values}) <= 1
 
 
-def _by_rank(values: Sequence[object]) -> str:
+def _list_by_rank(values: Sequence[object]) -> str:
     """Return which ranks have which value, for an error's message."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):

@@ -94,7 +94,7 @@ def _is_flag(value: object) -> bool:
     return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")
 
 
-def _number(name: str, value: object, units: Mapping[str, int], why: str) -> float:
+def _in_units(name: str, value: object, units: Mapping[str, int], why: str) -> float:
     """Return a number given as such, or as a text with a unit, such as "10 Gbit/s"."""
     if isinstance(value, str):
         found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z/]*)\s*", value.lower())
@@ -104,12 +104,12 @@ def _number(name: str, value: object, units: Mapping[str, int], why: str) -> flo
 
 def parse_bytes(size: float | str) -> int:
     """Return the bytes: 1536 for "1.5 KiB", 24e9 for "24GB"."""
-    return int(_number("a size", size, SIZES, 'Give bytes, or a text such as "24GiB".'))
+    return int(_in_units("a size", size, SIZES, 'Give bytes, or a text such as "24GiB".'))
 
 
 def parse_rate(rate: float | str) -> float:
     """Return bits per second: 50e6 for "50Mbit" or "50 Mbit/s"."""
-    return _number("network", rate, RATES, 'Give bits per second, or a text such as "50Mbit".')
+    return _in_units("network", rate, RATES, 'Give bits per second, or a text such as "50Mbit".')
 
 
 def format_bytes(size: int) -> str:

@@ -67,7 +67,7 @@ def unflatten(flat: Tensor, like: Tensor) -> Tensor:
 
 
 def order_of_dims(like: Tensor) -> list[int]:
-    """Return the dimensions from the slowest to the fastest in `flatten(..., like)`."""
+    """Return the dimensions from the slowest to the fastest, as `like` lies in memory."""
     if _is_row_by_row(like):
         return list(range(like.dim()))
     return sorted(range(like.dim()), key=like.stride, reverse=True)
@@ -219,9 +219,9 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 def check_own_shards(state: object, params: Iterable[Tensor]) -> None:
     """Raise a ValueError if a state of these parameters has shards that another rank has saved."""
-    own = dict.fromkeys(_place(param) for param in params if is_dtensor(param))
+    own = dict.fromkeys(_describe_placement(param) for param in params if is_dtensor(param))
     for tensor in tensors_in(state):
-        if is_dtensor(tensor) and (saved := _place(tensor)) not in own:
+        if is_dtensor(tensor) and (saved := _describe_placement(tensor)) not in own:
             here = "This one has " + " or ".join(own) if own else "These parameters are whole"
             raise ValueError(
                 f"this optimizer state is {saved}, as torch.save on a single rank leaves it. "
@@ -230,7 +230,7 @@ def check_own_shards(state: object, params: Iterable[Tensor]) -> None:
             )
 
 
-def _place(tensor: DTensor) -> str:
+def _describe_placement(tensor: DTensor) -> str:
     """Name the part of a DTensor that its rank holds. A mesh keeps its rank when it is pickled."""
     mesh = tensor.device_mesh
     sizes = " x ".join(map(str, mesh.shape))

@@ -240,10 +240,10 @@ class StateSizes:
         # Options may hold lists or tensors, which cannot be keys; their text can.
         key = (dims, dtype, repr(sorted(options.items(), key=lambda option: option[0])))
         if key not in self._known:
-            self._known[key] = self._try(PRIMES[:dims], dtype, options)
+            self._known[key] = self._try_steps(PRIMES[:dims], dtype, options)
         return self._known[key]
 
-    def _try(
+    def _try_steps(
         self, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, object]
     ) -> list[StateTensor]:
         """Take two steps on a small parameter, and return what state the optimizer has then."""

@@ -28,7 +28,7 @@ def random_state() -> dict[str, Tensor]:
         "python.gauss": _gauss_tensor(gauss),
         "torch": torch.get_rng_state(),
     }
-    device = _device()
+    device = _device_in_use()
     if device is not None:
         state[f"device.{device[0]}"] = device[1].get_rng_state()
     numpy = _numpy_random()
@@ -49,7 +49,7 @@ def check_random_state(state: dict[str, Tensor]) -> None:
             torch.Generator().set_state(state["torch"])
         if "numpy" in state and (numpy := _numpy_random()) is not None:
             numpy.RandomState().set_state(_numpy_state(state))
-        device = _device()
+        device = _device_in_use()
         if device is not None and (key := f"device.{device[0]}") in state:
             torch.Generator(device=device[0]).set_state(state[key])
     except (ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:
@@ -62,7 +62,7 @@ def set_random_state(state: dict[str, Tensor]) -> None:
         random.setstate(_python_state(state))
     if "torch" in state:
         torch.set_rng_state(state["torch"])
-    device = _device()
+    device = _device_in_use()
     if device is not None and f"device.{device[0]}" in state:
         device[1].set_rng_state(state[f"device.{device[0]}"])
     numpy = _numpy_random()
@@ -89,7 +89,7 @@ def _gauss_tensor(gauss: float | None) -> Tensor:
     return torch.tensor(math.nan if gauss is None else gauss, dtype=torch.float64)
 
 
-def _device() -> tuple[str, ModuleType] | None:
+def _device_in_use() -> tuple[str, ModuleType] | None:
     """Return the name of the device that is in use beside the CPU, and torch's module for it."""
     if not torch.accelerator.is_available():
         return None

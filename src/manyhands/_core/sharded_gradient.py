@@ -271,7 +271,7 @@ class ShardedGradient(Tensor):
                 to = kwargs.get("dtype"), kwargs.get("device")
                 return first.twin(lambda part: func(part, **kwargs), *to)
         if packet in FOREACH and not any(map(_is_large, args[1:])):
-            _each(func, args, kwargs)
+            _apply_foreach(func, args, kwargs)
             return None
         raise RuntimeError(
             f"{packet.__name__} needs the whole gradient, and this one is sharded over the "
@@ -335,7 +335,7 @@ def _is_large(argument: object) -> bool:
     return isinstance(argument, Tensor) and argument.numel() > 1
 
 
-def _each(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _apply_foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Apply a foreach operation; an argument that is a list has one element for each gradient."""
     lists = [a if isinstance(a, list | tuple) else None for a in args[1:]]
     for i, grad in enumerate(args[0]):

@@ -193,9 +193,9 @@ class SharedMemory:
     @classmethod
     def of(cls, workers: RankIdentity) -> SharedMemory:
         """Share memory between ranks; raise an error if they are on several hosts."""
-        if not _host():
+        if not _host_identity():
             raise RuntimeError("shared_memory=True needs Linux. Leave it out on this system.")
-        hosts = workers.all_gather_text(_host())
+        hosts = workers.all_gather_text(_host_identity())
         if len(set(hosts)) > 1:
             listed = ", ".join(f"rank {rank}: {host}" for rank, host in enumerate(hosts[:8]))
             raise ValueError(
@@ -206,7 +206,7 @@ class SharedMemory:
     @classmethod
     def if_possible(cls, workers: RankIdentity) -> SharedMemory | None:
         """Share memory between ranks, or return None if they cannot read each other's memory."""
-        hosts = workers.all_gather_text(_host())
+        hosts = workers.all_gather_text(_host_identity())
         if len(set(hosts)) > 1 or not hosts[0]:
             return None
         memory = cls(workers)
@@ -339,7 +339,7 @@ def check_on_cpu(device: torch.device) -> None:
         raise ValueError(f"shared_memory=True is for parameters on the CPU, got {device}.")
 
 
-def _host() -> str:
+def _host_identity() -> str:
     """Return a text that identifies this host and PID namespace; "" if memory cannot be shared."""
     if not hasattr(os, "memfd_create"):
         return ""

@@ -74,7 +74,7 @@ class YieldingProperty(Generic[T]):
         return self if instance is None else self._compute(instance)
 
 
-def _of_inner(name: str) -> Any:
+def _property_of_inner(name: str) -> Any:
     """Return a property: an attribute of the optimizer inside, which may be set."""
     return property(
         lambda wrapper: getattr(wrapper._inner_optimizer(), name),
@@ -117,9 +117,9 @@ class OptimizerWrapper(Optimizer):
         """The optimizer inside."""
         return self._inner_optimizer()
 
-    param_groups: list[ParamGroup] = _of_inner("param_groups")
-    state: defaultdict[Tensor, Any] = _of_inner("state")
-    defaults: dict[str, Any] = _of_inner("defaults")
+    param_groups: list[ParamGroup] = _property_of_inner("param_groups")
+    state: defaultdict[Tensor, Any] = _property_of_inner("state")
+    defaults: dict[str, Any] = _property_of_inner("defaults")
 
     @YieldingProperty
     def _step_supports_amp_scaling(self) -> bool:
@@ -297,7 +297,7 @@ def supports_amp(optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def _left_on(signals: ScalerSignals, optimizer: Optimizer) -> Iterator[None]:
+def _signals_left_on(signals: ScalerSignals, optimizer: Optimizer) -> Iterator[None]:
     """Set the signals on an inner optimizer for the length of its step."""
     # A scaler that was given the inner optimizer has left its signals there already.
     before = dict(vars(optimizer))
@@ -318,13 +318,13 @@ def apply_signals(
 ) -> Iterator[None]:
     """Apply the signals around a step: pass them to the optimizer, or unscale in its place."""
     if supports_amp and signals.present:
-        with _left_on(signals, optimizer):
+        with _signals_left_on(signals, optimizer):
             yield
         return
     if signals.grad_scale is not None:
         unscale(optimizer.param_groups, signals.grad_scale)
     if "found_inf" in vars(optimizer):  # a scaler that was given this optimizer has left it there
-        with _left_on(ScalerSignals(), optimizer):
+        with _signals_left_on(ScalerSignals(), optimizer):
             yield
         return
     yield

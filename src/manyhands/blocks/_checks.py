@@ -114,7 +114,7 @@ def check_agreement(
     """Raise on every worker if their options or models differ, before anything is sent."""
     facts = {
         "options": {name: str(value) for name, value in options.items()},
-        "shards (process_group= must be of ranks with the same shard)": _shards(params),
+        "shards (process_group= must be of ranks with the same shard)": _describe_shards(params),
         "size of inner_group": inner.size,
         "rank in inner_group (process_group= must be of ranks with the same)": inner.rank,
         "parameters": describe_tensors(params, frozen=True),
@@ -125,7 +125,7 @@ def check_agreement(
     agree(workers, facts, advice, names=names)
 
 
-def _shards(params: Sequence[Tensor]) -> list[str]:
+def _describe_shards(params: Sequence[Tensor]) -> list[str]:
     """Describe which shards of DTensors are on this rank."""
     return [
         f"{tuple(p.placements)} at {p.device_mesh.get_coordinate()}"
@@ -148,14 +148,14 @@ def check_not_averaged(
         f"inner_group=, and one rank of each worker as process_group=.{advice('no DDP')}"
     )
     inner = unwrap(optimizer)[-1]
-    if isinstance(inner, ShardedOptimizer) and _overlap(inner.group, workers):
+    if isinstance(inner, ShardedOptimizer) and _groups_overlap(inner.group, workers):
         raise ValueError(f"{type(inner).__name__} shards its updates over these workers. {way_out}")
-    if model is not None and _averages(model) and _overlap(model.process_group, workers):
+    if model is not None and _averages(model) and _groups_overlap(model.process_group, workers):
         raise ValueError(f"model= is in {type(model).__name__}, which averages too. {way_out}")
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if _found(params, workers):
+    if _averaging_modules(params, workers):
         gc.collect()  # a wrapper that nothing holds any more must not cause a warning
-        for kind in sorted(_found(params, workers)):
+        for kind in sorted(_averaging_modules(params, workers)):
             text = f"the parameters are in a {kind} that averages gradients, too. {way_out}"
             warnings.warn(text, RuntimeWarning, stacklevel=5)
 
@@ -179,12 +179,12 @@ def warn_identical_moves(workers: int) -> None:
     )
 
 
-def _found(params: Sequence[Tensor], workers: RankGroup) -> set[str]:
+def _averaging_modules(params: Sequence[Tensor], workers: RankGroup) -> set[str]:
     """Return the class names of modules that average these gradients over these workers."""
     return {
         type(module).__name__
         for module, _ in modules_holding(params, _averages)
-        if _overlap(module.process_group, workers)
+        if _groups_overlap(module.process_group, workers)
     }
 
 
@@ -193,7 +193,7 @@ def _averages(module: nn.Module) -> bool:
     return "require_backward_grad_sync" in vars(module) and "process_group" in vars(module)
 
 
-def _overlap(group: object, workers: RankGroup) -> bool:
+def _groups_overlap(group: object, workers: RankGroup) -> bool:
     """Return whether two or more of the workers are in this process group."""
     if not isinstance(group, dist.ProcessGroup | None):
         return False

@@ -479,7 +479,7 @@ class Blocks(OptimizerWrapper):
     # -- stopping before the end ---------------------------------------------------------------
 
     def stop_agreed(self) -> bool | None:
-        """Return whether all workers know of a stop notice; None if only this one's ranks do."""
+        """Return whether to stop here, as all workers know by now; None if they may not know."""
         if self.alone:
             inner = self._inner
             return inner.stop_agreed() if isinstance(inner, OptimizerWrapper) else None

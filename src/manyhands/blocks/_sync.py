@@ -180,7 +180,7 @@ class Sync:
                 self._merge()
 
     def end_block(self) -> None:
-        """End a block of own steps where it is, and hold its round."""
+        """If workers take steps of their own: end this worker's block now, and hold its round."""
         # A call for a sync round outside of the schedule finds workers at different steps of one
         # block, and some just after it: these have held the block's round, or have it in flight.
         if self.schedule.unfinished:

@@ -119,7 +119,7 @@ def find_replicas(optimizers: Sequence[object], ranks: RankGroup) -> list[Replic
 
 
 def _locate_replica(optimizer: object) -> tuple[int, Layout]:
-    """Return the replica's number, and the layout of this rank's outer state."""
+    """Return which replica this rank holds a part of, and which elements of its outer state."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}. Give "

@@ -150,7 +150,7 @@ def _find_problems(
     plan = planner.create_local_plan()
     _check_covered(plan, loader.targets)
     # A run that continues wants the whole checkpoint sound; an evaluation only what it reads.
-    _verify(reader, plan, ranks, all_of_it=continues)
+    _verify_slices(reader, plan, ranks, all_of_it=continues)
     random: dict[str, Tensor] = {}
     if continues:
         prefix = f"random/{ranks.rank}/"
@@ -175,7 +175,7 @@ def _check_covered(plan: LoadPlan, targets: Mapping[str, Parts]) -> None:
             )
 
 
-def _verify(reader: Reader, plan: LoadPlan, ranks: RankGroup, *, all_of_it: bool) -> None:
+def _verify_slices(reader: Reader, plan: LoadPlan, ranks: RankGroup, *, all_of_it: bool) -> None:
     """Compare every slice that the plan reads with its checksum."""
     # With `all_of_it`, also verify what no rank reads, divided evenly among the ranks.
     tensors = reader.index.tensors
@@ -253,7 +253,7 @@ class RunLoader:
                 raise ValueError("the checkpoint was saved without model=. Load it without model=.")
             self._add_model(ModelLoader(names, index.model, "model", tensors, get))
         if optimizers:
-            _check_number("optimizer", len(optimizers), len(index.optimizers))
+            _check_as_many("optimizer", len(optimizers), len(index.optimizers))
         for number, (each, replica) in enumerate(zip(optimizers, replicas, strict=True)):
             meta = index.optimizers[number]
             loader = OptimizerLoader(each, meta, names, tensors, get, number, replica)
@@ -277,7 +277,7 @@ class RunLoader:
     ) -> None:
         """Prepare to load the schedulers, in the order in which they were saved."""
         if here:
-            _check_number("scheduler", len(here), len(saved))
+            _check_as_many("scheduler", len(here), len(saved))
         # Not strict: with no scheduler here, the saved ones are left out.
         for each, meta in zip(here, saved, strict=False):
             check_has_state("scheduler", each)
@@ -351,7 +351,7 @@ class RunLoader:
             )
 
 
-def _check_number(what: str, here: int, saved: int) -> None:
+def _check_as_many(what: str, here: int, saved: int) -> None:
     """Raise unless as many schedulers, say, are given as were saved."""
     if here != saved:
         raise ValueError(

@@ -111,7 +111,7 @@ def write(
         write_all(file, memoryview(head))
         for number in range(len(entries)):
             crc32 = 0
-            for block in _blocks(get_tensor(number)):
+            for block in _blocks_of_elements(get_tensor(number)):
                 view = memory_of(block)
                 crc32 = zlib.crc32(view, crc32)
                 write_all(file, view)
@@ -127,7 +127,7 @@ def write_all(file: FileIO, view: memoryview) -> None:
         view = view[file.write(view) :]
 
 
-def _blocks(tensor: Tensor) -> Iterator[Tensor]:
+def _blocks_of_elements(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensor's elements in order, contiguous and on the CPU, without a large copy."""
     tensor = tensor.detach()
     if tensor.numel() == 0:

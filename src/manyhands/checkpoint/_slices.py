@@ -96,7 +96,7 @@ class TensorParts:
         are counted in its local tensor. Complex numbers may come as pairs of real ones.
         """
         flat = flat.detach().view(-1)
-        shape, corner, like = _locate(like)
+        shape, corner, like = _locate_local(like)
         if like.is_complex() and not flat.is_complex():
             shape, corner, like = (*shape, 2), (*corner, 0), torch.view_as_real(like)
         # Memory order may differ from the order of dimensions (channels_last, a transpose): cut the
@@ -158,7 +158,7 @@ def merge_parts(before: Parts | None, more: Parts) -> Parts:
     return before.merge(more)
 
 
-def _locate(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
+def _locate_local(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
     """Return the whole tensor's shape, the offsets of the local tensor in it, and the latter."""
     here, corner = local_shard(tensor).detach(), (0,) * tensor.dim()
     if is_dtensor(tensor):

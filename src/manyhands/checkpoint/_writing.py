@@ -91,7 +91,7 @@ def begin_save(
     }
     planner = SavePlanner(own.tensors)
     plan, metadata, merged = _plan_together(arguments, planner, own, ranks)
-    partial, name = _begin(path, step, ranks)
+    partial, name = _begin_folder(path, step, ranks)
     try:
         # `source` gives the writer its tensors: the run's own, or copies.
         source: TensorSource = (
@@ -202,7 +202,7 @@ def _plan_together(
 # -- begin -----------------------------------------------------------------------------------------
 
 
-def _begin(path: Path, step: int | None, ranks: RankGroup) -> tuple[Path, str]:
+def _begin_folder(path: Path, step: int | None, ranks: RankGroup) -> tuple[Path, str]:
     """Return the hidden folder, which all ranks see, and its final name."""
     token = ranks.all_gather_text(uuid.uuid4().hex)[0]
     begun = run_on_all(ranks, lambda: _make_folder(path, step, token) if ranks.rank == 0 else None)

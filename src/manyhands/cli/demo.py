@@ -65,7 +65,7 @@ def demo(
         "each, with the same learning rate and schedule, adapted by a scaling rule. Ramp begins "
         "with the small batch and lets it grow.\n"
     )
-    script = _script()
+    script = _script_path()
     out.mkdir(parents=True, exist_ok=True)
     shared = (f"--steps={steps}", f"--seed={seed}", f"--batch-size={BATCH}")
     with _progress_bars(console) as bars:
@@ -74,7 +74,7 @@ def demo(
             for training in _trainings(workers, accumulate)
         ]
     page = write_report(runs, out / "report.html", title="manyhands demo")
-    console.print(_comparison(runs))
+    console.print(_comparison_table(runs))
     console.print(_verdict(runs, workers, accumulate))
     console.print(f"\nThe curves: {page.resolve()}", soft_wrap=True)
 
@@ -98,7 +98,7 @@ def _trainings(workers: int, accumulate: int) -> list[Training]:
     ]
 
 
-def _script() -> Path:
+def _script_path() -> Path:
     """Return the path of examples/digits.py: inside the package in a wheel, or next to src."""
     package = Path(manyhands.__file__).parent
     places = [folder / "examples" / "digits.py" for folder in (package, package.parents[1])]
@@ -127,7 +127,7 @@ def _train(training: Training, script: Sequence[str], out: Path, bars: Progress,
     bar = bars.add_task(training.name, total=steps, shown="starting")
     newest: Line = {}
     with _run_process(command, log) as process:
-        lines = _follow(record)
+        lines = _follow_record(record)
         running = True
         while running:
             running = process.poll() is None
@@ -173,7 +173,7 @@ def _run_process(command: list[str], log: Path) -> Iterator[subprocess.Popen[byt
             process.wait()
 
 
-def _follow(record: Path) -> Iterator[list[Line]]:
+def _follow_record(record: Path) -> Iterator[list[Line]]:
     """Yield the lines that were completed since the last `next`."""
     while not record.exists():
         yield []
@@ -213,7 +213,7 @@ def _newest_accuracy(line: Line) -> str:
     return f"{line['accuracy']:.1%} right after {line['step']:,} steps"
 
 
-def _comparison(runs: Sequence[Run]) -> Table:
+def _comparison_table(runs: Sequence[Run]) -> Table:
     """Return the table of the trainings' results."""
     table = Table("", title="On images that no run was trained on", title_justify="left")
     for heading in ("accuracy", "steps", "samples", "time", "average gain"):

@@ -128,9 +128,9 @@ def _job_lines(state: JobState) -> RenderableType:
     if state.text:
         head.append(f"  {printable(state.text)}", style=STYLES.get(state.state, "dim"))
     lines = [head]
-    if (done := _done(state)) is not None:
+    if (done := _bar_of_done(state)) is not None:
         lines.append(Text(done))
-    facts = [f"{name} {value}" for name, value in _facts(state)]
+    facts = [f"{name} {value}" for name, value in _facts_of_job(state)]
     lines.append(Text("  " + " · ".join(facts)))
     if state.parts:
         total = sum(state.parts.values()) or math.nan
@@ -139,7 +139,7 @@ def _job_lines(state: JobState) -> RenderableType:
     return Group(*lines, Text())
 
 
-def _done(state: JobState) -> str | None:
+def _bar_of_done(state: JobState) -> str | None:
     """Return a bar of what is done, and the time that is left."""
     if state.until is None:
         return None
@@ -150,7 +150,7 @@ def _done(state: JobState) -> str | None:
     return f"  {bar} {share:.0%} of {state.until:,.6g}{left}"
 
 
-def _facts(state: JobState) -> list[tuple[str, str]]:
+def _facts_of_job(state: JobState) -> list[tuple[str, str]]:
     """Return what there is to say of a job, the most important first."""
     latest = state.latest
     facts = [(printable(key), f"{latest[key]:.4g}") for key in state.own if key in latest]

@@ -162,7 +162,7 @@ class Ledger:
             missing = min(missing - count(more), self.samples - fresh)
             if missing:
                 more, fresh = (*more, (fresh, fresh + missing)), fresh + missing
-            held[number] = _joined((*held[number], *more))
+            held[number] = _join_neighbours((*held[number], *more))
         return replace(ledger, fresh=fresh, returned=pool, held=_sorted(held))
 
     def next_epoch(self) -> Ledger:
@@ -233,7 +233,7 @@ def _sorted(held: Mapping[int, Spans]) -> tuple[tuple[int, Spans], ...]:
     return tuple((number, held[number]) for number in sorted(held) if held[number])
 
 
-def _joined(spans: Spans) -> Spans:
+def _join_neighbours(spans: Spans) -> Spans:
     """Return the ranges with neighbours joined, in the order in which they are."""
     joined: list[tuple[int, int]] = []
     for start, stop in spans:

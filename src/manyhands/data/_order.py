@@ -102,13 +102,13 @@ class Order:
         column = cells - row * b
         for number, key in enumerate(self._keys):
             if number % 2 == 0:
-                row = (row + _mix(column, key)).remainder_(a)
+                row = (row + _mix_bits(column, key)).remainder_(a)
             else:
-                column = (column + _mix(row, key)).remainder_(b)
+                column = (column + _mix_bits(row, key)).remainder_(b)
         return row.mul_(b).add_(column)
 
 
-def _mix(values: Tensor, key: int) -> Tensor:
+def _mix_bits(values: Tensor, key: int) -> Tensor:
     """Return 32 bits that look random for each value (a hash of C. Wellons, "lowbias32")."""
     # In place: nearly all the time that an order takes is spent here.
     bits = values ^ key

@@ -201,7 +201,7 @@ class LoaderPlan:
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the samples of each of this rank's passes."""
-        order = self._order()
+        order = self._order_of_epoch()
         while planned := self._plan_steps():
             self._passes.extend(each for each, _ in planned)
             # All at once: a permutation of many positions costs little more than one of a few.
@@ -212,7 +212,7 @@ class LoaderPlan:
                 yield samples[start:stop]
                 start = stop
 
-    def _order(self) -> Order | ShardOrder:
+    def _order_of_epoch(self) -> Order | ShardOrder:
         """Return the order of the epoch's samples: their own, or along data shards."""
         rules, epoch = self._rules, self._account.ledger.epoch
         if self._shards is not None:

@@ -133,7 +133,7 @@ def _submitit_local(variables: Variables) -> Place | None:
         size,
         read_number(variables, "SUBMITIT_LOCAL_LOCALID", 0),
         size,
-        *_meeting(variables, "127.0.0.1", variables.get("SUBMITIT_LOCAL_JOB_ID", "")),
+        *_meeting_address(variables, "127.0.0.1", variables.get("SUBMITIT_LOCAL_JOB_ID", "")),
     )
 
 
@@ -150,7 +150,7 @@ def _slurm(variables: Variables) -> Place | None:
         read_number(variables, "SLURM_STEP_NUM_TASKS"),
         read_number(variables, "SLURM_LOCALID", 0),
         _tasks_here(variables),
-        *_meeting(variables, first_host(hosts), f"{variables.get('SLURM_JOB_ID')}.{step}"),
+        *_meeting_address(variables, first_host(hosts), f"{variables.get('SLURM_JOB_ID')}.{step}"),
     )
 
 
@@ -195,7 +195,7 @@ def _mpi(variables: Variables) -> Place | None:
             )
         job = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid") or ""
         own, local = read_number(variables, rank), read_number(variables, local_rank, 0)
-        meeting = _meeting(variables, "127.0.0.1", job)
+        meeting = _meeting_address(variables, "127.0.0.1", job)
         return Place("mpi", own, everywhere, local, here, *meeting)
     return None
 
@@ -222,7 +222,7 @@ def find_worker_number(variables: Variables) -> int | None:
 # -- parsing ---------------------------------------------------------------------------------------
 
 
-def _meeting(variables: Variables, host: str, job: str) -> tuple[str, int]:
+def _meeting_address(variables: Variables, host: str, job: str) -> tuple[str, int]:
     """Return the address and port where ranks meet: the user's, or else this host and a port."""
     # All ranks compute the same port from the job. Two jobs of one host hardly ever get the same.
     port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS

@@ -73,7 +73,7 @@ class Listener:
         # If the script chooses no signals, they are the engine's.
         if self._listens and numbers is None and file is None:  # `stopping` calls it in every step
             return
-        stop_notice.grace = _grace() or stop_notice.grace
+        stop_notice.grace = _grace_of_notice() or stop_notice.grace
         file = file or os.environ.get(STOP_FILE_VARIABLE)
         if file and (path := Path(file).absolute()) not in self._files:
             self._files.add(path)
@@ -125,7 +125,7 @@ def _note_signal(number: int, _: FrameType | None) -> None:
     stop_notice.give(signal.Signals(number).name)
 
 
-def _grace() -> float | None:
+def _grace_of_notice() -> float | None:
     """Return the seconds from a notice to the kill, if the environment has them."""
     text = os.environ.get(GRACE_VARIABLE)
     try:
@@ -190,17 +190,17 @@ def stopping(
     """
     listener.start()
     wanted = stop_notice.received
-    layer = _outermost_layer(optimizer)
+    layer = _layer_with_stop_notice(optimizer)
     if layer is not None:
         answer = layer.stop_agreed()
         if answer is not None:
             return answer
         wanted = wanted and layer.may_stop_here()
     ranks = None if optimizer is None or process_group is not None else gradient_ranks(optimizer)
-    return _vote_of(ranks or RankGroup.of(process_group)).ask(wanted)
+    return _stop_vote_of(ranks or RankGroup.of(process_group)).ask(wanted)
 
 
-def _outermost_layer(optimizer: Optimizer | None) -> OptimizerWrapper | None:
+def _layer_with_stop_notice(optimizer: Optimizer | None) -> OptimizerWrapper | None:
     """Return the outermost wrapper of ours around an optimizer: its steps carry the notice."""
     if optimizer is None:
         return None
@@ -236,7 +236,7 @@ class StopVote:
 _votes: weakref.WeakKeyDictionary[dist.ProcessGroup, StopVote] = weakref.WeakKeyDictionary()
 
 
-def _vote_of(ranks: RankGroup) -> StopVote:
+def _stop_vote_of(ranks: RankGroup) -> StopVote:
     """Return the vote of these ranks: one for the whole run, which asks in every step."""
     if ranks.size == 1:
         return StopVote(ranks)

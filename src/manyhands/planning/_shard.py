@@ -97,7 +97,7 @@ def shard(
         process_group: the ranks; all, by default. Levels 0 and 1 need a process group.
     """
     ranks = RankGroup.of(process_group)
-    check = partial(_check, model, optimizer, level)
+    check = partial(_check_optimizers, model, optimizer, level)
     optimizers = run_on_all(ranks, check)
     agree(ranks, _facts_to_share(model, optimizers, level, gather_state), ADVICE)
     chosen: int = (
@@ -132,7 +132,7 @@ def shard(
 # -- the plain model and its plain optimizers ------------------------------------------------------
 
 
-def _check(model: nn.Module, optimizer: Any, level: object) -> list[Optimizer]:
+def _check_optimizers(model: nn.Module, optimizer: Any, level: object) -> list[Optimizer]:
     """Return the optimizers in a list. Raise if one is sharded, wrapped or in use already."""
     one_of("level", level, ("auto", 0, 1, 2, 3))
     _check_not_in_use(model)

@@ -191,7 +191,7 @@ def decide(
         return Decision(other, "explore", other)
     elif limits.goal == "time" and time is None:
         # Stay until this number of passes was timed often enough, and then try another one.
-        other = _neighbour(passes_here, limits.most) if timed_here else passes_here
+        other = _neighbouring_passes(passes_here, limits.most) if timed_here else passes_here
         return Decision(other, "explore", other)
     else:
         # Grow only if it pays even with less noise (`sqr` most of a standard error higher), and
@@ -229,7 +229,7 @@ def _cost_of_step(time: StepTime | None, scale_per_pass: float, limits: Limits) 
     return None if limits.efficiency is not None else StepTime(PRICE_OF_A_STEP, scale_per_pass)
 
 
-def _neighbour(passes: int, most: int) -> int:
+def _neighbouring_passes(passes: int, most: int) -> int:
     """Return a number of passes far enough away to separate the time of a pass from the rest."""
     distance = max(2, min(passes, 8), passes // 4)
     if passes + distance <= most:

@@ -79,14 +79,14 @@ def largest_micro_batch(
 
     def fits(samples: int) -> bool:
         # All ranks have to say yes: they will all use the same size.
-        here = _bytes_of_pass(model, loss, _resized(batch, samples), device) <= allowed
+        here = _bytes_of_pass(model, loss, _resized_batch(batch, samples), device) <= allowed
         return all(fit == 1.0 for (fit,) in ranks.all_gather([float(here)], device))
 
     # A pass changes them: running statistics, and generators that dropout draws from.
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     random = random_state()
     try:
-        return _largest(fits, least, most)
+        return _largest_that_fits(fits, least, most)
     finally:
         set_random_state(random)
         with torch.no_grad():
@@ -94,7 +94,7 @@ def largest_micro_batch(
                 buffer.copy_(before)
 
 
-def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
+def _largest_that_fits(fits: Callable[[int], bool], least: int, most: int) -> int:
     """Return the largest size that fits, or a little less."""
     if not fits(least):
         raise ValueError(
@@ -121,7 +121,7 @@ def _bytes_of_pass(
     before = accelerator.memory_allocated(device)
     accelerator.reset_peak_memory_stats(device)
     try:
-        _run(model, loss, batch)
+        _run_pass(model, loss, batch)
         accelerator.synchronize(device)
         return float(accelerator.max_memory_allocated(device) - before)
     except torch.OutOfMemoryError:
@@ -146,13 +146,13 @@ def _bytes_kept(
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            _run(model, loss, batch)
+            _run_pass(model, loss, batch)
     except torch.OutOfMemoryError:
         return float("inf")
     return float(sum(kept.values()))
 
 
-def _run(model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batch: Batch) -> None:
+def _run_pass(model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batch: Batch) -> None:
     """Run a pass, and leave the parameters' gradients alone."""
     with torch.enable_grad():
         # Not `backward()`, which would add to `.grad`, and fire the hooks of a rule.
@@ -160,7 +160,7 @@ def _run(model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batch: Ba
         torch.autograd.grad(loss(model, batch), params, allow_unused=True)
 
 
-def _resized(batch: Batch, samples: int) -> Batch:
+def _resized_batch(batch: Batch, samples: int) -> Batch:
     """Return the example batch with another number of samples: cut, or repeated."""
 
     def resize(tensor: Tensor) -> Tensor:  # (samples of the example, ...) -> (samples, ...)

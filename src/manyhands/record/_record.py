@@ -151,7 +151,7 @@ class Record:
         keys = _collect_keys(sources)
 
         self._sources = sources
-        self._send = None if writer is None else _sender(writer)
+        self._send = None if writer is None else _sender_of_lines(writer)
         self._every = every
         self._reserved = frozenset(keys).union(_OUR_KEYS)
         self._calls = 0
@@ -282,7 +282,7 @@ def _describe_error(kind: type[BaseException], error: object) -> str | None:
 # -- another writer --------------------------------------------------------------------------------
 
 
-def _sender(writer: object) -> Callable[[Line], None]:
+def _sender_of_lines(writer: object) -> Callable[[Line], None]:
     """Return the function that gives a line's numbers to TensorBoard, or to Weights & Biases."""
 
     def send_each(line: Line) -> None:
@@ -373,11 +373,11 @@ def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     file = open_file(path, flags | (os.O_EXCL if mode == "new" else 0))
     try:
-        _lock(file, path)
+        _lock_file(file, path)
         last, end = _last_line(path)
         if mode == "overwrite":
             last, end = None, 0
-        _lock(file, path)  # again: reading has given it back, as any close() of the file does
+        _lock_file(file, path)  # again: reading has given it back, as any close() of the file does
         os.ftruncate(file, end)  # drops a line that was cut off
     except BaseException:
         os.close(file)
@@ -385,7 +385,7 @@ def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
     return file, last
 
 
-def _lock(file: int, path: Path) -> None:
+def _lock_file(file: int, path: Path) -> None:
     """Let no other process write this record. The lock ends with this process, however it ends."""
     if fcntl is None:
         return

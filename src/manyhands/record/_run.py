@@ -332,7 +332,7 @@ def this_process() -> dict[str, object]:
         "host": platform.node(),
         "pid": os.getpid(),
         **_pid_space(),
-        "started": _start(os.getpid()),
+        "started": _start_of_process(os.getpid()),
     }
 
 
@@ -345,7 +345,7 @@ def is_alive(process: object) -> bool | None:
         return None
     if any(process.get(key) != value for key, value in here.items()):
         return None  # on another machine, in another container, or before this machine's start
-    return _start(pid) == started
+    return _start_of_process(pid) == started
 
 
 def _pid_space() -> dict[str, str | None]:
@@ -357,7 +357,7 @@ def _pid_space() -> dict[str, str | None]:
         return {"boot": None, "namespace": None}
 
 
-def _start(pid: int) -> int | None:
+def _start_of_process(pid: int) -> int | None:
     """Return when a process began, in clock ticks since the machine's start; None if it is gone."""
     try:
         stat = (_PROC / str(pid) / "stat").read_text(errors="replace")

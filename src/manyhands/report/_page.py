@@ -60,7 +60,7 @@ def write_report(
     if not several:
         raise ValueError("write_report needs at least one run, got none.")
     read = [run if isinstance(run, Run) else read_record(run) for run in several]
-    page = _page(read, title)
+    page = _render_page(read, title)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # The name of a run may come from a path, which may hold bytes that are not text.
@@ -68,7 +68,7 @@ def write_report(
     return path
 
 
-def _page(runs: list[Run], title: str) -> str:
+def _render_page(runs: list[Run], title: str) -> str:
     """Return the page as HTML, with the script and all figures inside."""
     try:
         from plotly.offline import get_plotlyjs
@@ -76,7 +76,7 @@ def _page(runs: list[Run], title: str) -> str:
         raise ImportError(
             'a report is drawn with plotly, which is not installed: pip install "manyhands[cli]"'
         ) from error
-    found = panels(runs, labels := _labels(runs))
+    found = panels(runs, labels := _labels_of_runs(runs))
     shown = [panel for panel in found if not panel.constant]
     smoothed = any(curve.window for panel in shown for curve in panel.curves)
     data = {
@@ -87,9 +87,9 @@ def _page(runs: list[Run], title: str) -> str:
     return Template((here / "page.html").read_text("utf-8")).substitute(
         title=html.escape(title),
         style=(here / "page.css").read_text("utf-8"),
-        switch=_switch("axis", "Curves against", {n: _AXES[n] for n in _AXES if n in data["axes"]})
-        + _switch("height", "Heights", _HEIGHTS)
-        + _switch("smoothing", "Smoothing", _SMOOTHING, str(WINDOW)) * smoothed
+        switch=_choice("axis", "Curves against", {n: _AXES[n] for n in _AXES if n in data["axes"]})
+        + _choice("height", "Heights", _HEIGHTS)
+        + _choice("smoothing", "Smoothing", _SMOOTHING, str(WINDOW)) * smoothed
         if shown
         else "",
         table=_summary_table(runs, labels),
@@ -140,7 +140,7 @@ def _colour(run: int) -> str:
     return _COLOURS[run % len(_COLOURS)]
 
 
-def _labels(runs: list[Run]) -> list[str]:
+def _labels_of_runs(runs: list[Run]) -> list[str]:
     """Return the runs' names, with the file if two runs have the same name."""
     names = [run.name for run in runs]
     labels = [
@@ -165,7 +165,7 @@ def _figure_element(panel: Panel) -> str:
     )
 
 
-def _switch(name: str, legend: str, choices: dict[str, str], chosen: str | None = None) -> str:
+def _choice(name: str, legend: str, choices: dict[str, str], chosen: str | None = None) -> str:
     """Return radio buttons; if none is named, the first is chosen."""
     chosen = next(iter(choices)) if chosen is None else chosen
     buttons = "".join(

@@ -11,7 +11,8 @@ from numbers import Real
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from manyhands._core.agreement import Describer
 from manyhands._core.ranks import RankGroup
@@ -49,6 +50,23 @@ def facts_of_groups(
             )
             for number, param in enumerate(group["params"])
         ]
+    return facts
+
+
+def facts_of_model(module: nn.Module, optimizers: Sequence[Optimizer], with_buffers: bool) -> Facts:
+    """Return facts about a model, and its order in the optimizers, which ranks must share."""
+    describer = Describer()
+    names = {id(param): name for name, param in module.named_parameters()}
+    buffers = dict(module.named_buffers()) if with_buffers else {}
+    facts: Facts = {
+        "parameters in the module": [
+            describer.describe(p, name, frozen=True) for name, p in module.named_parameters()
+        ],
+        "buffers in the module": [describer.describe(b, name) for name, b in buffers.items()],
+    }
+    for number, one in enumerate(optimizers):
+        for title, value in facts_of_groups(one.param_groups, names).items():
+            facts[f"{title} of optimizer {number}"] = value
     return facts
 
 

@@ -155,10 +155,10 @@ class WatchedJob:
             if self._file.restarts != restarts:
                 self._begin()
         for line in lines:
-            self._take(line)
+            self._take_line(line)
         self.version += bool(lines) or size != self._file.size
 
-    def _take(self, line: Line) -> None:
+    def _take_line(self, line: Line) -> None:
         """Take in one line of the record: its values, its events, and where the run is."""
         if HEADER in line:
             self._take_header(line[HEADER])
@@ -171,7 +171,7 @@ class WatchedJob:
             # The time goes on from the last line that was kept, as in `read_record`.
             self._earlier, self._new_start = self._position().get("time", 0.0), False
         seconds = float(line["time"]) + self._earlier
-        latest = _numbers(line)
+        latest = _numbers_of_line(line)
         self._notice(line, latest, seconds)
         size = self._small_batch
         previous = self._position()
@@ -314,8 +314,8 @@ class WatchedJob:
             own=tuple(self._own),
             batch=scale if scale is None or size is None else scale * size,
             batch_unit="small batches" if size is None else "samples",
-            steps_per_second=None if speed is None else _rate(*speed, "step"),
-            samples_per_second=None if speed is None else _rate(*speed, "samples"),
+            steps_per_second=None if speed is None else _growth_per_second(*speed, "step"),
+            samples_per_second=None if speed is None else _growth_per_second(*speed, "samples"),
             workers=None if workers is None or not math.isfinite(workers) else int(workers),
             members=members if isinstance(members, str) else "",
             rounds=_whole(latest.get("rounds")),
@@ -382,9 +382,9 @@ class Jobs:
         self._folders = [path for path in paths if path.is_dir()]
         self._jobs = {path: WatchedJob(path) for path in paths if path not in self._folders}
         self._looked = -LOOK_EVERY
-        self._look()
+        self._find_new_records()
 
-    def _look(self) -> None:
+    def _find_new_records(self) -> None:
         """Find new records in the folders."""
         self._looked = time.monotonic()
         for folder in self._folders:
@@ -400,7 +400,7 @@ class Jobs:
     def read(self, seconds: float = 0.3) -> list[WatchedJob]:
         """Take in what is new, for about so many seconds at most, and return all jobs."""
         if time.monotonic() - self._looked >= LOOK_EVERY:
-            self._look()
+            self._find_new_records()
         jobs = self.all
         for job in jobs:
             job.read(seconds / max(1, len(jobs)))
@@ -410,7 +410,7 @@ class Jobs:
 # -- plain arithmetic -----------------------------------------------------------------------------
 
 
-def _numbers(line: Line) -> dict[str, float]:
+def _numbers_of_line(line: Line) -> dict[str, float]:
     """Return the numbers of a line; of a list (one value per parameter group) the first one."""
     found: dict[str, float] = {}
     for key, value in line.items():
@@ -437,7 +437,7 @@ def _name_process(process: object) -> str:
     return f"{process.get('host', '?')}, process {process.get('pid', '?')}"
 
 
-def _rate(then: Mark, now: Mark, what: str) -> float | None:
+def _growth_per_second(then: Mark, now: Mark, what: str) -> float | None:
     """Return by how much something grew in a second."""
     before, after = getattr(then, what), getattr(now, what)
     if before is None or after is None:
@@ -453,7 +453,7 @@ def _time_left(then: Mark, now: Mark, until: float) -> float | None:
     40.0
     """
     what = "step" if now.progress is None else "progress"
-    rate, at = _rate(then, now, what), getattr(now, what)
+    rate, at = _growth_per_second(then, now, what), getattr(now, what)
     if rate is None or not (math.isfinite(rate) and rate > 0):
         return None
     return max(0.0, (until - at) / rate)

@@ -59,7 +59,7 @@ def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> Iterator
     spare: list[Tensor] = []  # memory of finished chunks, reused by later ones
     sizes = [_chunk_length(payload) for payload in payloads]
     if workers.shared_memory is not None:
-        _make_room(workers, list(zip(payloads, sizes, strict=True)))
+        _make_ring_for_chunks(workers, list(zip(payloads, sizes, strict=True)))
     for payload, size in zip(payloads, sizes, strict=True):
         summable = workers.size > 1 and not (payload.codec.rounds or payload.first_only)
         for start in range(0, max(payload.length, 1), size):
@@ -113,6 +113,7 @@ class AllReduceChunk:
         self._work: Waitable
 
     def send_values(self, report: WorkerReport) -> None:
+        """Start an all_reduce of the values; every worker's report travels behind them."""
         tail = self.workers.size * REPORT * PARTS
         self._sent = self._allocate(self.length + tail)
         self._values, reports = self._sent[: self.length], self._sent[self.length :]
@@ -135,6 +136,7 @@ class AllReduceChunk:
         """Do nothing: the all_reduce has brought every worker the sum."""
 
     def write_mean(self, result: RoundResult) -> float:
+        """Divide the sum by the weights, write it to the payload; return its square."""
         total = sum(result.reports[rank].weight for rank in result.included)
         if total not in (0.0, 1.0):  # 0: no worker is included
             self._values.mul_(1 / total)
@@ -169,7 +171,7 @@ PLACE_HEAD = 8 * (REPORT + 1)  # bytes in shared memory: a report, and the mean'
 PLACES = 6  # chunks in shared memory
 
 
-def _make_room(workers: RankGroup, payloads: list[tuple[Payload, int]]) -> None:
+def _make_ring_for_chunks(workers: RankGroup, payloads: list[tuple[Payload, int]]) -> None:
     """Make places for chunks of these payloads, each with its elements per chunk."""
     # Collective: call it on every worker with the same payloads.
     assert workers.shared_memory is not None
@@ -202,6 +204,7 @@ class SharedMemoryChunk:
         self._barrier: Waitable
 
     def send_values(self, report: WorkerReport) -> None:
+        """Write the values and the report where the other workers can read them."""
         host = self.workers.shared_memory
         assert host is not None
         size = PLACE_HEAD + self.length * self.payload.dtype.itemsize
@@ -285,6 +288,7 @@ class _EncodedChunk:
         self._reports: list[list[float]] = []
 
     def receive_reports(self) -> list[list[float]]:
+        """Wait for the messages, and return every worker's report from its head."""
         self._wait()
         for rank, message in enumerate(self._incoming):
             if rank != self.workers.rank:

@@ -106,6 +106,7 @@ class Integers(Codec):
         return torch.cat([scales.flatten().view(torch.uint8), codes.flatten().view(torch.uint8)])
 
     def decode(self, data: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        """Return the values from scales and integers, as `encode` has laid them out."""
         groups = self._groups(elements)
         scales = data[: 2 * groups].view(torch.bfloat16).to(dtype)
         codes = data[2 * groups :].view(torch.int8)
@@ -166,6 +167,7 @@ class Ternary(Codec):
         return torch.cat([scales.to(torch.bfloat16).view(torch.uint8), codes])
 
     def decode(self, data: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        """Return the values from scales and digits, as `encode` has laid them out."""
         groups = self._groups(elements)
         scales = data[: 2 * groups].view(torch.bfloat16).to(dtype).unsqueeze(1)
         codes = data[2 * groups :]

@@ -438,13 +438,13 @@ class StateTransfer:
         if crew.rank == crew.source:
             data = self._pack()
             for rank in crew.joiners:
-                _send(crew.group, data, rank)
+                _send_state(crew.group, data, rank)
         elif crew.rank in crew.joiners:
             self.received = _receive_state(crew.group, crew.source)
         return RoundResult()
 
 
-def _send(group: dist.ProcessGroup | None, data: bytes, rank: int) -> None:
+def _send_state(group: dist.ProcessGroup | None, data: bytes, rank: int) -> None:
     assert group is not None  # where there is a joiner, there are two members
     group.send([torch.tensor([len(data)])], rank, 0).wait()
     # frombuffer() needs memory that may be written to, which bytes is not.
@@ -453,7 +453,7 @@ def _send(group: dist.ProcessGroup | None, data: bytes, rank: int) -> None:
 
 
 def _receive_state(group: dist.ProcessGroup | None, rank: int) -> bytearray:
-    """Receive what `_send` sends."""
+    """Receive what `_send_state` sends."""
     assert group is not None
     size = torch.zeros(1, dtype=torch.int64)
     group.recv([size], rank, 0).wait()

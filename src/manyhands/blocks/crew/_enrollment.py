@@ -450,11 +450,11 @@ def unreachable(addresses: Mapping[str, str]) -> tuple[str, ...]:
     if not addresses:
         return ()
     with ThreadPoolExecutor(len(addresses)) as threads:
-        answers = threads.map(_answers, addresses.values())
+        answers = threads.map(_door_answers, addresses.values())
         return tuple(id for id, answered in zip(addresses, answers, strict=True) if not answered)
 
 
-def _answers(address: str) -> bool:
+def _door_answers(address: str) -> bool:
     """Return whether a process's door answers in time: whether it can be reached from here."""
     try:
         socket.create_connection(parse_address(address), ANSWER).close()

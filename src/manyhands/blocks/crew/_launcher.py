@@ -133,7 +133,7 @@ class Launcher:
         with self._handle_signals():
             try:
                 while self._exit_code is None and not self._stop_signal and self._has_work():
-                    self._turn()
+                    self._do_what_is_due()
                 if self._exit_code is None and not self._stop_signal:
                     self._serve_until_others_end()
             finally:
@@ -174,7 +174,7 @@ class Launcher:
     def _has_work(self) -> bool:
         return any(worker.processes or worker.due is not None for worker in self.workers)
 
-    def _turn(self) -> None:
+    def _do_what_is_due(self) -> None:
         """Do once all that may be due: start, forward output, notice ends, kill stopped workers."""
         now = time.monotonic()
         for worker in self.workers:
@@ -183,7 +183,7 @@ class Launcher:
         self._guard.watch()
         self._output.forward(POLL)
         for worker in self.workers:
-            if (code := _code_of(worker)) is not None:
+            if (code := _exit_code_of(worker)) is not None:
                 self._handle_end(worker, code)
         if self.shared is not None and now - self._last_check >= self.shared.monitor.interval:
             self._last_check = now
@@ -378,7 +378,7 @@ class Launcher:
                 signal.signal(number, handler)
 
 
-def _code_of(worker: LaunchedWorker) -> int | None:
+def _exit_code_of(worker: LaunchedWorker) -> int | None:
     """Return the code with which a worker ended (negative: by a signal); None if it has not."""
     # It ends when all of its processes are done, or when the first of them dies.
     codes = [process.poll() for process in worker.processes]

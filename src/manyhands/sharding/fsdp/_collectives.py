@@ -215,7 +215,7 @@ class ReduceScatter(_Allocator):
             output_tensor.div_(after)
 
     def _used_at_once(self, total: Tensor) -> bool:
-        """Return whether the engine converts the mean, adds it up, or passes it to a hook."""
+        """Return whether the engine needs this mean at once, so that sending cannot overlap."""
         return any(
             param.dtype != total.dtype
             or param.grad is not None

@@ -232,7 +232,7 @@ class Engine:
 
     def check_all_reduced(self) -> None:
         """Raise a RuntimeError if a backward pass that reduces gradients left one unreduced."""
-        if not all(group.reduce_grads for group in _groups(self.module)):
+        if not all(group.reduce_grads for group in _param_groups_of(self.module)):
             return  # in no_sync()
         for each in self._engine_params():
             full = getattr(each, "_unsharded_param", None)
@@ -247,13 +247,13 @@ class Engine:
 
     def _engine_params(self) -> Iterator[Any]:
         """Yield the engine's own record of each parameter."""
-        for group in _groups(self.module):
+        for group in _param_groups_of(self.module):
             yield from group.fsdp_params
 
     @property
     def state(self) -> TrainingState:
         """What the engine is doing with this wrap."""
-        groups = _groups(self.module) or [self.module._get_fsdp_state()]
+        groups = _param_groups_of(self.module) or [self.module._get_fsdp_state()]
         return STATES[groups[0]._training_state.name]
 
     @property
@@ -342,13 +342,13 @@ def _begin_another_run(module: Any, _: object) -> None:
     """
     if current_task() == -1:
         return
-    groups = _groups(module)
+    groups = _param_groups_of(module)
     if groups and all(group._training_state.name == "POST_BACKWARD" for group in groups):
         state = module._get_fsdp_state()
         state._training_state = type(state._training_state).IDLE  # as before a first forward
 
 
-def _groups(module: Any) -> list[Any]:
+def _param_groups_of(module: Any) -> list[Any]:
     """Return the engine's parameter groups of one wrap: one, or none without parameters."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)

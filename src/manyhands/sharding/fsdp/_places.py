@@ -186,7 +186,7 @@ def _kind_of(tensor: Tensor) -> str:
 def cast_in_forward(module: nn.Module, places: list[Place], dtype: torch.dtype) -> None:
     """Let `module` compute with casts of the parameters at these places, and of its inputs."""
     swapped: set[Place] = set()  # places whose parameter is hidden by a cast now
-    module.register_forward_pre_hook(_cast_inputs(dtype), with_kwargs=True)
+    module.register_forward_pre_hook(_hook_casting_inputs(dtype), with_kwargs=True)
     names: dict[nn.Module, list[str]] = {}
     for holder, name in places:
         names.setdefault(holder, []).append(name)
@@ -194,12 +194,12 @@ def cast_in_forward(module: nn.Module, places: list[Place], dtype: torch.dtype) 
         inside = [(m, name) for m in each.modules() for name in names.get(m, ())]
         if inside:
             own: list[Place] = []  # places that this module has swapped, and so must restore
-            each.register_forward_pre_hook(_swap(inside, swapped, own, dtype))
+            each.register_forward_pre_hook(_hook_casting_params(inside, swapped, own, dtype))
             # always_call: an error in forward must not leave the casts behind.
-            each.register_forward_hook(_restore(swapped, own), always_call=True)
+            each.register_forward_hook(_hook_restoring_params(swapped, own), always_call=True)
 
 
-def _cast_inputs(dtype: torch.dtype) -> Callable[..., tuple[object, object]]:
+def _hook_casting_inputs(dtype: torch.dtype) -> Callable[..., tuple[object, object]]:
     """Return a pre-hook of a module that casts its inputs."""
 
     def cast(_: nn.Module, args: object, kwargs: object) -> tuple[object, object]:
@@ -208,12 +208,13 @@ def _cast_inputs(dtype: torch.dtype) -> Callable[..., tuple[object, object]]:
     return cast
 
 
-def _swap(
+def _hook_casting_params(
     places: list[Place], swapped: set[Place], own: list[Place], dtype: torch.dtype
 ) -> Callable[..., None]:
     """Return a pre-hook that hides the parameters at `places` behind casts, as forward begins."""
 
     def swap(_: nn.Module, __: object) -> None:
+        """Set casts of the parameters in the modules, unless an outer module has."""
         casts: dict[int, Tensor] = {}  # a tied parameter is cast once
         for module, name in places:
             param = module._parameters.get(name)
@@ -231,10 +232,11 @@ def _swap(
     return swap
 
 
-def _restore(swapped: set[Place], own: list[Place]) -> Callable[..., None]:
-    """Return a hook that removes the casts of `_swap`, as forward ends."""
+def _hook_restoring_params(swapped: set[Place], own: list[Place]) -> Callable[..., None]:
+    """Return a hook that removes the casts of `_hook_casting_params`, as forward ends."""
 
     def restore(*_: object) -> None:
+        """Take the casts out again, as the module that set them is done."""
         for module, name in own:
             object.__delattr__(module, name)
             swapped.discard((module, name))

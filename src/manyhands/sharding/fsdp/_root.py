@@ -139,7 +139,7 @@ class UsedParameters:
             known = self._watched.get(number)
             if param.requires_grad and (known is None or known[0] is not param):
                 node = get_gradient_edge(param).node
-                handle = node.register_prehook(partial(_note, reference, number))
+                handle = node.register_prehook(partial(_note_used, reference, number))
                 self._watched[number] = param, node, handle
 
     def forget(self) -> None:
@@ -185,7 +185,9 @@ class UsedParameters:
             use_our_class(params[number])
 
 
-def _note(owner: weakref.ref[UsedParameters], number: int, grads: Sequence[Tensor | None]) -> None:
+def _note_used(
+    owner: weakref.ref[UsedParameters], number: int, grads: Sequence[Tensor | None]
+) -> None:
     """Note that a parameter got a gradient: called by the hook on its node of the graph."""
     used = owner()
     # Autograd passes None if the parameter took part in the forward and got no gradient.

@@ -175,7 +175,7 @@ class Wrap(ModuleWrapper):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the plain model's state dict, with full tensors. Call it on every rank."""
         self._begin_state_dict()
-        with _set_flag(wraps_in(self, Wrap), "_in_state_dict"):
+        with _set_flag_on_wraps(wraps_in(self, Wrap), "_in_state_dict"):
             return super().state_dict(*args, **kwargs)
 
     def _begin_state_dict(self) -> None:
@@ -197,14 +197,14 @@ class Wrap(ModuleWrapper):
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return this rank's slices, by the plain model's names. Nothing is sent."""
-        with _set_flag(wraps_in(self, Wrap), "_in_local_state"):
+        with _set_flag_on_wraps(wraps_in(self, Wrap), "_in_local_state"):
             return Wrap.state_dict(self, *args, **kwargs)
 
     def load_local_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> _IncompatibleKeys:
         """Load the `local_state_dict()` of this rank, from a run of as many ranks."""
-        with _set_flag(wraps_in(self, Wrap), "_in_local_state"):
+        with _set_flag_on_wraps(wraps_in(self, Wrap), "_in_local_state"):
             return Wrap.load_state_dict(self, state_dict, strict=strict)
 
     def local_metadata_dict(self) -> dict[str, Any]:
@@ -231,12 +231,12 @@ def _begin_state(reference: WrapReference, *_: object) -> None:
 
 def _show_plain(wrap: Wrap, state: dict[str, object], prefix: str, _: object) -> None:
     """Convert this wrap's entries of a state dict to plain names."""
-    own = _pop_last(state, prefix)
+    own = _pop_last_entries(state, prefix)
     _rename_keys(own, prefix, remove=f"{INNER}.")
     state.update(own)
     versions = getattr(state, "_metadata", None)
     if versions is not None:
-        for key, version in _pop_last(versions, prefix[:-1]).items():
+        for key, version in _pop_last_entries(versions, prefix[:-1]).items():
             versions[key] = version  # for loading a wrap inside a plain container
             # The wrapped module comes after its wrap, so its version replaces the wrap's.
             versions[plain_name(key + ".")[:-1]] = version
@@ -249,7 +249,7 @@ def _show_full(
     wrap = reference()
     if wrap is None:
         return
-    own = _pop_last(state, prefix)
+    own = _pop_last_entries(state, prefix)
     if wrap._in_local_state:
         for key, value in own.items():
             state[key] = local_shard(value) if isinstance(value, Tensor) else value
@@ -267,7 +267,7 @@ def _show_full(
             state[key] = value
 
 
-def _pop_last(entries: dict[str, V], prefix: str) -> dict[str, V]:
+def _pop_last_entries(entries: dict[str, V], prefix: str) -> dict[str, V]:
     """Take out the last entries, as far as their keys have the prefix, and keep their order."""
     # A wrap's entries were added last. Popping from the end avoids a scan of the whole dict for
     # each wrap.
@@ -309,16 +309,16 @@ def _add_our_versions(wrap: nn.Module, state: Mapping[str, V]) -> Mapping[str, V
     if versions is None:
         return state
     copied = OrderedDict(state)
-    ours = {path[:-1]: versions.get(plain_name(path)[:-1]) for path in _paths(wrap)}
+    ours = {path[:-1]: versions.get(plain_name(path)[:-1]) for path in _state_dict_paths(wrap)}
     copied._metadata = {**versions, **{path: v for path, v in ours.items() if v is not None}}  # type: ignore[attr-defined]
     return copied
 
 
-def _paths(module: nn.Module, path: str = "") -> Iterator[str]:
+def _state_dict_paths(module: nn.Module, path: str = "") -> Iterator[str]:
     """Yield the prefix of each module in torch's state dicts, with our names in it."""
     yield path
     for name, child in children(module):
-        yield from _paths(child, f"{path}{name}.")
+        yield from _state_dict_paths(child, f"{path}{name}.")
 
 
 def _after_load(wrap: Wrap, keys: _IncompatibleKeys) -> None:
@@ -354,7 +354,7 @@ def _rename_keys(state: dict[str, V], prefix: str, *, remove: str = "", insert: 
 
 
 @contextmanager
-def _set_flag(wraps: Iterable[Wrap], flag: str) -> Iterator[None]:
+def _set_flag_on_wraps(wraps: Iterable[Wrap], flag: str) -> Iterator[None]:
     """Set this attribute of all wraps to True inside, and restore it afterwards."""
     former = [(wrap, getattr(wrap, flag)) for wrap in wraps]
     try:

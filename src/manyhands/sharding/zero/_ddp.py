@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from manyhands._core.agreement import Describer, agree
+from manyhands._core.agreement import agree
 from manyhands._core.arguments import whole
 from manyhands._core.modules import ModuleWrapper, check_not_averaged_inside, inside_ddp
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands._core.wrappers import find_layer, wrapped_attribute
-from manyhands.sharding._agreement import ADVICE, Facts, GroupLike, facts_of_groups
+from manyhands.sharding._agreement import ADVICE, Facts, GroupLike, facts_of_model
 from manyhands.sharding.zero._oss import OSS
 from manyhands.sharding.zero._reducer import Reducer
 
@@ -87,7 +87,7 @@ class ShardedDataParallel(ModuleWrapper):
         self._workers = self._optimizers[0]._workers
         self._reducer: Reducer | None = None
         # A larger module loads us under `module.`, which our state dict's names do not have.
-        self.register_load_state_dict_pre_hook(_put_prefix)
+        self.register_load_state_dict_pre_hook(_add_module_prefix)
         wire = torch.float16 if reduce_fp16 else reduce_dtype
         if reduce_buffer_size is not None:
             whole("reduce_buffer_size", reduce_buffer_size)
@@ -114,22 +114,22 @@ class ShardedDataParallel(ModuleWrapper):
         """Return what averages this module's gradients, and let the optimizers know it."""
         reducer = Reducer(
             [one._shards for one in self._optimizers],
-            _own_group(self._workers, self.module),
-            self._synchronised(),
+            _group_of_module(self._workers, self.module),
+            self._averages_pass(),
             wire,
-            self._finish(),
+            self._after_pass(),
         )
         for one in self._optimizers:
             # Weak: the module owns the reducer and its hooks, and the optimizer may outlive them.
             one._run.reducer_ref = weakref.ref(reducer)
         return reducer
 
-    def _synchronised(self) -> Callable[[], bool]:
+    def _averages_pass(self) -> Callable[[], bool]:
         """Return what the reducer asks as a pass begins: is it averaged, or inside `no_sync`?"""
         me = weakref.ref(self)  # the reducer must not keep the module alive
         return lambda: (module := me()) is None or module.require_backward_grad_sync
 
-    def _finish(self) -> Callable[[], None]:
+    def _after_pass(self) -> Callable[[], None]:
         """Return what the reducer calls after each averaged pass: it copies rank 0's buffers."""
         me = weakref.ref(self)
 
@@ -261,7 +261,7 @@ def _inside_ddp(module: nn.Module) -> bool:
     return active is not None and any(inner is module for inner in active.modules())
 
 
-def _own_group(workers: RankGroup, module: nn.Module) -> RankGroup:
+def _group_of_module(workers: RankGroup, module: nn.Module) -> RankGroup:
     """Return the workers in a group of this module's own."""
     # Otherwise two modules' buckets could be taken for each other's in one backward.
     device = next(module.parameters()).device
@@ -269,7 +269,9 @@ def _own_group(workers: RankGroup, module: nn.Module) -> RankGroup:
     return workers if own else workers.with_own_group(device, pairs=True)
 
 
-def _put_prefix(module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object) -> None:
+def _add_module_prefix(
+    module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object
+) -> None:
     """Rename the plain module's entries as this module has them inside a larger one."""
     assert isinstance(module, ShardedDataParallel)
     for key in [key for key in state_dict if key.startswith(prefix)]:
@@ -311,20 +313,3 @@ def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], group: GroupL
             f"the optimizer holds {foreign} parameter(s) that are not in the module. Make the OSS "
             "from module.parameters(), or freeze parameters with requires_grad_(False)."
         )
-
-
-def facts_of_model(module: nn.Module, optimizers: Sequence[OSS], with_buffers: bool) -> Facts:
-    """Return what ranks must have in common: the model, and its order in the optimizers."""
-    describer = Describer()
-    names = {id(param): name for name, param in module.named_parameters()}
-    buffers = dict(module.named_buffers()) if with_buffers else {}
-    facts: Facts = {
-        "parameters in the module": [
-            describer.describe(p, name, frozen=True) for name, p in module.named_parameters()
-        ],
-        "buffers in the module": [describer.describe(b, name) for name, b in buffers.items()],
-    }
-    for number, one in enumerate(optimizers):
-        for title, value in facts_of_groups(one.param_groups, names).items():
-            facts[f"{title} of optimizer {number}"] = value
-    return facts

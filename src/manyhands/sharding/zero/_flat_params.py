@@ -184,7 +184,7 @@ class Shards:
         dtype, device = kind
         data, on_ranks = self._allocate(layout.size, dtype, device)
         self._move_into(data, layout)
-        buckets = [FlatBucket(b, *_range_of(b, data, on_ranks)) for b in layout.buckets]
+        buckets = [FlatBucket(b, *_range_of_bucket(b, data, on_ranks)) for b in layout.buckets]
         self.buffers.append(FlatBuffer(layout, data, buckets))
         for bucket in buckets:
             self._find_slices(bucket)
@@ -294,7 +294,7 @@ class Shards:
             buffer.data = data
             rank = self.workers.rank
             for bucket in buffer.buckets:
-                bucket.data, bucket.on_ranks = _range_of(bucket.layout, data, on_ranks)
+                bucket.data, bucket.on_ranks = _range_of_bucket(bucket.layout, data, on_ranks)
                 own = bucket.data[bucket.layout.cuts[rank] : bucket.layout.cuts[rank + 1]]
                 for owned, place in bucket.slices:
                     self._set_data(owned, own[place.offset : place.offset + place.size])
@@ -361,7 +361,7 @@ class Shards:
         self._gathers.clear()
 
 
-def _range_of(
+def _range_of_bucket(
     layout: _layout.BucketLayout, data: Tensor, on_ranks: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """Return a bucket's range of a buffer, and of every rank's buffer."""

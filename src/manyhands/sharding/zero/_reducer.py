@@ -132,7 +132,7 @@ class Reducer:
             self._passes.enter(task)
         with self._one_at_a_time:  # a module on several devices has several autograd threads
             if self._averaging and not self._passes.nested:
-                self._take(number)
+                self._take_gradient(number)
                 self._launch_full()
             elif self._averaging and number in self._arrived:  # again, within a nested pass
                 self._note_arrival(number)  # raises
@@ -150,7 +150,7 @@ class Reducer:
         if self._averaging:
             self._close()
 
-    def _take(self, number: int) -> None:
+    def _take_gradient(self, number: int) -> None:
         """Copy a gradient into its buckets, and drop it."""
         param = self.params[number]
         grad = param.grad
@@ -178,10 +178,10 @@ class Reducer:
 
     def _launch_full(self) -> None:
         """Send full buckets, but none before its turn: collectives need one order on all ranks."""
-        while self._next < len(self._buckets) and not self._turn(self._next).waiting:
-            self._launch(self._turn(self._next))
+        while self._next < len(self._buckets) and not self._bucket_in_turn(self._next).waiting:
+            self._launch(self._bucket_in_turn(self._next))
 
-    def _turn(self, turn: int) -> GradientBucket:
+    def _bucket_in_turn(self, turn: int) -> GradientBucket:
         """Return the bucket whose turn it is; in the first pass the order is that of the layout."""
         return self._buckets[turn if self._order is None else self._order[turn]]
 
@@ -205,9 +205,9 @@ class Reducer:
         """Send the remaining buckets, with zeros for missing gradients, and set the means."""
         for number, trained in enumerate(self._trained):
             if trained and self._where[number] and number not in self._arrived:
-                self._take(number)
+                self._take_gradient(number)
         while self._next < len(self._buckets):
-            self._launch(self._turn(self._next))
+            self._launch(self._bucket_in_turn(self._next))
         # After the buckets: the same order of collectives on every rank, whatever was used there.
         used = self._start_finding_used()
         while self._in_flight:
@@ -219,7 +219,7 @@ class Reducer:
                 mean = bucket.mean[place.offset : place.offset + place.size]
                 slices[number].append((mean, place.start))
             bucket.mean = None
-        for number in self._used(used):
+        for number in self._find_used(used):
             self._set_gradient(number, slices[number])
         if self._order is None:
             self._agree_on_order()
@@ -249,7 +249,7 @@ class Reducer:
         self._used_work = self.workers.start_all_reduce(used, largest=True)
         return used
 
-    def _used(self, used: Tensor) -> list[int]:
+    def _find_used(self, used: Tensor) -> list[int]:
         """Return the parameters that some rank has used in this pass: they get a gradient."""
         # Reads the flags only if a gradient is missing here: with a GPU that is a synchronisation.
         self._used_work.wait()
