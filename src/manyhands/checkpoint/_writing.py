@@ -161,6 +161,7 @@ def collect(
         contents.add(saved.tensors)
 
     def put(path: str, tensor: Tensor) -> str:
+        """Add a tensor to what this rank contributes; return the key under which it is saved."""
         # Schedulers and values are rank 0's, but every rank has a shard of a DTensor.
         if rank == 0 or is_dtensor(tensor):
             contents.add({path: to_parts(tensor)})

@@ -131,6 +131,7 @@ class MicroBatches(Generic[Batch]):
         return self._batches[index]
 
     def __iter__(self) -> Iterator[Batch]:
+        """Yield the micro-batches, all but the last inside the model's `no_sync()`."""
         *others, last = self._batches
         for batch in others:
             with self._no_sync():

@@ -346,7 +346,7 @@ class _SyncRound:
         return self.result
 
     def _send(self, chunk: PayloadChunk, measured: bool) -> None:
-        """Send bytes to a rank: their number, then messages of at most `MESSAGE` bytes."""
+        """Send a chunk's values, once fewer than `IN_FLIGHT` are on their way."""
         while len(self._sent) >= IN_FLIGHT:
             self._start_mean(self._sent.popleft())
         chunk.measured = measured
@@ -445,6 +445,7 @@ class StateTransfer:
 
 
 def _send_state(group: dist.ProcessGroup | None, data: bytes, rank: int) -> None:
+    """Send bytes to a rank: their number, then messages of at most `MESSAGE` bytes."""
     assert group is not None  # where there is a joiner, there are two members
     group.send([torch.tensor([len(data)])], rank, 0).wait()
     # frombuffer() needs memory that may be written to, which bytes is not.

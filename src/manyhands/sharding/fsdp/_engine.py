@@ -201,6 +201,7 @@ class Engine:
 
         @eager
         def gathered(_: nn.Module, __: object) -> None:
+            """After the engine has gathered this wrap's parameters: say so to the root."""
             if torch.is_grad_enabled():
                 watch(places)
             # A recomputation in a backward says nothing about the order of the next forward.
@@ -458,6 +459,7 @@ def _check_output(module: nn.Module) -> Callable[[object], None]:
     # The engine would put no hook on a hidden tensor, and miss the backward through it.
 
     def check(leaf: object) -> None:
+        """Raise if a leaf, which is no tensor, has a tensor inside that needs a gradient."""
         if not torch.is_grad_enabled():
             return  # there will be no backward
         inside = dict(leaf) if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
