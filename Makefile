@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 ARGS ?=
+PART ?=
+DEVICE ?= cuda
 
 BIN := .venv/bin
 READY := .venv/ready
@@ -14,7 +16,7 @@ WITH_READY := $(WITH)/ready
 WITH_INSTALL := $(WITH)/bin/python -m pip install --disable-pip-version-check --editable '.[integrations]' \
     --constraint constraints.txt --constraint constraints-integrations.txt
 
-.PHONY: help demo test test-integrations quick coverage lint docs clean
+.PHONY: help demo test test-integrations quick gpu coverage lint docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r target text; do \
@@ -36,6 +38,9 @@ test-integrations: $(WITH_READY) ## the tests beside trainers and engines; ARGS 
 
 quick: $(READY) ## the tests that need no ranks: under 20 seconds
 	@$(BIN)/python -m pytest --quiet -m quick $(ARGS) $$(grep -rl "pytest.mark.quick" tests)
+
+gpu: ## tests and figures of a GPU, installing nothing; PART=1 to 4, PYTHON=... with a CUDA build of torch
+	@$(PYTHON) benchmarks/gpu.py --device $(DEVICE) $(PART:%=--part %)
 
 coverage: $(READY) ## what the last two with COVERAGE=1 have covered, ranks included
 	@$(BIN)/python -m coverage combine --quiet

@@ -271,6 +271,26 @@ def cost() -> Figures:
     )
 
 
+def gpu() -> Figures:
+    rows = stored("gpu.json")["cost"]["16,384 tokens a pass, 2 passes a step"]
+
+    def wall(variant: str) -> str:
+        return f"{one(rows, variant=variant)['ratio']['value']:.3f}"
+
+    every = (wall("AdaScale, measure_every=1"), wall("AdamScale, measure_every=1"))
+    yield figure(
+        "docs/scaling.md",
+        "with a GPT of 124 M parameters and 16,384 tokens a pass, AdaScale took {} and AdamScale "
+        "{} of a bare step; {} and {} with every step measured",
+        *(wall("AdaScale"), wall("AdamScale"), *every),
+    )
+    yield figure(
+        "docs/notes.md",
+        "costs AdaScale {} of a bare step on one H200, [16,384 tokens a pass]",
+        every[0],
+    )
+
+
 def ramp() -> Figures:
     rows = stored("ramp.jsonl")
     best, as_good, disjoint, fewer, samples = {}, [], set(), [], []
@@ -686,6 +706,7 @@ BENCHMARKS: tuple[Callable[[], Figures], ...] = (
     quality,
     quality_page,
     cost,
+    gpu,
     ramp,
     price_of_a_step,
     time_to_loss,
