@@ -1,5 +1,10 @@
 """Block-wise updates: workers take local steps, and synchronize once in a block.
 
+A *block* is the local steps between two *sync rounds*: all workers' values go in, and their mean
+comes out. The *anchor* is the parameters that all workers agreed on in the last round, and the
+*outer step* moves it by the mean. A *fragment* is a part of the model with rounds of its own. Round
+by round, each worker's *report* tells the others of it. (docs/architecture.md has more words.)
+
 In the order in which a step meets them:
 
 _methods.py      LocalSGD, DiLoCo, SlowMo and BMUF: Blocks with the outer step of that name

@@ -2,6 +2,7 @@
 
 Here are the options, their checks, stepping, saving and loading. `step` is the inner optimizer's
 step, followed by `Sync.after_step` (`_sync.py`), which decides what is sent and merged.
+(`blocks/__init__.py` says what a block, a sync round, the anchor and a fragment are.)
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Schedule:
         return step - self.start
 
     def count(self, step: int, *, in_flight: bool, elapsed: float) -> int:
-        """Count a step of this worker's; return the common count, which was `step` before it."""
+        """Count a step of this worker; return the step count that all workers share after it."""
         # `in_flight`: the round that this block follows is not merged. `elapsed`: seconds since the
         # block began.
         return step + 1

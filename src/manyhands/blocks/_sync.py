@@ -15,6 +15,7 @@ samples   with a `Cursor`, the samples that were taken are committed with the ro
 
 Where a worker is in this life is a value, `Sync.state` (`_block_state.py`). A method here does what
 a change of that value stands for: it sends, waits, and moves anchor and parameters.
+(`blocks/__init__.py` says what a block, a sync round, the anchor and a fragment are.)
 """
 
 from __future__ import annotations

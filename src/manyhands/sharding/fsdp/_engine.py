@@ -201,7 +201,7 @@ class Engine:
 
         @eager
         def gathered(_: nn.Module, __: object) -> None:
-            """After the engine has gathered this wrap's parameters: say so to the root."""
+            """As the wrap's forward begins, with its parameters gathered: let the root know."""
             if torch.is_grad_enabled():
                 watch(places)
             # A recomputation in a backward says nothing about the order of the next forward.

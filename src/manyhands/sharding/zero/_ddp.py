@@ -19,9 +19,9 @@ from manyhands._core.arguments import whole
 from manyhands._core.modules import ModuleWrapper, check_not_averaged_inside, inside_ddp
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
-from manyhands._core.wrappers import find_layer, wrapped_attribute
+from manyhands._core.wrappers import wrapped_attribute
 from manyhands.sharding._agreement import ADVICE, Facts, GroupLike, facts_of_model
-from manyhands.sharding.zero._oss import OSS
+from manyhands.sharding.zero._oss import OSS, find_oss
 from manyhands.sharding.zero._reducer import Reducer
 
 
@@ -279,17 +279,6 @@ def _add_module_prefix(
 
 
 # -- what a ShardedDataParallel is given -----------------------------------------------------------
-
-
-def find_oss(optimizer: Optimizer) -> OSS:
-    """Return the OSS inside scaling rules and proxies; raise a TypeError if there is none."""
-    inner = find_layer(optimizer, OSS)
-    if inner is None:
-        raise TypeError(
-            f"ShardedDataParallel needs the model's manyhands.OSS, got {type(optimizer).__name__}. "
-            "Write OSS(model.parameters(), optim=..., ...)."
-        )
-    return inner
 
 
 def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], group: GroupLike | None) -> None:

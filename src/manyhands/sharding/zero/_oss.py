@@ -29,7 +29,7 @@ from manyhands._core.arguments import flag, whole
 from manyhands._core.flat import is_dtensor, norm
 from manyhands._core.ranks import RankGroup
 from manyhands._core.state_parts import OptimizerStatePart, SavedState, ShardedOptimizer, options_of
-from manyhands._core.wrappers import ParamGroup, YieldingProperty
+from manyhands._core.wrappers import ParamGroup, YieldingProperty, find_layer
 from manyhands.sharding._agreement import (
     ADVICE,
     GroupLike,
@@ -129,7 +129,7 @@ class OSS(ShardedOptimizer):
         gather_state: bool = False,
         **defaults: object,
     ) -> None:
-        _check_is_class(params, optim)
+        _check_optimizer_class(params, optim)
         if isinstance(group, float | str):
             raise TypeError(f"group must be a process group, got {group!r}. Give lr by name.")
         flag("broadcast_fp16", broadcast_fp16)  # catches arguments in another order
@@ -476,7 +476,18 @@ class OSS(ShardedOptimizer):
         raise TypeError("OSS is not pickled. Save state_dict() after consolidate_state_dict().")
 
 
-def _check_is_class(params: object, optim: object) -> None:
+def find_oss(optimizer: Optimizer) -> OSS:
+    """Return the OSS inside scaling rules and proxies; raise a TypeError if there is none."""
+    inner = find_layer(optimizer, OSS)
+    if inner is None:
+        raise TypeError(
+            f"ShardedDataParallel needs the model's manyhands.OSS, got {type(optimizer).__name__}. "
+            "Write OSS(model.parameters(), optim=..., ...)."
+        )
+    return inner
+
+
+def _check_optimizer_class(params: object, optim: object) -> None:
     """Raise a TypeError if `optim` is no optimizer class, or if an optimizer was given instead."""
     for name, given in (("params", params), ("optim", optim)):
         if isinstance(given, Optimizer):

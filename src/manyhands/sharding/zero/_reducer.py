@@ -322,12 +322,12 @@ class GradientBucket:
     """One bucket of gradients, filled and sent once in each pass."""
 
     def __init__(
-        self, index: int, shards: Shards, flat: FlatBucket, params: dict[int, int]
+        self, index: int, shards: Shards, flat: FlatBucket, numbers: dict[int, int]
     ) -> None:
-        self.index, self.flat = index, flat  # `params`: a number for each parameter, by its id
+        self.index, self.flat = index, flat  # `numbers`: the reducer's of each parameter, by id
         ranges, owned = flat.layout.ranges, flat.layout.owned(shards.workers.rank)
-        self.ranges = [(params[id(shards.params[each.param])], each) for each in ranges]
-        self.owned = [(params[id(shards.params[each.param])], each) for each in owned]
+        self.ranges = [(numbers[id(shards.params[each.param])], each) for each in ranges]
+        self.owned = [(numbers[id(shards.params[each.param])], each) for each in owned]
         self.needed = sum(shards.params[each.param].requires_grad for each in ranges)
         self.clear()
 
