@@ -93,12 +93,8 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
             prepare_without_ddp(accelerator, each)
     if not getattr(accelerator, "_manyhands_hooks", ()):
         accelerator._manyhands_hooks = (
-            accelerator.register_save_state_pre_hook(
-                partial(_before_accelerate_saves, accelerator)
-            ),
-            accelerator.register_load_state_pre_hook(
-                partial(_before_accelerate_loads, accelerator)
-            ),
+            accelerator.register_save_state_pre_hook(partial(_as_accelerate_saves, accelerator)),
+            accelerator.register_load_state_pre_hook(partial(_as_accelerate_loads, accelerator)),
         )
         get = accelerator.get_state_dict
         accelerator.get_state_dict = lambda *a, **k: _copy_slices(get(*a, **k))
@@ -215,7 +211,7 @@ def _copy_slices(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _before_accelerate_saves(
+def _as_accelerate_saves(
     accelerator: Accelerator, models: list[nn.Module], weights: list[dict[str, Any]], folder: str
 ) -> None:
     """End a block, so that all workers' parameters are those that Accelerate writes."""
@@ -229,9 +225,7 @@ def _before_accelerate_saves(
         weights[:] = [accelerator.get_state_dict(model, unwrap=False) for model in models]
 
 
-def _before_accelerate_loads(
-    accelerator: Accelerator, models: list[nn.Module], folder: str
-) -> None:
+def _as_accelerate_loads(accelerator: Accelerator, models: list[nn.Module], folder: str) -> None:
     """Load the models in Accelerate's place, which refuses parameters in flat memory."""
     _check_whole(accelerator, "load")
     for number, model in enumerate(models):
