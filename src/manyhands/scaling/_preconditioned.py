@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 BLOCK = 131_072  # elements that go through the scratch buffer at a time
 TOGETHER = 4 * 2**20  # elements that go through the same operations of a GPU: its cache holds them
 SINGLE = {torch.float32, torch.bfloat16, torch.float16}  # measured in float32
+WIDE = {torch.float32, torch.float64}  # narrower ones are not summed together
 # eps relative to the smallest root. The error of that element's square is at most twice this.
 NEGLIGIBLE = 5e-3
 MESSAGE = 4 * 2**20  # elements that a rank sends at a time
@@ -110,7 +111,7 @@ class PreconditionedNorm(PlainNorm):
 
     columns = 5  # an index, and the fields of a `MomentFloor`
     WARM_STEPS = 5
-    REFRESH = 16  # steps for which a parameter's floor is kept, on a CPU: computing it reads v
+    REFRESH = 16  # steps for which a parameter's floor is kept: computing it reads v
 
     def __init__(self, optimizer: Optimizer, floor: float = 0.0) -> None:
         optimizer = unwrap(optimizer)[-1]  # it may be in a trainer's wrapper
@@ -227,7 +228,7 @@ class PreconditionedNorm(PlainNorm):
         if count < self.WARM_STEPS or grad.layout != torch.strided:
             return None
         whole, factor = _second_moment(group, state, count)
-        if isinstance(factor, Tensor) or grad.dtype != whole.dtype:
+        if isinstance(factor, Tensor) or grad.dtype != whole.dtype or whole.dtype not in WIDE:
             return None
         least = 0.0
         if self.floor:
@@ -246,10 +247,8 @@ class PreconditionedNorm(PlainNorm):
                 period = int(count) // self.REFRESH
                 stale[index] = _second_moment(group, state, count)[0], period
         sums = torch._foreach_norm([second for second, _ in stale.values()], 1)  # none is below 0
-        for (index, (second, period)), total in zip(
-            stale.items(), torch.stack([each.double() for each in sums]).tolist(), strict=True
-        ):
-            least = total / max(second.numel(), 1) * self.floor
+        for (index, (second, period)), total in zip(stale.items(), sums, strict=True):
+            least = float(total) / max(second.numel(), 1) * self.floor
             self._floors[index] = MomentFloor(period, self.floor, least, True)
 
     def one(
