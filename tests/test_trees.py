@@ -231,6 +231,7 @@ HUGGING_FACE = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("wrap", HUGGING_FACE)
 @pytest.mark.parametrize("reentrant", [None, True, False])

@@ -298,7 +298,7 @@ def counted(workers, steps, saved=None):
     return [train()] if workers is None else run_ranks(workers, train)
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("first", [None, 1, 2])
 @pytest.mark.parametrize("then", [None, 1, 2, 3])
 @pytest.mark.parametrize("steps", [3, 10])

@@ -172,10 +172,10 @@ OPTIONS = [
 def test_killed_at_any_moment_no_two_ever_differ(store, tmp_path, make, options):
     with BlockWorkers(store, tmp_path, expected=3, stall=1.0) as workers:
         dice = random.Random(3)
-        steps = 150
+        steps = 100
         workers.start(range(3), steps, options, make=make, pause=0.005)
-        for _ in range(4):
-            time.sleep(0.1 + 0.3 * dice.random())
+        for _ in range(3):
+            time.sleep(0.1 + 0.2 * dice.random())
             if workers.ended():
                 break
             victim = dice.choice(workers.present(2))

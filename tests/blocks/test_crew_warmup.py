@@ -238,7 +238,7 @@ def test_one_that_comes_inside_of_a_warm_up_averages_gradients_from_the_next_ste
         assert after[0][step]["params"] == after[1][0]["params"]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [*SHARED, *LOCAL])
 def test_one_that_comes_in_the_round_that_ends_a_warm_up_begins_with_the_first_block(
     store, tmp_path, name
@@ -257,6 +257,7 @@ def test_one_that_comes_in_the_round_that_ends_a_warm_up_begins_with_the_first_b
         assert workers.events(2, "in")[0]["steps"] == kind.warmup
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "kind",
     [diloco(0), diloco(1), diloco(6), diloco(6, local_warmup=True)],
@@ -348,6 +349,7 @@ def test_one_that_missed_the_last_mean_of_a_warm_up_comes_back_for_the_round_tha
 STOPS = {"before its last mean": "average_gradients", "after its last step": "count_step"}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "where"),
     [
@@ -419,6 +421,7 @@ IN_A_BLOCK = {  # after 22 steps
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", IN_A_BLOCK)
 def test_one_may_come_in_the_last_round_of_finish(store, tmp_path, name):
     kind, steps = IN_A_BLOCK[name], 22

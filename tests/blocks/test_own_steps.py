@@ -182,6 +182,7 @@ def test_all_know_all_numbers_before_the_block_begins_and_count_the_same_steps()
     assert [count for count, _, _ in third[1]][4:6] == [6, 9]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("end", range(18, 24))
 def test_training_until_any_count_ends_in_the_same_round_for_all(end, overlap):

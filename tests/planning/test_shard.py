@@ -105,8 +105,12 @@ def test_every_level_trains_as_the_plain_loop(workers, make_optimizer):
     model = new_model()
     made = make_optimizer(model)
     expected = train(model, made if isinstance(made, list) else [made])
-    for level in LEVELS:
-        for losses in run_ranks(workers, sharded_losses, make_optimizer, level):
+
+    def at_every_level():
+        return [sharded_losses(make_optimizer, level) for level in LEVELS]
+
+    for found in run_ranks(workers, at_every_level):
+        for level, losses in enumerate(found):
             assert losses == pytest.approx(expected, rel=2e-4), level
 
 
@@ -118,7 +122,7 @@ def test_rules_go_around_what_is_returned():
         train(model, [optimizer], rank=dist.get_rank(), workers=2)
         return [optimizer.gain(), optimizer.progress]
 
-    expected, *others = [run_ranks(2, gains, level)[0] for level in LEVELS]
+    expected, *others = run_ranks(2, lambda: [gains(level) for level in LEVELS])[0]
     assert 1.0 < expected[0] < 4.0
     for level, found in enumerate(others, 1):
         assert found == pytest.approx(expected, rel=1e-4), level
@@ -210,6 +214,7 @@ def only_here(model):
     return optimizer
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     ("make_optimizer", "says"),
@@ -316,8 +321,8 @@ def test_every_optimizer_of_torchs_trains_alike_at_every_level(kind):
 
     model = build()
     expected = train(model, [kind(model.parameters(), lr=0.02)])
-    for level in LEVELS:
-        found, _ = run_ranks(2, losses, level)
+    at_every_level, _ = run_ranks(2, lambda: [losses(level) for level in LEVELS])
+    for level, found in enumerate(at_every_level):
         assert found == pytest.approx(expected, rel=1e-3), level
 
 

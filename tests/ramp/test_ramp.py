@@ -68,7 +68,7 @@ def clock(monkeypatch):
 
 def test_the_batch_becomes_the_geometric_mean_of_the_noise_scale_and_the_overhead(clock):
     """|g|^2 = 1 and noise 64 at a = 4 b: sqrt(4 x 64) = 16 micro-batches."""
-    model, loader = quadratic(spread=8.0, batches=9000)
+    model, loader = quadratic(spread=8.0, batches=6000)
     optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
     ramp = mh.Ramp(optimizer, max_scale=64)
     seen = train(clock, model, optimizer, ramp, loader)
@@ -76,7 +76,7 @@ def test_the_batch_becomes_the_geometric_mean_of_the_noise_scale_and_the_overhea
     reached = [goodput(noise, time, 1.0, passes) for passes in seen[len(seen) // 2 :]]
     assert sum(reached) / len(reached) >= 0.93 * goodput(noise, time, 1.0, 16)
     assert ramp.step_time.fixed == pytest.approx(4.0) and ramp.step_time.per_pass == 1.0
-    assert sum(seen) == 9000  # every micro-batch once
+    assert sum(seen) == 6000  # every micro-batch once
 
 
 def test_a_loop_that_fetches_its_own_data_takes_the_steps_of_the_documented_one(clock):
@@ -138,7 +138,7 @@ def test_a_batch_that_began_too_large_shrinks(clock):
 
 
 def test_the_largest_batch_that_is_allowed_is_never_exceeded(clock):
-    model, loader = quadratic(spread=100.0)
+    model, loader = quadratic(spread=100.0, batches=1000)
     optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
     ramp = mh.Ramp(optimizer, max_scale=5.5)
     seen = train(clock, model, optimizer, ramp, loader)
@@ -276,8 +276,8 @@ def on_ranks(lengths, wrap=None, fixed=(4.0, 4.0), steps=None, lr=0.01):
 
 def test_ranks_have_the_same_batches_and_end_together():
     """One rank has a quarter less data: both end with its last micro-batch."""
-    (seen, scale, params), (other, _, others) = run_ranks(2, on_ranks, (2000, 1500))
-    assert seen == other and sum(seen) == 1500
+    (seen, scale, params), (other, _, others) = run_ranks(2, on_ranks, (1000, 750))
+    assert seen == other and sum(seen) == 750
     assert scale == 2.0 * seen[-2] or len(set(seen[-12:])) > 1
     torch.testing.assert_close(params, others, rtol=0, atol=0)
 
@@ -286,7 +286,7 @@ def test_the_slowest_rank_decides():
     """|g|^2 = 1, noise 64, and a pass is a scale of 2: sqrt(a 64 / 2) passes."""
 
     def last(fixed):
-        return run_ranks(2, on_ranks, (4000, 4000), fixed=fixed, steps=100, lr=1e-6)[0][0][-2]
+        return run_ranks(2, on_ranks, (4000, 4000), fixed=fixed, steps=60, lr=1e-6)[0][0][-2]
 
     assert 3 <= last((1.0, 1.0)) <= 8
     assert 12 <= last((1.0, 16.0)) <= 29
@@ -380,7 +380,7 @@ def test_under_every_sharding_it_is_the_same_run(way):
             optimizer = mh.AdaScale(inner)
             ramp = mh.Ramp(optimizer, 32, goal="steps", model=parallel)
             generator = torch.Generator().manual_seed(dist.get_rank())
-            loader = torch.randn(600, 2, 3, generator=generator, dtype=torch.float64)
+            loader = torch.randn(200, 2, 3, generator=generator, dtype=torch.float64)
             seen, losses = [], []
             for micro_batches in ramp.over(loader):
                 for x in micro_batches:
@@ -437,11 +437,11 @@ def in_blocks():
     rank = dist.get_rank()
     clock = Clock(fixed=(1.0, 30.0)[rank])
     _observed.time = clock
-    model, loader = quadratic(rank, batches=14_000, spread=8.0)  # for 200 steps of any size
+    model, loader = quadratic(rank, batches=8_000, spread=8.0)  # for 120 steps of any size
     rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-3), world_size=1)
     blocks = mh.LocalSGD(rule, every=10)
     ramp = mh.Ramp(rule, 64)
-    seen = train(clock, model, blocks, ramp, loader, steps=200)
+    seen = train(clock, model, blocks, ramp, loader, steps=120)
     return seen, model.weight.item()
 
 
@@ -454,7 +454,7 @@ def test_inside_blocks_each_worker_has_its_own_batch():
 def in_blocks_with_long_rounds():
     clock = Clock(fixed=0.0)
     _observed.time = _optimizer.time = clock
-    model, loader = quadratic(dist.get_rank(), batches=14_000, spread=8.0)
+    model, loader = quadratic(dist.get_rank(), batches=10_000, spread=8.0)
     rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-3), world_size=1)
     blocks = mh.LocalSGD(rule, every=10)
     ramp = mh.Ramp(rule, 64)
@@ -465,7 +465,7 @@ def in_blocks_with_long_rounds():
         average()
 
     blocks._sync._merge = take_40_seconds
-    train(clock, model, blocks, ramp, loader, steps=300)
+    train(clock, model, blocks, ramp, loader, steps=150)
     return ramp.step_time.fixed, ramp.step_time.per_pass
 
 
@@ -535,7 +535,7 @@ def test_a_scale_that_was_set_becomes_that_of_a_pass(clock):
 
 
 def test_what_it_does_can_be_recorded(tmp_path, clock):
-    model, loader = quadratic(spread=8.0)
+    model, loader = quadratic(spread=8.0, batches=1500)
     optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
     ramp = mh.Ramp(optimizer, 64)
     with mh.Record(tmp_path / "a.jsonl", optimizer, ramp) as record:
@@ -549,11 +549,11 @@ def test_what_it_does_can_be_recorded(tmp_path, clock):
 
 
 def test_a_schedule_that_counts_steps_is_noticed(clock):
-    model, loader = quadratic(spread=8.0)
+    model, loader = quadratic(spread=8.0, batches=1500)
     inner = torch.optim.SGD(model.parameters(), lr=1e-6)
     optimizer = mh.AdaScale(inner)
     ramp = mh.Ramp(optimizer, 64, goal="steps")
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=1000)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=300)
     with pytest.warns(UserWarning, match=r"counts optimizer steps.*ProgressScheduler") as caught:
         train(clock, model, optimizer, ramp, loader, after_step=lambda loss: schedule.step())
     assert len(caught) == 1
@@ -564,7 +564,7 @@ def test_a_schedule_that_counts_steps_is_noticed(clock):
 @pytest.mark.parametrize("what", ["progress", "epochs", "micro-batches", "micro-batches at once"])
 def test_a_schedule_that_counts_something_else_is_right(clock, what, kind):
     """No warning, which would be an error here."""
-    model, loader = quadratic(spread=8.0)
+    model, loader = quadratic(spread=8.0, batches=1500)
     inner = torch.optim.SGD(model.parameters(), lr=1e-6)
     optimizer = mh.AdaScale(inner)
     ramp = mh.Ramp(optimizer, 64, goal="steps")

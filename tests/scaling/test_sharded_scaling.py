@@ -90,13 +90,14 @@ RULES = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("how", [OSS_DDP, RULE_FIRST, MODULE_FIRST])
 @pytest.mark.parametrize(("rule", "optim", "options"), RULES)
 def test_statistics_and_training_are_those_of_ddp(how, rule, optim, options):
     check_equal_to_ddp(2, how, rule, optim, options)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sync_all", [False, True])
 @pytest.mark.parametrize(("rule", "optim", "options"), RULES[:2])
 def test_accumulated_passes_are_measured_as_under_ddp(rule, optim, options, sync_all):

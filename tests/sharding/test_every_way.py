@@ -80,7 +80,7 @@ def assert_near(ranks, expected):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @any_optimizer
 @contract
 @pytest.mark.parametrize(("passes", "clip"), [(1, None), (2, None), (1, 0.3)])

@@ -198,7 +198,9 @@ def clipping(clip):
     return loop
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize(
+    "norm_type", [2.0, pytest.param(1.0, marks=pytest.mark.long), float("inf")]
+)
 def test_clipping_is_that_of_the_whole_gradient(norm_type):
     def clip(model):
         if isinstance(model, mh.FSDP):

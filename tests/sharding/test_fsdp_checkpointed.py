@@ -138,6 +138,7 @@ def test_with_accumulated_gradients(layout, no_sync):
     compare(layout, REENTRANT, 2, passes=3, no_sync=no_sync)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("fp32", [False, True])
 def test_with_mixed_precision(fp32, no_sync):

@@ -447,6 +447,7 @@ def test_a_weight_inside_two_checkpoints():
     compare(loop, model=Twice)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("what", ["inner module", "wrapped module"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -821,6 +822,7 @@ def test_without_auto_refresh_one_is_told_or_refreshes_by_hand():
     run_ranks(2, forgotten, timeout=20)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("when", ["before the first step", "after a step"])
 @pytest.mark.parametrize("build", [adamw, lamb, muon_and_adamw])
 def test_a_module_may_be_converted_after_it_was_wrapped(when, build):

@@ -28,6 +28,7 @@ def _not_gloo(monkeypatch):
     monkeypatch.setattr(RankGroup, "on_gloo", lambda self, device: False)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("way", AROUND_OSS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_numbers_are_those_of_the_plain_run(name, way):
