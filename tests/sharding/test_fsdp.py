@@ -27,6 +27,7 @@ from helpers.sharding_oracle import (
 from manyhands._core.ranks import RankGroup
 
 STEPS = 3
+WORKERS = 2  # three and more: the first test
 OPTIMIZERS = {
     "SGD": one(SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
     "AdamW": one(AdamW, lr=0.02, weight_decay=0.3),
@@ -57,7 +58,7 @@ def whole(model):
     return copied(model.parameters())
 
 
-def compare(loop, *, workers=3, build=adamw, model=make_model, wrap=nested, **options):
+def compare(loop, *, workers=WORKERS, build=adamw, model=make_model, wrap=nested, **options):
     """`loop(model, optimizers, part)` is the same on all ranks, on one, and in the plain run.
 
     `part(batch)` is the rank's part of a batch. What the loop returns is compared as well.
@@ -76,7 +77,7 @@ def compare(loop, *, workers=3, build=adamw, model=make_model, wrap=nested, **op
     assert_same(ranks, [*copied(module.parameters()), *(extra or [])], rtol=1e-9, atol=1e-11)
 
 
-def steps(model, optimizers, part, *, loss=loss_of, after=lambda step: None, workers=3):
+def steps(model, optimizers, part, *, loss=loss_of, after=lambda step: None, workers=WORKERS):
     x, y = make_batches(STEPS, 1, workers)
     for step in range(STEPS):
         for optimizer in optimizers:
@@ -126,7 +127,7 @@ def test_each_worker_holds_its_share_between_steps():
     def run():
         model = nested(make_model())
         (optimizer,) = adamw(model, plain)
-        steps(model, [optimizer], lambda x: x[dist.get_rank()])
+        steps(model, [optimizer], lambda x: x[dist.get_rank()], workers=3)
         own = sum(p.to_local().numel() for p in model.parameters())
         grads = sum(p.grad.to_local().numel() for p in model.parameters())
         state = sum(
@@ -146,7 +147,7 @@ def test_each_worker_holds_its_share_between_steps():
 
 def test_accumulated_gradients_without_no_sync_are_sharded_and_add_up():
     def loop(model, optimizers, part):
-        x, y = make_batches(1, 2, 3)
+        x, y = make_batches(1, 2, WORKERS)
         for a in range(2):
             loss_of(model, part(x[0, a]), part(y[0, a])).backward()
         optimizers[0].step()
@@ -186,7 +187,7 @@ def clipping(clip):
     """A loop in which `clip(model)` comes before each step, and what it returned."""
 
     def loop(model, optimizers, part):
-        x, y = make_batches(2, 1, 3)
+        x, y = make_batches(2, 1, WORKERS)
         norms = []
         for step in range(2):
             optimizers[0].zero_grad()
@@ -236,7 +237,7 @@ def test_clipping_with_torchs_function_takes_one_collective(monkeypatch):
 
 def test_the_norm_of_one_gradient_is_that_of_the_whole():
     def loop(model, optimizers, part):
-        x, y = make_batches(1, 1, 3)
+        x, y = make_batches(1, 1, WORKERS)
         loss_of(model, part(x[0, 0]), part(y[0, 0])).backward()
         norms = [torch.linalg.vector_norm(p.grad) for p in model.parameters()]
         return [norms[0] + 1, norms[1].sqrt(), torch.tensor(norms[2].item()), *norms[3:]]
@@ -275,7 +276,7 @@ def reduces_unused():
 @pytest.mark.parametrize("wrap", [one_wrap, wrap_branches])
 def test_a_parameter_that_nobody_uses_is_left_alone(wrap):
     def loop(model, optimizers, part):
-        x, _ = make_batches(3, 1, 3)
+        x, _ = make_batches(3, 1, WORKERS)
         missing = []
         for step, way in enumerate(("a", "", "a")):
             optimizers[0].zero_grad()
@@ -404,7 +405,7 @@ def test_a_module_that_runs_several_times_and_two_forwards_before_one_backward()
 
 def test_two_backward_passes_of_one_forward():
     def loop(model, optimizers, part):
-        x, y = make_batches(1, 1, 3)
+        x, y = make_batches(1, 1, WORKERS)
         loss = loss_of(model, part(x[0, 0]), part(y[0, 0]))
         loss.backward(retain_graph=True)
         loss.backward()
@@ -463,7 +464,7 @@ def test_a_forward_that_raised_does_not_spoil_the_next():
 
 def test_a_closure():
     def loop(model, optimizers, part):
-        x, y = make_batches(STEPS, 1, 3)
+        x, y = make_batches(STEPS, 1, WORKERS)
         for step in range(STEPS):
 
             def closure(step=step):
@@ -487,12 +488,12 @@ def test_inputs_that_need_a_gradient_get_it():
     compare(loop)
 
 
-@pytest.mark.parametrize("factors", [dict(gradient_predivide_factor=2.0), {}])
+@pytest.mark.parametrize("factors", [dict(gradient_predivide_factor=1.5), {}])
 def test_division_of_gradients_before_and_after_the_sum(factors):
     def loop(model, optimizers, part):
         if not factors and isinstance(model, mh.FSDP):
-            model.set_gradient_divide_factors(3.0, 1.0, recursive=True)
-            assert model.gradient_predivide_factor == 3.0
+            model.set_gradient_divide_factors(WORKERS, 1.0, recursive=True)
+            assert model.gradient_predivide_factor == WORKERS
         steps(model, optimizers, part)
 
     compare(loop, **factors)

@@ -34,11 +34,15 @@ from helpers.sharding_oracle import (
 from manyhands._core.ranks import RankGroup
 from manyhands.sharding import _agreement
 
+WORKERS = 2  # where no test names another number
+
 adamw = one(AdamW, lr=0.02, weight_decay=0.3)
 lamb = one(Lamb, lr=0.02, weight_decay=0.3)
 
 
-def compare(loop, *, workers=3, build=adamw, model=make_model, rtol=1e-9, atol=1e-11, **options):
+def compare(
+    loop, *, workers=WORKERS, build=adamw, model=make_model, rtol=1e-9, atol=1e-11, **options
+):
     """`loop(model, optimizers, data)` is the same on all ranks, on one, and in the plain run.
 
     It takes the data of its rank by `data(step)`, and may return tensors to compare as well.
@@ -59,7 +63,7 @@ def compare(loop, *, workers=3, build=adamw, model=make_model, rtol=1e-9, atol=1
     assert_same(ranks, [*copied(module.parameters()), *(extra or [])], rtol=rtol, atol=atol)
 
 
-def batches(steps=4, workers=3):
+def batches(steps=4, workers=WORKERS):
     x, y = make_batches(steps, 1, workers)
     return zip(x[:, 0], y[:, 0], strict=True)
 
@@ -228,7 +232,7 @@ def test_ranks_may_use_different_parameters_in_a_step():
         module = Branches()
         optimizers = adamw(module, make)
         model = module if rank is None else mh.ShardedDataParallel(module, optimizers[0])
-        for step, (x, y) in enumerate(batches(5)):
+        for step, (x, y) in enumerate(batches(5, 3)):
             clear(optimizers)
             if rank is None:
                 losses = [
@@ -255,7 +259,7 @@ def test_a_rank_without_data_joins_in_with_nothing(build, clear_by):
         model = module
         if rank is not None:
             model = mh.ShardedDataParallel(module, optimizers)
-        for step, (x, y) in enumerate(batches(5)):
+        for step, (x, y) in enumerate(batches(5, 3)):
             if clear_by == "optimizer":
                 clear(optimizers)
             else:
@@ -282,7 +286,7 @@ def test_a_worker_without_data_notices_what_froze_and_thawed():
             model = mh.ShardedDataParallel(
                 module, optimizers, warn_on_trainable_params_changed=False
             )
-        for step, (x, y) in enumerate(batches(5)):
+        for step, (x, y) in enumerate(batches(5, 3)):
             if step in (1, 3):
                 module[0].requires_grad_(step == 1)
             clear(optimizers)
@@ -932,7 +936,7 @@ def test_training_inside_a_larger_module():
         module = make_model()
         optimizer = oss(module.parameters(), AdamW, lr=0.02)
         larger = nn.Sequential(nn.Identity(), mh.ShardedDataParallel(module, optimizer))
-        for x, y in batches(STEPS):
+        for x, y in batches(STEPS, 3):
             larger.zero_grad()
             loss_of(larger, x[rank], y[rank]).backward()
             optimizer.step()
