@@ -1,5 +1,6 @@
 """Figures in README and the guides are those of the benchmarks' files: see tools/figures.py."""
 
+import functools
 import re
 import runpy
 
@@ -39,9 +40,9 @@ NO_FIGURES = re.compile(  # code, targets of links, versions
 )
 
 
+@functools.cache
 def figures():
-    for benchmark in FIGURES["BENCHMARKS"]:
-        yield from benchmark()
+    return [figure for benchmark in FIGURES["BENCHMARKS"] for figure in benchmark()]
 
 
 @pytest.mark.parametrize("benchmark", FIGURES["BENCHMARKS"], ids=lambda each: each.__name__)

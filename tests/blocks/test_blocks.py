@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import os
 from datetime import timedelta
 
@@ -115,12 +116,14 @@ def test_every_outer_step_overlap_and_fragmentation_equals_the_plain_loop(name, 
 
 
 def test_workers_agree_bit_for_bit_after_each_sync_round():
-    for codec in CODECS:
-        results = run_ranks(3, run, "DiLoCo", OUTER["DiLoCo"], 3, 12, codec=codec)
+    def each_codec():
+        return [run("DiLoCo", OUTER["DiLoCo"], 3, 12, codec=codec) for codec in CODECS]
+
+    for codec, *results in zip(CODECS, *run_ranks(3, each_codec), strict=True):
         for step in (2, 5, 8, 11):
             assert torch.equal(results[0][step], results[1][step]), codec
             assert torch.equal(results[0][step], results[2][step]), codec
-        assert not torch.equal(results[0][3], results[1][3])
+        assert not torch.equal(results[0][3], results[1][3]), codec
 
 
 def test_in_shared_memory_large_parameters_state_and_buffers_are_averaged_too():
@@ -196,13 +199,19 @@ def test_workers_of_one_host_share_memory_where_they_can(monkeypatch):
         monkeypatch.setattr(_host, "_host_identity", str)
         return blocks()
 
-    expected = run_ranks(3, blocks, shared_memory=False)[0][1]
-    cannot = [elsewhere, unreadable, without_memory, on_a_twin, on_no_linux]
-    for run_one in [blocks, *cannot]:
-        for shares, values in run_ranks(3, run_one):
+    def run_all():
+        found = []
+        for run_one in cases:
+            found.append(run_one())
+            monkeypatch.undo()
+        return found, blocks(shared_memory=False)[1], blocks(codec="int8")[0]
+
+    cases = [blocks, elsewhere, unreadable, without_memory, on_a_twin, on_no_linux]
+    for found, expected, shares_codes in run_ranks(3, run_all):
+        for run_one, (shares, values) in zip(cases, found, strict=True):
             assert shares == (run_one is blocks), run_one
             torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)
-    assert not run_ranks(3, blocks, codec="int8")[0][0]
+        assert not shares_codes
 
 
 def test_sharing_memory_takes_no_group_and_a_group_of_ours_waits_no_longer_than_the_given():
@@ -234,13 +243,15 @@ def test_in_shared_memory_a_worker_that_is_not_finite_is_left_out():
         assert spread == pytest.approx(5**0.5)
 
 
-@pytest.mark.parametrize(
-    ("codec", "near"), [("bfloat16", 0.01), ("int8", 0.02), ("int4", 0.2), ("ternary", 0.7)]
-)
-def test_what_rounding_loses_comes_with_the_next_block(codec, near):
-    exact = run_ranks(2, run, "LocalSGD", {}, 3, 60)[0][-1]
-    rounded = run_ranks(2, run, "LocalSGD", {}, 3, 60, codec=codec)[0][-1]
-    assert 0 < (rounded - exact).abs().max() < near
+def test_what_rounding_loses_comes_with_the_next_block():
+    near = {"bfloat16": 0.01, "int8": 0.02, "int4": 0.2, "ternary": 0.7}
+
+    def each_codec():
+        return [run("LocalSGD", {}, 3, 60, codec=codec)[-1] for codec in ("float32", *near)]
+
+    exact, *rounded = run_ranks(2, each_codec)[0]
+    for codec, values in zip(near, rounded, strict=True):
+        assert 0 < (values - exact).abs().max() < near[codec], codec
 
 
 @pytest.mark.parametrize("name", OUTER)
@@ -630,10 +641,10 @@ def test_one_worker_may_use_the_anchor_alone():
     assert not torch.equal(seen, after)
 
 
-@pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4", "ternary"])
-@pytest.mark.parametrize("size", [1.25, 1.45, 1.55])
-def test_rounding_does_not_change_the_cosine(codec, size):
-    def cosine():
+def test_rounding_does_not_change_the_cosine():
+    cases = list(itertools.product(["bfloat16", "int8", "int4", "ternary"], [1.25, 1.45, 1.55]))
+
+    def cosine(codec, size):
         draw = torch.Generator().manual_seed(dist.get_rank())
         common = torch.arange(40_000) % 10 < 3  # moves of one size, as Adam's; 3 in 10 are alike
         own = torch.rand(40_000, generator=draw) < 0.5
@@ -643,7 +654,9 @@ def test_rounding_does_not_change_the_cosine(codec, size):
         optimizer.step()
         return optimizer.snapshot()["cosine"]
 
-    assert run_ranks(2, cosine) == pytest.approx([0.3, 0.3], abs=0.02)
+    for found in run_ranks(2, lambda: [cosine(*case) for case in cases]):
+        for case, value in zip(cases, found, strict=True):
+            assert value == pytest.approx(0.3, abs=0.02), case
 
 
 def test_drift_is_that_of_the_differences():

@@ -62,7 +62,7 @@ def of_own_speed(**options):
         patch.setattr(StepClock, "seconds_per_step", lambda clock, step: seconds)
         patch.setattr(OwnSchedule, "is_late", lambda schedule, seconds: False)
         every = mh.Seconds(0.02, first=3, own_steps=True)
-        _, positions, *_ = found = epochs(2, samples=1001, every=every, **options)
+        _, positions, *_ = found = epochs(2, samples=501, every=every, **options)
         return *found, len(positions)
 
 
@@ -71,7 +71,7 @@ def test_workers_of_different_speed_take_different_amounts(options):
     found = run_ranks(3, of_own_speed, **options)
     for epoch in range(2):
         trained = [sample for seen, *_ in found for sample in seen[epoch]]
-        assert sorted(trained) == list(range(1001))
+        assert sorted(trained) == list(range(501))
     assert found[0][3] == found[1][3] == found[2][3]
     first, second, third = (steps for *_, steps in found)
     assert first > 2 * second > 2 * third

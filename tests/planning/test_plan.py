@@ -861,10 +861,10 @@ def test_the_lines_to_paste_run():
     for several in (False, True):
         rows = mh.plan(model := build(), made(model, several), 2).rows
         alone = run_ranks(1, trained, "", several)[0]
-        for row in rows:
-            for rank in run_ranks(2, trained, row.code, several):
-                for a, b in zip(rank, alone, strict=True):
-                    torch.testing.assert_close(a, b)
+        for rank in run_ranks(2, lambda: [trained(row.code, several) for row in rows]):  # noqa: B023
+            for row, found in zip(rows, rank, strict=True):
+                for a, b in zip(found, alone, strict=True):
+                    torch.testing.assert_close(a, b, msg=row.code)
     assert rows[2].code == "model, optimizers = mh.shard(model, optimizers, level=2)"
 
 

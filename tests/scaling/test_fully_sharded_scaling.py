@@ -174,12 +174,12 @@ RULES = [
 @pytest.mark.parametrize("how", [pytest.param(ONE, marks=pytest.mark.long), NESTED, WRAPPED])
 @pytest.mark.parametrize(("rule", "optim", "options"), RULES[:2])
 def test_statistics_and_training_are_those_of_ddp(how, rule, optim, options):
-    check_equal_to_ddp(2, how, rule, optim, options, steps=8)
+    check_equal_to_ddp(2, how, rule, optim, options)
 
 
 @pytest.mark.parametrize(("rule", "optim", "options"), RULES[:2])
 def test_four_ranks_of_which_some_hold_nothing_of_a_parameter(rule, optim, options):
-    check_equal_to_ddp(4, WRAPPED, rule, optim, options)
+    check_equal_to_ddp(4, WRAPPED, rule, optim, options, steps=4)
 
 
 @pytest.mark.long
@@ -201,7 +201,7 @@ def test_an_undivided_loss_is_divided_by_hand():
 
 @pytest.mark.parametrize(("rule", "optim", "options"), RULES[:2])
 def test_replicas_of_shards_are_counted_once(rule, optim, options):
-    check_equal_to_ddp(4, HYBRID, rule, optim, options, passes=2, sync_all=False)
+    check_equal_to_ddp(4, HYBRID, rule, optim, options, passes=2, sync_all=False, steps=4)
 
 
 @pytest.mark.parametrize(
@@ -393,8 +393,8 @@ def test_state_continues_bitwise(rule, optim, options):
             return model, optimizer, StepLR(optimizer, 2, gamma=0.5)
 
         model, optimizer, scheduler = made()
-        for step, batch in enumerate(batches(12)):
-            if step == 7 and interrupted:
+        for step, batch in enumerate(batches(8)):
+            if step == 5 and interrupted:
                 states = [thing.state_dict() for thing in (model, optimizer, scheduler)]
                 model, optimizer, scheduler = made()
                 for thing, state in zip((model, optimizer, scheduler), states, strict=True):

@@ -49,7 +49,7 @@ def wrapped(how, rule, optim, **options):
     return DDP(model), optimizer
 
 
-def train(how, rule, optim, options, passes=1, sync_all=False, scaler=None, steps=8):
+def train(how, rule, optim, options, passes=1, sync_all=False, scaler=None, steps=6):
     """Every step's gain, noise and factor, and the parameters."""
     model, optimizer = wrapped(
         how, lambda o: rule(o, num_gradients_to_accumulate=passes), optim, **options

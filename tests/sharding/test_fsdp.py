@@ -211,7 +211,9 @@ def test_clipping_is_that_of_the_whole_gradient(norm_type):
     compare(clipping(clip))
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 3.0, float("inf")])
+@pytest.mark.parametrize(
+    "norm_type", [2.0, pytest.param(3.0, marks=pytest.mark.long), float("inf")]
+)
 def test_clipping_with_torchs_function_is_right_and_returns_a_plain_number(norm_type, monkeypatch):
     def clip(model):
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
