@@ -115,11 +115,11 @@ def test_numbers_are_those_of_the_plain_optimizer(name, workers):
     def sharded():
         model = wrapped()
         optimizer = make(name, model)
-        train(model, optimizer, range(7), dist.get_rank(), workers)
+        train(model, optimizer, range(4), dist.get_rank(), workers)
         return values(model)
 
     model = new_net()
-    train(model, make(name, model, sharded=False), range(7))
+    train(model, make(name, model, sharded=False), range(4))
     for state in run_ranks(workers, sharded):
         assert flat(state) == close_to(model.state_dict())
 
