@@ -86,7 +86,7 @@ def largest_micro_batch(
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     random = random_state()
     try:
-        return _largest_that_fits(fits, least, most)
+        return _largest_pass_that_fits(fits, least, most)
     finally:
         set_random_state(random)
         with torch.no_grad():
@@ -94,7 +94,7 @@ def largest_micro_batch(
                 buffer.copy_(before)
 
 
-def _largest_that_fits(fits: Callable[[int], bool], least: int, most: int) -> int:
+def _largest_pass_that_fits(fits: Callable[[int], bool], least: int, most: int) -> int:
     """Return the largest size that fits, or a little less."""
     if not fits(least):
         raise ValueError(

@@ -77,7 +77,7 @@ class ShardedDataParallel(ModuleWrapper):
         optimizer = optimizer or sharded_optimizer
         given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._optimizers = [find_oss(one) for one in given]
-        check_optimizers(module, self._optimizers, process_group)
+        check_module_and_oss(module, self._optimizers, process_group)
         self.module = module
         self.process_group = process_group or self._optimizers[0].group
         self.broadcast_buffers = broadcast_buffers
@@ -281,7 +281,9 @@ def _add_module_prefix(
 # -- what a ShardedDataParallel is given -----------------------------------------------------------
 
 
-def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], group: GroupLike | None) -> None:
+def check_module_and_oss(
+    module: nn.Module, optimizers: Sequence[OSS], group: GroupLike | None
+) -> None:
     """Raise unless these optimizers hold what the module trains, and nothing else."""
     if not optimizers:
         raise ValueError("ShardedDataParallel needs at least one optimizer, got an empty list.")
