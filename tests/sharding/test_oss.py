@@ -48,6 +48,7 @@ def tensor_rate(model, make):
     return [make(model.parameters(), torch.optim.Adam, lr=torch.tensor(0.02), foreach=False)]
 
 
+WORKERS = 2  # where no test names another number
 BUILDS = {
     "foreach": one(AdamW, lr=0.02, foreach=True),
     "fused": one(AdamW, lr=0.02, fused=True),
@@ -84,9 +85,9 @@ def test_any_optimizer_and_option_is_the_plain_run():
                     assert optimizers[0].layout == "even"
         return result
 
-    ranks = run_ranks(3, run)
+    ranks = run_ranks(WORKERS, run)
     for name, build in BUILDS.items():
-        _, expected = train_alone(build, 3, passes=2)
+        _, expected = train_alone(build, WORKERS, passes=2)
         for way in AROUND_OSS:
             what = f"{name}, {way}"
             assert_same([r[what] for r in ranks], list(expected.parameters()), what)
@@ -160,7 +161,7 @@ def training(make, way, act=None, *, build=two_rates, steps=6, model=make_model,
         options = {"warn_on_trainable_params_changed": False} if "Sharded" in way else {}
         wrapped = wrap(way, module, [optimizer], **options)
     else:
-        workers = 3
+        workers = WORKERS
     x, y = make_batches(steps, 1, workers, dtype=next(module.parameters()).dtype)
     for step in range(steps):
         if act is not None:
@@ -187,7 +188,7 @@ def check(act, *, ways=AROUND_OSS, exact_groups=True, **options):
             result[way] = copied(module.parameters()), groups_of(optimizer)
         return result
 
-    ranks = run_ranks(3, run)
+    ranks = run_ranks(WORKERS, run)
     expected, optimizer = training(plain, None, act, **options)
     for way in ways:
         assert_same([r[way][0] for r in ranks], list(expected.parameters()), way)
