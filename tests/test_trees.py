@@ -121,8 +121,19 @@ WRAPS = {
 }
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("workers", [1, 2])
+ONE_WORKER_SHOWS = ("FSDP in bfloat16", "FSDP of float32 inputs")
+
+
+@pytest.mark.parametrize(
+    ("workers", "wrap"),
+    [
+        *((1, wrap) for wrap in WRAPS),
+        *(
+            pytest.param(2, wrap, marks=[pytest.mark.long] * (wrap in ONE_WORKER_SHOWS))
+            for wrap in WRAPS
+        ),
+    ],
+)
 def test_containers_go_through_a_wrapper_unchanged_in_type(wrap, workers):
     torch.manual_seed(1)
     x = torch.randn(3, 4)

@@ -94,6 +94,7 @@ def test_a_state_dict_continues_bitwise_in_mid_block(name):
     run_ranks(2, go)
 
 
+@pytest.mark.few(3)
 @contract
 def test_a_checkpoint_continues_on_more_workers_with_the_same_anchor_and_memories(name, tmp_path):
     def first():
