@@ -37,7 +37,7 @@ class Binding:
         self._before: dict[str, object] | None = None
 
     def claim(self, rule: Optimizer) -> None:
-        """Let the next rule that is made around this optimizer find this one."""
+        """Mark the optimizer as this rule's: `rule_of` finds it, and a second rule is refused."""
         vars(self.optimizer)["_manyhands_rule"] = weakref.ref(rule)  # weak: no cycle
 
     def patch(self, rule: Optimizer) -> None:
@@ -77,7 +77,7 @@ class Binding:
         return self._before is not None
 
     def release(self) -> None:
-        """Give the optimizer back as it was."""
+        """Give the optimizer its own methods back, and remove the mark: the rule was unhooked."""
         attributes = vars(self.optimizer)
         attributes.pop("_manyhands_rule", None)
         if self._before is not None:

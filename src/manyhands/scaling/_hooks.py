@@ -203,7 +203,7 @@ class GradientHooks:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not measure the passes inside."""
+        """Do not measure the backward passes inside, as their samples were measured before."""
         self._paused = True
         try:
             yield
@@ -226,7 +226,7 @@ class GradientHooks:
         return replayed
 
     def reset(self) -> None:
-        """Drop what was measured: another pass begins."""
+        """Drop a pass's norms: they are in the step's sums by now, or they are not wanted."""
         self.norms, self.partial_sums, self.held, self.valid = {}, {}, {}, True
         self._elements = 0
 
@@ -238,12 +238,12 @@ class GradientHooks:
         return self.norms
 
     def multiply_norms(self, factor: float) -> dict[int, Norm]:
-        """Multiply the norms of the pass, and return them."""
+        """Multiply the pass's norms by its weight in a `WeightedMean`, and return them."""
         self.norms = {index: each * factor for index, each in self.norms.items()}
         return self.norms
 
     def enter(self, index: int, task: int) -> None:
-        """Note that `task` runs now. Its first gradient is that of the parameter `index`."""
+        """React to the first gradient of a backward pass (`task`), of the parameter `index`."""
         self.first_index = index
         self.passes.enter(task)
         if not self._on_cpu:
@@ -260,11 +260,9 @@ class GradientHooks:
             self.measure_held()
 
     def measure_held(self) -> None:
-        """Measure the gradients that are held.
-
-        If somebody has changed one meanwhile (a hook on `.grad`), this step's statistics are
-        spoiled, this once: from now on that parameter's gradient is measured as it comes.
-        """
+        """Measure the gradients that are held."""
+        # If somebody has changed one meanwhile (a hook on `.grad`), this step's statistics are
+        # spoiled, this once: from now on that parameter's gradient is measured as it comes.
         if not self.held:
             return
         changed = {i for i, (grad, version) in self.held.items() if grad._version != version}
@@ -275,13 +273,11 @@ class GradientHooks:
         self.held, self._elements = {}, 0
 
     def _on_repeated_gradient(self, index: int, grad: Tensor) -> None:
-        """Add the second part of a gradient that comes in parts.
-
-        A reentrant checkpoint that runs its parameter again causes this. The first part was
-        measured and not kept. If `.grad` has the norm that was measured, `.grad` is the first part
-        alone. If not, this step's statistics are spoiled, this once: from now on, parts of this
-        parameter's gradient are summed.
-        """
+        """Add the second part of a gradient that comes in parts."""
+        # A reentrant checkpoint that runs its parameter again causes this. The first part was
+        # measured and not kept. If `.grad` has the norm that was measured, `.grad` is the first
+        # part alone. If not, this step's statistics are spoiled, this once: from now on, parts of
+        # this parameter's gradient are summed.
         self._repeated.add(index)
         first = self._params[index].grad
         measured = float(self.norms.pop(index))
@@ -332,10 +328,8 @@ def _can_have_gradient(param: Tensor) -> bool:
 
 
 def _accumulator(param: Tensor) -> Node:
-    """Return the node that adds to `param.grad`.
-
-    A frozen parameter gets one too, so that it is measured once it is unfrozen.
-    """
+    """Return the node that adds to `param.grad`."""
+    # A frozen parameter gets one too, so that it is measured once it is unfrozen.
     frozen = not param.requires_grad
     if frozen:  # torch makes the node only for a tensor that requires a gradient
         param.requires_grad_(True)
@@ -471,10 +465,8 @@ def _with_subclasses(cls: type) -> set[type]:
 def _names_by_module(
     modules: Sequence[FSDPModule], index_of: dict[int, int]
 ) -> dict[FSDPModule, dict[int, ParameterName]]:
-    """Return, for each module that `fully_shard` was called on, the parameters that it shards.
-
-    These are our parameters in the module itself, and not in a sharded module further inside.
-    """
+    """Return, for each module that `fully_shard` was called on, the parameters that it shards."""
+    # These are our parameters in the module itself, and not in a sharded module further inside.
     stops = set(map(id, modules))
     owned: dict[FSDPModule, dict[int, ParameterName]] = {}
     for fsdp_module in modules:
@@ -500,11 +492,13 @@ def _walk(module: nn.Module, stops: set[int]) -> Iterator[nn.Module]:
 def _missing(
     owned: dict[FSDPModule, dict[int, ParameterName]], index_of: dict[int, int]
 ) -> list[int]:
+    """Return the indices of the sharded parameters that no module of `fully_shard` holds."""
     found = {i for names in owned.values() for i in names}
     return [i for i in index_of.values() if i not in found]
 
 
 def _check_found(params: Sequence[Tensor], missing: Sequence[int], number: int) -> None:
+    """Raise if parameters are missing: their gradients would not be measured."""
     if missing:
         raise ValueError(
             f"{len(missing)} of {number} sharded parameters (the first has shape "

@@ -128,10 +128,7 @@ class MeanGradient:
         return LocalNumbers([0.0] * (2 * self._groups), 1)
 
     def measure(
-        self,
-        squares: Tensor | None,
-        norms: Mapping[int, Norm],
-        facts: StepFacts,
+        self, squares: Tensor | None, norms: Mapping[int, Norm], facts: StepFacts
     ) -> LocalNumbers:
         """Measure the mean gradient, and return this rank's numbers of the step.
 
@@ -149,7 +146,7 @@ class MeanGradient:
         return LocalNumbers(numbers, small_batches, shared_square)
 
     def _correct(self, numbers: Tensor, squares: Tensor | None, facts: StepFacts) -> Tensor:
-        """Add the passes before, and undo what the gradients were multiplied by."""
+        """Add the squares of the passes before, and undo loss scale and division by passes."""
         groups = self._groups
         if squares is not None:
             numbers[:groups] += squares
@@ -161,11 +158,9 @@ class MeanGradient:
         return numbers
 
     def _local_squares_and_mean(self, norms: Mapping[int, Norm]) -> tuple[Numbers, Norm]:
-        """Return sums per group (local squares, then this rank's part of |G|^2); the shared square.
-
-        `norms` are those of this rank's last pass. All squares are summed in one call, because
-        operations on small tensors cost the same whatever their size.
-        """
+        """Return local squares and this rank's part of |G|^2, per group; and the shared square."""
+        # `norms` are those of this rank's last pass. All squares are summed in one call, because
+        # operations on small tensors cost the same whatever their size.
         grads = [param.grad for param in self._params]
         whole = self._whole_gradients(grads)
         common = {i: whole[i] for i in self._common_indices if i in whole}

@@ -347,14 +347,12 @@ class NoiseAverage:
         )
 
     def _before(self, sums: NormSums) -> NoiseAverage:
-        """Return the average that a step is added to: this one, or one that restarts.
-
-        Comparing consecutive gradients is the worse measurement, so its values are dropped as soon
-        as a step has several gradients of its own. And plain and preconditioned norms differ by
-        orders of magnitude, so a change between them restarts the average. adaptdl mixes the two
-        (`mix_norm_kinds`) when it begins to precondition; a change back to plain norms, after the
-        optimizer was reset, restarts even then.
-        """
+        """Return the average that a step is added to: this one, or one that restarts."""
+        # Comparing consecutive gradients is the worse measurement, so its values are dropped as
+        # soon as a step has several gradients of its own. And plain and preconditioned norms differ
+        # by orders of magnitude, so a change between them restarts the average. adaptdl mixes the
+        # two (`mix_norm_kinds`) when it begins to precondition; a change back to plain norms, after
+        # the optimizer was reset, restarts even then.
         kinds_must_match = sums.norm_kind != "preconditioned" or not self.mix_norm_kinds
         kind_changed = sums.norm_kind != self.norm_kind and kinds_must_match
         restart = kind_changed or (self.consecutive and not sums.consecutive)
@@ -370,14 +368,9 @@ class NoiseAverage:
         return noise_over_limit(estimate(sums), old.raw_sqr, old.raw_var, sums.small_batches)
 
     def with_settings(
-        self,
-        *,
-        debiased: bool,
-        smoothing: float,
-        mix_norm_kinds: bool,
-        var_floor: float,
+        self, *, debiased: bool, smoothing: float, mix_norm_kinds: bool, var_floor: float
     ) -> NoiseAverage:
-        """Return the same average, to be continued in this way."""
+        """Return the same values, continued with these settings: at the start, or after loading."""
         kind = DebiasedAverage if debiased else PaperAverage
         return replace(
             self,

@@ -132,6 +132,7 @@ class NoiseScale:
             self._watch(optimizer, prepared)
 
     def _begin_measurement(self) -> None:
+        """Set the results, and what is under way, to nothing: when this object is made."""
         self._moments = NoiseMoments()
         self._consecutive = False  # whether the moments are of consecutive gradients
         self._in_flight: SentStep | None = None  # the last step's, on their way to the host
@@ -141,7 +142,7 @@ class NoiseScale:
         self._stop_watching: Callable[[], object] | None = None
 
     def _watch(self, optimizer: Optimizer, prepared: PreparedOptimizer | None) -> None:
-        """React to the optimizer's steps."""
+        """Register a hook, by which this object learns of every `step` of the optimizer."""
         if prepared is not None:
             # it may have no hooks: the one inside is stepped once for all passes of a step
             optimizer = unwrap(prepared.optimizer, every_layer=True)[-1]
@@ -152,11 +153,9 @@ class NoiseScale:
     def _before_step(
         self, _: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-        """React to `optimizer.step(*args, **kwargs)`; the optimizer itself is `args[0]`.
-
-        With a closure, the gradients are computed inside `step`. The closure is
-        replaced by one that also measures them.
-        """
+        """React to `optimizer.step(*args, **kwargs)`; the optimizer itself is `args[0]`."""
+        # With a closure, the gradients are computed inside `step`. The closure is replaced by one
+        # that also measures them.
         if callable(closure := kwargs.get("closure")):
             return args, {**kwargs, "closure": self._watch_closure(closure)}
         if len(args) > 1 and callable(args[1]):
@@ -222,10 +221,8 @@ class NoiseScale:
             warnings.warn(f"NoiseScale leaves a step out: {problem}", stacklevel=2)
 
     def _receive(self, sent: SentStep) -> None:
-        """Start to copy a step's numbers to the host, and add those of the step before.
-
-        The numbers of the step before have long arrived, so this does not wait for a device.
-        """
+        """Start to copy a step's numbers to the host, and add those of the step before."""
+        # The numbers of the step before have long arrived, so this does not wait for a device.
         self._add_in_flight()
         sent.start_copy()
         self._in_flight = sent
@@ -378,6 +375,7 @@ class NoiseScale:
 
 
 def _check_ranks_agree(ranks: RankGroup, passes: int, params: Sequence[Tensor]) -> None:
+    """Raise on every rank if they declare other passes or measure other parameters."""
     facts = {
         PASSES: passes,
         "number of parameters": len(params),
@@ -387,6 +385,7 @@ def _check_ranks_agree(ranks: RankGroup, passes: int, params: Sequence[Tensor]) 
 
 
 def _too_few_passes(passes: int, declared: int) -> str:
+    """Return the warning for a step with fewer passes than declared, and what to do."""
     return (
         f"step() after {passes} of {declared} backward passes. If every step has {passes}, pass "
         f"num_gradients_to_accumulate={passes}, or call set_num_gradients_to_accumulate({passes})."

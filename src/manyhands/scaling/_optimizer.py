@@ -93,7 +93,7 @@ class RuleCore:
         self._warned = False
 
     def start(self, inner: Optimizer, norms: PlainNorm, average: NoiseAverage) -> None:
-        """Make what a rule has once it has an optimizer."""
+        """Begin to measure this optimizer, and keep its own methods (`Binding`)."""
         self.inner = inner
         groups = inner.param_groups
         device = next(param.device for group in groups for param in group["params"])
@@ -111,7 +111,7 @@ class RuleCore:
         self.configure(average)
 
     def configure(self, average: NoiseAverage) -> None:
-        """Continue an average in the way that the options ask for."""
+        """Continue this average with the options as they are: at the start, and after loading."""
         batch, options = self.batch, self.options
         self.measure_every = int(options["measure_every"].number)
         self.history.average = average.with_settings(
@@ -175,7 +175,7 @@ class RuleCore:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether a loop that clears in every pass is in mid-step."""
+        """Whether `zero_grad` is to do nothing: its loop calls it in every pass of a step."""
         loop = self.batch.loop
         if loop.said is not None:  # it may clear before a step's first pass, too
             return self.measurement.step.passes > 0
@@ -184,7 +184,7 @@ class RuleCore:
     # -- in a step ---------------------------------------------------------------------------
 
     def complete(self, inner: Optimizer) -> None:
-        """Complete the step, if that is still to be done.
+        """Let `step` have the numbers of all ranks, also if passes are missing here.
 
         A step that is short on all ranks is an error, unless that is allowed. If it is, the
         gradient is the mean of its passes when this returns.
@@ -204,10 +204,8 @@ class RuleCore:
         self.history.short += 1
 
     def _complete_early(self, inner: Optimizer) -> SentStep:
-        """Handle a `step` without all of its backward passes: on every rank, an error.
-
-        Except if other ranks have gradients, and DDP has averaged them with this rank's zeros.
-        """
+        """Handle a `step` without all of its backward passes: on every rank, an error."""
+        # It is none if other ranks have gradients that DDP has averaged with this rank's zeros.
         measurement = self.measurement
         # Mistakes of this rank alone come first, before anything is sent.
         if not measurement.hooks.active:
@@ -229,6 +227,7 @@ class RuleCore:
         raise RuntimeError(f"step() inside no_sync(): run the last of {passes} passes outside it.")
 
     def _raise_no_backward(self, inner: Optimizer) -> NoReturn:
+        """Raise the error of a `step` that no measured gradient came before; it names the cause."""
         if not self.measurement.measures(inner.param_groups):
             raise RuntimeError(
                 "the optimizer's parameters were replaced after it was wrapped. Wrap the one that "
@@ -272,6 +271,7 @@ class RuleCore:
         return 0.0 if sums is None else self.batch.smoothing_for(sums.scale)
 
     def _unscale(self, sums: NormSums | None, loss_scale: float) -> NormSums | None:
+        """Return norms without the loss scale, known only now; None if they mix two of them."""
         if sums is None:
             return None
         if self.loss_scale.update(loss_scale) and sums.consecutive:
@@ -279,11 +279,9 @@ class RuleCore:
         return sums.unscale(loss_scale)
 
     def _period(self) -> int:
-        """Return how many steps the next measured one is to stand for; the same on all ranks.
-
-        Every step is measured where a `Ramp` needs the numbers of each, where consecutive gradients
-        are compared, and after gradients that are not finite.
-        """
+        """Return how many steps the next measured one is to stand for; the same on all ranks."""
+        # Every step is measured where a `Ramp` needs the numbers of each, where consecutive
+        # gradients are compared, and after gradients that are not finite.
         batch, history = self.batch, self.history
         passes = batch.passes * batch.workers
         if self.observer is not None or history.nonfinite_in_a_row or passes == 1:
@@ -292,13 +290,14 @@ class RuleCore:
         return steps_between(self.measure_every, batch.memory_in_steps, held, passes)
 
     def check_not_stuck(self) -> None:
-        """Raise if the gradients of the last steps were not finite."""
+        """Raise if the last steps were all not finite: such a run would go on for nothing."""
         if self.history.nonfinite_in_a_row >= NONFINITE_LIMIT:
             raise RuntimeError(
                 f"{NONFINITE_LIMIT} steps were not finite. Use a GradScaler with AMP."
             )
 
     def _warn_if_exploded(self, sums: NormSums | None) -> None:
+        """Warn, once in a run, of a gradient whose noise is far above all that came before."""
         if sums is None or self._warned or not sums.all_finite:
             return
         over = max(self.history.average.over_limit(sums, self._weight(sums)))
@@ -401,6 +400,7 @@ class ScaledOptimizer(OptimizerWrapper):
             self._core.measurement.check_between_steps(what)
 
     def _check_parameter_groups(self) -> None:
+        """Raise if a group was added to the inner optimizer itself, so that it is not measured."""
         measured = self._core.history.average.groups
         if len(self.param_groups) != measured:
             raise RuntimeError(
@@ -409,6 +409,7 @@ class ScaledOptimizer(OptimizerWrapper):
             )
 
     def _check_own_scale(self, scale: float) -> float:
+        """Return the scale of a whole batch; raise if it is too small for this rule's formula."""
         why = f"It is {type(self).__name__}'s whole batch, in small batches."
         if self._min_scale:
             return real("scale", scale, least=self._min_scale, why=why)
@@ -470,7 +471,7 @@ class ScaledOptimizer(OptimizerWrapper):
             return self._core.measurement.hooks.replay(closure(), closure)
 
     def _complete(self, inner: Optimizer) -> None:
-        """Find out how many passes the step has had, and wait for nothing else."""
+        """Settle how many passes the step has had, and send its numbers if that is to be done."""
         core, batch = self._core, self._core.batch
         core.measurement.check_divided()
         if batch.loop.counts:  # only now is their number final
@@ -562,7 +563,7 @@ def parse_factors(factors: Any, groups: int, rule: object) -> tuple[float, ...]:
 def overridden(
     param_groups: Sequence[ParamGroup], overrides: Sequence[Mapping[str, Any]]
 ) -> Iterator[None]:
-    """Change options of each parameter group, and restore them at the end."""
+    """Change options of the parameter groups, such as the rate, for one `step`; then restore."""
     before: list[tuple[ParamGroup, str, object]] = []
     try:
         for group, options in zip(param_groups, overrides, strict=True):

@@ -347,7 +347,7 @@ class SentStep:
         return sum(known) / len(known) if known else 0.0
 
     def _check_late(self) -> None:
-        """Raise if the other ranks wait for this one."""
+        """Raise instead of waiting forever, if this rank's gradients are odd and nothing comes."""
         if self.anomaly is not None:
             self.anomaly.wait(self.pending)
 

@@ -132,6 +132,7 @@ class PreconditionedNorm(PlainNorm):
         self.refresh()
 
     def refresh(self) -> None:
+        """Forget all that was read of the optimizer: its parameters or its state are others now."""
         groups = self._optimizer.param_groups
         self._params = [(group, param) for group in groups for param in group["params"]]
         self._last_warm = 0  # index of a parameter that was warm when it was last checked
@@ -149,6 +150,7 @@ class PreconditionedNorm(PlainNorm):
             self._replica.update()
 
     def optimizer_stepped(self) -> None:
+        """Collect sharded moments anew, and count the step without reading it from a device."""
         if self._replica is not None:
             self._replica.update()
         # The optimizer's own step has added 1 to a count; any later change is somebody else's.
@@ -160,6 +162,7 @@ class PreconditionedNorm(PlainNorm):
         return [[*map(float, (index, *astuple(floor)))] for index, floor in self._floors.items()]
 
     def load_state(self, state: list[list[float]]) -> None:
+        """Continue with the saved floors: found anew, they would belong to a later step."""
         self.refresh()
         self._floors = {
             int(index): MomentFloor(int(period), fraction, float(least), bool(any_below))
@@ -184,11 +187,9 @@ class PreconditionedNorm(PlainNorm):
         return state
 
     def _count(self, index: int) -> float:
-        """Return how many steps a parameter's second moments have seen.
-
-        Reading a count that is on a device (a fused optimizer's) waits for the device. It is read
-        once, and again only if something other than the optimizer's step has changed it.
-        """
+        """Return how many steps a parameter's second moments have seen."""
+        # Reading a count that is on a device (a fused optimizer's) waits for the device. It is read
+        # once, and again only if something other than the optimizer's step has changed it.
         step = self._state_of(index).get("step", 0.0)
         if not isinstance(step, Tensor) or step.device.type == "cpu":
             return float(step)
@@ -205,6 +206,7 @@ class PreconditionedNorm(PlainNorm):
         return self.slices([(i, grad, _whole) for i, grad in zip(indices, grads, strict=True)])
 
     def slices(self, slices: Sequence[GradientSlice]) -> Sequence[Norm]:
+        """Return the norm of each slice; on a device, of many in the same few operations."""
         norms: list[Norm] = []
         together: list[tuple[int, Quotient]] = []
         for index, grad, take_slice in slices:
@@ -340,6 +342,7 @@ class PreconditionedNorm(PlainNorm):
         return torch.div(grad, out.add_(eps), out=out)
 
     def _buffer(self, dtype: torch.dtype, size: int) -> Tensor:
+        """Return the first `size` elements of the scratch memory for results of this dtype."""
         if (dtype, size) not in self._buffers:  # kept, because taking a slice costs an operation
             scratch = self._scratch.setdefault(dtype, torch.empty(BLOCK, dtype=dtype))
             self._buffers[dtype, size] = scratch[:size]
@@ -415,7 +418,7 @@ def _bias_correction(beta: float, step: float) -> float:
 
 
 class ReplicatedDTensorState:
-    """The named tensors of an optimizer's state, and its step counts, for every parameter."""
+    """Whole copies, on every rank, of the second moments that `fully_shard` keeps in shards."""
 
     def __init__(self, optimizer: Optimizer, names: Sequence[str]) -> None:
         self._optimizer = optimizer
@@ -449,7 +452,7 @@ class ReplicatedDTensorState:
                 self._collect(name, message)
 
     def _collect(self, name: str, shares: Sequence[tuple[Tensor, DTensorShards]]) -> None:
-        """Gather one entry of the state for some parameters."""
+        """Gather one entry of the state from all ranks' shards, for one message's parameters."""
         share = shares[0][1]
         own = [local_shard(self._optimizer.state[param][name]) for param, _ in shares]
         ranks = self._ranks_of(share)

@@ -183,7 +183,7 @@ class LoopPort:
     # -- ask ---------------------------------------------------------------------------------
 
     def check_step(self, passes: int, scale_per_pass: float) -> None:
-        """Raise if the rule cannot scale this optimizer so far."""
+        """Raise if the rule could not scale the optimizer for so many passes of this size."""
         self._rule._check_batch(replace(self._core.batch, scale_per_pass=scale_per_pass), passes)
 
     def check_between_steps(self, what: str) -> None:
@@ -359,6 +359,7 @@ class ScalingRuleBase(ScaledOptimizer):
             core.binding.patch(self)
 
     def _bind(self, optimizer: Optimizer) -> None:
+        """Tie the rule to an optimizer: find the ranks, check that they agree, start to measure."""
         core, batch = self._core, self._core.batch
         check_bindable(optimizer, type(self).__name__, ScaledOptimizer)
         norms = self._make_norm(optimizer)
@@ -386,10 +387,8 @@ class ScalingRuleBase(ScaledOptimizer):
             core.binding.patch(self)
 
     def _follow_prepared(self, prepared: PreparedOptimizer) -> None:
-        """Take the number of passes and the gradient scaler from a trainer's optimizer.
-
-        Its own methods become the rule's: the trainer saves, loads and steps that object.
-        """
+        """Take the number of passes and the gradient scaler from a trainer's optimizer."""
+        # Its own methods become the rule's: the trainer saves, loads and steps that object.
         if prepared.unseen is not None:
             why = f"cannot measure gradients under {prepared.unseen}. Use DDP, FSDP2 or OSS."
             raise TypeError(f"{type(self).__name__} {why}")
@@ -401,6 +400,7 @@ class ScalingRuleBase(ScaledOptimizer):
             loss_scale.scaler = prepared.scaler
 
     def _follow(self, loop: Loop) -> None:
+        """Let this loop say from now on which passes make a step; short steps follow from it."""
         batch = self._core.batch
         batch.loop = loop
         batch.begin_step()

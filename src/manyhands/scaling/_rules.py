@@ -211,6 +211,7 @@ class AdamScale(AdaScale):
         return {"second_moment_floor": Option(1e-3, self._second_moment_floor, check=check)}
 
     def _make_norm(self, optimizer: Optimizer) -> PlainNorm:
+        """Return the norm of gradients as this Adam uses them, with the floor of the options."""
         core = self._core
         floor = core.options["second_moment_floor"]
         if core.batch.loop.counts:  # in AdaptiveDataParallel adaptdl's default holds
@@ -275,6 +276,7 @@ class SqrtScale(ScalingRuleBase):
         return math.sqrt(scale)
 
     def _make_norm(self, optimizer: Optimizer) -> PlainNorm:
+        """Return the plain norm; raise if `rescale_adam` was asked of an optimizer unlike Adam."""
         # Adam and AdamW have betas, RMSprop has alpha; any subclass with either will do.
         if self._rescales_adam() and not {"betas", "alpha"} & set(optimizer.defaults):
             raise TypeError(f"rescale_adam=True is not for {type(optimizer).__name__}.")
@@ -331,6 +333,7 @@ class LEGWScale(ScalingRuleBase):
         super().__init__(optimizer, **options)
 
     def _extra_options(self) -> Options:
+        """Return the numbers that the length of the warm-up depends on."""
         # (It is a mistake that is easily made: the optimizer is the third argument.)
         why = "Write LEGWScale(base_warmup_epochs, data_size, optimizer, batch_size=...)."
         return {
@@ -356,6 +359,7 @@ class LEGWScale(ScalingRuleBase):
         return float(known)
 
     def _before_factors(self, skipped: bool) -> None:
+        """Find the baseline's batch size in the first step, if it was no argument."""
         core = self._core
         batch_size = core.options["batch_size"]
         if batch_size.value is not None:
@@ -372,6 +376,7 @@ class LEGWScale(ScalingRuleBase):
         )
 
     def _settings(self) -> dict[str, object]:
+        """Return what `repr` shows: the warm-up's numbers, then those of every rule."""
         known = self._core.options["batch_size"].value
         return {
             "base_warmup_epochs": self._warmup_epochs,

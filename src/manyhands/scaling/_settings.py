@@ -59,7 +59,7 @@ class Option:
     check: Callable[[float], object] = lambda value: None
 
     def __post_init__(self) -> None:
-        # also runs in `dataclasses.replace`, so a damaged state dict is caught here
+        """Check the values, also in `dataclasses.replace`: a damaged state dict is caught here."""
         for value in (self.explicit, self.recorded):
             if value is not None:
                 self.check(value)

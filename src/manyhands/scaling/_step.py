@@ -422,7 +422,7 @@ class Measurement:
         self.hook(param_groups)
 
     def hook(self, param_groups: Sequence[ParamGroup]) -> None:
-        """Measure these parameters, and no others."""
+        """Measure these parameters from now on: at the start, and when a group was added."""
         self._params: list[Tensor] = [p for group in param_groups for p in group["params"]]
         self._mean = MeanGradient(
             param_groups,
@@ -443,7 +443,7 @@ class Measurement:
         return all(a is b for a, b in zip(params, self._params, strict=False))
 
     def unhook(self) -> None:
-        """Stop measuring."""
+        """Stop measuring: remove the hooks from the parameters."""
         self.hooks.remove()
 
     # -- from pass to pass -------------------------------------------------------------------
@@ -476,10 +476,8 @@ class Measurement:
                 )
 
     def _begin_step(self) -> None:
-        """Find out how many passes this step will have, and choose what it measures.
-
-        The result is the same on every rank, also on a rank without a pass.
-        """
+        """Find out how many passes this step will have, and choose what it measures."""
+        # The result is the same on every rank, also on a rank without a pass.
         self.batch.begin_step()
         self.hooks.idle = not self.schedule.due
 
@@ -594,6 +592,7 @@ class Measurement:
         return step.sent
 
     def _facts(self, passes: int) -> StepFacts:
+        """Return what has to be undone in the norms: who divided by the passes, the loss scale."""
         step, batch = self.step, self.batch
         by_user = batch.passes_divided_by_user
         small_batches: float | None = step.small_batches
@@ -686,13 +685,14 @@ class Measurement:
         self._gradient_at_step = last_gradient
 
     def _start_over(self) -> None:
+        """Begin an empty step: the one under way was taken, or its gradients were cleared."""
         if self.previous.candidates:
             self.previous.forget()
         self.hooks.reset()
         self.step = Step()
 
     def check_between_steps(self, what: str) -> None:
-        """Raise in the middle of a step."""
+        """Raise in the middle of a step, where `what`, a call that changes steps, is impossible."""
         if self.step.lacks_last_pass and not self._gradients_cleared():
             raise RuntimeError(
                 f"{what} in the middle of a step, after {self.step.passes} of its backward passes. "
@@ -700,10 +700,8 @@ class Measurement:
             )
 
     def _gradients_cleared(self) -> bool:
-        """Return whether the gradients of this step's passes have been cleared.
-
-        Values are read only if somebody has touched the gradients.
-        """
+        """Return whether the gradients of this step's passes have been cleared."""
+        # Values are read only if somebody has touched the gradients.
         last = self.step.last_gradient
         if last is None or last.grad is None or last.unchanged:
             return False
@@ -716,7 +714,7 @@ class Measurement:
     # -- who divides -------------------------------------------------------------------------
 
     def multiply(self, factor: float) -> None:
-        """Multiply every `.grad` in place."""
+        """Multiply every `.grad` in place: to divide it by the passes, or to undo that."""
         with torch.no_grad():
             for param in self._params:
                 if param.grad is not None:
@@ -739,10 +737,8 @@ class Measurement:
         self._apply_short()
 
     def _norm_of_one(self) -> Tensor:
-        """Return the norm of this rank's shard of one gradient.
-
-        Clipping DTensors in one foreach operation does not change their versions.
-        """
+        """Return the norm of this rank's shard of one gradient."""
+        # Clipping DTensors in one foreach operation does not change their versions.
         shards = (local_shard(p.grad) for p in self._params if p.grad is not None)
         shard = next((each for each in shards if each.numel()), torch.zeros(1))
         return torch.linalg.vector_norm(shard.detach())
@@ -814,6 +810,7 @@ class NoSync:
         self._modules: list[weakref.ref[nn.Module]] | None = None  # None: not searched yet
 
     def __call__(self) -> bool:
+        """Return whether a DDP of these parameters leaves the pass under way unaveraged."""
         if self._modules is None:
             found = modules_holding(self._params, _is_ddp)
             self._modules = [weakref.ref(module) for module, _ in found]

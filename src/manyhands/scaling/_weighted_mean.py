@@ -133,6 +133,7 @@ class WeightedMean:
         not_empty: int,
         passes: int,
     ) -> None:
+        """Keep the numbers of the whole step, on all ranks, that each call's weight is made of."""
         self.total = total
         """The number of tokens in the step, on all ranks."""
         self._factor = factor
@@ -142,6 +143,7 @@ class WeightedMean:
 
     @staticmethod
     def _mistake(numbers: Sequence[float], rule: ScalingRuleBase | None) -> str | None:
+        """Return what is wrong with the counts, or None; the caller raises it."""
         if not numbers or not all(0.0 <= number < float("inf") for number in numbers):
             return f"counts must be one number of at least 0 for each micro-batch, got {numbers}."
         if rule is not None and not rule.port.batch.loop.counts:
@@ -190,6 +192,7 @@ def _divided_by(optimizer: Optimizer | None, rule: ScalingRuleBase | None, passe
 
 
 def _device_of(optimizer: Optimizer | None) -> torch.device:
+    """Return the device for the collective of the counts: that of the parameters, if known."""
     if optimizer is None:
         return torch.accelerator.current_accelerator() or torch.device("cpu")
     innermost = unwrap(optimizer)[-1]
