@@ -1,18 +1,16 @@
 """Killed runs, full disks, damaged files, ranks that do not answer, and jobs that share a path."""
 
+import contextlib
 import errno
 import os
 import pickletools
 import random
 import re
-import resource
-import subprocess
 import sys
 import time
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,29 +18,45 @@ import torch.distributed as dist
 
 import manyhands as mh
 from helpers.checkpoint_oracle import Setup, assert_equal
-from helpers.damage import damage_many, kill_while_saving, release_locks
-from helpers.pages import ROOT
+from helpers.damage import damage_many, flip, kill_while_saving
+from helpers.forge import complete, data_file, only
 from helpers.ranks import raises_on_ranks, run_ranks
-from manyhands.checkpoint import _folder, _safetensors
-from manyhands.errors import RanksDisagree
+from manyhands.checkpoint import _folder, _format
 
 
-def hidden(path):
-    return sorted(p.name for p in path.iterdir() if p.name.startswith(".") and p.name != ".lock")
+def left(path):
+    """Return what is in a folder besides complete checkpoints."""
+    return sorted({p.name for p in path.iterdir()} - {p.name for p in complete(path)})
+
+
+@contextlib.contextmanager
+def room_for(nbytes):
+    """Let a file system take files of so many bytes; a process's limit would be for stores, too."""
+    write = _folder.NewFile.write
+
+    def limited(file, data):
+        if file._file.tell() + len(data) > nbytes:
+            raise OSError(errno.EFBIG, "File too large")
+        write(file, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_folder.NewFile, "write", limited)
+        yield
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_run_killed_at_any_moment_leaves_the_last_complete_one(wait, tmp_path):
+def test_a_run_killed_at_any_moment_leaves_the_last_complete_one(wait, tmp_path, monkeypatch):
     choose = random.Random(wait)
     for _ in range(10):
         kill_while_saving(tmp_path / "run", choose, wait)  # asserts that what loads is of one step
+    monkeypatch.setattr(_folder, "OLD", 0)
     mh.save(tmp_path / "run", value=1)
-    assert hidden(tmp_path / "run") == []  # what was left of the killed is gone
-    assert len(_folder.list_complete(tmp_path / "run")) == 2
+    assert left(tmp_path / "run") == []  # what was left of the killed is gone
+    assert len(complete(tmp_path / "run")) == 2
 
 
-def test_a_run_killed_at_each_file_operation_leaves_a_complete_checkpoint(tmp_path):
+def test_a_run_killed_at_each_file_operation_leaves_a_complete_one(tmp_path, monkeypatch):
     """One operation further each time, until a save comes to its end."""
     path = tmp_path / "run"
     mh.save(path, value=torch.zeros(3), step=0, keep=1)
@@ -61,10 +75,10 @@ def test_a_run_killed_at_each_file_operation_leaves_a_complete_checkpoint(tmp_pa
         mh.save(path, value=torch.full((3,), float(number)), step=number, keep=1)
         os._exit(0)
 
+    monkeypatch.setattr(_folder, "MADE", 0)
     codes = []
     for number in range(1, 200):
         child = get_context("fork").Process(target=save_until, args=(number,))
-        release_locks()
         child.start()
         child.join()
         codes.append(child.exitcode)
@@ -81,7 +95,7 @@ def test_damaged_files_are_refused_and_change_nothing(tmp_path):
         mh.save(tmp_path / "run", **Setup("OSS").train(2).given())
 
     run_ranks(2, write)
-    (source,) = _folder.list_complete(tmp_path / "run")
+    source = only(tmp_path / "run")
     assert damage_many(Setup("plain", seed=3).train(1), source, tmp_path, 100) == []
 
 
@@ -90,11 +104,9 @@ def test_damage_that_one_rank_sees_is_an_error_on_all(tmp_path):
         mh.save(tmp_path / "run", **Setup("OSS").train(2).given(), step=5)
 
     run_ranks(3, write)
-    (source,) = _folder.list_complete(tmp_path / "run")
-    path = source / "worker-00002.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-40_000 if len(data) > 40_000 else -3] ^= 1  # in some tensor
-    path.write_bytes(data)
+    source = only(tmp_path / "run")
+    path = data_file(source, 2)
+    flip(path, "optimizer.0/")
 
     def read():
         setup = Setup("fully_shard", seed=3).train(1)
@@ -104,7 +116,7 @@ def test_damage_that_one_rank_sees_is_an_error_on_all(tmp_path):
         finally:
             assert_equal(setup.held(), before)
 
-    raises_on_ranks(2, ValueError, read, match="worker-00002.safetensors is damaged: the checksum")
+    raises_on_ranks(2, ValueError, read, match="worker-00002-.* is damaged: the checksum")
 
 
 def test_a_missing_file_is_an_error_on_all(tmp_path):
@@ -112,8 +124,8 @@ def test_a_missing_file_is_an_error_on_all(tmp_path):
         mh.save(tmp_path / "run", **Setup("OSS").train(2).given())
 
     run_ranks(2, write)
-    (source,) = _folder.list_complete(tmp_path / "run")
-    (source / "worker-00001.safetensors").unlink()
+    source = only(tmp_path / "run")
+    data_file(source, 1).unlink()
     raises_on_ranks(
         2,
         FileNotFoundError,
@@ -130,20 +142,17 @@ def test_a_full_disk_is_an_error_on_all_and_leaves_the_last(wait, tmp_path):
         setup = Setup("OSS").train(2)
         mh.save(path, **setup.given(), step=2)
         setup.train(1)
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if dist.get_rank() == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
         try:
-            mh.save(path, **setup.given(), step=3, wait=wait).wait()
+            with room_for(2000 if dist.get_rank() == 1 else 10**9):
+                mh.save(path, **setup.given(), step=3, wait=wait).wait()
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
             assert mh.load(path, **setup.given())["step"] == 2 if wait else True
 
     raises_on_ranks(
         2, OSError, go, match="no room for the checkpoint .* Earlier checkpoints are unchanged"
     )
-    assert hidden(path) == []
-    assert [p.name for p in _folder.list_complete(path)] == ["000001-step-2"]
+    assert left(path) == []
+    assert [p.name for p in complete(path)] == ["000001-step-2"]
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -154,18 +163,20 @@ def test_a_save_that_one_rank_calls_alone_ends_with_the_groups_timeout(before, t
             mh.save(tmp_path, value=1, process_group=group)
         begun = time.monotonic()
         if dist.get_rank() == 0:
-            with pytest.raises(RuntimeError, match=r"called mh\.save, and not every .* within 2 s"):
+            with pytest.raises(
+                RuntimeError, match=r"has called mh\.save, and rank 1 not within 2 s"
+            ):
                 mh.save(tmp_path, value=2, process_group=group)
         else:
             time.sleep(4)
         return time.monotonic() - begun
 
     assert run_ranks(2, go)[0] < 8
-    assert len(_folder.list_complete(tmp_path)) == before and not hidden(tmp_path)
+    assert len(complete(tmp_path)) == before and not left(tmp_path)
 
 
 def test_a_slow_worker_is_waited_for_longer_than_the_groups_timeout(tmp_path, monkeypatch):
-    write = _safetensors.write
+    write = _format.write
 
     def slowly(*given):
         time.sleep(2 if dist.get_rank() else 0)
@@ -175,19 +186,19 @@ def test_a_slow_worker_is_waited_for_longer_than_the_groups_timeout(tmp_path, mo
         group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
         mh.save(tmp_path, model=torch.nn.Linear(2, 2), process_group=group)
 
-    monkeypatch.setattr(_safetensors, "write", slowly)
+    monkeypatch.setattr(_format, "write", slowly)
     run_ranks(2, go)
-    assert len(_folder.list_complete(tmp_path)) == 1
+    assert len(complete(tmp_path)) == 1
 
 
 def test_ranks_that_call_different_functions_are_an_error(tmp_path):
     mh.save(tmp_path, value=1)
 
     def go():
-        (mh.load if dist.get_rank() else mh.save)(tmp_path)
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+        (mh.load if dist.get_rank() else mh.save)(tmp_path, process_group=group)
 
-    release_locks()
-    raises_on_ranks(2, RanksDisagree, go, match=r"rank 0: mh\.save; rank 1: mh\.load")
+    raises_on_ranks(2, RuntimeError, go, match=r"has called mh\.(save|load), and .* within")
 
 
 def test_the_bytes_in_a_full_disk_error_are_those_of_the_rank(tmp_path, monkeypatch):
@@ -196,51 +207,47 @@ def test_the_bytes_in_a_full_disk_error_are_those_of_the_rank(tmp_path, monkeypa
     def go():
         setup = Setup("OSS").train(1)
         size = sum(t.nbytes for t in setup.held().values())
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
         try:
-            mh.save(tmp_path, **setup.given())
+            with room_for(2000):
+                mh.save(tmp_path, **setup.given())
         except OSError as error:
             (claimed,) = re.findall(r"has ([\d,]+) bytes to write", str(error))
             return int(claimed.replace(",", "")), size
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     def save():
         mh.save(tmp_path, **Setup("OSS").train(1).given())
 
     claims = run_ranks(2, go)
     run_ranks(2, save)
-    (checkpoint,) = _folder.list_complete(tmp_path)
+    checkpoint = only(tmp_path)
     for rank, (claimed, _) in enumerate(claims):
-        written = (checkpoint / f"worker-0000{rank}.safetensors").stat().st_size
+        written = data_file(checkpoint, rank).stat().st_size
         assert 0.5 * written < claimed < written  # the rest is the header
 
 
-@pytest.mark.parametrize("at", ["folder", "token", "file", "index"])
+@pytest.mark.parametrize("at", ["folder", "file", "commit"])
 def test_a_file_system_that_takes_no_more_files_leaves_nothing_half_made(at, tmp_path, monkeypatch):
     mh.save(tmp_path, value=torch.ones(3))
     full = OSError(errno.ENOSPC, "No space left on device")
-    names = {"token": _folder.TOKEN, "file": "worker-00000.safetensors", "index": "index.json"}
-    writer, mkdir = _folder.open_to_write, Path.mkdir
+    names = {"file": "worker-00000", "commit": ".index.json"}
+    opened, mkdir = _folder.open_descriptor, Path.mkdir
 
-    def no_writer(path):
-        if path.name == names.get(at):
+    def no_file(path, *given):
+        if at != "folder" and path.name.startswith(names[at]):
             raise full
-        return writer(path)
+        return opened(path, *given)
 
     def no_folder(path, *given, **options):
-        if at == "folder" and path.name.startswith(_folder.PARTIAL):
+        if at == "folder" and path.name == "000002":
             raise full
         mkdir(path, *given, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_folder, "open_to_write", no_writer)
+        patch.setattr(_folder, "open_descriptor", no_file)
         patch.setattr(Path, "mkdir", no_folder)
-        patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**9))
         with pytest.raises(OSError, match=r"no room .*a limit of files"):
             mh.save(tmp_path, value=torch.zeros(3))
-    assert hidden(tmp_path) == []
+    assert left(tmp_path) == []
     assert mh.load(tmp_path)["value"].tolist() == [1, 1, 1]
 
 
@@ -252,7 +259,7 @@ def test_an_asynchronous_error_surfaces_at_the_next_save(tmp_path, monkeypatch):
         raise full
 
     with monkeypatch.context() as patch:
-        patch.setattr(_safetensors, "write_all", fail)
+        patch.setattr(_folder.NewFile, "write", fail)
         saving = mh.save(tmp_path, model=model, wait=False)
         while not saving.done:
             pass
@@ -260,32 +267,45 @@ def test_an_asynchronous_error_surfaces_at_the_next_save(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no room"):
         mh.save(tmp_path, model=model)
     mh.save(tmp_path, model=model)
-    assert len(_folder.list_complete(tmp_path)) == 1
+    assert len(complete(tmp_path)) == 1
 
 
-@pytest.mark.long
-def test_two_jobs_on_one_path_are_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(_folder, "LOCK_TIMEOUT", 0.3)
-    script = """
-import sys, time, manyhands as mh
-mh.save(sys.argv[1], value=1)
-print("saved", flush=True)
-time.sleep(60)
-"""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        assert job.stdout.readline() == "saved\n"
-        assert mh.load(tmp_path) == {"value": 1}  # anybody may read
-        with pytest.raises(RuntimeError, match=f"another job saves to .* process {job.pid} on"):
-            mh.save(tmp_path, value=2)
-    finally:
-        job.kill()
-        job.wait()
-        job.stdout.close()
-    mh.save(tmp_path, value=2)  # the lock of a dead process is nobody's
-    assert mh.load(tmp_path) == {"value": 2}
+def test_two_jobs_on_one_path_are_an_error_and_keep_their_parts(tmp_path):
+    def save_twice(post, value):
+        return mh.save(tmp_path, value=value, process_group=post)
+
+    def go():
+        rank = dist.get_rank()
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        mine = groups[rank // 2]
+        _folder._process = f"job {rank // 2}"
+        for turn in range(2):  # the first saves, then the second, into the same folder
+            dist.barrier()
+            if rank // 2 == turn:
+                save_twice(mine, turn)
+        dist.barrier()
+        if rank < 2:
+            with pytest.raises(OSError, match="another job or worker saves to"):
+                save_twice(mine, 2)
+        dist.barrier()
+        return mh.load(tmp_path)["value"]
+
+    assert run_ranks(4, go) == [1] * 4
+    assert [p.name for p in complete(tmp_path)] == ["000001", "000002"]
+
+
+def test_leftovers_of_another_job_are_left_until_they_are_old(tmp_path):
+    mh.save(tmp_path, value=1)
+    theirs = tmp_path / "000002"
+    theirs.mkdir()
+    (theirs / "worker-00000-another-1.safetensors").write_bytes(b"begun")
+    mh.save(tmp_path, value=2)
+    assert left(tmp_path) == ["000002"]
+    old = time.time() - _folder.OLD - 1
+    for path in (*theirs.iterdir(), theirs):
+        os.utime(path, (old, old))
+    mh.save(tmp_path, value=3)
+    assert left(tmp_path) == []
 
 
 def test_ranks_that_do_not_share_a_folder_are_an_error(tmp_path):
@@ -295,7 +315,7 @@ def test_ranks_that_do_not_share_a_folder_are_an_error(tmp_path):
 
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-    raises_on_ranks(2, ValueError, save, match="different path|rank 0 writes to")
+    raises_on_ranks(2, ValueError, save, match="Give a path that all ranks share")
 
     def load():
         path = tmp_path / str(dist.get_rank()) / "run"
@@ -320,7 +340,7 @@ def test_no_file_holds_a_pickle_and_none_is_unpickled(tmp_path, monkeypatch):
         monkeypatch.setattr(pickle, name, no)
     monkeypatch.setattr(torch, "load", no)
     mh.load(tmp_path, **setup.given())
-    (checkpoint,) = _folder.list_complete(tmp_path)
+    checkpoint = only(tmp_path)
     for path in checkpoint.iterdir():
         data = path.read_bytes()
         assert data[:2] not in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")

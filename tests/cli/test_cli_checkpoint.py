@@ -6,9 +6,8 @@ from safetensors.torch import load_file
 
 import manyhands as mh
 from helpers.checkpoint_oracle import Setup
-from helpers.forge import content, sign
+from helpers.forge import content, data_file, only, sign
 from helpers.ranks import run_ranks
-from manyhands.checkpoint import _folder
 
 
 @pytest.fixture
@@ -52,14 +51,14 @@ def test_inspect_shows_what_there_is(manyhands, tmp_path):
 
 def test_verify_finds_what_is_damaged(manyhands, tmp_path):
     saved(tmp_path / "run")
-    (checkpoint,) = _folder.list_complete(tmp_path / "run")
-    path = checkpoint / "worker-00001.safetensors"
+    checkpoint = only(tmp_path / "run")
+    path = data_file(checkpoint, 1)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     assert manyhands("inspect", checkpoint).exit_code == 0
     result = manyhands("inspect", checkpoint, "--verify")
-    assert result.exit_code == 1 and "worker-00001.safetensors is damaged" in result.output
+    assert result.exit_code == 1 and "safetensors is damaged" in result.output
 
 
 @pytest.mark.parametrize("way", ["OSS", "fully_shard"])
@@ -113,7 +112,7 @@ def test_what_a_file_says_is_no_command_to_the_terminal(manyhands, tmp_path):
 
 def test_a_forged_class_is_no_command_to_the_terminal(manyhands, tmp_path):
     saved(tmp_path / "run")
-    (checkpoint,) = _folder.list_complete(tmp_path / "run")
+    checkpoint = only(tmp_path / "run")
     told = content(checkpoint)
     told["optimizers"][0]["class"] = "\x1b[31mAdamW"
     sign(checkpoint, told)

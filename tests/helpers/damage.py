@@ -1,5 +1,6 @@
 """Ways to harm a checkpoint, at random, and runs that are killed."""
 
+import json
 import os
 import random
 import shutil
@@ -11,7 +12,6 @@ import torch
 
 import manyhands as mh
 from helpers.ranks import run_ranks
-from manyhands.checkpoint import _folder
 
 KINDS = ("flip", "zero", "truncate", "extend", "remove", "foreign", "empty")
 
@@ -41,6 +41,15 @@ def harm(folder, choose: random.Random):
     else:
         path.write_bytes(data)
     return f"{kind} {path.name} at {at}"
+
+
+def flip(path, prefix):
+    """Change a byte in the middle of the first tensor whose name begins so."""
+    data = bytearray(path.read_bytes())
+    head = 8 + int.from_bytes(data[:8], "little")
+    meta = next(m for name, m in json.loads(data[8:head]).items() if name.startswith(prefix))
+    data[head + sum(meta["data_offsets"]) // 2] ^= 1
+    path.write_bytes(data)
 
 
 def refused(setup, harmed):
@@ -116,9 +125,3 @@ def newest_step(path, size):
         for name, tensor in state.items():
             assert torch.equal(tensor, torch.full_like(tensor, step)), (name, step, tensor)
     return step, sorted(p.name for p in path.iterdir() if not p.name.startswith("."))[-1]
-
-
-def release_locks():
-    """Let other processes save where this one has."""
-    while _folder._held:
-        os.close(_folder._held.popitem()[1])

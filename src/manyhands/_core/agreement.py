@@ -84,20 +84,30 @@ def run_on_all(ranks: RankGroup, action: Callable[[], Result]) -> Result:
     try:
         result = action()
     except Exception as error:
-        kinds = (kind.__name__ for kind in ERROR_TYPES if isinstance(error, kind))
-        problem, text = error, json.dumps([next(kinds, "RuntimeError"), str(error)])
+        problem, text = error, json.dumps(describe_error(error))
     everyone = ranks.all_gather_text(text)
     if problem is not None:
         raise problem
     failed = [(rank, *json.loads(text)) for rank, text in enumerate(everyone) if text]
     if failed:
         _, name, message = failed[0]
-        error_type = next(kind for kind in ERROR_TYPES if kind.__name__ == name)
-        raise error_type(f"rank {', '.join(str(rank) for rank, *_ in failed[:NAMED])}: {message}")
+        raise to_error(
+            name, f"rank {', '.join(str(rank) for rank, *_ in failed[:NAMED])}: {message}"
+        )
     return result  # type: ignore[return-value]
 
 
-def _find_difference(
+def describe_error(error: Exception) -> list[str]:
+    """Return the kind of an error and its message, for other ranks to raise."""
+    kinds = (kind.__name__ for kind in ERROR_TYPES if isinstance(error, kind))
+    return [next(kinds, "RuntimeError"), str(error)]
+
+
+def to_error(name: str, message: str) -> Exception:
+    return next(kind for kind in ERROR_TYPES if kind.__name__ == name)(message)
+
+
+def _difference(
     title: str, values: Sequence[object], names: Sequence[Sequence[str]]
 ) -> tuple[str, Sequence[object]]:
     """Return what differs in one fact, and by rank how; an empty text if it does not differ."""

@@ -266,8 +266,8 @@ class BlocksParts(Protocol):
     """What a checkpoint asks of blocks. Their outer state is equal on all replicas."""
 
     @property
-    def replica(self) -> int:
-        """The number of this rank's replica: each has an optimizer state of its own."""
+    def peers(self) -> list[int]:
+        """The ranks that average with this one, one of each replica, among all processes."""
 
     @property
     def layout(self) -> Sequence[object]:

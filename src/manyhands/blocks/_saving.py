@@ -14,6 +14,7 @@ from dataclasses import astuple, replace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from manyhands._core.state_parts import BELOW, SavedEntries, StatePart
@@ -322,8 +323,10 @@ class OuterStateParts:
         self._options = options
 
     @property
-    def replica(self) -> int:
-        return self._sync.members.workers.rank
+    def peers(self) -> list[int]:
+        members = self._sync.members
+        alone = members.elastic or members.workers.size == 1  # a crew's ranks are not torch's
+        return [dist.get_rank()] if alone else members.workers.ranks
 
     @property
     def layout(self) -> list[object]:

@@ -4,17 +4,13 @@
 load goes through the same stages, from files to objects.
 
     _writing.py  _reading.py  a save and a load, step by step
-    _ranks.py                 the ranks that save or load together, and their replicas in blocks
     _model.py                 a model's tensors, under the names of the plain model
     _optimizer.py             an optimizer's state, by parameter name, and the state of blocks
     _values.py                the user's values, as JSON, and states that foreign code loads
-    _slices.py                this rank's slices of tensors, and which rank writes and reads which
-    _safetensors.py           the format of a file of tensors
-    _index.py                 what the index says, and the reader of all files that it lists
+    _slices.py                this rank's slices of tensors, and which of them it writes and reads
+    _format.py                what is in a data file and in the commit, and how it is written
+    _reader.py                the reader of both
     _folder.py                a folder in which nothing is half written and no link is followed
-
-torch.distributed.checkpoint takes long to import, so _writing.py and _reading.py, which need it,
-are imported when a checkpoint is first saved or loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +26,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands._core import arguments
+from manyhands.checkpoint._reading import load_newest
 from manyhands.checkpoint._values import HasState
+from manyhands.checkpoint._writing import begin_save
 
 __all__ = ["Saving", "load", "save"]
 
@@ -143,9 +141,6 @@ def save(
         **values: anything else that belongs to the run: tensors, numbers, strings, lists, dicts,
             modules, and objects that have `state_dict` and `load_state_dict`.
     """
-    # Here, not at the top: `_writing` imports torch.distributed.checkpoint.
-    from manyhands.checkpoint._writing import begin_save
-
     global _pending
     wait_for_pending()
     # Before any collective: a mistake on one rank must not leave the others waiting.
@@ -206,9 +201,6 @@ def load(
         process_group: the ranks that share the run; all, by default.
         **values: objects to load into, under the names they were saved by.
     """
-    # Here, not at the top: `_reading` imports torch.distributed.checkpoint.
-    from manyhands.checkpoint._reading import load_newest
-
     wait_for_pending()
     optimizers, schedulers = _as_list(optimizer), _as_list(scheduler)
     return load_newest(Path(path), model, optimizers, schedulers, values, process_group)

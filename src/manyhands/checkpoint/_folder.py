@@ -1,19 +1,13 @@
 """A folder of checkpoints, in which nothing is half written and no link is followed.
 
-    000007-step-1200/        the seventh that was saved, complete
-    .partial-000008-0f3a/    being written, or left behind by a run that was killed
-    .pruned-000005/          being removed
-    .lock                    held by the process that saves here, until it ends
+    000007-step-1200/           the seventh that was saved
+      worker-00000-TOKEN...     a file for each rank; the token is unique to the save
+      index.json                the commit: a folder without it is no checkpoint
 
-A name that begins with a dot is never a checkpoint. So a checkpoint appears, and disappears, by one
-rename, which either happens or does not.
-
-One process at a time may save here. The lock is a POSIX lock on the file `.lock`, held from the
-first save until the process ends. The operating system releases it with the process, so no lock is
-ever stale. A crew's worker may be stopped while it holds the lock, and another worker saves in its
-place. So the file names the run of its holder (MANYHANDS_RUN, which `manyhands run` sets), and a
-process of the same run takes the lock over by putting another file under the same name. The former
-holder notices before it publishes.
+No file is renamed but the commit, which is written under another name first. So a checkpoint
+appears by one rename, and disappears by one removal. What a killed run leaves behind is a folder
+without a commit. A later save removes it if it is of the same job, or if nothing was written to it
+for `OLD` seconds. A token begins with the job's mark: so jobs never remove each other's files.
 
 A folder may have been downloaded. So a link in it is not followed, neither to a file nor to a
 checkpoint, and nothing that is opened can be a pipe (which would hang) or a device. The path that
@@ -24,152 +18,189 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
+import hashlib
 import os
 import re
 import shutil
-import socket
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # Windows: two jobs on one path are noticed only when their names collide,
-    fcntl = None  # type: ignore[assignment]  # and a checkpoint may be pruned while it is read
-
-INDEX = "index.json"  # the last file that is written: a folder without it is not a checkpoint
+COMMIT = "index.json"  # the last file that is written: a folder without it is not a checkpoint
 PATTERN = re.compile(r"(\d{6,})(?:-step-(\d+))?")
-PARTIAL, PRUNED = ".partial-", ".pruned-"
-TOKEN = "token"  # a file by which other ranks recognise rank 0's folder
-VISIBLE_AFTER = 3.0  # seconds within which a network file system must show a new file
+OLD = 2 * 3600.0  # seconds after which nobody completes any more what has no commit
+MADE = 60.0  # seconds after which a new folder has a file in it
+# Variables that tell a job from others, also when it is started again.
+JOB_VARIABLES = ("MANYHANDS_RUN", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+
+_process = uuid.uuid4().hex
 
 
-# -- find ------------------------------------------------------------------------------------------
+def new_token() -> str:
+    """Return what makes the names of a save's files unique."""
+    return f"{job_mark()}-{uuid.uuid4().hex[:8]}"
 
 
-def is_checkpoint(path: Path) -> bool:
-    # `lexists`: a link in the place of the index must give its own error, not "no checkpoint".
-    return os.path.lexists(path / INDEX)
+def job_mark() -> str:
+    values = [os.environ.get(name, "none") for name in JOB_VARIABLES]
+    known = [value for value in values if value not in ("", "none")]
+    return hashlib.sha256("/".join(known or [_process]).encode()).hexdigest()[:8]
 
 
-def list_complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder, oldest first, without links to checkpoints."""
-    return [path for path in _list_named(folder) if is_folder(path)]
+class Folder:
+    """A folder of checkpoints in the file system. A checkpoint is named by its place in it."""
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
-def _list_named(folder: Path) -> list[Path]:
-    """Return what has the name and the index of a complete checkpoint, oldest first."""
-    try:
-        names = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    # By the number at the beginning, not by step: a run may go back to an earlier step.
-    numbered = [(int(found[1]), name) for name in names if (found := PATTERN.fullmatch(name))]
-    return [folder / name for _, name in sorted(numbered) if is_checkpoint(folder / name)]
+    def list_complete(self) -> list[str]:
+        """Return the names of complete checkpoints, oldest first."""
+        # By the number at the beginning, not by step: a run may go back to an earlier step.
+        found = [(int(m[1]), m[0]) for m in map(PATTERN.fullmatch, self.names()) if m]
+        return [name for _, name in sorted(found) if self.has_commit(name)]
 
-
-def resolve_link(path: Path) -> Path:
-    """Return a checkpoint that the user names. It may be a link; nothing inside it may be one."""
-    return Path(os.path.realpath(path)) if path.is_symlink() else path
-
-
-def find_newest(path: Path) -> Path:
-    """Return the checkpoint that a path means: itself, or the newest complete one in it."""
-    if is_checkpoint(path):
-        return resolve_link(path)
-    found = _list_named(path)
-    if found and not is_folder(found[-1]):
-        raise ValueError(f"the newest checkpoint in {path}, {found[-1].name}, is a link. Name it.")
-    if found:
+    def find_newest(self) -> str:
+        """Return the newest complete checkpoint, or "" if the folder itself is a checkpoint."""
+        if self.has_commit(""):
+            return ""
+        found = self.list_complete()
+        if not found:
+            self.check_is_folder()
+            raise FileNotFoundError(
+                f"{self.path} has no complete checkpoint. Give the folder that mh.save was given."
+            )
+        if self.is_link(found[-1]):
+            raise ValueError(
+                f"the newest checkpoint in {self.path}, {found[-1]}, is a link. Name it."
+            )
         return found[-1]
-    # The rest finds out why there is none.
-    if not path.exists():
-        raise FileNotFoundError(f"there is no {path}. Give the path that mh.save was given.")
-    if not path.is_dir():
-        raise ValueError(f"{path} is a file, and a checkpoint of manyhands is a folder.")
-    raise FileNotFoundError(
-        f"{path} has no complete checkpoint. Give the folder that mh.save was given."
-    )
 
+    def begin(self, number: int | None, step: int | None) -> int:
+        """Return the number of the next checkpoint, or the one that is given.
 
-# -- write -----------------------------------------------------------------------------------------
+        Remove what killed runs have left behind.
+        """
+        if self.has_commit(""):
+            raise ValueError(
+                f"{self.path} is one checkpoint. Give the folder around it: {self.path.parent}."
+            )
+        begun = "" if number is None else self.name_of(number, step)  # by other ranks, perhaps
+        last = 0
+        for name in self.names():
+            if not (match := PATTERN.fullmatch(name)):
+                continue
+            if name != begun and not self.has_commit(name) and self._may_remove(name):
+                self.remove(name)
+            else:
+                last = max(last, int(match[1]))
+        return number or last + 1
 
+    def _may_remove(self, name: str) -> bool:
+        """Return whether a folder without a commit is this job's, or old."""
+        files = self.sizes(name)
+        ours = any(f"-{job_mark()}-" in file for file in files)
+        return not self.is_link(name) and (ours or self.age(name) > (OLD if files else MADE))
 
-def begin(folder: Path, step: int | None, token: str) -> tuple[str, str]:
-    """Make the hidden folder for the next checkpoint; return its name now, and its final name."""
-    # Remove what killed runs have left behind.
-    if is_checkpoint(folder):
-        raise ValueError(f"{folder} is one checkpoint. Give the folder around it: {folder.parent}.")
-    folder.mkdir(parents=True, exist_ok=True)
-    take_lock(folder)
-    last = 0
-    for name in os.listdir(folder):
-        # Safe under the lock: no live process is writing them.
-        if name.startswith((PARTIAL, PRUNED)):
-            remove(folder / name)
-        elif found := PATTERN.fullmatch(name):
-            last = max(last, int(found[1]))
-    name = f"{last + 1:06d}" + ("" if step is None else f"-step-{step}")
-    # The token makes the name unique: a process that was stopped may still write to an older one.
-    partial = folder / f"{PARTIAL}{last + 1:06d}-{token[:8]}"
-    try:
-        partial.mkdir()
-        with open_to_write(partial / TOKEN) as file:
-            file.write(token.encode())
-    except BaseException:
-        remove(partial)
-        raise
-    return partial.name, name
+    @staticmethod
+    def name_of(number: int, step: int | None) -> str:
+        return f"{number:06d}" + ("" if step is None else f"-step-{step}")
 
+    def check_ours(self, name: str, token: str) -> None:
+        """Raise if another save has made this checkpoint, or removed our files."""
+        if self.has_commit(name) or not any(f"-{token}." in file for file in self.sizes(name)):
+            raise OSError(
+                f"another job or worker saves to {self.path}, too, and has written {name}. Give "
+                "each job a path of its own. This checkpoint is dropped; theirs are complete."
+            )
 
-def check_shared(partial: Path, token: str) -> None:
-    """Raise ValueError if this rank does not see the folder that rank 0 has made."""
-    deadline = time.monotonic() + VISIBLE_AFTER
-    while True:
+    def prune(self, keep: int | None) -> None:
+        """Remove all but the newest `keep` checkpoints."""
+        for old in self.list_complete()[: -keep if keep else 0]:
+            if not self.is_link(old):
+                with contextlib.suppress(OSError):
+                    self.remove(old)
+
+    # -- the file system -----------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Return the names in the folder."""
         try:
-            with open_to_read(partial / TOKEN) as file:
-                # One byte more than the token, so that a longer file is not taken for it.
-                if file.read(len(token) + 1) == token.encode():
-                    return
-        except OSError:
-            pass
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.05)
-    raise ValueError(
-        f"{partial.parent} on {socket.gethostname()} is not the folder that rank 0 writes to. "
-        "Give a path that all ranks share."
-    )
+            return os.listdir(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
+    def has_commit(self, name: str) -> bool:
+        # `lexists`: a link in the place of the commit must give its own error, not "no checkpoint".
+        return os.path.lexists(self.path / name / COMMIT)
 
-def publish(partial: Path, name: str) -> Path:
-    """Turn the hidden folder into a checkpoint, in one rename."""
-    final = partial.parent / name
-    check_lock(partial.parent)
-    (partial / TOKEN).unlink(missing_ok=True)
-    # The content must be on the disk before the name is, in case the machine loses power.
-    sync(partial)
-    if os.path.lexists(final):
-        raise OSError(
-            f"{final} exists: another job saves to {final.parent}, too. Give each its own path."
-        )
-    partial.rename(final)
-    sync(final.parent)
-    return final
+    def is_link(self, name: str) -> bool:
+        return (self.path / name).is_symlink()
 
+    def behind_link(self) -> Folder:
+        """Return the same folder: the user may name a link, but nothing inside may be one."""
+        return Folder(Path(os.path.realpath(self.path))) if self.is_link("") else self
 
-def prune(folder: Path, keep: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints, except those that are being read."""
-    for old in list_complete(folder)[: -keep if keep else 0]:
-        with contextlib.suppress(OSError, ValueError), _hold_for_removal(old):
-            # Renamed first: a half-removed checkpoint must not look complete.
-            hidden = folder / (PRUNED + old.name)
-            old.rename(hidden)
-            remove(hidden)
+    def check_is_folder(self) -> None:
+        """Raise an error that says why there is no folder; nothing if there is one."""
+        if not self.path.exists():
+            raise FileNotFoundError(
+                f"there is no {self.path}. Give the path that mh.save was given."
+            )
+        if not self.path.is_dir():
+            raise ValueError(f"{self.path} is a file, and a checkpoint of manyhands is a folder.")
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """Return the bytes of each file of a checkpoint."""
+        with contextlib.suppress(OSError), os.scandir(self.path / name) as files:
+            return {each.name: each.stat(follow_symlinks=False).st_size for each in files}
+        return {}
+
+    def age(self, name: str) -> float:
+        """Return for how many seconds nothing was written to a checkpoint."""
+        paths = [self.path / name, *(self.path / name / file for file in self.sizes(name))]
+        return time.time() - max(os.lstat(path).st_mtime for path in paths)
+
+    @contextlib.contextmanager
+    def create(self, name: str, file: str) -> Iterator[NewFile]:
+        """Create a file of a checkpoint. After an error nothing is left of it."""
+        (self.path / name).mkdir(parents=True, exist_ok=True)
+        new = NewFile(self.path / name / file)
+        try:
+            yield new
+        except BaseException:
+            new.discard()
+            raise
+
+    def open(self, name: str, file: str) -> OpenFile:
+        return OpenFile(self.path / name / file)
+
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint: first the commit, without which it is none."""
+        path = self.path / name
+        (path / COMMIT).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+
+    def drop(self, name: str, file: str) -> None:
+        """Remove a rank's file of a save that failed, and the folder if it was the last one."""
+        (self.path / name / file).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (self.path / name).rmdir()
+
+    def publish(self, name: str, token: str, commit: bytes) -> None:
+        """Make the files of a folder a checkpoint."""
+        folder = self.path / name
+        with self.create(name, f".{COMMIT}-{token}") as file:
+            file.write(memoryview(commit))
+            file.close()
+            # What it names must be on the disk before it is, in case the machine loses power.
+            sync(folder)
+            self.check_ours(name, token)
+            file.path.rename(folder / COMMIT)
+        sync(folder)
+        sync(self.path)
 
 
 def sync(folder: Path) -> None:
@@ -183,139 +214,6 @@ def sync(folder: Path) -> None:
                 raise
         finally:
             os.close(descriptor)
-
-
-# -- readers and pruning ---------------------------------------------------------------------------
-# A reader holds a shared lock on the index, and `prune` needs an exclusive one. These are `flock`
-# locks, which belong to the open file: several readers in one process do not end each other's.
-
-
-@contextlib.contextmanager
-def hold_for_reading(checkpoint: Path) -> Iterator[None]:
-    """Keep `prune` from removing the checkpoint meanwhile (if the file system has locks)."""
-    with open_to_read(checkpoint / INDEX) as file:
-        if fcntl is not None:
-            with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        yield
-
-
-@contextlib.contextmanager
-def _hold_for_removal(checkpoint: Path) -> Iterator[None]:
-    """Raise OSError if somebody is reading the checkpoint."""
-    with open_to_read(checkpoint / INDEX) as file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno in (errno.EAGAIN, errno.EACCES):
-                    raise  # any other error: the file system has no locks
-        yield
-
-
-# -- the lock of the process that saves ------------------------------------------------------------
-
-LOCK = ".lock"
-RUN_VARIABLE = "MANYHANDS_RUN"  # the run whose workers may take the lock from each other
-LOCK_TIMEOUT = 3.0  # seconds to wait for another process that may be about to end
-
-_held: dict[Path, int] = {}  # the descriptors of the locks that this process holds
-
-
-def take_lock(folder: Path) -> None:
-    """Make this process the only one that saves here, until it ends."""
-    # A lock of another process of our own run is taken over.
-    path = folder.resolve() / LOCK
-    held = _held.get(path)
-    if fcntl is None or (held is not None and _still_holds(held, path)):
-        return
-    deadline = time.monotonic() + LOCK_TIMEOUT
-    while True:
-        file = open_descriptor(path, os.O_RDWR | os.O_CREAT)
-        try:
-            # `lockf`, not `flock`: a forked child must not inherit the lock.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                break  # the file system has no locks
-            text = os.read(file, 4096)
-            os.close(file)
-            if _is_of_our_run(text):
-                file = _replace_lock(path)
-                break
-            if time.monotonic() > deadline:
-                raise RuntimeError(_held_message(folder, text)) from None
-            time.sleep(0.1)
-            continue
-        if _is_same_file(file, path):
-            break
-        os.close(file)  # between open and lock, another process has put a new file in its place
-    run = os.environ.get(RUN_VARIABLE)
-    holder = {"host": socket.gethostname(), "pid": os.getpid(), "run": run}
-    os.ftruncate(file, 0)
-    os.write(file, json.dumps(holder).encode())
-    # Stays open: closing any descriptor of the file would release a POSIX lock.
-    _held[path] = file
-
-
-def check_lock(folder: Path) -> None:
-    """Raise if another process of our run has taken the lock over since we took it."""
-    path = folder.resolve() / LOCK
-    held = _held.get(path)
-    if held is not None and os.path.lexists(path) and not _is_same_file(held, path):
-        raise RuntimeError(
-            f"another worker of this run saves to {folder} now, as this one was stopped meanwhile. "
-            "This checkpoint is dropped; theirs are complete."
-        )
-
-
-def _replace_lock(path: Path) -> int:
-    """Put a new lock in the place of the present one, which another process still holds."""
-    new = path.with_name(f"{LOCK}-{uuid.uuid4().hex}")
-    file = open_descriptor(new, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    # Locked before it gets the name: nobody can find it free.
-    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    new.rename(path)
-    return file
-
-
-def _is_of_our_run(text: bytes) -> bool:
-    """Return whether a lock's text is from a process of this run, which may have died."""
-    run = os.environ.get(RUN_VARIABLE)
-    try:
-        return bool(run) and json.loads(text)["run"] == run
-    except (ValueError, KeyError, TypeError):  # not written yet, or not by us
-        return False
-
-
-def _still_holds(file: int, path: Path) -> bool:
-    """Return whether this process holds a lock, and its file is still the one in the folder."""
-    try:
-        # Changes nothing if we hold it. A forked child has the descriptor, but not the lock.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return _is_same_file(file, path)
-
-
-def _is_same_file(file: int, path: Path) -> bool:
-    """Return whether the open file is the one that is at the path now."""
-    try:
-        at_path = os.lstat(path)
-    except FileNotFoundError:
-        return False
-    opened = os.fstat(file)
-    return (at_path.st_ino, at_path.st_dev) == (opened.st_ino, opened.st_dev)
-
-
-def _held_message(folder: Path, text: bytes) -> str:
-    """Return the error's message for a folder that another job saves to."""
-    try:
-        holder = json.loads(text)
-        name = f"process {holder['pid']} on {holder['host']}"
-    except (ValueError, KeyError, TypeError):
-        name = "another process"
-    return f"another job saves to {folder}: {name}. Give each job a path of its own."
 
 
 # -- open files, and nothing else ------------------------------------------------------------------
@@ -338,43 +236,50 @@ def open_descriptor(path: Path, flags: int = os.O_RDONLY) -> int:
         os.close(file)
     except OSError:  # a link gives ELOOP, a socket ENXIO, a folder EISDIR
         # A regular file that cannot be opened has another reason, such as its permissions.
-        if is_regular_file(path) or not os.path.lexists(path):
+        if not os.path.lexists(path) or stat.S_ISREG(os.lstat(path).st_mode):
             raise
     raise ValueError(f"{path} is not a regular file, and links are not followed. Copy the file.")
 
 
 # Unbuffered: tensors are read into, and written from, their own memory in large blocks.
-def open_to_read(path: Path) -> FileIO:
-    """Open a regular file for reading, without a buffer."""
-    return open(open_descriptor(path), "rb", buffering=0)
 
 
-def open_to_write(path: Path) -> FileIO:
-    """Create a file for writing, without a buffer. Raise FileExistsError if it exists."""
-    return open(open_descriptor(path, NEW), "wb", buffering=0)
+class OpenFile:
+    """A regular file that is open for reading."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = FileIO(open_descriptor(path), "r")
+        self.size = os.fstat(self._file.fileno()).st_size
+
+    def read_into(self, start: int, view: memoryview) -> int:
+        """Fill the view with the bytes from `start` on; return how many there were."""
+        self._file.seek(start)
+        done = 0
+        while done < len(view) and (count := self._file.readinto(view[done:])):
+            done += count  # it may read less than the view has room for
+        return done
+
+    def close(self) -> None:
+        self._file.close()
 
 
-def is_regular_file(path: Path) -> bool:
-    """Return whether there is a regular file; a link to one does not count."""
-    return _has_mode(path, stat.S_ISREG)
+class NewFile:
+    """A new file, which is written from its beginning to its end."""
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = FileIO(open_descriptor(path, NEW), "w")
 
-def is_folder(path: Path) -> bool:
-    """Return whether there is a folder; a link to one does not count."""
-    return _has_mode(path, stat.S_ISDIR)
+    def write(self, data: memoryview) -> None:
+        while len(data):  # `write` may accept fewer bytes at a time
+            data = data[self._file.write(data) :]
 
+    def close(self) -> None:
+        """Return once the file is on the disk."""
+        os.fsync(self._file.fileno())
+        self._file.close()
 
-def _has_mode(path: Path, test: Callable[[int], bool]) -> bool:
-    """Return whether there is a file of this kind, and not a link to one."""
-    try:
-        return bool(test(os.lstat(path).st_mode))
-    except (OSError, ValueError):  # ValueError: a name with a null byte
-        return False
-
-
-def remove(path: Path) -> None:
-    """Remove a file, a folder with its content, or a link (not its target), as far as possible."""
-    if is_folder(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)

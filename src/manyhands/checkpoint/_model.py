@@ -7,16 +7,16 @@ The tensors have the names of the plain model, without those that wrappers put i
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from manyhands._core.flat import is_dtensor
 from manyhands._core.modules import ModuleWrapper, plain_modules
-from manyhands.checkpoint import _index
-from manyhands.checkpoint._slices import Parts, put_new, to_parts
+from manyhands.checkpoint._format import ModelMeta
+from manyhands.checkpoint._reader import Reader
+from manyhands.checkpoint._slices import Contents, TensorParts, to_parts
 from manyhands.checkpoint._values import ForeignState, GetTensor, decode, encode
 
 # -- names -----------------------------------------------------------------------------------------
@@ -104,38 +104,27 @@ def list_names(names: Sequence[str], most: int = 8) -> str:
 # -- save and load ---------------------------------------------------------------------------------
 
 
-def collect_model(
-    names: ModelNames, prefix: str, rank: int
-) -> tuple[_index.ModelMeta, dict[str, Parts]]:
-    """Return the model's description as JSON, and this rank's tensors by key.
+def collect_model(names: ModelNames, prefix: str, contents: Contents) -> ModelMeta:
+    """Add this rank's tensors to the contents; return the model's description as JSON.
 
-    Every rank offers its parameters; the planner lets one rank write what several have. Buffers are
-    taken from rank 0, as under DistributedDataParallel.
+    Every rank has the parameters, and writes its share of them. Buffers are taken from rank 0, as
+    under DistributedDataParallel.
     """
-    tensors: dict[str, Parts] = {}
-
-    def put(path: str, tensor: Tensor) -> str:
-        put_new(tensors, path, to_parts(tensor))
-        return path
-
     for name, tensor in names.params.items():
-        put(f"{prefix}/{name}", tensor)
+        contents.add(f"{prefix}/{name}", to_parts(tensor, contents.savers))
     for name, tensor in names.buffers.items():
-        # Each rank has another shard of a DTensor, so all of them are needed.
-        if rank == 0 or is_dtensor(tensor):
-            put(f"{prefix}/{name}", tensor)
+        contents.put_of_first(f"{prefix}/{name}", tensor)
     # On every rank, even if only rank 0's is saved: a module may use collectives there.
     extras = {name: module.get_extra_state() for name, module in names.extras.items()}
-    meta: _index.ModelMeta = {
+    return {
         "params": list(names.params),
         "buffers": list(names.buffers),
         "aliases": names.aliases,
         "extras": {
-            name: encode(state, f"{prefix}/{name}", put if rank == 0 else lambda path, _: path)
+            name: encode(state, f"{prefix}/{name}", contents.put_of_first)
             for name, state in extras.items()
         },
     }
-    return meta, tensors
 
 
 class ModelLoader:
@@ -147,17 +136,14 @@ class ModelLoader:
     def __init__(
         self,
         names: ModelNames,
-        meta: _index.ModelMeta,
+        meta: ModelMeta,
         prefix: str,
-        tensors: Mapping[str, _index.StoredTensor],
-        get: GetTensor,
+        reader: Reader,
         what: str = "model",
     ) -> None:
-        self.targets: dict[str, Parts] = {}
+        self.targets: dict[str, TensorParts] = {}
         saved = {name: name for name in (*meta["params"], *meta["buffers"])} | meta["aliases"]
         missing, wrong = [], []
-        first: dict[str, Tensor] = {}
-        self._copies: list[tuple[Tensor, Tensor]] = []  # (tensor, the tensor to copy it from)
         for name, tensor in names.tensors.items():
             # Any of a tied tensor's names will do: another class may register them in other order.
             known = [other for other in names.all_of(name) if other in saved]
@@ -165,7 +151,7 @@ class ModelLoader:
                 missing.append(name)
                 continue
             key = f"{prefix}/{saved[known[0]]}"
-            stored = tensors[key]
+            stored = reader.tensors[key]
             if tuple(tensor.shape) != stored.shape:
                 wrong.append(
                     f"{name!r} is {stored.shape} in the checkpoint and {tuple(tensor.shape)} here"
@@ -174,11 +160,8 @@ class ModelLoader:
                 wrong.append(
                     f"{name!r} is {stored.dtype} in the checkpoint and {tensor.dtype} here"
                 )
-            elif key in self.targets:  # tied in the checkpoint, and not here
-                self._copies.append((tensor, first[key]))
-            else:
-                self.targets[key] = to_parts(tensor)
-                first[key] = tensor
+            else:  # several may have been tied in the checkpoint, and not be here
+                self.targets[key] = to_parts(tensor).merge(self.targets.get(key))
         here = {*names.tensors, *names.aliases}
         unexpected = sorted(set(saved) - here)
         missing += sorted(set(names.extras) - set(meta["extras"]))
@@ -195,16 +178,15 @@ class ModelLoader:
                 "model that was saved."
             )
         self.foreign_states = [
-            ForeignState(name, module.get_extra_state, module.set_extra_state, decode(state, get))
+            ForeignState(
+                name,
+                module.get_extra_state,
+                module.set_extra_state,
+                decode(state, reader.read_whole),
+            )
             for name, state in meta["extras"].items()
             for module in [names.extras[name]]
         ]
-
-    def finish(self) -> None:
-        """Copy tensors that were tied when they were saved, after the targets are filled."""
-        with torch.no_grad():
-            for tensor, first in self._copies:
-                tensor.copy_(first)
 
 
 def _can_convert(saved: torch.dtype, here: torch.dtype) -> bool:
@@ -212,6 +194,6 @@ def _can_convert(saved: torch.dtype, here: torch.dtype) -> bool:
     return saved == here or (saved.is_floating_point and here.is_floating_point)
 
 
-def read_tensors(meta: _index.ModelMeta, prefix: str, get: GetTensor) -> dict[str, Tensor]:
+def read_tensors(meta: ModelMeta, prefix: str, get: GetTensor) -> dict[str, Tensor]:
     """Return a saved module's tensors by name, for a caller who passes no module to load into."""
     return {name: get(f"{prefix}/{name}") for name in (*meta["params"], *meta["buffers"])}

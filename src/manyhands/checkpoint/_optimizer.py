@@ -1,22 +1,29 @@
 """An optimizer's state under its parameters' names: saved from any of ours, loaded into any other.
 
-The index describes an optimizer as `_index.OptimizerMeta` says.
+The commit describes an optimizer as `_format.OptimizerMeta` says, without its state: which entries
+a parameter has, the names of the stored tensors say. An entry of the parameter's shape may lie in
+slices on several ranks (`_slices.py`). Any other entry is whole on each rank that has it, and the
+rank that has the parameter's first element writes it. What is no tensor is stored as JSON, in a
+tensor of bytes.
 
-An entry of the parameter's shape may lie in slices on several ranks (`_slices.py`). Any other entry
-is whole on each rank that has it.
+**Replicas.** Under data parallelism all ranks have one optimizer state, whole or in shards: they
+are one replica. In blocks each replica (a rank, or the ranks of a machine) steps with its own
+optimizer state and scaling rule, so a checkpoint stores one for each. If N replicas were saved,
+replica r of a later run continues from the saved replica r modulo N.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.flat import local_shard
+from manyhands._core.flat import is_dtensor
 from manyhands._core.state_parts import (
     BlocksParts,
     OptimizerLayers,
@@ -29,18 +36,20 @@ from manyhands._core.state_parts import (
     state_parts,
 )
 from manyhands._core.wrappers import unwrap
-from manyhands.checkpoint import _index
+from manyhands.checkpoint._format import OptimizerMeta, StateMeta
 from manyhands.checkpoint._model import ModelNames, list_names
-from manyhands.checkpoint._ranks import Replica
+from manyhands.checkpoint._reader import Reader
 from manyhands.checkpoint._slices import (
-    Parts,
+    ALONE,
+    EXACT_ENTRY,
+    Contents,
+    Holders,
+    Savers,
     TensorParts,
     allocate_target,
     entries_of,
     entry_parts,
-    is_partial,
-    merge_parts,
-    put_new,
+    is_elementwise,
     to_parts,
 )
 from manyhands.checkpoint._values import (
@@ -49,8 +58,10 @@ from manyhands.checkpoint._values import (
     PutTensor,
     decode,
     encode,
+    escape,
     state_key,
     tensor_key,
+    unescape,
 )
 
 #: Options that say how a step is computed, not what it computes. They keep the value that the
@@ -59,12 +70,67 @@ KEPT_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 OWN = "residual"  # the entry of blocks that each replica has of its own
 
 
-@dataclass
-class SavedOptimizer:
-    """What a rank contributes for an optimizer: its description as JSON, and tensors by key."""
+@dataclass(frozen=True)
+class Replica:
+    """The replica that this rank belongs to, among the ranks that save or load together."""
 
-    meta: dict[str, Any]
-    tensors: dict[str, Parts] = field(default_factory=dict)
+    number: int = 0
+    count: int = 1
+    leads: bool = True  # whether this rank describes what all ranks of the replica have alike
+    layout: tuple[object, ...] = ()  # how this rank's outer state is laid out
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, savers: Savers) -> Replica:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}. Give "
+                "other objects a name of yours: mh.save(path, scaler=scaler)."
+            )
+        blocks = OptimizerLayers.of(optimizer).blocks
+        if blocks is None or savers.size == 1:
+            layout = () if blocks is None else (1, 0, *blocks.layout)
+            return cls(leads=savers.rank == 0, layout=layout)
+        # The ranks with this one's place in their replicas, one for each replica.
+        peers = [rank for rank in savers.ranks if rank in set(blocks.peers)]
+        number, leads = peers.index(savers.ranks[savers.rank]), savers.ranks[0] in peers
+        layout = (savers.size, savers.rank, *blocks.layout)
+        return cls(number, len(peers), leads, layout)
+
+    def key_prefix(self, key: str) -> str:
+        """Return the prefix of this replica's own tensors.
+
+        The first replica's are where those of a run without blocks are, so that such a run can load
+        them, and the other way round.
+        """
+        return key if self.number == 0 else f"{key}/replica.{self.number}"
+
+    def to_load(self, meta: OptimizerMeta) -> Replica:
+        """Return the saved replica that this one continues from."""
+        return Replica(self.number % max(1, meta["replicas"]))
+
+
+def to_bytes(value: object) -> Tensor:
+    """Return JSON as a tensor of bytes."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def from_bytes(tensor: Tensor) -> Any:
+    return json.loads(bytes(tensor.tolist()))
+
+
+def saved_state(tensors: Iterable[str], prefix: str, get: GetTensor) -> dict[str, dict[str, Json]]:
+    """Return what is saved of each parameter's state: by name the entries, as JSON."""
+    state: dict[str, dict[str, Json]] = {}
+    for key in tensors:
+        entry, slash, name = key.removeprefix(prefix + "/").partition("/")
+        if not key.startswith(prefix + "/") or not slash:
+            continue
+        if "." not in entry:  # which an entry's name has not: `escape`
+            state.setdefault(name, {})[unescape(entry)] = {"$": "tensor", "key": key}
+        elif entry.startswith("json."):
+            entry = unescape(entry.removeprefix("json."))
+            state.setdefault(name, {})[entry] = from_bytes(get(key))
+    return state
 
 
 def prepare_to_load(optimizers: Iterable[object]) -> None:
@@ -107,56 +173,66 @@ def _names_by_id(inner: Optimizer, groups: Sequence[Sequence[str]]) -> dict[int,
 
 
 def collect_optimizer(
-    optimizer: Optimizer, names: ModelNames | None, number: int, replica: Replica
-) -> SavedOptimizer:
-    """Return what this rank contributes; one rank of a replica describes what all have alike."""
+    optimizer: Optimizer, names: ModelNames | None, number: int, contents: Contents
+) -> dict[str, Any]:
+    """Add this rank's tensors to the contents; return what it says of the optimizer as JSON.
+
+    One rank of a replica describes what all have alike.
+    """
+    savers = contents.savers
+    replica = Replica.of(optimizer, savers)
     layers = OptimizerLayers.of(optimizer)
     rule, inner = layers.rule, layers.inner
     groups = group_names(inner, names)
     root = f"optimizer.{number}"
     prefix = replica.key_prefix(root)
-    saved = SavedOptimizer({"replica": replica.number, "state": {}})
-
-    def put(path: str, tensor: Tensor) -> str:
-        put_new(saved.tensors, path, to_parts(tensor))
-        return path
-
     parts, packed = state_parts(inner)
     flat_names = [name for group in groups for name in group]
+    # Without blocks, all ranks have the state of an optimizer that is not sharded.
+    everyone = savers if replica.count == 1 else ALONE
     for part in parts:
         name = flat_names[part.index]
-        meta = saved.meta["state"].setdefault(name, {})
+        sharded = layers.sharded is not None and part.number is not None
+        # Of a parameter's ranges, the one with the first element has what belongs to all of them.
+        writes = not part.start if sharded else replica.leads or everyone is savers
+        holders = ALONE if sharded else everyone
         for entry, value in entries_of(part).items():
             key = state_key(prefix, entry, name)
             if not isinstance(value, Tensor):
-                meta[entry] = encode(value, key, put)
-                continue
-            # Not `put`: a rank may hold several ranges of one parameter, which share the key.
-            stored = entry_parts(part, entry, value)
-            before = saved.tensors.get(key)
-            saved.tensors[key] = merge_parts(before, stored)
-            meta[entry] = {"$": "tensor", "key": key}
-    blocks = None
+                if writes:
+                    put = contents.put if sharded or replica.leads else no_put
+                    text = to_bytes(encode(value, key, put))
+                    contents.add(f"{prefix}/json.{escape(entry)}/{name}", to_parts(text, holders))
+            elif writes or is_dtensor(value) or (sharded and is_elementwise(part, entry, value)):
+                # A rank may hold several ranges of one parameter, which share the key.
+                before = contents.tensors.pop(key, None)
+                contents.add(key, entry_parts(part, entry, value, holders).merge(before))
+    blocks: Json = None
     if layers.blocks is not None:
         # Under `root`, not `prefix`: all replicas have the same outer state.
-        blocks, tensors = collect_blocks(layers.blocks, _names_by_id(inner, groups), root, replica)
-        saved.tensors |= tensors
+        own_names = _names_by_id(inner, groups)
+        blocks = collect_blocks(layers.blocks, own_names, root, replica, contents)
+        contents.own[f"layout.{number}"] = to_bytes(replica.layout)
     if not replica.leads:
-        if layers.sharded is None:
-            saved.meta["state"] = {}  # the leading rank describes the same state
-        return saved
+        return {}
     options = [options_of(group) for group in inner.param_groups]
-    saved.meta |= {
-        "class": layers.class_name,
+    meta = {
         "groups": [
-            {"names": members, "options": encode(each, f"{prefix}/options.{i}", put)}
+            {"names": members, "options": encode(each, f"{prefix}/options.{i}", contents.put)}
             for i, (members, each) in enumerate(zip(groups, options, strict=True))
         ],
-        "other": encode(_other_state(packed, layers), f"{prefix}/other", put),
-        "rule": None if rule is None else _collect_rule(rule, flat_names, prefix, put),
-        "blocks": blocks,
+        "other": encode(_other_state(packed, layers), f"{prefix}/other", contents.put),
+        "rule": None if rule is None else _collect_rule(rule, flat_names, prefix, contents.put),
     }
-    return saved
+    if replica.number:
+        contents.put(f"{prefix}/meta", to_bytes(meta))
+    shared = {"class": layers.class_name, "blocks": blocks, "replicas": replica.count}
+    return {**meta, **shared}
+
+
+def no_put(path: str, _: Tensor) -> str:
+    """Store nothing: another rank has the same, and stores it."""
+    return path
 
 
 def _other_state(packed: Mapping[str, object], layers: OptimizerLayers) -> dict[str, object]:
@@ -173,10 +249,7 @@ def _other_state(packed: Mapping[str, object], layers: OptimizerLayers) -> dict[
     return found
 
 
-def _collect_rule(
-    rule: RuleParts, names: Sequence[str], prefix: str, put: PutTensor
-) -> _index.StateMeta:
-    """Return a scaling rule's state as JSON, with its gradients by parameter name."""
+def _collect_rule(rule: RuleParts, names: Sequence[str], prefix: str, put: PutTensor) -> StateMeta:
     state = rule.scaling_state_dict()
     # By name instead of position: other groups or shardings may have another order.
     state["previous"] = {
@@ -199,22 +272,22 @@ class OptimizerLoader:
     def __init__(
         self,
         optimizer: Optimizer,
-        meta: _index.OptimizerMeta,
+        meta: OptimizerMeta,
         names: ModelNames | None,
-        tensors: Mapping[str, _index.StoredTensor],
-        get: GetTensor,
+        reader: Reader,
         number: int,
         replica: Replica,
+        same_layout: bool,
     ) -> None:
         layers = self._layers = OptimizerLayers.of(optimizer)
         self.rule, self.inner = layers.rule, layers.inner
-        self.targets: dict[str, Parts] = {}
-        meta, saved_replica = replica.meta_to_load(meta)
-        self._meta, self._tensors, self._get = meta, tensors, get
-        self._names = names
-        # An entry that is whole, but needed in several places: read once, then copied.
-        self._first: dict[str, Tensor] = {}
-        self._copies: list[tuple[Tensor, Tensor]] = []  # (tensor, the tensor to copy it from)
+        self.targets: dict[str, TensorParts] = {}
+        root, saved_replica = f"optimizer.{number}", replica.to_load(meta)
+        prefix = saved_replica.key_prefix(root)
+        if saved_replica.number:  # the first is described by `meta` itself
+            meta = {**meta, **from_bytes(reader.read_whole(f"{prefix}/meta"))}
+        self._meta, self._reader, self._names = meta, reader, names
+        self._get = get = reader.read_whole
         self._groups = group_names(self.inner, names)
         self._check_class_and_groups()
         # A tied parameter may have been saved under another of its names.
@@ -224,7 +297,8 @@ class OptimizerLoader:
             for name in members
             for other in _all_names(names, name)
         }
-        self._state = {self._aliases.get(name, name): s for name, s in meta["state"].items()}
+        state = saved_state(reader.tensors, prefix, get)
+        self._state = {self._aliases.get(name, name): s for name, s in state.items()}
         self._options = self._merge_options()
         self._other = decode(meta["other"], get)
         self._scaling: object = None if self.rule is None else self._parse_rule(self.rule)
@@ -234,11 +308,10 @@ class OptimizerLoader:
                 layers.blocks,
                 meta.get("blocks"),
                 self._saved_names(),
-                tensors,
-                get,
-                f"optimizer.{number}",
-                replica,
+                reader,
+                root,
                 saved_replica,
+                same_layout,
             )
             self.targets |= self._blocks.targets
         # Parameters that are trained again get their place in a bucket.
@@ -314,29 +387,20 @@ class OptimizerLoader:
             if key is None:
                 result[entry] = decode(meta, self._get)
                 continue
-            stored = self._tensors[key]
-            if entry == _index.EXACT_ENTRY:
+            stored = self._reader.tensors[key]
+            if entry == EXACT_ENTRY:
                 # An optimizer without rounded parameters has no use for the exact ones.
-                if part.exact is not None:
-                    self._add_target(key, entry_parts(part, _index.EXACT_ENTRY, part.exact))
-                continue
-            dtype = stored.torch_dtype
-            tensor, target = allocate_target(part, name, entry, stored.shape, dtype)
-            result[entry] = tensor
-            if key not in self._first or is_partial(target):
-                self._first.setdefault(key, tensor)
-                self._add_target(key, target)
-            else:  # one value for several ranges of a parameter, such as the number of steps
-                self._copies.append((tensor, self._first[key]))
+                if part.exact is None:
+                    continue
+                target = entry_parts(part, EXACT_ENTRY, part.exact)
+            else:
+                shape, dtype = stored.shape, stored.torch_dtype
+                result[entry], target = allocate_target(part, name, entry, shape, dtype)
+            self.targets[key] = target.merge(self.targets.get(key))
         return result
-
-    def _add_target(self, key: str, target: Parts) -> None:
-        self.targets[key] = merge_parts(self.targets.get(key), target)
 
     def load(self) -> None:
         """Hand the filled targets to the optimizer. Its `load_state_dict` may be the user's."""
-        for tensor, first in self._copies:
-            tensor.copy_(first)
         state, for_later = {}, {}
         for part, entries in self._to_load:
             if not entries:
@@ -387,7 +451,7 @@ def _restore_types(held: dict[str, object], entries: Mapping[str, object]) -> No
 # The outer state, which all replicas have alike: the anchor and the memories. They are saved as
 # slices of whole tensors, each slice once, so that any number of replicas, under any sharding, can
 # load its own slices. A codec's residual belongs to ranks that round and average together. It is
-# loaded if every rank has the slices that it had; otherwise it begins at zero.
+# loaded if a rank has the slices that it had; otherwise it begins at zero.
 
 
 def _tensors_by_key(part: StatePart, name: str, key: str, replica: Replica) -> dict[str, Tensor]:
@@ -399,17 +463,18 @@ def _tensors_by_key(part: StatePart, name: str, key: str, replica: Replica) -> d
 
 
 def collect_blocks(
-    blocks: BlocksParts, names: Mapping[int, str], key: str, replica: Replica
-) -> tuple[Json, dict[str, Parts]]:
-    """Return what all replicas have alike, as JSON, and this rank's slices of tensors by key."""
-    meta = {**blocks.save_counters(), "memories": blocks.memories, "layouts": replica.layouts}
-    tensors: dict[str, Parts] = {
-        path: TensorParts.from_flat(values, part.param, part.start or 0)
-        for part in blocks.outer_parts()
-        for path, values in _tensors_by_key(part, names[id(part.param)], key, replica).items()
-    }
-    # `put` stores nothing: the counters contain no tensors.
-    return encode(meta, f"{key}/blocks", lambda path, _: path), tensors
+    blocks: BlocksParts, names: Mapping[int, str], key: str, replica: Replica, contents: Contents
+) -> Json:
+    """Add this rank's slices of the outer state; return what all replicas have alike, as JSON."""
+    replicas = Holders(replica.count, replica.number, "replicas")
+    meta = {**blocks.save_counters(), "memories": blocks.memories}
+    for part in blocks.outer_parts():
+        name, residual = names[id(part.param)], part.entries.get(OWN)
+        for path, values in _tensors_by_key(part, name, key, replica).items():
+            holders = Holders() if values is residual else replicas
+            start = part.start or 0
+            contents.add(path, TensorParts.from_flat(values, part.param, start, holders))
+    return encode(meta, f"{key}/blocks", no_put)  # which contains no tensors
 
 
 class BlocksLoader:
@@ -424,17 +489,16 @@ class BlocksLoader:
         blocks: BlocksParts,
         meta: Json,
         saved_names: Mapping[int, str],
-        tensors: Mapping[str, _index.StoredTensor],
-        get: GetTensor,
+        reader: Reader,
         key: str,
-        replica: Replica,
         saved_replica: Replica,
+        same_layout: bool,
     ) -> None:
-        self.targets: dict[str, Parts] = {}
+        self.targets: dict[str, TensorParts] = {}
         self._blocks = blocks
         # Without a saved anchor: frozen in the saved run, or all of them if one worker saved it.
         self._unsaved: list[Tensor] = []
-        self._meta = blocks.check_counters(decode(meta, get))
+        self._meta = blocks.check_counters(decode(meta, reader.read_whole))
         if self._meta is None:  # saved without blocks
             return
         memories = self._meta["memories"]
@@ -443,10 +507,10 @@ class BlocksLoader:
                 f"the checkpoint's outer step has {memories} memories, and the one here "
                 f"{blocks.memories}. Continue with an outer step of the same kind."
             )
-        self._load_residuals = self._meta["layouts"] == replica.layouts
+        self._load_residuals = same_layout
         for part in blocks.outer_parts():
             name = saved_names[id(part.param)]
-            if f"{key}/blocks.anchor/{name}" not in tensors:
+            if f"{key}/blocks.anchor/{name}" not in reader.tensors:
                 self._unsaved.append(part.param)
                 continue
             residual = part.entries.get(OWN)
@@ -454,19 +518,13 @@ class BlocksLoader:
                 if values is residual and not self._load_residuals:
                     continue
                 parts = TensorParts.from_flat(values, part.param, part.start or 0)
-                self._check_shape(path, parts, tensors)
+                stored = reader.tensors.get(path)
+                if stored is None or stored.shape != parts.shape:
+                    found = "missing" if stored is None else f"of the shape {stored.shape}"
+                    raise ValueError(
+                        f"{path!r} is {found} in the checkpoint, and {parts.shape} here."
+                    )
                 self.targets[path] = parts
-
-    def _check_shape(
-        self, path: str, parts: TensorParts, tensors: Mapping[str, _index.StoredTensor]
-    ) -> None:
-        """Raise unless the checkpoint has this tensor of the outer state, in the same shape."""
-        stored = tensors.get(path)
-        if stored is None or stored.shape != parts.shape:
-            found = "missing" if stored is None else f"of the shape {stored.shape}"
-            raise ValueError(
-                f"{path!r} is {found} in the checkpoint, and of the shape {parts.shape} here."
-            )
 
     def finish(self) -> None:
         """Continue from the filled targets. The parameters must be filled as well by now."""
@@ -501,8 +559,10 @@ def has_foreign_loading(optimizer: Optimizer) -> bool:
 class OptimizerSnapshot:
     """A copy of optimizers, and of the tensors that are about to be filled."""
 
-    def __init__(self, optimizers: Iterable[Optimizer], targets: Iterable[Parts]) -> None:
-        self._tensors = [(t, t.clone()) for target in targets for t in _tensors_of(target)]
+    def __init__(self, optimizers: Iterable[Optimizer], targets: Iterable[TensorParts]) -> None:
+        self._tensors = [
+            (tensor, tensor.clone()) for target in targets for _, tensor in target.slices
+        ]
         self._optimizers = []
         for optimizer in optimizers:
             # By id, so that an optimizer that is not sharded comes once.
@@ -525,10 +585,3 @@ class OptimizerSnapshot:
                 group.update(options)
             optimizer.state.clear()
             optimizer.state.update(state)
-
-
-def _tensors_of(target: Parts) -> list[Tensor]:
-    """Return the memory on this rank that the planner would fill."""
-    if isinstance(target, TensorParts):
-        return [elements for _, elements in target.slices]
-    return [local_shard(target).detach()]

@@ -1,9 +1,10 @@
-"""A load, step by step: compare everything with the index and its checksums, then change something.
+"""A load, step by step: first compare and read everything, then change something.
 
     open        the newest complete checkpoint, the same on all ranks
-    compare     the objects of the run with the index, and the files with their checksums
+    compare     the objects of the run with the commit
+    read        this rank's slices, each once, into memory of their own, and their checksums
     hand over   the states that only foreign code can load (`_values.py`)
-    read        slices, into the memory of the model and the optimizer
+    fill        the memory of the model and the optimizer with what was read
     finish      what follows from them: the rule, the blocks, the random generators
 
 If a step fails on any rank, every rank raises, and what had been handed over is undone.
@@ -11,32 +12,34 @@ If a step fails on any rank, every rank raises, and what had been handed over is
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan
 from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, run_on_all
 from manyhands._core.random_state import check_random_state, set_random_state
 from manyhands._core.ranks import RankGroup
-from manyhands.checkpoint import _folder, _index
-from manyhands.checkpoint._index import Reader
+from manyhands.checkpoint._folder import Folder
+from manyhands.checkpoint._format import StateMeta
 from manyhands.checkpoint._model import ModelLoader, find_names, list_names, read_tensors
 from manyhands.checkpoint._optimizer import (
     OptimizerLoader,
     OptimizerSnapshot,
+    Replica,
+    from_bytes,
     has_foreign_loading,
     prepare_to_load,
+    to_bytes,
 )
-from manyhands.checkpoint._ranks import Replica, find_replicas, join_ranks
-from manyhands.checkpoint._slices import LoadPlanner, Parts, count_elements
+from manyhands.checkpoint._reader import Reader
+from manyhands.checkpoint._slices import Savers, TensorParts, find_reads
 from manyhands.checkpoint._values import (
     ForeignState,
     ForeignStates,
@@ -48,6 +51,8 @@ from manyhands.checkpoint._values import (
     escape,
 )
 
+DISK_TIMEOUT = timedelta(hours=2)  # for the slowest rank's disk
+
 
 def load_newest(
     path: Path,
@@ -58,164 +63,107 @@ def load_newest(
     process_group: dist.ProcessGroup | None,
 ) -> dict[str, Any]:
     """Load the newest checkpoint; if it is removed meanwhile for a newer one, load that."""
-    ranks = join_ranks(process_group, "mh.load")
+    ranks = _join(process_group)
     prepare_to_load(optimizers)
-    replicas = find_replicas(optimizers, ranks)
-
-    def compare(index: _index.Index, get: GetTensor) -> RunLoader:
-        return RunLoader(index, get, model, optimizers, schedulers, values, replicas)
-
-    before, problem = None, None
+    savers = Savers.of(ranks)
+    replicas = run_on_all(ranks, lambda: [Replica.of(each, savers) for each in optimizers])
+    run = Goal(model, optimizers, schedulers, values, replicas)
+    folder, before, problem = Folder(path), None, None
     while True:
         # Rank 0 decides: a checkpoint may be completed between two ranks' looks.
-        found = run_on_all(ranks, lambda: _folder.find_newest(path) if ranks.rank == 0 else None)
+        found = run_on_all(ranks, lambda: folder.find_newest() if ranks.rank == 0 else "")
         # Its name only, as this rank may have the folder under another path. An empty name means
         # that `path` itself is the checkpoint.
-        own_name = "" if found is None or _folder.is_checkpoint(path) else found.name
-        name = ranks.all_gather_text(own_name)[0]
-        checkpoint = path / name if name else _folder.resolve_link(path)
-        if checkpoint == before:  # not removed for a newer one: really missing
+        name = ranks.all_gather_text(found)[0]
+        if name == before:  # not removed for a newer one: really missing
             assert problem is not None
             raise problem
         try:
-            return _load_checkpoint(checkpoint, ranks, compare, continues=bool(optimizers))
+            return _load_checkpoint(folder, name, ranks, run)
         except FileNotFoundError as error:
-            before, problem = checkpoint, error
+            before, problem = name, error
         except ValueError as error:
-            if str(checkpoint) in str(error):
+            if str(path / name) in str(error):
                 raise
-            raise ValueError(f"{checkpoint} cannot be loaded: {error}") from error
+            raise ValueError(f"{path / name} cannot be loaded: {error}") from error
 
 
-def _load_checkpoint(
-    checkpoint: Path,
-    ranks: RankGroup,
-    compare: Callable[[_index.Index, GetTensor], RunLoader],
-    *,
-    continues: bool,
-) -> dict[str, Any]:
-    """Compare a checkpoint with what is here, then load it on all ranks, or on none."""
-    with ExitStack() as stack:
-        index, crc32 = run_on_all(ranks, lambda: _open_index(checkpoint, stack))
-        agree(ranks, {"checkpoints": crc32}, f"Give a path that they share, not {checkpoint}.")
-        reader = stack.enter_context(Reader(checkpoint, index))
-        loader, plan, planner, random = run_on_all(
-            ranks, lambda: _find_problems(reader, ranks, compare, continues)
-        )
+def _join(process_group: dist.ProcessGroup | None) -> RankGroup:
+    """Return the ranks, in a group of their own, once each has called.
 
-        def fill() -> None:
-            _read_into_targets(reader, plan, planner)
-            loader.finish()
-            set_random_state(random)
-
-        # From here on things change. Each `run_on_all` ends with an exchange of errors, so that
-        # either every rank goes on or every rank undoes.
-        try:
-            run_on_all(ranks, loader.load_foreign_states)
-            run_on_all(ranks, fill)
-        except BaseException:
-            loader.undo()
-            raise
-        return loader.result
-
-
-# -- compare ---------------------------------------------------------------------------------------
-
-
-def _open_index(checkpoint: Path, stack: ExitStack) -> tuple[_index.Index, int]:
-    """Return the index and its checksum, and protect the checkpoint until the stack is closed."""
+    From then on no rank is late by mistake: the slowest disk has hours, and a worker that dies is
+    noticed when its connections close.
+    """
+    ranks = RankGroup.of(process_group)
     try:
-        stack.enter_context(_folder.hold_for_reading(checkpoint))
-        return _index.read(checkpoint)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{checkpoint} cannot be found on this rank. Give a path that all ranks share."
-        ) from error
-
-
-def _find_problems(
-    reader: Reader,
-    ranks: RankGroup,
-    compare: Callable[[_index.Index, GetTensor], RunLoader],
-    continues: bool,
-) -> tuple[RunLoader, LoadPlan, LoadPlanner, dict[str, Tensor]]:
-    """Find everything that can be wrong, and change nothing."""
-    # Return the loader, the plan of what to read, its planner, and this rank's random state.
-    index = reader.index
-    try:
-        loader = compare(index, reader.read_whole)
-    except (LookupError, AttributeError) as error:  # the index's content has another form
-        raise ValueError(f"{reader.folder} has invalid content: {error!r:.200}.") from error
-    planner = LoadPlanner(loader.targets, index.tensors)
-    plan = planner.create_local_plan()
-    _check_covered(plan, loader.targets)
-    # A run that continues wants the whole checkpoint sound; an evaluation only what it reads.
-    _verify_slices(reader, plan, ranks, all_of_it=continues)
-    random: dict[str, Tensor] = {}
-    if continues:
-        prefix = f"random/{ranks.rank}/"
-        for key in index.tensors:
-            if key.startswith(prefix):
-                random[key.removeprefix(prefix)] = reader.read_whole(key)
-        check_random_state(random)
-    return loader, plan, planner, random
-
-
-def _check_covered(plan: LoadPlan, targets: Mapping[str, Parts]) -> None:
-    """Raise ValueError unless the plan fills every element of every target."""
-    found = dict.fromkeys(targets, 0)
-    for item in plan.items:
-        found[item.dest_index.fqn] += math.prod(item.lengths)
-    for key, target in targets.items():
-        needed = count_elements(target)
-        # Counting is enough: stored slices do not overlap (`_index.covers_once`).
-        if found[key] != needed:
-            raise ValueError(
-                f"the checkpoint has {found[key]:,} of {needed:,} elements of {key!r}."
-            )
-
-
-def _verify_slices(reader: Reader, plan: LoadPlan, ranks: RankGroup, *, all_of_it: bool) -> None:
-    """Compare every slice that the plan reads with its checksum."""
-    # With `all_of_it`, also verify what no rank reads, divided evenly among the ranks.
-    tensors = reader.index.tensors
-    needed = {
-        _find_slice(reader.index, item.storage_index): tensors[item.storage_index.fqn]
-        for item in plan.items
-    }
-    if all_of_it:
-        everything = [(each, tensor) for tensor in tensors.values() for each in tensor.slices]
-        needed |= dict(everything[ranks.rank :: ranks.size])
-    for stored, tensor in needed.items():
-        reader.check(stored, tensor.torch_dtype)
-
-
-def _find_slice(index: _index.Index, place: MetadataIndex) -> _index.StoredSlice:
-    """Return the index's entry for the slice that the planner asks for."""
-    slices = index.tensors[place.fqn].slices
-    # The planner's hint is usually right, and saves a search through all slices.
-    hint = place.index
-    if hint is not None and hint < len(slices) and slices[hint].offsets == place.offset:
-        return slices[hint]
-    return next(each for each in slices if each.offsets == tuple(place.offset or ()))
-
-
-# -- read ------------------------------------------------------------------------------------------
-
-
-def _read_into_targets(reader: Reader, plan: LoadPlan, planner: LoadPlanner) -> None:
-    """Read into the model's own memory, after all of it has been read once and was right."""
-    try:
-        for item in plan.items:
-            stored = _find_slice(reader.index, item.storage_index)
-            target = planner.resolve_tensor(item)
-            reader.read(stored, item.storage_offsets, item.lengths, target)
-    except (OSError, ValueError) as error:
-        # The one failure that cannot be undone without a copy of the whole model.
+        return replace(ranks.with_cpu_group(), patience=DISK_TIMEOUT)
+    except RuntimeError as error:
         raise RuntimeError(
-            f"{reader.folder} was verified, and could then not be read again: {error} The model "
-            "and the optimizer are loaded in part now."
+            f"rank {ranks.rank} has called mh.load, and not every rank has within the group's "
+            f"timeout. Call it on every rank. ({error})"
         ) from error
+
+
+@dataclass
+class Goal:
+    """The objects to load into."""
+
+    model: nn.Module | None
+    optimizers: Sequence[Optimizer]
+    schedulers: Sequence[HasState]
+    values: Mapping[str, object]
+    replicas: Sequence[Replica]  # for each optimizer
+    own: Mapping[str, Tensor] = field(default_factory=dict)  # the saved rank's of this number
+
+
+def _load_checkpoint(folder: Folder, name: str, ranks: RankGroup, run: Goal) -> dict[str, Any]:
+    with run_on_all(ranks, lambda: Reader(folder, name)) as reader:
+        advice = f"Give a path that they share, not {reader.path}."
+        agree(ranks, {"checkpoints": reader.crc32}, advice)
+        random: dict[str, Tensor] = {}
+
+        def prepare() -> tuple[RunLoader, list[tuple[Tensor, Tensor]]]:
+            run.own = _read_own(reader, ranks) if run.optimizers else {}
+            found = {key.partition("random/")[2]: state for key, state in run.own.items()}
+            random.update({key: state for key, state in found.items() if key})
+            check_random_state(random)
+            try:
+                loader = RunLoader(reader, run)
+            except (LookupError, AttributeError) as error:  # the commit's content has another form
+                raise ValueError(f"{reader.path} has invalid content: {error!r:.200}.") from error
+            return loader, [
+                (memory, reader.read(key, stored, offsets, tuple(memory.shape)))
+                for key, target in loader.targets.items()
+                for stored, offsets, memory in find_reads(key, target, reader.tensors[key])
+            ]
+
+        loader, filled = run_on_all(ranks, prepare)
+
+    def fill() -> None:
+        with torch.no_grad():
+            while filled:  # what has been copied is freed
+                target, elements = filled.pop()
+                target.copy_(elements)  # also converts the type, and copies to a GPU
+        loader.finish()
+        set_random_state(random)
+
+    # From here on things change. Each `run_on_all` ends with an exchange of errors, so that
+    # either every rank goes on or every rank undoes.
+    try:
+        run_on_all(ranks, loader.load_foreign_states)
+        run_on_all(ranks, fill)
+    except BaseException:
+        loader.undo()
+        raise
+    return loader.result
+
+
+def _read_own(reader: Reader, ranks: RankGroup) -> dict[str, Tensor]:
+    """Return what the saved rank of this rank's number had for itself."""
+    # A run that continues wants the whole checkpoint sound, also what has no successor here.
+    for other in range(ranks.rank + ranks.size, reader.commit.workers, ranks.size):
+        reader.read_own(other)
+    return reader.read_own(ranks.rank)
 
 
 # -- the objects of a run --------------------------------------------------------------------------
@@ -224,56 +172,49 @@ def _read_into_targets(reader: Reader, plan: LoadPlan, planner: LoadPlanner) -> 
 class RunLoader:
     """Loads a checkpoint into the objects of a run.
 
-    Creating a loader compares everything with the index and reads small values, but changes
+    Creating a loader compares everything with the commit and reads small values, but changes
     nothing. The next steps are `load_foreign_states`, filling the `targets`, and `finish`; if any
     of them fails on any rank, `undo`.
     """
 
-    def __init__(
-        self,
-        index: _index.Index,
-        get: GetTensor,
-        model: nn.Module | None,
-        optimizers: Sequence[Optimizer],
-        schedulers: Sequence[HasState],
-        values: Mapping[str, object],
-        replicas: Sequence[Replica],
-    ) -> None:
-        self.targets: dict[str, Parts] = {}
-        self.result: dict[str, object] = {} if index.step is None else {"step": index.step}
+    def __init__(self, reader: Reader, run: Goal) -> None:
+        commit, get = reader.commit, reader.read_whole
+        self.targets: dict[str, TensorParts] = {}
+        self.result: dict[str, object] = {} if commit.step is None else {"step": commit.step}
         self._foreign_states = ForeignStates()
-        self._models: list[ModelLoader] = []
         self._optimizers: list[OptimizerLoader] = []
         self._snapshot: OptimizerSnapshot | None = None
-        tensors, names = index.tensors, None
+        model, optimizers, values = run.model, run.optimizers, run.values
+        names = None
         # The model first: the optimizer's state is found by the model's names.
         if model is not None:
             names = find_names(model)
-            if index.model is None:
+            if commit.model is None:
                 raise ValueError("the checkpoint was saved without model=. Load it without model=.")
-            self._add_model(ModelLoader(names, index.model, "model", tensors, get))
+            self._add_model(ModelLoader(names, commit.model, "model", reader))
         if optimizers:
-            _check_as_many("optimizer", len(optimizers), len(index.optimizers))
-        for number, (each, replica) in enumerate(zip(optimizers, replicas, strict=True)):
-            meta = index.optimizers[number]
-            loader = OptimizerLoader(each, meta, names, tensors, get, number, replica)
+            _check_number("optimizer", len(optimizers), len(commit.optimizers))
+        for number, (each, replica) in enumerate(zip(optimizers, run.replicas, strict=True)):
+            meta, layout = commit.optimizers[number], run.own.get(f"layout.{number}")
+            # A list, as JSON has it.
+            same = layout is not None and from_bytes(layout) == from_bytes(to_bytes(replica.layout))
+            loader = OptimizerLoader(each, meta, names, reader, number, replica, same)
             self.targets |= loader.targets
             self._optimizers.append(loader)
-        self._add_schedulers(schedulers, index.schedulers, get)
-        missing = sorted(set(values) - set(index.values))
+        self._add_schedulers(run.schedulers, commit.schedulers, get)
+        missing = sorted(set(values) - set(commit.values))
         if missing:
-            saved = list_names(sorted(index.values))
+            saved = list_names(sorted(commit.values))
             raise ValueError(f"the checkpoint has no {list_names(missing)}, but {saved}.")
-        for name, value in index.values.items():
-            self._add_value(name, value, values.get(name), tensors, get)
+        for name, value in commit.values.items():
+            self._add_value(name, value, values.get(name), reader)
 
     def _add_model(self, loader: ModelLoader) -> None:
         self.targets |= loader.targets
-        self._models.append(loader)
         self._foreign_states.add(*loader.foreign_states)
 
     def _add_schedulers(
-        self, here: Sequence[HasState], saved: Sequence[_index.StateMeta], get: GetTensor
+        self, here: Sequence[HasState], saved: Sequence[StateMeta], get: GetTensor
     ) -> None:
         """Prepare to load the schedulers, in the order in which they were saved."""
         if here:
@@ -291,14 +232,7 @@ class RunLoader:
                 ForeignState("the scheduler", each.state_dict, each.load_state_dict, state)
             )
 
-    def _add_value(
-        self,
-        name: str,
-        meta: object,
-        target: object,
-        tensors: Mapping[str, _index.StoredTensor],
-        get: GetTensor,
-    ) -> None:
+    def _add_value(self, name: str, meta: object, target: object, reader: Reader) -> None:
         """Prepare one of the user's values; `target`, if not None, is the object to load into."""
         holder = None
         if target is not None:
@@ -307,13 +241,13 @@ class RunLoader:
         if isinstance(meta, Mapping) and meta.get("$") == "module":
             prefix = f"value/{escape(name)}"
             if holder is None:
-                self.result[name] = read_tensors(meta["value"], prefix, get)
+                self.result[name] = read_tensors(meta["value"], prefix, reader.read_whole)
                 return
             names = find_names(target)
-            self._add_model(ModelLoader(names, meta["value"], prefix, tensors, get, what=name))
+            self._add_model(ModelLoader(names, meta["value"], prefix, reader, what=name))
             self.result[name] = target
             return
-        value = decode(meta, get)
+        value = decode(meta, reader.read_whole)
         if holder is None:
             self.result[name] = value
             return
@@ -334,8 +268,6 @@ class RunLoader:
         """Hand the filled targets over: first what may run the user's code, then ours alone."""
         for optimizer in self._optimizers:
             optimizer.load()
-        for model in self._models:
-            model.finish()
         # Blocks need the model complete: a new anchor begins at the parameters.
         for optimizer in self._optimizers:
             optimizer.finish()

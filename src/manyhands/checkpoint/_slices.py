@@ -1,45 +1,48 @@
-"""The slices of tensors that this rank holds, and which rank writes and reads which slice.
+"""The slices of tensors that this rank holds, and which of them it writes and reads.
 
-A model's tensor is a plain one or a DTensor. An entry of an optimizer's state is one of these too,
-or a flat range of its parameter's elements (`_core/state_parts.py`).
-
-A *slice* is rectangular: offsets and sizes, one for each dimension. torch plans with the three
-methods in double underscores, and never needs the whole tensor. A plain tensor is one slice. A flat
-range of a parameter is a few slices:
+A *slice* is rectangular: offsets and sizes, one for each dimension. A plain tensor is one slice,
+and so is a shard of a DTensor. A flat range of a parameter (`_core/state_parts.py`) is a few:
 
 The elements `start` to `stop` of a tensor, in the order of memory, are the end of one row, some
 whole rows, and the beginning of another. The incomplete rows are again such ranges, with one
 dimension less. So there are at most 2 * dimensions - 1 slices. Each is contiguous in memory, and
 the next one begins where it ends.
 
-A slice that several ranks hold alike is written by one of them. A rank that needs a slice reads it
-from whichever stored slices overlap it. Both are planned by torch's planners. Ranks exchange their
-plans as JSON, because torch would exchange pickles.
+**Who writes** a slice that several ranks hold alike follows from the rank's own placements, so no
+rank asks another: the tensors that the same ranks hold are laid end to end, and each of these ranks
+writes those that begin in its part of the length. A rank that needs a slice reads it from whichever
+stored slices overlap it.
 """
 
 from __future__ import annotations
 
-import json
 import math
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias, TypeGuard
+from dataclasses import dataclass, field, replace
+from operator import add
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from manyhands._core.flat import is_dtensor, local_shard, order_of_dims
+from manyhands._core.ranks import RankGroup
 from manyhands._core.state_parts import OptimizerStatePart
-from manyhands.checkpoint import _index
+from manyhands.checkpoint._format import Table, check_can_hold, piece_range
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+    from manyhands.checkpoint._format import StoredSlice, StoredTensor
+
+LEAST = (
+    2**22
+)  # bytes that a rank writes of what others hold as well: fewer ranks write small models
+# The entry for the exact parameters that an optimizer keeps beside the rounded ones.
+EXACT_ENTRY = "manyhands.exact"
+
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a slice
 
@@ -75,6 +78,60 @@ def _slices_of_row(row: int, shape: tuple[int, ...], start: int, stop: int) -> I
         yield (row, *offsets), (1, *sizes)
 
 
+@dataclass(frozen=True)
+class Holders:
+    """Ranks that hold the same slices, and this rank's place among them."""
+
+    count: int = 1
+    place: int = 0
+    kind: str = ""  # ranks that hold tensors of one kind alike have the same list of them
+
+    def times(self, outer: Holders) -> Holders:
+        """Return the holders if there are several of such groups, and this one has a place too."""
+        place = outer.place * self.count + self.place
+        return Holders(outer.count * self.count, place, self.kind + outer.kind)
+
+
+@dataclass(eq=False)
+class Savers:
+    """The ranks that save together: their ranks among all processes, and this rank's place."""
+
+    size: int = 1
+    rank: int = 0
+    ranks: Sequence[int] = (0,)
+    _copies: dict[int, Holders] = field(default_factory=dict)  # by the mesh's id
+
+    @classmethod
+    def of(cls, ranks: RankGroup) -> Savers:
+        return cls(ranks.size, ranks.rank, tuple(ranks.ranks)) if ranks.size > 1 else cls()
+
+    @property
+    def everyone(self) -> Holders:
+        """The holders of what every rank has alike."""
+        return Holders(self.size, self.rank, "all" if self.size > 1 else "")
+
+    def copies(self, of: object, members: Sequence[int]) -> Holders:
+        """Return the holders if groups of ranks hold the same, and this rank's is `members`.
+
+        The groups are the rows of a grid of ranks, or its columns, as in a mesh of ranks.
+        """
+        if id(of) not in self._copies:
+            if not set(members) <= set(self.ranks):
+                raise ValueError(
+                    f"the model is sharded over ranks {sorted(members)}, and not all of them save. "
+                    "Call mh.save on all, without process_group."
+                )
+            places = [self.ranks.index(rank) for rank in sorted(members)]
+            step = places[1] - places[0] if len(places) > 1 else 1
+            row, column = divmod(places[0], step * len(places))
+            count = self.size // len(places)
+            self._copies[id(of)] = Holders(count, row * step + column % step, "copies")
+        return self._copies[id(of)]
+
+
+ALONE = Savers()
+
+
 @dataclass(eq=False)
 class TensorParts:
     """The slices of one tensor that this rank holds: offsets and elements (a view of them)."""
@@ -82,14 +139,36 @@ class TensorParts:
     shape: tuple[int, ...]  # of the whole tensor
     dtype: torch.dtype
     slices: list[tuple[tuple[int, ...], Tensor]]
+    holders: Holders = Holders()
+    grid: tuple[int, int, int] | None = None  # dimension, pieces along it, and which this is
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> TensorParts:
+    def whole(cls, tensor: Tensor, savers: Savers = ALONE) -> TensorParts:
         tensor = tensor.detach()
-        return cls(tuple(tensor.shape), tensor.dtype, [((0,) * tensor.dim(), tensor)])
+        offsets = (0,) * tensor.dim()
+        return cls(tuple(tensor.shape), tensor.dtype, [(offsets, tensor)], savers.everyone)
 
     @classmethod
-    def from_flat(cls, flat: Tensor, like: Tensor, start: int) -> TensorParts:
+    def of_dtensor(cls, tensor: DTensor, savers: Savers = ALONE) -> TensorParts:
+        """Return this rank's shard. Ranks along a dimension that is not sharded hold the same."""
+        shape, corner, here = _locate(tensor)
+        mesh, own = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        assert own is not None
+        holders, grid = Holders(kind="mesh"), None
+        placements: Any = tensor.placements
+        for dim, placement in enumerate(placements):
+            if not placement.is_shard():
+                holders = holders.times(Holders(mesh.size(dim), own[dim]))
+            elif _is_cut(here, shape, corner, placement.dim, mesh.size(dim), own[dim]):
+                grid = (placement.dim, mesh.size(dim), own[dim])
+        if 1 < savers.size != mesh.size():
+            holders = holders.times(savers.copies(mesh, mesh.mesh.flatten().tolist()))
+        return cls(shape, here.dtype, [(corner, here)], holders, grid)
+
+    @classmethod
+    def from_flat(
+        cls, flat: Tensor, like: Tensor, start: int, holders: Holders = Holders()
+    ) -> TensorParts:
         """Return the slices that a flat range holds of a tensor like `like`.
 
         `flat` has the elements from `start` on, in the order of `like`'s memory; of a DTensor, they
@@ -109,72 +188,108 @@ class TensorParts:
             elements = flat[done : (done := done + torch.Size(sizes).numel())].view(sizes)
             begin = tuple(offsets[i] + first for i, first in zip(back, corner, strict=True))
             slices.append((begin, elements.permute(back)))
-        return cls(shape, flat.dtype, slices)
+        return cls(shape, flat.dtype, slices, holders)
 
-    def size(self) -> torch.Size:
-        """Return the whole tensor's shape; torch's planner calls it as a tensor's method."""
-        return torch.Size(self.shape)
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole tensor, which all holders know."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
-    def merge(self, other: TensorParts) -> TensorParts:
+    def merge(self, before: TensorParts | None) -> TensorParts:
         """Return the slices of both, for a rank that holds several ranges of one tensor."""
-        # A slice that both have, such as a number of steps, counts once.
-        known = {offsets for offsets, _ in self.slices}
-        more = [(offsets, elements) for offsets, elements in other.slices if offsets not in known]
-        return TensorParts(self.shape, self.dtype, [*self.slices, *more])
-
-    # The next three are torch's `_Checkpointable` protocol, which DTensor implements as well.
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """Return what torch's planner has to write for this tensor: an item for each slice."""
-        return [
-            write_item(fqn, offsets, elements.shape, self.shape, self.dtype)
-            for offsets, elements in self.slices
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return where this rank's slices lie, so that torch's planner reads what they need."""
-        return [
-            ChunkStorageMetadata(torch.Size(offsets), elements.shape)
-            for offsets, elements in self.slices
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return the memory of a slice, to be written from or read into."""
-        for offsets, elements in self.slices:
-            if index.offset is not None and tuple(index.offset) == offsets:
-                return elements
-        raise ValueError(f"no slice of {index.fqn} begins at {index.offset}")
-
-
-# What torch's planners take for a tensor. A Tensor here is a DTensor, which knows its own slices.
-Parts: TypeAlias = TensorParts | Tensor
-
-
-def merge_parts(before: Parts | None, more: Parts) -> Parts:
-    """Return the slices of both; `before` is None for a tensor that is new."""
-    if before is None:
-        return more
-    # A parameter with several ranges is a flat one; DTensors never come twice.
-    assert isinstance(before, TensorParts) and isinstance(more, TensorParts)
-    return before.merge(more)
+        slices = self.slices if before is None else [*before.slices, *self.slices]
+        return replace(self, slices=slices)
 
 
 def _locate_local(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
     """Return the whole tensor's shape, the offsets of the local tensor in it, and the latter."""
     here, corner = local_shard(tensor).detach(), (0,) * tensor.dim()
+    # The local tensor may be the result of a collective that is still under way.
+    here = here.wait() if hasattr(here, "wait") else here
     if is_dtensor(tensor):
-        (chunk,) = tensor.__create_chunk_list__()
-        corner = tuple(chunk.offsets)
-    return tuple(tensor.shape), corner, here
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        placed = tensor.device_mesh, tensor.placements
+        _, corner = compute_local_shape_and_global_offset(tensor.shape, *placed)
+    return tuple(tensor.shape), tuple(corner), here
 
 
-def write_item(
-    fqn: str, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int], dtype: torch.dtype
-) -> WriteItem:
-    """Return torch's description of one slice to be written."""
-    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(shape))
-    # SHARD even for a whole tensor: torch accepts a key from several ranks only with this type.
-    return WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data)
+def _is_cut(
+    here: Tensor, shape: Sequence[int], corner: Sequence[int], dim: int, pieces: int, piece: int
+) -> bool:
+    """Return whether a shard is one piece of the tensor, cut along `dim` only."""
+    start, stop = piece_range(shape[dim], pieces, piece)
+    cut = (*shape[:dim], stop - start, *shape[dim + 1 :])
+    return tuple(here.shape) == cut and (start == stop or corner[dim] == start)
+
+
+def own_share(tensors: Mapping[str, TensorParts]) -> dict[str, TensorParts]:
+    """Return what this rank writes, of all that it holds."""
+    totals: dict[Holders, int] = defaultdict(int)
+    for parts in tensors.values():
+        totals[parts.holders] += parts.nbytes
+    result, done = {}, dict.fromkeys(totals, 0)
+    for key, parts in tensors.items():
+        holders, total = parts.holders, max(1, totals[parts.holders])
+        writers = min(holders.count, -(-total // LEAST))
+        if done[holders] * writers // total == holders.place or holders.count == 1:
+            result[key] = parts
+        done[holders] += parts.nbytes
+    return result
+
+
+def describe(tensors: Mapping[str, TensorParts]) -> Table:
+    """Return where these tensors are, as the table of one file."""
+    table = Table(pieces=[[]])
+    grids: dict[tuple[int, int], dict[str, list[object]]] = {}
+    for key, parts in tensors.items():
+        shape, dtype = list(parts.shape), str(parts.dtype).removeprefix("torch.")
+        if parts.grid is None:
+            slices = [[0, list(offsets), list(e.shape)] for offsets, e in stored_slices(parts)]
+            if slices:
+                table.slices[key] = [shape, dtype, slices]
+            continue
+        dim, pieces, piece = parts.grid
+        grids.setdefault((pieces, piece), {})[key] = [shape, dtype, dim]
+    for number, ((pieces, piece), members) in enumerate(grids.items()):
+        table.grids.append([pieces, members])
+        table.pieces[0].append([number, piece])
+    return table
+
+
+def stored_slices(parts: TensorParts) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Yield the slices that are worth an entry in a file."""
+    for offsets, elements in parts.slices:
+        # A rank that owns no rows of a tensor has an empty slice: nothing to write.
+        if elements.numel() or 0 in parts.shape:
+            yield offsets, elements
+
+
+def find_reads(
+    key: str, target: TensorParts, stored: StoredTensor
+) -> list[tuple[StoredSlice, tuple[int, ...], Tensor]]:
+    """Return what to read to fill a target: stored slices, offsets in them, and the memory.
+
+    Raise ValueError unless that is all of it.
+    """
+    reads, found = [], 0
+    for start, elements in target.slices:
+        sizes = tuple(elements.shape)
+        for each in stored.overlapping(start, sizes):
+            # From the beginning to the end that both have, in each dimension.
+            first = tuple(map(max, start, each.offsets))
+            last = tuple(map(min, map(add, start, sizes), map(add, each.offsets, each.sizes)))
+            view = elements
+            for dim, (a, b, begin) in enumerate(zip(first, last, start, strict=True)):
+                view = view.narrow(dim, a - begin, b - a)
+            inside = tuple(a - b for a, b in zip(first, each.offsets, strict=True))
+            reads.append((each, inside, view))
+            found += view.numel()
+    needed = sum(elements.numel() for _, elements in target.slices)
+    # Counting is enough: stored slices do not overlap.
+    if found != needed:
+        raise ValueError(f"the checkpoint has {found:,} of {needed:,} elements of {key!r}.")
+    return reads
 
 
 # -- entries of an optimizer's state ---------------------------------------------------------------
@@ -182,44 +297,37 @@ def write_item(
 
 def entries_of(part: OptimizerStatePart) -> dict[str, object]:
     """Return the entries to save: the optimizer's, and the exact parameters."""
-    return {**part.entries, **({} if part.exact is None else {_index.EXACT_ENTRY: part.exact})}
+    return {**part.entries, **({} if part.exact is None else {EXACT_ENTRY: part.exact})}
 
 
-def entry_parts(part: OptimizerStatePart, entry: str, value: Tensor) -> Parts:
-    """Return an optimizer's entry as torch's planner takes it: whole, or the slice held here."""
+def is_elementwise(part: OptimizerStatePart, entry: str, value: Tensor) -> bool:
+    """Return whether an entry has one number for each element that this rank holds."""
     # `step` is one number, and must not be taken for the state of a parameter with one element.
-    elementwise = value.shape == part.like.shape and (value.dim() > 0 or entry != "step")
-    if part.start is not None and elementwise:
+    return value.shape == part.like.shape and (value.dim() > 0 or entry != "step")
+
+
+def entry_parts(
+    part: OptimizerStatePart, entry: str, value: Tensor, savers: Savers = ALONE
+) -> TensorParts:
+    """Return the slices of an entry; `savers` have the same, unless it is a shard."""
+    if part.start is not None and is_elementwise(part, entry, value):
         return TensorParts.from_flat(value, part.param, part.start)
-    return to_parts(value)
+    return to_parts(value, savers)
 
 
-def to_parts(tensor: Tensor) -> Parts:
-    """Return a tensor as the planner takes it: a DTensor as it is, any other as TensorParts."""
+def to_parts(tensor: Tensor, savers: Savers = ALONE) -> TensorParts:
+    """Return the slices of a tensor that all savers have, whole or as DTensors of them."""
     if is_dtensor(tensor):
-        return tensor.detach()
+        return TensorParts.of_dtensor(tensor, savers)
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"a tensor of layout {tensor.layout} cannot be saved: make it dense.")
-    return TensorParts.whole(tensor)
-
-
-def is_partial(parts: Parts) -> bool:
-    """Return whether it is less than the whole tensor. A DTensor counts as less."""
-    if not isinstance(parts, TensorParts):
-        return True
-    return [tuple(elements.shape) for _, elements in parts.slices] != [parts.shape]
-
-
-def count_elements(parts: Parts) -> int:
-    """Return how many elements of the tensor this rank holds."""
-    assert hasattr(parts, "__create_chunk_list__")
-    return sum(math.prod(chunk.sizes) for chunk in parts.__create_chunk_list__())
+    return TensorParts.whole(tensor, savers)
 
 
 def allocate_target(
     part: OptimizerStatePart, name: str, entry: str, shape: Sequence[int], dtype: torch.dtype
-) -> tuple[Tensor, Parts]:
-    """Return a tensor to fill with a saved entry, and what the planner takes for it.
+) -> tuple[Tensor, TensorParts]:
+    """Return a tensor to fill with a saved entry, and its slices.
 
     `shape` is the saved entry's whole shape. If the optimizer has a tensor that fits already, that
     one is returned, and filled in place.
@@ -262,115 +370,41 @@ def _has_same_layout(now: Tensor, like: Tensor) -> bool:
     return now.device == like.device and order_of_dims(now) == order_of_dims(like)
 
 
-def put_new(tensors: dict[str, Parts], key: str, tensor: Parts) -> None:
-    """Add a tensor. Raise ValueError if there is one with that key."""
-    if key in tensors:
-        raise ValueError(
-            f"two tensors of this checkpoint would be called {key!r}. Rename one of them."
-        )
-    tensors[key] = tensor
+@dataclass
+class Contents:
+    """What this rank has of a run: slices of tensors by key, and tensors for no other rank."""
 
+    savers: Savers = ALONE
+    tensors: dict[str, TensorParts] = field(default_factory=dict)
+    own: dict[str, Tensor] = field(default_factory=dict)
 
-# -- plans -----------------------------------------------------------------------------------------
-
-
-class SavePlanner(DefaultSavePlanner):
-    """torch's planner, which also finds slices in TensorParts."""
-
-    def __init__(self, tensors: Mapping[str, Parts]) -> None:
-        # No flattening: our keys are flat already.
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.set_up_planner(dict(tensors))
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return find_slice(self.state_dict, index)
-
-
-class LoadPlanner(DefaultLoadPlanner):
-    """torch's planner, which also finds slices in TensorParts."""
-
-    def __init__(
-        self, tensors: Mapping[str, Parts], stored: Mapping[str, _index.StoredTensor]
-    ) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        # Set here: torch's `set_up_planner` looks into the values, and expects tensors there.
-        self.state_dict = self.original_state_dict = dict(tensors)
-        self.metadata = to_torch_metadata(stored)
-        self.is_coordinator = False
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return find_slice(self.state_dict, index)
-
-
-def find_slice(tensors: Mapping[str, Parts], index: MetadataIndex) -> Tensor:
-    """Return the slice of a tensor that this rank holds at an offset."""
-    found = tensors[index.fqn]
-    assert isinstance(found, TensorParts) or hasattr(found, "__get_tensor_shard__")
-    elements = found.__get_tensor_shard__(index)
-    # A DTensor's local tensor may be the result of a collective that is still under way.
-    wait = getattr(elements, "wait", None)
-    return wait() if wait is not None else elements
-
-
-def plan_to_text(plan: SavePlan) -> str:
-    """Return a rank's plan as JSON, to be sent to the others."""
-    return json.dumps([_item_to_list(item) for item in plan.items], separators=(",", ":"))
-
-
-def _item_to_list(item: WriteItem) -> list[object]:
-    """Return an item of a plan as JSON, to be sent to the other ranks."""
-    data = item.tensor_data
-    assert data is not None and item.index.offset is not None
-    dtype = str(data.properties.dtype).removeprefix("torch.")
-    shape, sizes = list(data.size), list(data.chunk.sizes)
-    return [item.index.fqn, dtype, shape, list(item.index.offset), sizes]
-
-
-def plan_from_text(text: str) -> SavePlan:
-    """Return a rank's plan from the text that it has sent: a list of `_item_to_list`."""
-    items = [
-        write_item(fqn, offsets, sizes, shape, getattr(torch, dtype))
-        for fqn, dtype, shape, offsets, sizes in json.loads(text)
-    ]
-    return SavePlan(items)
-
-
-def merge_plans(texts: Sequence[str]) -> tuple[list[SavePlan], Metadata]:
-    """Return each rank's final plan, without duplicates, and the metadata of all tensors."""
-    # Every rank computes the same from the same texts, so nothing has to be sent back.
-    plans = [plan_from_text(text) for text in texts]
-    _check_same_tensors(plans)
-    return SavePlanner({}).create_global_plan(plans)
-
-
-def _check_same_tensors(plans: Sequence[SavePlan]) -> None:
-    """Raise ValueError if ranks have tensors of different shapes or types under one key."""
-    seen: dict[str, tuple[int, tuple[tuple[int, ...], str]]] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            data = item.tensor_data
-            assert data is not None
-            described = (tuple(data.size), str(data.properties.dtype))
-            first, expected = seen.setdefault(item.index.fqn, (rank, described))
-            if described != expected:
-                raise ValueError(
-                    f"ranks have different tensors for {item.index.fqn!r}: rank {first} "
-                    f"{expected}, rank {rank} {described}."
-                )
-
-
-def to_torch_metadata(tensors: Mapping[str, _index.StoredTensor]) -> Metadata:
-    """Return the index's tensors as torch's planner expects them; torch calls slices chunks."""
-    return Metadata(
-        {
-            key: TensorStorageMetadata(
-                TensorProperties(tensor.torch_dtype),
-                torch.Size(tensor.shape),
-                [
-                    ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
-                    for each in tensor.slices
-                ],
+    def add(self, key: str, parts: TensorParts) -> None:
+        """Add a tensor. Raise ValueError if there is one with that key."""
+        if key in self.tensors:
+            raise ValueError(
+                f"two tensors of this checkpoint would be called {key!r}. Rename one of them."
             )
-            for key, tensor in tensors.items()
-        }
-    )
+        check_can_hold(key, parts.dtype)  # now, rather than when the file is half written
+        self.tensors[key] = parts
+
+    def put(self, key: str, tensor: Tensor) -> str:
+        """Add a tensor of this rank."""
+        self.add(key, to_parts(tensor))
+        return key
+
+    def put_of_first(self, key: str, tensor: Tensor) -> str:
+        """Add a tensor of rank 0; of a DTensor every rank has a shard."""
+        if is_dtensor(tensor):
+            self.add(key, to_parts(tensor, self.savers))
+        elif self.savers.rank == 0:
+            self.put(key, tensor)
+        return key
+
+    def alike(self) -> dict[str, str]:
+        """Return a checksum of the tensors that every rank has, by part of the run."""
+        parts: dict[str, int] = {}
+        for key, tensor in self.tensors.items():
+            if tensor.holders.kind == "all":
+                part, described = key.partition("/")[0], f"{key} {tensor.shape} {tensor.dtype}"
+                parts[part] = zlib.crc32(described.encode(), parts.get(part, 0))
+        return {part: f"checksum {crc32:08x}" for part, crc32 in parts.items()}

@@ -43,6 +43,13 @@ MAPPINGS: dict[str, Callable[[dict[Any, Any]], object]] = {
     "OrderedDict": OrderedDict,
     "Counter": Counter,
 }
+# What becomes text: the name of its kind, and how it becomes text.
+PLAIN: dict[type, tuple[str, Callable[[Any], str]]] = {
+    complex: ("complex", str),
+    bytes: ("bytes", bytes.hex),
+    torch.dtype: ("dtype", lambda dtype: str(dtype).removeprefix("torch.")),
+    torch.device: ("device", str),
+}
 RESERVED = ("step",)  # names with a meaning of their own in the result of `load`
 NOT_FINITE = ("nan", "inf", "-inf")
 MAX_DEPTH = 100  # containers inside each other; so many always fit on Python's stack
@@ -80,14 +87,8 @@ def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Jso
                 [encode_child(k, f"{i}, the key"), encode_child(v, i)] for i, (k, v) in pairs
             ]
             return {"$": name, "items": items}
-    if kind is complex:
-        return {"$": "complex", "value": [str(value.real), str(value.imag)]}
-    if kind is bytes:
-        return {"$": "bytes", "value": value.hex()}
-    if kind is torch.dtype:
-        return {"$": "dtype", "value": str(value).removeprefix("torch.")}
-    if kind is torch.device:
-        return {"$": "device", "value": str(value)}
+    if kind in PLAIN:
+        return {"$": PLAIN[kind][0], "value": PLAIN[kind][1](value)}
     if has_state(value):
         return {"$": "state", "of": kind.__name__, "value": _encode_state(value, path, put, depth)}
     # Subclasses of numbers and text, such as numpy's numbers, become Python's own.
@@ -177,7 +178,7 @@ def _decode(meta: object, get: GetTensor) -> Any:
     if name == "float" and value in NOT_FINITE:
         return float(value)
     if name == "complex":
-        return complex(float(value[0]), float(value[1]))
+        return complex(value)
     if name == "bytes":
         return bytes.fromhex(value)
     # Only what is a dtype: the file must not reach any other attribute of torch.
@@ -201,6 +202,11 @@ _ESCAPES = str.maketrans({"%": "%25", ".": "%2E", "/": "%2F"})
 def escape(key: str) -> str:
     """Return a key of a dict, or the name of an entry, as part of a tensor's key."""
     return key.translate(_ESCAPES)
+
+
+def unescape(text: str) -> str:
+    """Return the key that `escape` was given."""
+    return text.replace("%2F", "/").replace("%2E", ".").replace("%25", "%")
 
 
 def child_path(path: str, key: object) -> str:

@@ -1,62 +1,66 @@
-"""A save, step by step.
+"""A save, step by step, in which no rank asks another what to write.
 
-Every rank writes its slices, and rank 0 makes them a checkpoint:
+    collect     what this rank has, without copies; what it writes follows from its placements
+    copy        only with `wait=False`: to host memory, after which training goes on
+    write       its own file, and a receipt for rank 0: where the file has which tensors
+    publish     rank 0 has all receipts: each element is there once, so it writes the commit
+    end         rank 0's answer: every rank knows that the checkpoint exists, or why it does not
 
-    collect     what each rank has, without copies                 on every rank
-    plan        which rank writes what (`_slices.py`)              one all_gather of text
-    begin       a hidden folder that all ranks see                 rank 0
-    write       its slices, to the disk; or to a copy first        every rank, its own file
-    publish     the index, the final name; old checkpoints go      rank 0
+Receipt and answer travel through the store in which the ranks have met. So there is no collective,
+and nothing that a rank does grows with the number of ranks, but for rank 0's work in the
+background: one receipt for each rank. `Post` has these messages.
 
-If a step fails on any rank, every rank raises, and the hidden folder is removed.
+A crash leaves either no commit, and the files are removed by a later save, or a commit, and the
+checkpoint is complete.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import math
-import os
-import shutil
+import threading
 import time
-import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
+from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.optim import Optimizer
 
-from manyhands._core.agreement import raise_if_different, run_on_all
-from manyhands._core.flat import is_dtensor
+from manyhands._core.agreement import NAMED, describe_error, raise_if_different, to_error
 from manyhands._core.random_state import random_state
 from manyhands._core.ranks import RankGroup
-from manyhands.checkpoint import _folder, _index, _safetensors
-from manyhands.checkpoint._model import ModelNames, collect_model, find_names
+from manyhands.checkpoint import _format
+from manyhands.checkpoint._folder import Folder, new_token
+from manyhands.checkpoint._format import OWN, Commit, Table, TensorEntry, file_name
+from manyhands.checkpoint._model import collect_model, find_names
 from manyhands.checkpoint._optimizer import collect_optimizer
-from manyhands.checkpoint._ranks import Replica, find_replicas, join_ranks, merge_replicas
 from manyhands.checkpoint._slices import (
-    Parts,
-    SavePlanner,
-    merge_plans,
-    plan_to_text,
-    put_new,
-    to_parts,
+    Contents,
+    Savers,
+    describe,
+    own_share,
+    stored_slices,
 )
 from manyhands.checkpoint._values import HasState, check_has_state, check_value, encode, escape
 
-SUFFIX = ".safetensors"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+VISIBLE_AFTER = 3.0  # seconds within which a network file system must show a new file
+CALL_TIMEOUT = 1800.0  # seconds for all ranks to call, if the group has no timeout
+SAY_AFTER = 40.0  # seconds after which a rank that waits for another's call says so
+PULSE = 5.0  # seconds between two signs of life of a rank that writes
+SILENCE = 60.0  # seconds without one after which a rank counts as dead
 
 
 def begin_save(
@@ -74,321 +78,450 @@ def begin_save(
 
     Unless `wait` is True, that work does not look at the model or the optimizer any more.
     """
-    ranks = join_ranks(process_group, "mh.save")
-    replicas = find_replicas(optimizers, ranks)
-    own = run_on_all(
-        ranks, lambda: collect(model, optimizers, schedulers, values, ranks.rank, replicas)
-    )
-    arguments = {
-        "step": step,
-        "keep": keep,
-        "wait": wait,
-        # Objects themselves cannot be compared.
-        "model": model is not None,
-        "number of optimizers": len(optimizers),
-        "number of schedulers": len(schedulers),
-        "values": sorted(values),
-    }
-    planner = SavePlanner(own.tensors)
-    plan, metadata, merged = _plan_together(arguments, planner, own, ranks)
-    partial, name = _begin_folder(path, step, ranks)
+    post = Post.of(RankGroup.of(process_group))
+    save = Save(Folder(path), post, keep, {"step": step, "keep": keep, "wait": wait})
     try:
-        # `source` gives the writer its tensors: the run's own, or copies.
-        source: TensorSource = (
-            planner if wait else run_on_all(ranks, lambda: StagedCopies(plan, planner))
-        )
-    except BaseException:
-        _drop(partial, ranks)
-        raise
-
-    def work() -> None:
-        """Write this rank's file, wait for the other ranks', and let rank 0 publish them."""
-        try:
-            written = run_on_all(ranks, lambda: _write_file(partial, ranks.rank, plan, source))
-            texts = ranks.all_gather_text(json.dumps(written))
-            # Every rank waits here, so that none returns before the checkpoint is complete.
-            run_on_all(
-                ranks,
-                lambda: (
-                    _publish(partial, name, step, own, merged, metadata, texts, keep)
-                    if ranks.rank == 0
-                    else None
-                ),
-            )
-        except BaseException:
-            _drop(partial, ranks)
+        save.collect(model, optimizers, schedulers, values)
+    except Exception as error:
+        if post.size == 1:
             raise
-
-    return path / name, work
-
-
-# -- collect and plan ------------------------------------------------------------------------------
+        save.problem = error
+    try:
+        save.name = post.begin(path, step, save.folder)
+        save.token = post.token
+        if save.problem is None:
+            save.prepare(copy=not wait)
+    except Exception as error:
+        if not post.begun:  # nobody waits for this rank
+            raise
+        save.problem = save.problem or error
+    if save.problem is not None:
+        save.finish()  # tells the others, and raises
+    return path / save.name, save.finish
 
 
 @dataclass
-class Contents:
-    """What this rank contributes to a checkpoint: tensors by key, and JSON."""
+class Save:
+    """One save, on one rank."""
 
-    tensors: dict[str, Parts] = field(default_factory=dict)
-    model: _index.ModelMeta | None = None
-    optimizers: list[dict[str, object]] = field(default_factory=list)  # what this rank says of each
-    schedulers: list[_index.StateMeta] = field(default_factory=list)
-    values: dict[str, object] = field(default_factory=dict)
+    folder: Folder
+    post: Post
+    keep: int | None
+    facts: dict[str, Any]  # what all ranks must have alike
+    name: str = ""
+    token: str = ""
+    problem: Exception | None = None
+    contents: Contents = field(default_factory=Contents)
+    described: dict[str, Any] = field(default_factory=dict)  # the model and so on, as JSON
+    _tensors: list[tuple[TensorEntry, Tensor]] = field(default_factory=list)
+    _table: Table = field(default_factory=Table)
 
-    def add(self, tensors: Mapping[str, Parts]) -> None:
-        for key, tensor in tensors.items():
-            put_new(self.tensors, key, tensor)
+    def collect(
+        self,
+        model: nn.Module | None,
+        optimizers: Sequence[Optimizer],
+        schedulers: Sequence[HasState],
+        values: Mapping[str, object],
+    ) -> None:
+        """Find out what this rank contributes to a checkpoint. Tensors are not copied."""
+        contents = self.contents = Contents(self.post.savers)
+        names = None if model is None else find_names(model)
+        put, saved = contents.put_of_first, dict[str, object]()
+        self.described = {
+            "model": None if names is None else collect_model(names, "model", contents),
+            "optimizers": [
+                collect_optimizer(each, names, number, contents)
+                for number, each in enumerate(optimizers)
+            ],
+            "schedulers": [
+                {
+                    "class": type(check_has_state("scheduler", each)).__name__,
+                    "state": encode(dict(each.state_dict()), f"scheduler.{number}", put),
+                }
+                for number, each in enumerate(schedulers)
+            ],
+            "values": saved,
+        }
+        for name, value in values.items():
+            check_value(name, value)
+            key = f"value/{escape(name)}"
+            if isinstance(value, nn.Module):
+                module = collect_model(find_names(value), key, contents)
+                saved[name] = {"$": "module", "value": module}
+            else:
+                saved[name] = encode(value, key, put)
+        contents.own |= {f"random/{name}": state for name, state in random_state().items()}
+        # Objects themselves cannot be compared.
+        self.facts |= {
+            "model": model is not None,
+            "number of optimizers": len(optimizers),
+            "number of schedulers": len(schedulers),
+            "values": sorted(values),
+        }
 
+    def prepare(self, *, copy: bool) -> None:
+        """Decide what this rank writes, and copy it if training goes on meanwhile."""
+        share = own_share(self.contents.tensors)
+        self._table = describe(share)
+        self.facts["tensors"] = self.contents.alike()
+        named = {OWN + name: tensor for name, tensor in self.contents.own.items()}
+        for key, parts in share.items():
+            for offsets, elements in stored_slices(parts):
+                name = _format.slice_name(key, offsets, elements.shape, parts.shape)
+                named[name] = elements.detach()
+        self.contents.tensors.clear()
+        for name, tensor in named.items():
+            entry = TensorEntry(name, tensor.dtype, tuple(tensor.shape))
+            if copy:  # on the CPU even for a GPU
+                tensor = torch.empty(entry.shape, dtype=entry.dtype).copy_(tensor)
+            self._tensors.append((entry, tensor))
+        # Wide types first: each tensor then begins at a multiple of its element size. Written from
+        # the end, so that each copy is freed then.
+        self._tensors.sort(key=lambda each: each[0].dtype.itemsize)
 
-def collect(
-    model: nn.Module | None,
-    optimizers: Sequence[Optimizer],
-    schedulers: Sequence[HasState],
-    values: Mapping[str, object],
-    rank: int,
-    replicas: Sequence[Replica],
-) -> Contents:
-    """Return what this rank contributes to a checkpoint. Tensors are not copied."""
-    contents = Contents()
-    names: ModelNames | None = None
-    if model is not None:
-        names = find_names(model)
-        contents.model, tensors = collect_model(names, "model", rank)
-        contents.add(tensors)
-    for number, (each, replica) in enumerate(zip(optimizers, replicas, strict=True)):
-        saved = collect_optimizer(each, names, number, replica)
-        contents.optimizers.append(saved.meta)
-        contents.add(saved.tensors)
+    def finish(self) -> None:
+        """Write, and wait until the checkpoint is complete; raise if any rank has failed."""
+        receipt: dict[str, Any] = {"facts": self.facts}
+        try:
+            if self.problem is None:
+                receipt |= self._write_file()
+        except Exception as error:
+            self.problem = error
+        if self.problem is not None:
+            receipt["error"] = describe_error(self.problem)
+        failed = ["RuntimeError", "stopped"]
+        try:
+            if self.post.rank == 0:
+                failed = self._publish(self.post.gather(receipt))
+                self.post.end(failed)
+            else:
+                self.post.send(receipt)
+                failed = self.post.wait_for_end(self._is_published)
+        finally:
+            if self.name and failed:
+                self.folder.drop(self.name, self._file(self.post.rank))
+        if self.problem is not None:
+            raise self.problem
+        if failed:
+            raise to_error(*failed)
 
-    def put(path: str, tensor: Tensor) -> str:
-        """Add a tensor to what this rank contributes; return the key under which it is saved."""
-        # Schedulers and values are rank 0's, but every rank has a shard of a DTensor.
-        if rank == 0 or is_dtensor(tensor):
-            contents.add({path: to_parts(tensor)})
-        return path
+    def _file(self, rank: int) -> str:
+        return file_name(rank, self.token)
 
-    for number, scheduler in enumerate(schedulers):
-        check_has_state("scheduler", scheduler)
-        meta = encode(dict(scheduler.state_dict()), f"scheduler.{number}", put)
-        contents.schedulers.append({"class": type(scheduler).__name__, "state": meta})
-    for name, value in values.items():
-        check_value(name, value)
-        if isinstance(value, nn.Module):
-            module, tensors = collect_model(find_names(value), f"value/{escape(name)}", rank)
-            contents.values[name] = {"$": "module", "value": module}
-            contents.add(tensors)
-        else:
-            contents.values[name] = encode(value, f"value/{escape(name)}", put)
-    for generator, state in random_state().items():
-        contents.add({f"random/{rank}/{generator}": to_parts(state)})
-    # Now, rather than when the file is half written.
-    for key, tensor in contents.tensors.items():
-        _safetensors.check_can_hold(key, tensor.dtype)
-    return contents
+    def _write_file(self) -> dict[str, Any]:
+        """Write this rank's file; return what rank 0 has to know of it."""
+        entries = [entry for entry, _ in reversed(self._tensors)]
+        nbytes = sum(entry.nbytes for entry in entries)
+        sink = self.folder.create(self.name, self._file(self.post.rank))
+        with self._explain_no_room(nbytes), sink as file:
+            written = _format.write(file, entries, lambda _: self._tensors.pop()[1])
+        # Only one rank spells out a grid: the others have the same, and say which by its checksum.
+        for grid, (_, piece) in zip(self._table.grids, self._table.pieces[0], strict=True):
+            grid[1] = _checksum(grid[1]) if piece else grid[1]
+        return {"file": written, "table": vars(self._table)}
 
+    @contextmanager
+    def _explain_no_room(self, needed: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            raise OSError(
+                f"there is no room for the checkpoint in {self.folder.path} (or a quota, or a "
+                f"limit of files or their size, is reached): this rank has {needed:,} bytes to "
+                "write. Earlier checkpoints are unchanged."
+            ) from error
 
-def _plan_together(
-    arguments: Mapping[str, object], planner: SavePlanner, own: Contents, ranks: RankGroup
-) -> tuple[SavePlan, Metadata, list[_index.OptimizerMeta]]:
-    """Return what this rank is to write, and what all ranks have: tensors and optimizers."""
-    # One all_gather carries all that ranks must know of each other.
-    text = json.dumps([arguments, plan_to_text(planner.create_local_plan()), own.optimizers])
-    everyone = [json.loads(text) for text in ranks.all_gather_text(text)]
-    advice = "Call mh.save on every rank with the same arguments."
-    raise_if_different([{"arguments of mh.save": each[0]} for each in everyone], advice)
-    plans, metadata = merge_plans([each[1] for each in everyone])
-    return plans[ranks.rank], metadata, merge_replicas([each[2] for each in everyone])
+    def _publish(self, receipts: list[dict[str, Any]]) -> list[str]:
+        """Make the files a checkpoint, on rank 0; return the error if that cannot be done."""
+        failed = [(rank, each["error"]) for rank, each in enumerate(receipts) if "error" in each]
+        if failed:
+            ranks = ", ".join(str(rank) for rank, _ in failed[:NAMED])
+            name, message = failed[0][1]
+            return [name, f"rank {ranks}: {message}"]
+        try:
+            self._compare([each["facts"] for each in receipts])
+            files = [each["file"] for each in receipts]
+            table = merge_tables([Table(**each["table"]) for each in receipts])
+            _format.find_tensors(table, len(files))  # raises unless every element is there once
+            self._wait_for_files({self._file(rank): file[0] for rank, file in enumerate(files)})
+            text = self._to_commit(files, table).to_text().encode()
+            with self._explain_no_room(len(text)):
+                self.folder.publish(self.name, self.token, text)
+        except Exception as error:
+            self.problem = error
+            return describe_error(error)
+        self.folder.prune(self.keep)  # last: the old ones stay until the new one is complete
+        return []
 
+    def _compare(self, everyone: list[dict[str, Any]]) -> None:
+        if any(facts != everyone[0] for facts in everyone):
+            advice = "Call mh.save on every rank with the same arguments and the same model."
+            tensors = [{"tensors": facts.pop("tensors")} for facts in everyone]
+            raise_if_different([{"arguments of mh.save": facts} for facts in everyone], advice)
+            raise_if_different(tensors, advice)
 
-# -- begin -----------------------------------------------------------------------------------------
+    def _wait_for_files(self, files: dict[str, int]) -> None:
+        """Raise ValueError unless rank 0 sees the file of every rank."""
+        deadline = time.monotonic() + VISIBLE_AFTER
+        while missing := files.items() - self.folder.sizes(self.name).items():
+            if time.monotonic() > deadline:
+                self.folder.check_ours(self.name, self.token)
+                raise ValueError(
+                    f"{min(missing)[0]}, which its rank has written, is not in "
+                    f"{self.folder.path / self.name} on rank 0. Give a path that all ranks share."
+                )
+            time.sleep(0.05)
 
+    def _to_commit(self, files: list[list[int]], table: Table) -> Commit:
+        from manyhands._version import __version__
 
-def _begin_folder(path: Path, step: int | None, ranks: RankGroup) -> tuple[Path, str]:
-    """Return the hidden folder, which all ranks see, and its final name."""
-    token = ranks.all_gather_text(uuid.uuid4().hex)[0]
-    begun = run_on_all(ranks, lambda: _make_folder(path, step, token) if ranks.rank == 0 else None)
-    hidden, name = json.loads(ranks.all_gather_text(json.dumps(begun))[0])
-    partial = path / hidden
-    try:
-        run_on_all(ranks, lambda: _folder.check_shared(partial, token))
-    except BaseException:
-        _drop(partial, ranks)
-        raise
-    return partial, name
-
-
-def _make_folder(path: Path, step: int | None, token: str) -> tuple[str, str]:
-    """Make the hidden folder; a full disk is explained with the bytes that are needed."""
-    try:
-        return _folder.begin(path, step, token)
-    except OSError as error:
-        if error.errno in NO_ROOM:
-            raise OSError(_no_room_message(path, len(token))) from error
-        raise
-
-
-def _no_room_message(folder: Path, needed: int) -> str:
-    """Say why there is no room. `folder` is the hidden one, or the one it should be made in."""
-    parent = folder.parent if folder.name.startswith(_folder.PARTIAL) else folder
-    # What ranks have written so far is about to be removed, so it counts as free.
-    written = sum(path.lstat().st_size for path in folder.glob(f"*{SUFFIX}"))
-    free = shutil.disk_usage(parent).free + written
-    limit = "" if free <= needed else ": a quota, or a limit of files or their size, is reached"
-    return (
-        f"there is no room for the checkpoint in {parent}: this rank has {needed:,} bytes to "
-        f"write, and {free:,} were free for all ranks{limit}. Earlier checkpoints are unchanged."
-    )
-
-
-def _drop(partial: Path, ranks: RankGroup) -> None:
-    if ranks.rank == 0:
-        _folder.remove(partial)
-
-
-# -- write -----------------------------------------------------------------------------------------
-
-
-class TensorSource(Protocol):
-    """Where a slice's elements come from: the run's own memory, or copies."""
-
-    def resolve_data(self, item: WriteItem) -> Any:
-        """Return the elements of a slice that the plan names."""
-
-
-class StagedCopies:
-    """Copies of the slices that this rank is to write, so that training may continue."""
-
-    def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
-        self._copies: dict[MetadataIndex, Tensor] = {}
-        for item in plan.items:
-            found = planner.resolve_data(item)
-            assert isinstance(found, Tensor)
-            # Only what the plan says, not what other ranks write; on the CPU even for a GPU.
-            copy = torch.empty(found.shape, dtype=found.dtype)
-            self._copies[item.index] = copy.copy_(found.detach())
-
-    def resolve_data(self, item: WriteItem) -> Tensor:
-        """Return a copy, as a planner would; each is freed once it is written."""
-        return self._copies.pop(item.index)
-
-
-def _write_file(folder: Path, rank: int, plan: SavePlan, source: TensorSource) -> list[object]:
-    """Write this rank's file; return name, bytes and checksum of the file, and its slices."""
-    # Wide types first: each tensor then begins at a multiple of its element size.
-    items = sorted(plan.items, key=lambda item: -_data_of(item).properties.dtype.itemsize)
-    entries = []
-    for item in items:
-        data = _data_of(item)
-        name = slice_name(item.index.fqn, data.chunk, data.size)
-        entries.append(
-            _safetensors.TensorEntry(name, data.properties.dtype, tuple(data.chunk.sizes))
+        return Commit(
+            step=self.facts["step"],
+            token=self.token,
+            versions={"manyhands": __version__, "torch": str(torch.__version__)},
+            time=time.time(),
+            files=files,
+            table=table,
+            **self.described,
         )
-    path = folder / f"worker-{rank:05d}{SUFFIX}"
-    try:
-        written = _safetensors.write(path, entries, lambda i: source.resolve_data(items[i]))
-    except OSError as error:
-        if error.errno in NO_ROOM:
-            raise OSError(_no_room_message(folder, bytes_to_write(plan))) from error
-        # Another process of our run may have taken over, and removed the folder under us.
-        _folder.check_lock(folder.parent)
-        raise
-    slices = [
-        [item.index.fqn, list(item.index.offset or ()), entry.name, crc32]
-        for item, entry, crc32 in zip(items, entries, written.tensor_crc32s, strict=True)
-    ]
-    return [path.name, written.nbytes, written.header_crc32, slices]
+
+    def _is_published(self) -> bool:
+        """Return whether the files of this save are a checkpoint, as far as this rank can see."""
+        return self.folder.has_commit(self.name) and self._file(0) in self.folder.sizes(self.name)
 
 
-def _data_of(item: WriteItem) -> TensorWriteData:
-    # torch allows items of raw bytes, too; our planner makes none.
-    assert item.tensor_data is not None
-    return item.tensor_data
+def _checksum(members: object) -> int:
+    return zlib.crc32(json.dumps(members).encode())
 
 
-def bytes_to_write(plan: SavePlan) -> int:
-    """Return the bytes of the slices in a plan, not of the whole tensors that they belong to."""
-    return sum(
-        math.prod(_data_of(item).chunk.sizes) * _data_of(item).properties.dtype.itemsize
-        for item in plan.items
-    )
+def merge_tables(tables: Sequence[Table]) -> Table:
+    """Return the table of all files from the tables that ranks have sent of their own."""
+    merged, numbers = Table(), dict[tuple[int, int], int]()
+    for file, table in enumerate(tables):
+        pieces = []
+        for (count, members), (_, piece) in zip(table.grids, table.pieces[0], strict=True):
+            crc32 = members if isinstance(members, int) else _checksum(members)
+            number = numbers.setdefault((count, crc32), len(numbers))
+            if number == len(merged.grids):
+                merged.grids.append([count, {}])
+            if crc32 is not members:
+                merged.grids[number][1] = members
+            pieces.append([number, piece])
+        merged.pieces.append(pieces)
+        for key, (shape, dtype, slices) in table.slices.items():
+            known = merged.slices.setdefault(key, [shape, dtype, []])
+            if known[:2] != [shape, dtype]:
+                raise ValueError(
+                    f"ranks have different tensors for {key!r}: {known[:2]} and {[shape, dtype]}."
+                )
+            known[2] += [[file, offsets, sizes] for _, offsets, sizes in slices]
+    return merged
 
 
-def slice_name(key: str, chunk: ChunkStorageMetadata, shape: Sequence[int]) -> str:
-    """Return a slice's name in its file: the tensor's key and, unless it is whole, its offsets."""
-    # An @ in the key is doubled, so that no key can look like a key with offsets.
-    key = key.replace("@", "@@")
-    if list(chunk.sizes) == list(shape):
-        return key
-    return f"{key}@{','.join(map(str, chunk.offsets))}"
+# -- messages --------------------------------------------------------------------------------------
 
 
-# -- publish ---------------------------------------------------------------------------------------
+_posts: weakref.WeakKeyDictionary[Store, dict[Sequence[int], Post]] = weakref.WeakKeyDictionary()
 
 
-def _publish(
-    partial: Path,
-    name: str,
-    step: int | None,
-    own: Contents,
-    optimizers: list[_index.OptimizerMeta],
-    metadata: Metadata,
-    texts: Sequence[str],
-    keep: int | None,
-) -> None:
-    """Write the index from what each rank has written, and give the folder its final name."""
-    from manyhands._version import __version__
+class Post:
+    """The messages of saves between these ranks, through a connection to the store of their own.
 
-    written = [json.loads(text) for text in texts]
-    results = [
-        (rank, key, offsets, entry, crc32)
-        for rank, (_, _, _, slices) in enumerate(written)
-        for key, offsets, entry, crc32 in slices
-    ]
-    index = _index.Index(
-        step=step,
-        workers=len(written),
-        versions={"manyhands": __version__, "torch": str(torch.__version__)},
-        time=time.time(),
-        files=[_index.IndexedFile(file, nbytes, crc32) for file, nbytes, crc32, _ in written],
-        tensors=build_tensor_table(metadata, results),
-        model=own.model,
-        optimizers=optimizers,
-        schedulers=own.schedulers,
-        values=own.values,
-    )
-    try:
-        _write_index(partial, index)
-        _folder.publish(partial, name)
-    except OSError as error:
-        if error.errno in NO_ROOM:
-            raise OSError(_no_room_message(partial, len(index.to_text()))) from error
-        _folder.check_lock(partial.parent)
-        raise
-    # Last: the old checkpoints stay until the new one is complete.
-    _folder.prune(partial.parent, keep)
+    A save has a token, by which its messages and files are known. Rank 0 gives it: that of the
+    first save under a name of its own, and each later one with the answer to the save before. The
+    number of the next checkpoint in the same folder follows. So a rank gets one message for each
+    save, the answer, and sends one, its receipt.
+    """
 
+    def __init__(self, savers: Savers, store: Store | None = None, patience: float = 0.0) -> None:
+        self.savers, self.rank, self.size = savers, savers.rank, savers.size
+        self.token = ""
+        self.begun = False  # whether this rank has the token, and the others wait for its receipt
+        self._store: Any = store
+        self._patience = patience
+        self._next: tuple[Path, int] | None = None  # a folder, and the number of the next in it
+        self._old = ""  # the token of the save before
+        self._began, self._warned, self._seen = 0.0, False, (0.0, "", "")
+        self._done = threading.Event()  # set once a rank need not show any more that it lives
+        if store is not None:
+            ranks = sha256(",".join(map(str, savers.ranks)).encode()).hexdigest()[:16]
+            self._prefix = f"manyhands/save/{ranks}"
+            # A store may outlive a process group, and have messages of an earlier one.
+            self._prefix += f"/{store.add(f'{self._prefix}/{self.rank}', 1)}"
 
-def build_tensor_table(
-    metadata: Metadata, results: Iterable[tuple[int, str, Sequence[int], str, int]]
-) -> dict[str, _index.StoredTensor]:
-    """Return the index's table of tensors, from torch's metadata and what each rank has written."""
-    # `results` has for each slice: rank, tensor's key, offsets, name in the rank's file, checksum.
-    stored = {(key, tuple(offsets)): (rank, name, crc) for rank, key, offsets, name, crc in results}
-    table = {}
-    for key, meta in metadata.state_dict_metadata.items():
-        assert isinstance(meta, TensorStorageMetadata)
-        slices = [
-            # Rank r writes file number r.
-            _index.StoredSlice(tuple(c.offsets), tuple(c.sizes), *stored[key, tuple(c.offsets)])
-            for c in meta.chunks
+    @classmethod
+    def of(cls, ranks: RankGroup) -> Post:
+        if ranks.size == 1:
+            return cls(Savers())
+        store, savers = _get_default_store(), Savers.of(ranks)
+        posts = _posts.setdefault(store, {})
+        if savers.ranks not in posts:
+            patience = ranks._timeout.total_seconds() if ranks._timeout else CALL_TIMEOUT
+            # A request that waits must not keep the program's own from going through.
+            own: Store = store.clone()  # type: ignore[attr-defined]
+            posts[savers.ranks] = cls(savers, own, patience)
+        return posts[savers.ranks]
+
+    def begin(self, path: Path, step: int | None, folder: Folder) -> str:
+        """Return the name of the checkpoint in its folder."""
+        self._began, self._warned, self.begun = time.monotonic(), False, False
+        number = self._next[1] if self._next is not None and self._next[0] == path else None
+        if self.rank == 0:
+            number = self._begin_as_first(number, step, folder)
+        else:
+            self.token = self.token or self._wait("first", lambda: self._miss("rank 0"))
+            if number is None:
+                told = json.loads(self._wait("begun", lambda: self._miss("rank 0")))
+                self.begun = True
+                if "error" in told:
+                    raise to_error(*told["error"])
+                number = int(told["number"])
+        self.begun, self._next, self._done = True, (path, number), threading.Event()
+        if self.size > 1:
+            threading.Thread(target=self._show_life, args=(self._done,), daemon=True).start()
+        return folder.name_of(number, step)
+
+    def _begin_as_first(self, number: int | None, step: int | None, folder: Folder) -> int:
+        first, self.begun = not self.token, True
+        self.token = self.token or new_token()
+        told: dict[str, Any] = {}
+        try:
+            told["number"] = number = folder.begin(number, step)
+        except Exception as error:
+            told["error"] = describe_error(error)
+            raise
+        finally:
+            self._set("begun", json.dumps(told))
+            if first:
+                self._set("first", self.token)
+        return number
+
+    def send(self, receipt: dict[str, Any]) -> None:
+        """Send rank 0 this rank's receipt."""
+        self._done.set()
+        self._set(f"receipt/{self.rank}", json.dumps(receipt))
+
+    def gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the receipts of all ranks, on rank 0."""
+        receipts = [own]
+        for rank in range(1, self.size):
+            key = f"receipt/{rank}"
+            receipts.append(json.loads(self._wait(key, partial(self._check_called, rank))))
+            self._store.delete_key(self._key(key))
+        return receipts
+
+    def _check_called(self, first: int) -> None:
+        """Find out, on rank 0, whether the ranks from this one on have called."""
+        keys = ("receipt", "alive")
+        absent = [
+            rank
+            for rank in range(first, self.size)
+            if not any(self._has(f"{key}/{rank}") for key in keys)
         ]
-        dtype = str(meta.properties.dtype).removeprefix("torch.")
-        table[key] = _index.StoredTensor(tuple(meta.size), dtype, slices)
-    return table
+        if absent:
+            names = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent[:NAMED]))}"
+            self._set("absent", names)
+            self._miss(names)
+        else:
+            self._set("absent", "")
+            self._check_alive(first)
 
+    def end(self, failed: list[str]) -> None:
+        """Tell all ranks how the save has ended, on rank 0."""
+        self._done.set()
+        after = new_token()
+        if self.size > 1:
+            self._set("end", json.dumps([failed, after]))
+            # All have read the answer to the save before: their receipts came after it.
+            if self._old:
+                self._store.delete_key(self._old)
+            self._old = self._key("end")
+        self._prepare_next(failed, after)
 
-def _write_index(folder: Path, index: _index.Index) -> None:
-    """Write the last file of a checkpoint, and return once it is on the disk."""
-    with _folder.open_to_write(folder / _folder.INDEX) as file:
-        _safetensors.write_all(file, memoryview(index.to_text().encode()))
-        os.fsync(file.fileno())
+    def wait_for_end(self, is_published: Callable[[], bool]) -> list[str]:
+        """Return how the save has ended: the kind and the message of an error, or nothing."""
+        try:
+            failed, after = json.loads(self._wait("end", self._check_rank_0))
+        except dist.DistNetworkError:
+            # The store may have ended with rank 0, which was done.
+            if is_published():
+                return []
+            raise
+        self._prepare_next(failed, after)
+        return list(failed)
+
+    def _check_rank_0(self) -> None:
+        absent = (self._get("absent") if self._has("absent") else "") or ""
+        if absent or not self._has("begun"):
+            self._miss(absent or "rank 0")
+        else:
+            self._check_alive(0)
+
+    def _prepare_next(self, failed: list[str], token: str) -> None:
+        self.token = token
+        if self._next is not None:
+            self._next = None if failed else (self._next[0], self._next[1] + 1)
+
+    # -- who is there --------------------------------------------------------------------------
+
+    def _show_life(self, done: threading.Event) -> None:
+        key, count = self._key(f"alive/{self.rank}"), 0
+        while not done.wait(min(PULSE, self._patience / 4)):
+            count += 1
+            self._store.set(key, str(count))
+
+    def _check_alive(self, rank: int) -> None:
+        """Raise RuntimeError if a rank has shown no life for too long."""
+        key, now = self._key(f"alive/{rank}"), time.monotonic()
+        found = (self._get(f"alive/{rank}") or "") if self._has(f"alive/{rank}") else ""
+        if (key, found) != self._seen[1:]:
+            self._seen = (now, key, found)
+        if now - self._seen[0] > SILENCE:
+            raise RuntimeError(
+                f"rank {rank} has not been heard of for {SILENCE:g} s while it saved. Has its "
+                "process ended? This checkpoint is dropped; earlier ones are unchanged."
+            )
+
+    def _miss(self, names: str) -> None:
+        """Warn, and after the patience of the group raise, that some ranks have not called."""
+        waited = time.monotonic() - self._began
+        text = f"rank {self.rank} has called mh.save, and {names} not"
+        if waited > self._patience:
+            raise RuntimeError(f"{text} within {self._patience:g} s. Call it on every rank.")
+        if waited > SAY_AFTER and not self._warned:
+            self._warned = True
+            warnings.warn(f"{text} for {waited:.0f} s. Call it on every rank.", stacklevel=2)
+
+    # -- the store -----------------------------------------------------------------------------
+
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{key}" if key == "first" else f"{self._prefix}/{self.token}/{key}"
+
+    def _set(self, key: str, text: str) -> None:
+        if self.size > 1:
+            self._store.set(self._key(key), text)
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([self._key(key)]))
+
+    def _get(self, key: str) -> str | None:
+        """Return a message; None if it takes long to come."""
+        self._store.set_timeout(timedelta(seconds=min(SAY_AFTER, self._patience) / 2))
+        try:
+            return str(self._store.get(self._key(key)).decode())
+        except RuntimeError as error:
+            if "imeout" not in str(error):
+                raise
+            return None
+
+    def _wait(self, key: str, check: Callable[[], None]) -> str:
+        """Return a message. If it takes long to come, `check` now and then whether to go on."""
+        text = self._get(key)
+        while text is None:
+            check()
+            # Not one long request: gloo's store prints a warning when that ends.
+            time.sleep(min(0.5, self._patience / 20))
+            text = self._get(key) if self._has(key) else None
+        return text

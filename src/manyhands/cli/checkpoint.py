@@ -25,9 +25,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
-from manyhands.checkpoint import _folder, _index, _safetensors
-from manyhands.checkpoint._index import Reader
-from manyhands.checkpoint._safetensors import TensorEntry
+from manyhands.checkpoint import _format
+from manyhands.checkpoint._folder import Folder, NewFile, sync
+from manyhands.checkpoint._format import Commit, ModelMeta, OptimizerMeta, StoredTensor, TensorEntry
+from manyhands.checkpoint._optimizer import saved_state
+from manyhands.checkpoint._reader import Reader
+from manyhands.checkpoint._slices import EXACT_ENTRY
 from manyhands.checkpoint._values import decode
 from manyhands.cli import printable, stop
 
@@ -40,9 +43,10 @@ checkpoint = typer.Typer(
 )
 
 SOURCE = Annotated[
-    Path,
+    str,
     typer.Argument(
-        metavar="SOURCE", help="A checkpoint, or a folder of checkpoints: the newest is taken."
+        metavar="SOURCE",
+        help="A checkpoint, or a folder of checkpoints: the newest is taken.",
     ),
 ]
 
@@ -56,38 +60,53 @@ def inspect(
 ) -> None:
     """Show what a checkpoint contains. With --verify, the exit code is 1 if it is damaged."""
     try:
-        folder = _folder.find_newest(source)
-        index, _ = _index.read(folder)
+        reader = open_newest(source)
     except (OSError, ValueError) as error:
         stop("checkpoint inspect", str(error))
-    console = Console(highlight=False)
-    table = Table(title=_make_printable(str(folder)), title_justify="left")
+    with reader:
+        problems = _inspect(reader, Console(highlight=False), verify)
+    if problems:
+        raise typer.Exit(1)
+
+
+def open_newest(source: str | os.PathLike[str]) -> Reader:
+    """Open a checkpoint, or the newest one in a folder."""
+    folder = Folder(Path(source))
+    return Reader(folder, folder.find_newest())
+
+
+def _inspect(reader: Reader, console: Console, verify: bool) -> list[str]:
+    """Print what there is; return what is damaged."""
+    table = Table(title=_make_printable(str(reader.path)), title_justify="left")
     table.add_column("name", overflow="fold")
     for name in ("shape", "type", "bytes", "slices"):
         table.add_column(name, justify="right")
     section = ""
     # Keys begin with model/, optimizer.0/, random/ ...: a line between these.
-    for key, tensor in sorted(index.tensors.items()):
+    for key, tensor in sorted(reader.tensors.items()):
         if section and key.partition("/")[0] != section:
             table.add_section()
         section = key.partition("/")[0]
         shape = " × ".join(map(str, tensor.shape)) or "a number"
-        slices = str(len(tensor.slices))
+        slices = str(sum(1 for _ in tensor.slices))
         table.add_row(_make_printable(key), shape, tensor.dtype, f"{tensor.nbytes:,}", slices)
     console.print(table)
-    for line in _summary(index):
+    for line in _summary(reader.commit):
         console.print(_make_printable(line), soft_wrap=True)
     if not verify:
-        return
-    total = sum(tensor.nbytes for tensor in index.tensors.values())
+        return []
+    total = reader.commit.nbytes
     with _progress_bar(console) as progress:
         task = progress.add_task("verifying", total=total)
-        problems = _find_damage(folder, index, lambda n: progress.advance(task, n))
+        problems: list[str] = []
+        for rank, (nbytes, _, _) in enumerate(reader.commit.files):
+            problems += filter(None, [reader.find_damage(rank)])
+            progress.advance(task, nbytes)
     for problem in problems:
         console.print(f"[red]{_make_printable(problem)}[/red]", soft_wrap=True)
-    if problems:
-        raise typer.Exit(1)
-    console.print(f"[bold]all checksums match: {total:,} bytes[/bold]")
+    if not problems:
+        console.print(f"[bold]all checksums match: {total:,} bytes[/bold]")
+    return problems
 
 
 @checkpoint.command()
@@ -104,10 +123,10 @@ def consolidate(
     """
     console = Console(highlight=False)
     try:
-        index, _ = _index.read(_folder.find_newest(source))
-        # An upper bound: the outer state of blocks and further replicas are not written.
-        prefixes = ("model/", "optimizer.")
-        total = sum(t.nbytes for key, t in index.tensors.items() if key.startswith(prefixes))
+        with open_newest(source) as reader:
+            # An upper bound: the outer state of blocks and further replicas are not written.
+            prefixes = ("model/", "optimizer.")
+            total = sum(t.nbytes for key, t in reader.tensors.items() if key.startswith(prefixes))
         with _progress_bar(console) as progress:
             task = progress.add_task("writing", total=total)
             written = write_plain_files(
@@ -126,26 +145,25 @@ def _make_printable(text: str) -> str:
     return escape(printable(text))
 
 
-def _summary(index: _index.Index) -> list[str]:
+def _summary(commit: Commit) -> list[str]:
     """Return a few lines about the run: when it was saved, and by which optimizer."""
-    step = "" if index.step is None else f"step {index.step:,}, "
-    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(index.time))
+    step = "" if commit.step is None else f"step {commit.step:,}, "
+    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(commit.time))
     lines = [
-        f"{step}saved {saved} by {index.workers} rank(s) with torch {index.versions['torch']} "
-        f"and manyhands {index.versions['manyhands']}",
-        f"{len(index.files)} file(s) of tensors, {index.nbytes:,} bytes",
+        f"{step}saved {saved} by {commit.workers} rank(s) with torch {commit.versions['torch']} "
+        f"and manyhands {commit.versions['manyhands']}",
+        f"{commit.workers} file(s) of tensors, {commit.nbytes:,} bytes",
     ]
-    for meta in index.optimizers:
+    for meta in commit.optimizers:
         rule = "" if meta["rule"] is None else f" under {meta['rule']['class']}"
         blocks = ""
         if meta.get("blocks") is not None:
-            # `replicas` lists those after the first.
-            blocks = f" in blocks, {1 + len(meta['replicas'])} replica(s)"
+            blocks = f" in blocks, {meta['replicas']} replica(s)"
         groups = f"{len(meta['groups'])} parameter group(s)"
         lines.append(f"optimizer {meta['class']}{rule}{blocks}, {groups}")
-    lines += [f"scheduler {meta['class']}" for meta in index.schedulers]
-    if index.values:
-        lines.append(f"values: {', '.join(sorted(index.values))}")
+    lines += [f"scheduler {meta['class']}" for meta in commit.schedulers]
+    if commit.values:
+        lines.append(f"values: {', '.join(sorted(commit.values))}")
     return lines
 
 
@@ -154,66 +172,48 @@ def _progress_bar(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True)
 
 
-def _find_damage(
-    checkpoint: Path, index: _index.Index, on_bytes: Callable[[int], None] = lambda nbytes: None
-) -> list[str]:
-    """Compare every byte with its checksum, and return a message for each problem."""
-    problems: dict[str, None] = {}  # a dict keeps the order; one bad file gives one message
-    with Reader(checkpoint, index) as reader:
-        for tensor in index.tensors.values():
-            for stored in tensor.slices:
-                try:
-                    reader.check(stored, tensor.torch_dtype)
-                except (ValueError, OSError) as error:
-                    problems[str(error)] = None
-                on_bytes(math.prod(stored.sizes) * tensor.torch_dtype.itemsize)
-    return list(problems)
-
-
 # -- plain files -----------------------------------------------------------------------------------
 
 OnTensor = Callable[[str, int], None]  # called with a tensor's name and bytes when it is done
 
 
 def write_plain_files(
-    source: Path, target: Path, on_tensor: OnTensor = lambda name, nbytes: None
+    source: str | os.PathLike[str],
+    target: Path,
+    on_tensor: OnTensor = lambda name, nbytes: None,
 ) -> list[Path]:
     """Write the files for the model and the optimizer, if there is one, and return their paths.
 
     It works tensor by tensor. A large tensor is put together in a temporary file that is mapped
     into memory, so that neither the model nor a single tensor has to fit into memory.
     """
-    checkpoint = _folder.find_newest(source)
     with ExitStack() as stack:
-        stack.enter_context(_folder.hold_for_reading(checkpoint))
-        index, _ = _index.read(checkpoint)
-        reader = stack.enter_context(Reader(checkpoint, index))
+        reader = stack.enter_context(open_newest(source))
+        commit = reader.commit
         target.mkdir(parents=True, exist_ok=True)
         # In the target, so that the finished files can be renamed on the same file system.
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix=".partial-", dir=target))
         written = []
-        if index.model is not None:
-            written.append(_write_model(reader, index.model, Path(scratch), on_tensor))
-        for number, meta in enumerate(index.optimizers):
-            name = "optimizer.pt" if len(index.optimizers) == 1 else f"optimizer.{number}.pt"
-            written.append(_write_optimizer(reader, meta, Path(scratch) / name, on_tensor))
+        if commit.model is not None:
+            written.append(_write_model(reader, commit.model, Path(scratch), on_tensor))
+        for number, meta in enumerate(commit.optimizers):
+            name = "optimizer.pt" if len(commit.optimizers) == 1 else f"optimizer.{number}.pt"
+            path = Path(scratch) / name
+            written.append(_write_optimizer(reader, number, meta, path, on_tensor))
         results = []
         # Only when all are complete: an error leaves earlier files as they were.
         for path in written:
             os.replace(path, target / path.name)
             results.append(target / path.name)
-        _folder.sync(target)
+        sync(target)
         return results
 
 
-def _write_model(
-    reader: Reader, meta: _index.ModelMeta, scratch: Path, on_tensor: OnTensor
-) -> Path:
-    """Write the model as one safetensors file, tensor by tensor."""
+def _write_model(reader: Reader, meta: ModelMeta, scratch: Path, on_tensor: OnTensor) -> Path:
     keys = {name: f"model/{name}" for name in (*meta["params"], *meta["buffers"])}
     # `load_state_dict` wants a tied tensor under each of its names.
     keys |= {other: keys[first] for other, first in meta["aliases"].items()}
-    entries = [_entry_of(name, reader.index.tensors[key]) for name, key in keys.items()]
+    entries = [_entry_of(name, reader.tensors[key]) for name, key in keys.items()]
     entries.sort(key=lambda entry: -entry.dtype.itemsize)  # aligned, as `_writing.py` does
 
     def get_tensor(number: int) -> Tensor:
@@ -224,21 +224,19 @@ def _write_model(
 
     path = scratch / "model.safetensors"
     # transformers refuses a file without this metadata.
-    _safetensors.write(path, entries, get_tensor, {"format": "pt"})
+    _format.write(NewFile(path), entries, get_tensor, {"format": "pt"}, checked=False)
     return path
 
 
-def _entry_of(name: str, tensor: _index.StoredTensor) -> TensorEntry:
+def _entry_of(name: str, tensor: StoredTensor) -> TensorEntry:
     return TensorEntry(name, tensor.torch_dtype, tensor.shape)
 
 
 def _read_tensor(reader: Reader, key: str, scratch: Path) -> Tensor:
     """Return a tensor, compared with its checksums; a large one lies in an unnamed mapped file."""
-    tensor = reader.index.tensors[key]
+    tensor = reader.tensors[key]
     if tensor.nbytes < IN_A_FILE:
         return reader.read_whole(key)
-    for stored in tensor.slices:
-        reader.check(stored, tensor.torch_dtype)
     descriptor, name = tempfile.mkstemp(dir=scratch)
     try:
         os.ftruncate(descriptor, tensor.nbytes)
@@ -247,18 +245,16 @@ def _read_tensor(reader: Reader, key: str, scratch: Path) -> Tensor:
     finally:
         os.close(descriptor)
         os.unlink(name)  # the mapping keeps the file's space until the tensor is freed
-    result = flat.view(tensor.shape)
-    reader.read_into(key, result)
-    return result
+    return reader.read_whole(key, flat.view(tensor.shape))
 
 
 def _write_optimizer(
-    reader: Reader, meta: _index.OptimizerMeta, path: Path, on_tensor: OnTensor
+    reader: Reader, number: int, meta: OptimizerMeta, path: Path, on_tensor: OnTensor
 ) -> Path:
     """Write the state dict as the plain optimizer would have saved it."""
 
     def get_tensor(key: str) -> Tensor:
-        on_tensor(key, reader.index.tensors[key].nbytes)
+        on_tensor(key, reader.tensors[key].nbytes)
         return _read_tensor(reader, key, path.parent)
 
     groups: list[dict[str, object]] = []
@@ -269,14 +265,15 @@ def _write_optimizer(
         names += group["names"]
         options = decode(group["options"], get_tensor)
         groups.append({**options, "params": list(numbers), "param_names": group["names"]})
+    saved = saved_state(reader.tensors, f"optimizer.{number}", get_tensor)
     state = {
         number: {
             entry: decode(value, get_tensor)
-            for entry, value in meta["state"][name].items()
-            if entry != _index.EXACT_ENTRY  # ours: the plain optimizer does not know it
+            for entry, value in saved[name].items()
+            if entry != EXACT_ENTRY  # ours: the plain optimizer does not know it
         }
         for number, name in enumerate(names)
-        if meta["state"].get(name)
+        if saved.get(name)
     }
     packed = {**decode(meta["other"], get_tensor), "state": state, "param_groups": groups}
     rule = meta["rule"]

@@ -1,0 +1,441 @@
+"""What is in the files of a checkpoint, and how they are written.
+
+**A data file** is a safetensors file, which each rank writes block by block: it never has to fit in
+memory.
+
+    8 bytes          length of the header
+    header           JSON: each tensor's type, its shape, and where its bytes begin and end
+    the tensors      one after the other, in that order, without gaps
+
+The safetensors package writes a file from tensors that are all on the CPU at once, and does not
+wait until the file is on the disk. Its files and ours are otherwise alike. The last tensor of ours,
+`CHECKS`, has a CRC-32 of every 16 KiB of the others. So a reader can verify a part of a tensor
+without reading all of it, and the writer need not go back to the header.
+
+A tensor in a file is called by the key of the whole tensor and, if it is a slice, by its offsets.
+
+    model/NAME                     a parameter or buffer
+    optimizer.0/ENTRY/NAME         an entry of a parameter's state; json.ENTRY if it is no tensor
+    optimizer.0/options.1.lr       an option of its second parameter group
+    optimizer.0/rule.x.y           the scaling rule's state; likewise `other`
+    optimizer.0/blocks.anchor/NAME, optimizer.0/replica.1/...   see `_optimizer.py`
+    scheduler.0.x                  a scheduler's state
+    value/NAME.x.0.y               in the user's value of that name: value["x"][0]["y"]
+    value/NAME/PARAMETER           in a module among the user's values
+    rank/...                       this rank's own: its random generators, its place in blocks
+
+**The commit** is one small file, and makes the others a checkpoint.
+
+    {"manyhands checkpoint": 2, "crc32": "....",
+     "content": {...}}
+
+It says where each tensor is. A tensor that is cut into equal parts along one dimension, as
+`fully_shard` does, is in a *grid*: one description for all tensors that are cut alike, and for each
+file which piece of the grid it has. So the commit grows with the tensors plus the ranks, and not
+with their product. All other slices are listed one by one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import random
+import sys
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from manyhands.checkpoint._folder import NewFile
+from manyhands.checkpoint._values import Json
+
+BLOCK = 2**24  # bytes that are copied or read at once
+CHECKED = 2**14  # bytes of a tensor that have a checksum in common
+CHECKS = "manyhands.crc32"  # the tensor of checksums in a file
+OWN = "rank/"  # how the names of a rank's own tensors begin: they are in no table
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+VERSION = 2
+DTYPE_TEXTS = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
+PRIME = 2**61 - 1
+HEAD = '{{"manyhands checkpoint": {}, "crc32": "{:08x}",\n"content": '
+
+
+# -- data files ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor in a file's header."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def check_can_hold(name: str, dtype: torch.dtype) -> None:
+    """Raise TypeError if a safetensors file has no name for this type of tensor."""
+    if dtype not in DTYPE_NAMES:
+        raise TypeError(
+            f"{name} is a tensor of {dtype}, which safetensors files cannot hold. Convert it."
+        )
+
+
+def slice_name(key: str, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> str:
+    """Return a slice's name in its file: the tensor's key and, unless it is whole, its offsets.
+
+    An @ in the key is doubled, so that no key can look like a key with offsets.
+    """
+    key = key.replace("@", "@@")
+    return key if tuple(sizes) == tuple(shape) else f"{key}@{','.join(map(str, offsets))}"
+
+
+def write(
+    sink: NewFile,
+    entries: Sequence[TensorEntry],
+    get_tensor: Callable[[int], Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    checked: bool = True,
+) -> list[int]:
+    """Write a new file, and return once it is on the disk.
+
+    `get_tensor(i)` is called for one tensor after the other, so that only one is in memory. Return
+    the sizes of the file and of its head, and the checksum of the head and of `CHECKS`.
+    """
+    if sys.byteorder != "little":  # as the format is, and tensors are written as they are
+        raise RuntimeError("checkpoints are written on little-endian machines only.")
+    blocks = sum(-(-entry.nbytes // CHECKED) for entry in entries)
+    checks = [TensorEntry(CHECKS, torch.uint8, (4 * blocks,))] if checked else []
+    header: dict[str, dict[str, object]] = (
+        {} if metadata is None else {"__metadata__": dict(metadata)}
+    )
+    end = 0
+    for entry in (*entries, *checks):
+        check_can_hold(entry.name, entry.dtype)
+        if entry.name in header or entry.name == "__metadata__":
+            raise ValueError(f"the name {entry.name!r} is used twice, or reserved. Rename it.")
+        data_offsets = [end, end := end + entry.nbytes]
+        header[entry.name] = {
+            "dtype": DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": data_offsets,
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # The format asks for spaces here: the first tensor then begins at a multiple of 8 bytes.
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    sums = Checksums()
+    sink.write(memoryview(head))
+    for number in range(len(entries)):
+        for block in _blocks(get_tensor(number)):
+            view = memory_of(block)
+            if checked:
+                sums.add(view)
+            sink.write(view)
+            del view  # before its block: the view does not keep the tensor's memory alive
+        sums.end()
+    sink.write(memoryview(sums.found))
+    sink.close()
+    return [len(head) + end, len(head), zlib.crc32(sums.found, zlib.crc32(head))]
+
+
+class Checksums:
+    """The CRC-32 of each `CHECKED` bytes of a tensor, which comes in pieces of any length."""
+
+    def __init__(self) -> None:
+        self.found = bytearray()
+        self._crc32 = self._room = 0
+
+    def add(self, view: memoryview) -> None:
+        while len(view):
+            self._room = self._room or CHECKED
+            part, view = view[: self._room], view[self._room :]
+            self._crc32 = zlib.crc32(part, self._crc32)
+            self._room -= len(part)
+            if not self._room:
+                self._put()
+
+    def end(self) -> None:
+        """Begin anew: the next bytes are another tensor's."""
+        if self._room:
+            self._put()
+
+    def _put(self) -> None:
+        self.found += self._crc32.to_bytes(4, "little")
+        self._crc32 = self._room = 0
+
+
+def _blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensor's elements in order, contiguous and on the CPU, without a large copy."""
+    tensor = tensor.detach()
+    if tensor.numel() == 0:
+        return
+    if tensor.dim() == 0 or (
+        tensor.device.type == "cpu" and tensor.is_contiguous() and is_stored_as_is(tensor)
+    ):
+        # No copy: the bytes of the tensor's own memory are written.
+        yield tensor.cpu().resolve_conj().resolve_neg()
+        return
+    # Everything else is copied some rows at a time, at least one.
+    row_bytes = tensor.itemsize * tensor.numel() // tensor.shape[0]
+    for rows in tensor.split(max(1, BLOCK // row_bytes)):
+        yield rows.resolve_conj().resolve_neg().contiguous().cpu()
+
+
+def is_stored_as_is(tensor: Tensor) -> bool:
+    """Return whether the bytes in memory are the tensor's numbers.
+
+    A lazy conjugate or negative view holds other numbers than its memory does. torch converts them
+    when it reads or writes; code that takes the bytes directly does not.
+    """
+    return not (tensor.is_conj() or tensor.is_neg())
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor. Keep the tensor alive while you use them."""
+    nbytes = tensor.numel() * tensor.itemsize
+    if nbytes == 0:
+        return memoryview(b"")
+    assert tensor.is_contiguous() and is_stored_as_is(tensor)
+    # Through ctypes, not numpy: `import manyhands` needs only torch, and numpy has no bfloat16.
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+# -- where tensors are ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredSlice:
+    """A rectangular slice of a tensor, in file number `file`."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: int
+
+
+@dataclass
+class Table:
+    """Where tensors are: those in grids, and the slices of all others.
+
+    A rank describes its own file so, with itself as file 0, and the commit all files.
+    """
+
+    # For each grid how many pieces it has and, by key, shape, dtype and the dimension that is cut.
+    grids: list[list[Any]] = field(default_factory=list)
+    # For each file the pieces that it has: pairs of a grid's number and a piece's.
+    pieces: list[list[list[int]]] = field(default_factory=list)
+    # By key: shape, dtype, and a list of (file, offsets, sizes).
+    slices: dict[str, list[Any]] = field(default_factory=dict)
+
+
+def piece_range(size: int, pieces: int, piece: int) -> tuple[int, int]:
+    """Return where a piece of a dimension begins and ends, cut as `torch.chunk` does."""
+    each = -(-size // pieces)
+    return min(size, each * piece), min(size, each * (piece + 1))
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the checkpoint: its whole shape, and the slices that make it up."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    cut: int = 0  # the dimension that is cut in pieces, if it is
+    holders: Sequence[int] = ()  # the file that has each piece
+    listed: Sequence[StoredSlice] = ()  # the slices, if it is not cut in pieces
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPE_TEXTS[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+    @property
+    def slices(self) -> Iterator[StoredSlice]:
+        """All slices that are not empty."""
+        return self.overlapping((0,) * len(self.shape), self.shape)
+
+    def overlapping(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[StoredSlice]:
+        """Yield the slices that have elements of this one."""
+        candidates: Iterable[StoredSlice] = self.listed
+        if count := len(self.holders):
+            each = max(1, -(-self.shape[self.cut] // count))
+            start, size = offsets[self.cut], sizes[self.cut]
+            candidates = map(
+                self._piece, range(start // each, min(count, -(-(start + size) // each)))
+            )
+        for found in candidates:
+            bounds = zip(offsets, sizes, found.offsets, found.sizes, strict=True)
+            if all(a < c + d and c < a + b for a, b, c, d in bounds):
+                yield found
+
+    def _piece(self, piece: int) -> StoredSlice:
+        start, stop = piece_range(self.shape[self.cut], len(self.holders), piece)
+        offsets, sizes = [0] * len(self.shape), list(self.shape)
+        offsets[self.cut], sizes[self.cut] = start, stop - start
+        return StoredSlice(tuple(offsets), tuple(sizes), self.holders[piece])
+
+
+def find_tensors(table: Table, files: int) -> dict[str, StoredTensor]:
+    """Return all tensors of a table. Raise ValueError unless each element is in it exactly once."""
+    holders: list[dict[int, int]] = [{} for _ in table.grids]
+    for file, pieces in enumerate(table.pieces):
+        for grid, piece in pieces:
+            if holders[grid].setdefault(piece, file) != file:
+                raise ValueError(f"files {holders[grid][piece]} and {file} have the same piece")
+    tensors: dict[str, StoredTensor] = {}
+    for (count, members), found in zip(table.grids, holders, strict=True):
+        if sorted(found) != list(range(count)) or len(table.pieces) != files:
+            raise ValueError(f"of {next(iter(members))!r} {len(found)} of {count} pieces are there")
+        where = [found[piece] for piece in range(count)]
+        for key, (shape, dtype, dim) in members.items():
+            _check_numbers(key, dtype, [*shape, dim])
+            if dim >= len(shape) or key in tensors:
+                raise ValueError(f"tensor {key!r} is cut in an impossible way")
+            tensors[key] = StoredTensor(tuple(shape), dtype, dim, where)
+    for key, (shape, dtype, several) in table.slices.items():
+        slices = [StoredSlice(tuple(o), tuple(s), file) for file, o, s in several]
+        _check_numbers(
+            key, dtype, [*shape, *(n for s in slices for n in (*s.offsets, *s.sizes, s.file))]
+        )
+        bounds = [(each.offsets, each.sizes) for each in slices]
+        once = covers_once(shape, bounds) and key not in tensors
+        if not once or any(each.file >= files for each in slices):
+            raise ValueError(f"the slices of tensor {key!r} do not cover each element exactly once")
+        tensors[key] = StoredTensor(tuple(shape), dtype, listed=slices)
+    return tensors
+
+
+def _check_numbers(key: str, dtype: object, numbers: Sequence[object]) -> None:
+    # The exact type: True is an int to Python.
+    if any(type(n) is not int or n < 0 for n in numbers) or dtype not in DTYPE_TEXTS:
+        raise ValueError(f"tensor {key!r} has an impossible shape, type or place")
+
+
+def covers_once(
+    shape: Sequence[int], slices: Collection[tuple[Sequence[int], Sequence[int]]]
+) -> bool:
+    """Return whether slices (offsets and sizes) fill a shape without gap or overlap.
+
+    They do, inside the shape, exactly if
+
+        sum over slices of  prod_i (f_i[start] - f_i[stop])  =  prod_i (f_i[0] - f_i[size])
+
+    as polynomials in the unknowns f_i[x], one for each dimension and coordinate. (Each side is the
+    mixed difference of an indicator function, and differences of equal functions are equal.) Both
+    sides are compared at random values modulo a prime of 61 bits: one step for each slice and
+    dimension, where comparing slices in pairs takes the square.
+    """
+    for offsets, sizes in slices:
+        ends = zip(offsets, sizes, shape, strict=True)
+        if any(start + size > whole for start, size, whole in ends):
+            return False
+    # Its own generator: the program's are saved and restored, and must not advance.
+    draw = random.SystemRandom().randrange
+    values: dict[tuple[int, int], int] = {}
+
+    def product(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        result = 1
+        for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+            for x in (start, start + size):
+                if (dim, x) not in values:
+                    values[dim, x] = draw(PRIME)
+            result = result * (values[dim, start] - values[dim, start + size]) % PRIME
+        return result
+
+    total = sum(product(offsets, sizes) for offsets, sizes in slices)
+    return total % PRIME == product([0] * len(shape), shape)
+
+
+# -- the commit ------------------------------------------------------------------------------------
+
+
+class ModelMeta(TypedDict):
+    """A model in the commit. Its tensors are stored under their names."""
+
+    params: list[str]
+    buffers: list[str]
+    aliases: dict[str, str]  # another name of a tied tensor -> the name it is stored under
+    extras: dict[str, Json]  # what `get_extra_state` returned, as JSON
+
+
+# In the functional form, because `class` cannot be a field's name in a class statement.
+StateMeta = TypedDict("StateMeta", {"class": str, "state": Json})  # a scheduler, or a scaling rule
+
+
+# An optimizer. Its class is that which the user asked for, whether it is sharded or not.
+OptimizerMeta = TypedDict(
+    "OptimizerMeta",
+    {
+        "class": str,
+        "groups": list[Any],  # the parameters' names, and the options
+        "other": Json,  # what else is in the optimizer's state dict
+        "rule": StateMeta | None,  # a scaling rule around it: its averages, progress, scale
+        "blocks": Json,  # blocks around it: the counters that all replicas share
+        "replicas": int,  # how many there are; without blocks one
+    },
+)
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Everything in a checkpoint except the elements of its tensors."""
+
+    step: int | None
+    token: str  # unique to the save: it is in the names of the files
+    versions: dict[str, str]
+    time: float
+    files: list[list[int]]  # for each rank: bytes of the file, of its head, and the CRC-32
+    table: Table
+    model: ModelMeta | None
+    optimizers: list[OptimizerMeta]
+    schedulers: list[StateMeta]
+    values: dict[str, object]  # JSON for `decode`, or {"$": "module", "value": ModelMeta}
+
+    @property
+    def workers(self) -> int:
+        return len(self.files)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for nbytes, _, _ in self.files)
+
+    def to_text(self) -> str:
+        """Return the text of the commit, with its checksum."""
+        content = {each.name: getattr(self, each.name) for each in fields(self)}
+        content["table"] = vars(self.table)
+        # NaN is not JSON; `_values.py` has turned such numbers into text.
+        text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+        return HEAD.format(VERSION, zlib.crc32(text.encode())) + text + "}\n"
+
+
+def file_name(rank: int, token: str) -> str:
+    return f"worker-{rank:05d}-{token}.safetensors"
