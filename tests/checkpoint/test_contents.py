@@ -280,19 +280,38 @@ def test_keep_limits_the_number_of_checkpoints(tmp_path):
     assert mh.load(tmp_path / "000006-step-1") == {"step": 1}
 
 
-def test_a_reader_whose_checkpoint_goes_takes_the_newest(tmp_path, monkeypatch):
+def test_a_checkpoint_that_is_being_read_is_kept(tmp_path):
+    mh.save(tmp_path, step=1)
+    with _reader.Reader(_folder.Folder(tmp_path), "000001-step-1"):
+        mh.save(tmp_path, step=2, keep=1)
+        assert names(tmp_path) == ["000001-step-1", "000002-step-2"]
+    mh.save(tmp_path, step=3, keep=1)
+    assert names(tmp_path) == ["000003-step-3"]
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_reader_whose_checkpoint_goes_takes_the_newest(opened, tmp_path, monkeypatch):
+    """Where there are no locks for readers, it may go once the commit was read."""
     from manyhands.checkpoint import _reading
 
-    mh.save(tmp_path, step=1, keep=1)
-    opened = _reading.Reader
+    mh.save(tmp_path, value=torch.ones(3), step=1, keep=1)
+    reader = _reading.Reader
 
     def late(*args):
-        monkeypatch.setattr(_reading, "Reader", opened)
-        mh.save(tmp_path, step=2, keep=1)
-        return opened(*args)
+        monkeypatch.setattr(_reading, "Reader", reader)
+        found = reader(*args) if opened else None
+        mh.save(tmp_path, value=torch.zeros(3), step=2, keep=1)
+        return found or reader(*args)
 
+    if opened:
+        monkeypatch.setattr(_folder, "fcntl", None)
     monkeypatch.setattr(_reading, "Reader", late)
-    assert mh.load(tmp_path) == {"step": 2}
+    assert mh.load(tmp_path)["step"] == 2
+    if opened:
+        with reader(_folder.Folder(tmp_path), "000002-step-2") as found:
+            mh.save(tmp_path, step=3, keep=1)
+            with pytest.raises(FileNotFoundError, match=r"was removed while it was read.* newer"):
+                found.read_whole("value/value")
 
 
 def test_the_files_are_safetensors(tmp_path):
@@ -307,6 +326,7 @@ def test_large_tensors_are_written_and_read_in_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(_format, "CHECKED", 16)
     monkeypatch.setattr(_reader, "CHECKED", 16)
     monkeypatch.setattr(_format, "BLOCK", 96)
+    monkeypatch.setattr(_reader, "SCANNED", 96)
     test_the_files_are_safetensors(tmp_path)
     setup = Setup("plain", seed=3).train(1)
     expected = Setup("plain").train(1).held()

@@ -6,6 +6,7 @@ import os
 import pickletools
 import random
 import re
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -18,15 +19,16 @@ import torch.distributed as dist
 
 import manyhands as mh
 from helpers.checkpoint_oracle import Setup, assert_equal
-from helpers.damage import damage_many, flip, kill_while_saving
+from helpers.damage import damage_many, flip, kill_while_saving, release_locks
 from helpers.forge import complete, data_file, only
+from helpers.pages import ROOT
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands.checkpoint import _folder, _format
 
 
 def left(path):
-    """Return what is in a folder besides complete checkpoints."""
-    return sorted({p.name for p in path.iterdir()} - {p.name for p in complete(path)})
+    """Return what is in a folder besides complete checkpoints and the lock."""
+    return sorted({p.name for p in path.iterdir()} - {p.name for p in complete(path)} - {".lock"})
 
 
 @contextlib.contextmanager
@@ -79,6 +81,7 @@ def test_a_run_killed_at_each_file_operation_leaves_a_complete_one(tmp_path, mon
     codes = []
     for number in range(1, 200):
         child = get_context("fork").Process(target=save_until, args=(number,))
+        release_locks()
         child.start()
         child.join()
         codes.append(child.exitcode)
@@ -198,6 +201,7 @@ def test_ranks_that_call_different_functions_are_an_error(tmp_path):
         group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
         (mh.load if dist.get_rank() else mh.save)(tmp_path, process_group=group)
 
+    release_locks()
     raises_on_ranks(2, RuntimeError, go, match=r"has called mh\.(save|load), and .* within")
 
 
@@ -270,28 +274,74 @@ def test_an_asynchronous_error_surfaces_at_the_next_save(tmp_path, monkeypatch):
     assert len(complete(tmp_path)) == 1
 
 
-def test_two_jobs_on_one_path_are_an_error_and_keep_their_parts(tmp_path):
-    def save_twice(post, value):
-        return mh.save(tmp_path, value=value, process_group=post)
+@pytest.mark.long
+def test_two_jobs_on_one_path_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(_folder, "LOCK_TIMEOUT", 0.3)
+    script = """
+import sys, time, manyhands as mh
+mh.save(sys.argv[1], value=1)
+print("saved", flush=True)
+time.sleep(60)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert job.stdout.readline() == "saved\n"
+        assert mh.load(tmp_path) == {"value": 1}  # anybody may read
+        with pytest.raises(RuntimeError, match=f"another job saves to .* process {job.pid} on"):
+            mh.save(tmp_path, value=2)
+    finally:
+        job.kill()
+        job.wait()
+        job.stdout.close()
+    mh.save(tmp_path, value=2)  # the lock of a dead process is nobody's
+    assert mh.load(tmp_path) == {"value": 2}
+
+
+def two_jobs(path, second):
+    """Ranks 0 and 1 are a job that saves, ranks 2 and 3 another, which saves twice then."""
+    rank = dist.get_rank()
+    mine = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    _folder._process = f"job {rank // 2}"
+    for turn, job in enumerate([0, 1, 1]):
+        dist.barrier()
+        if rank // 2 == job:
+            with second() if job else contextlib.nullcontext():
+                mh.save(path, value=turn, keep=2, process_group=mine)
+    dist.barrier()
+    return mine
+
+
+def test_all_ranks_of_a_second_job_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(_folder, "LOCK_TIMEOUT", 0.3)
+    said = "another job saves to .* process .* Give each job a path of its own"
 
     def go():
-        rank = dist.get_rank()
-        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        mine = groups[rank // 2]
-        _folder._process = f"job {rank // 2}"
-        for turn in range(2):  # the first saves, then the second, into the same folder
-            dist.barrier()
-            if rank // 2 == turn:
-                save_twice(mine, turn)
-        dist.barrier()
-        if rank < 2:
-            with pytest.raises(OSError, match="another job or worker saves to"):
-                save_twice(mine, 2)
+        mine = two_jobs(tmp_path, lambda: pytest.raises(RuntimeError, match=said))
+        if dist.get_rank() < 2:
+            mh.save(tmp_path, value=3, process_group=mine)
         dist.barrier()
         return mh.load(tmp_path)["value"]
 
-    assert run_ranks(4, go) == [1] * 4
-    assert [p.name for p in complete(tmp_path)] == ["000001", "000002"]
+    assert run_ranks(4, go) == [3] * 4
+    assert not left(tmp_path)
+
+
+def test_without_locks_two_jobs_on_one_path_keep_their_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(_folder, "fcntl", None)
+
+    def go():
+        mine = two_jobs(tmp_path, contextlib.nullcontext)
+        if dist.get_rank() < 2:
+            with pytest.raises(OSError, match="another job or worker saves to"):
+                mh.save(tmp_path, value=2, process_group=mine)
+        dist.barrier()
+        return mh.load(tmp_path)["value"]
+
+    assert run_ranks(4, go) == [2] * 4
+    # The second has kept two, and none of the first's is gone.
+    assert [p.name for p in complete(tmp_path)] == ["000001", "000002", "000003"]
 
 
 def test_leftovers_of_another_job_are_left_until_they_are_old(tmp_path):

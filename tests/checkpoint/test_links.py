@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import manyhands as mh
+from helpers.damage import release_locks
 from manyhands.checkpoint import _folder
 
 pytestmark = pytest.mark.quick
@@ -16,7 +17,22 @@ pytestmark = pytest.mark.quick
 def run(tmp_path):
     path = tmp_path / "run"
     mh.save(path, value=torch.ones(3), step=1)
+    release_locks()
     return path
+
+
+def test_a_link_as_the_lock_writes_nowhere_else(run, tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    (run / ".lock").unlink()
+    (run / ".lock").symlink_to(outside)
+    with pytest.raises(ValueError, match=r"\.lock is not a regular file"):
+        mh.save(run, value=1)
+    assert outside.read_text() == "mine"
+    outside.unlink()  # dangling: nothing is created
+    with pytest.raises(ValueError, match=r"\.lock is not a regular file"):
+        mh.save(run, value=1)
+    assert not outside.exists()
 
 
 @pytest.mark.parametrize("name", ["index.json", "worker-*"])
@@ -41,6 +57,14 @@ def test_links_pipes_and_devices_instead_of_files_are_an_error_at_once(name, kin
     assert mh.load(run) == {"value": 1}
 
 
+@pytest.mark.parametrize("kind", ["fifo", "folder"])
+def test_a_pipe_or_folder_as_the_lock_is_an_error_at_once(kind, run):
+    (run / ".lock").unlink()
+    os.mkfifo(run / ".lock") if kind == "fifo" else (run / ".lock").mkdir()
+    with pytest.raises(ValueError, match="not a regular file"):
+        mh.save(run, value=1)
+
+
 def test_a_checkpoint_that_is_a_link_is_not_found_but_may_be_named(run, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     shutil.move(run / "000001-step-1", elsewhere)
@@ -63,7 +87,7 @@ def test_leftovers_that_are_links_are_left_and_what_links_in_them_lead_to(run, t
     (run / "000003").symlink_to(outside)
     mh.save(run, value=2)
     assert (outside / "file").read_text() == "mine"
-    assert sorted(p.name for p in run.iterdir()) == ["000001-step-1", "000003", "000004"]
+    assert sorted(p.name for p in run.iterdir()) == [".lock", "000001-step-1", "000003", "000004"]
 
 
 def test_a_path_that_leads_over_links_is_the_users_own(run, tmp_path):

@@ -3,11 +3,20 @@
     000007-step-1200/           the seventh that was saved
       worker-00000-TOKEN...     a file for each rank; the token is unique to the save
       index.json                the commit: a folder without it is no checkpoint
+    .lock                       held by the process that saves here, until it ends
 
 No file is renamed but the commit, which is written under another name first. So a checkpoint
 appears by one rename, and disappears by one removal. What a killed run leaves behind is a folder
 without a commit. A later save removes it if it is of the same job, or if nothing was written to it
-for `OLD` seconds. A token begins with the job's mark: so jobs never remove each other's files.
+for `OLD` seconds. A token begins with the job's mark: so jobs never remove each other's parts.
+
+One job at a time may save here: its rank 0 holds a POSIX lock on `.lock` from its first save until
+it ends. The system releases it with the process, so no lock is ever stale. A crew's worker may be
+stopped while it holds the lock, and another saves in its place. So the file names the run of its
+holder (MANYHANDS_RUN), whose processes may save meanwhile; one that was stopped finds its parts
+removed when it wakes. Where there are no such locks, two jobs are noticed when they write the same
+checkpoint, and each prunes only its own. A reader has a lock (`flock`) on the commit: what is read
+is not pruned.
 
 A folder may have been downloaded. So a link in it is not followed, neither to a file nor to a
 checkpoint, and nothing that is opened can be a pipe (which would hang) or a device. The path that
@@ -19,9 +28,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
+import socket
 import stat
 import time
 import uuid
@@ -29,12 +40,20 @@ from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
+
 COMMIT = "index.json"  # the last file that is written: a folder without it is not a checkpoint
 PATTERN = re.compile(r"(\d{6,})(?:-step-(\d+))?")
 OLD = 2 * 3600.0  # seconds after which nobody completes any more what has no commit
 MADE = 60.0  # seconds after which a new folder has a file in it
+LOCK = ".lock"
+LOCK_TIMEOUT = 3.0  # seconds to wait for another process that may be about to end
+RUN_VARIABLE = "MANYHANDS_RUN"  # the run whose workers may take the lock from each other
 # Variables that tell a job from others, also when it is started again.
-JOB_VARIABLES = ("MANYHANDS_RUN", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+JOB_VARIABLES = (RUN_VARIABLE, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 
 _process = uuid.uuid4().hex
 
@@ -55,6 +74,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._locked = False  # whether nobody else saves here
 
     def list_complete(self) -> list[str]:
         """Return the names of complete checkpoints, oldest first."""
@@ -79,7 +99,7 @@ class Folder:
         return found[-1]
 
     def begin(self, number: int | None, step: int | None) -> int:
-        """Return the number of the next checkpoint, or the one that is given.
+        """Take the lock. Return the number of the next checkpoint, or the one that is given.
 
         Remove what killed runs have left behind.
         """
@@ -87,6 +107,8 @@ class Folder:
             raise ValueError(
                 f"{self.path} is one checkpoint. Give the folder around it: {self.path.parent}."
             )
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._locked = take_lock(self.path)
         begun = "" if number is None else self.name_of(number, step)  # by other ranks, perhaps
         last = 0
         for name in self.names():
@@ -100,9 +122,11 @@ class Folder:
 
     def _may_remove(self, name: str) -> bool:
         """Return whether a folder without a commit is this job's, or old."""
-        files = self.sizes(name)
-        ours = any(f"-{job_mark()}-" in file for file in files)
-        return not self.is_link(name) and (ours or self.age(name) > (OLD if files else MADE))
+        old = self.age(name) > (OLD if self.sizes(name) else MADE)
+        return not self.is_link(name) and (old or self._is_ours(name))
+
+    def _is_ours(self, name: str) -> bool:
+        return any(f"-{job_mark()}-" in file for file in self.sizes(name))
 
     @staticmethod
     def name_of(number: int, step: int | None) -> str:
@@ -117,11 +141,15 @@ class Folder:
             )
 
     def prune(self, keep: int | None) -> None:
-        """Remove all but the newest `keep` checkpoints."""
-        for old in self.list_complete()[: -keep if keep else 0]:
-            if not self.is_link(old):
-                with contextlib.suppress(OSError):
-                    self.remove(old)
+        """Remove all but the newest `keep` checkpoints, except those that are being read."""
+        found = [name for name in self.list_complete() if self._locked or self._is_ours(name)]
+        for old in found[: -keep if keep else 0]:
+            # Our own errors, as for a link, too: it stays.
+            with contextlib.suppress(OSError, ValueError):
+                commit = self.open(old, COMMIT)
+                with contextlib.closing(commit):
+                    if not self.is_link(old) and commit.try_lock(shared=False):
+                        self.remove(old)
 
     # -- the file system -----------------------------------------------------
 
@@ -216,6 +244,49 @@ def sync(folder: Path) -> None:
             os.close(descriptor)
 
 
+# -- the lock of the process that saves ------------------------------------------------------------
+
+_held: dict[Path, int] = {}  # the descriptors of the locks that this process holds
+
+
+def take_lock(folder: Path) -> bool:
+    """Make this process the only one that saves here, until it ends.
+
+    Return False if the file system has no locks. Raise RuntimeError if another job has this one.
+    """
+    if fcntl is None:
+        return False
+    path, run = folder.resolve() / LOCK, os.environ.get(RUN_VARIABLE)
+    file, deadline = _held.get(path), time.monotonic() + LOCK_TIMEOUT
+    if file is None or not (path.exists() and os.path.samestat(path.lstat(), os.fstat(file))):
+        # Stays open: closing any descriptor of the file would release a POSIX lock.
+        file = _held[path] = open_descriptor(path, os.O_RDWR | os.O_CREAT)
+    while True:
+        try:
+            # `lockf`, not `flock`: a forked child must not inherit the lock.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                return False
+        try:
+            holder = json.loads(os.pread(file, 4096, 0))
+            name = f"process {holder['pid']} on {holder['host']}"
+            if run and holder["run"] == run:
+                return True
+        except (ValueError, KeyError, TypeError):  # not written yet, or not by us
+            name = "another process"
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"another job saves to {folder}: {name}. Give each job a path of its own."
+            )
+        time.sleep(0.1)
+    os.ftruncate(file, 0)
+    text = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "run": run})
+    os.pwrite(file, text.encode(), 0)
+    return True
+
+
 # -- open files, and nothing else ------------------------------------------------------------------
 
 # O_NOFOLLOW refuses a link, O_NONBLOCK returns at once from a pipe without another end, and without
@@ -258,6 +329,17 @@ class OpenFile:
         while done < len(view) and (count := self._file.readinto(view[done:])):
             done += count  # it may read less than the view has room for
         return done
+
+    def try_lock(self, *, shared: bool) -> bool:
+        """Lock the file until it is closed. Return False if another lock excludes that."""
+        if fcntl is not None:
+            # `flock`, which belongs to the open file: readers in one process have one each.
+            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            try:
+                fcntl.flock(self._file, kind | fcntl.LOCK_NB)
+            except OSError as error:  # any other: the file system has no locks
+                return error.errno not in (errno.EAGAIN, errno.EACCES)
+        return True
 
     def close(self) -> None:
         self._file.close()

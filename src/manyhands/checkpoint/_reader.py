@@ -1,9 +1,11 @@
 """Read a checkpoint: its commit, and slices of the tensors in its files.
 
-Nothing is read twice, and no file as a whole: of the commit a reader learns which files have what
-it needs, and reads the heads of these, then ranges of bytes. Every 16 KiB are compared with their
-checksum. Checksums show damage, not who wrote the file, so `parse` also checks what would read a
-wrong place: sizes, types, and that the slices of a tensor cover each of its elements exactly once.
+No file is read as a whole: of the commit a reader learns which files have what it needs, and reads
+the heads of these, then ranges of bytes. A range is first compared with its checksums, one for
+every 16 KiB, in a buffer that stays in the processor's cache. Then it is read into the memory where
+it belongs, from the system's page cache: a second copy in fresh memory would take longer. Checksums
+show damage, not who wrote the file, so `parse` also checks what would read a wrong place: sizes,
+types, and that the slices of a tensor cover each of its elements exactly once.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import json
 import re
 import zlib
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -39,6 +41,7 @@ from manyhands.checkpoint._format import (
 
 PATTERN = re.compile(rb'\{"manyhands checkpoint": (\d+), "crc32": "([0-9a-f]{8})",\n"content": ')
 TOKEN = re.compile(r"[\w-]+", re.ASCII)  # no name can lead out of the checkpoint's folder
+SCANNED = 2**18  # bytes that are compared with their checksums at a time
 
 
 # -- the commit ------------------------------------------------------------------------------------
@@ -147,45 +150,45 @@ class SafetensorsFile:
             result[name], count = count, count + -(-entry.nbytes // CHECKED)
         return result
 
-    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Return a rectangular slice of a tensor, compared with its checksums, in new memory."""
+    def check(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+        """Compare a rectangular slice of a tensor with its checksums: the rows that it is in."""
         entry = self.entries[name]
-        result = torch.empty(tuple(sizes), dtype=entry.dtype)
-        if result.numel() == 0:
-            return result
-        # A number (no dimensions) is read as one row of one element.
-        shape = entry.shape or (1,)
-        offsets, sizes = tuple(offsets) or (0,), tuple(sizes) or (1,)
-        row_bytes = entry.nbytes // shape[0]
-        whole_rows = sizes[1:] == shape[1:]
-        at_once = sizes[0] if whole_rows else max(1, _format.BLOCK // row_bytes)
-        target = result.view(sizes)
-        for first in range(0, sizes[0], at_once):
-            count = min(at_once, sizes[0] - first)
-            rows = target if whole_rows else torch.empty((count, *shape[1:]), dtype=entry.dtype)
-            self._read_checked(name, (offsets[0] + first) * row_bytes, memory_of(rows))
-            if not whole_rows:
-                for dim in range(1, len(shape)):
-                    rows = rows.narrow(dim, offsets[dim], sizes[dim])
-                target.narrow(0, first, count).copy_(rows)
-        return result
+        # A number (no dimensions) is one row of one element.
+        row_bytes = entry.nbytes // max(1, (*entry.shape, 1)[0])
+        first, count = (*offsets, 0)[0], (*sizes, 1)[0]
+        # All of each block in which the slice begins or ends.
+        begin = first * row_bytes // CHECKED * CHECKED
+        end = min(entry.nbytes, -(-(first + count) * row_bytes // CHECKED) * CHECKED)
+        buffer = memoryview(bytearray(min(SCANNED, end - begin)))
+        for start in range(begin, end, SCANNED):
+            block = buffer[: end - start]
+            self._fill(self.starts[name] + start, block)
+            self._compare(name, start, block)
 
-    def _read_checked(self, name: str, start: int, view: memoryview) -> None:
-        """Fill a view with bytes of a tensor, from `start` on, after comparing the checksums."""
-        nbytes, stop = self.entries[name].nbytes, start + len(view)
-        first, last = start - start % CHECKED, min(nbytes, stop + -stop % CHECKED)
-        for begin in range(first, last, _format.BLOCK):
-            end = min(begin + _format.BLOCK, last)
-            inside = start <= begin and end <= stop
-            # Whole blocks, in which what is wanted may begin and end: into memory of their own.
-            block = (
-                view[begin - start : end - start] if inside else memoryview(bytearray(end - begin))
-            )
-            self._fill(self.starts[name] + begin, block)
-            self._compare(name, begin, block)
-            if not inside:
-                a, b = max(start, begin), min(stop, end)
-                view[a - start : b - start] = block[a - begin : b - begin]
+    @torch.no_grad()
+    def read(self, name: str, offsets: Sequence[int], target: Tensor) -> None:
+        """Copy a rectangular slice of a tensor into `target`, which has its shape."""
+        entry = self.entries[name]
+        if target.numel() == 0:
+            return
+        shape, offsets = entry.shape or (1,), tuple(offsets) or (0,)
+        target = target if entry.shape else target.view(1)
+        row_bytes = entry.nbytes // shape[0]
+        direct = target.device.type == "cpu" and target.dtype == entry.dtype
+        direct = direct and _format.is_stored_as_is(target) and target.is_contiguous()
+        direct = direct and target.shape[1:] == shape[1:]
+        at_once = len(target) if direct else max(1, _format.BLOCK // row_bytes)
+        for first, rows in enumerate(target.split(at_once)):
+            start = self.starts[name] + (offsets[0] + first * at_once) * row_bytes
+            if direct:  # whole rows go straight into the target's memory
+                self._fill(start, memory_of(rows))
+                continue
+            # Otherwise read whole rows into a block, and copy the wanted columns out of it.
+            block = torch.empty((len(rows), *shape[1:]), dtype=entry.dtype)
+            self._fill(start, memory_of(block))
+            for dim in range(1, len(shape)):
+                block = block.narrow(dim, offsets[dim], rows.shape[dim])
+            rows.copy_(block)  # also converts the type, and copies to a GPU
 
     def _compare(self, name: str, begin: int, block: memoryview) -> None:
         place = 4 * (self._first_sums[name] + begin // CHECKED)
@@ -203,7 +206,6 @@ class Reader:
         self.folder, self.name = (folder, name) if name else (folder.behind_link(), name)
         self.path = self.folder.path / name
         self._stack = ExitStack()
-        # Open files stay readable even if another job prunes the checkpoint meanwhile.
         self._files: dict[int, SafetensorsFile] = {}
         try:
             source = self.folder.open(name, COMMIT)
@@ -211,11 +213,16 @@ class Reader:
             raise FileNotFoundError(
                 f"{self.path} cannot be found on this rank. Give a path that all ranks share."
             ) from error
-        with closing(source):
-            raw = bytearray(source.size)
+        self._stack.callback(source.close)
+        source.try_lock(shared=True)  # what is read is not pruned
+        raw = bytearray(source.size)
+        try:
             source.read_into(0, memoryview(raw))
-        self.crc32 = zlib.crc32(raw)
-        self.commit, self.tensors = parse(bytes(raw), self.path / COMMIT)
+            self.crc32 = zlib.crc32(raw)
+            self.commit, self.tensors = parse(bytes(raw), self.path / COMMIT)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         self._stack.close()
@@ -227,16 +234,25 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def read(
+    def check(
         self, key: str, stored: StoredSlice, offsets: Sequence[int], sizes: Sequence[int]
-    ) -> Tensor:
-        """Return a slice of a stored slice of a tensor, compared with its checksums."""
+    ) -> None:
+        """Compare a slice of a stored slice of a tensor with its checksums."""
+        file, name = self._find(key, stored)
+        file.check(name, offsets, sizes)
+
+    def read(self, key: str, stored: StoredSlice, offsets: Sequence[int], target: Tensor) -> None:
+        """Copy a slice of a stored slice of a tensor into `target`, without comparing it."""
+        file, name = self._find(key, stored)
+        file.read(name, offsets, target)
+
+    def _find(self, key: str, stored: StoredSlice) -> tuple[SafetensorsFile, str]:
         tensor, file = self.tensors[key], self._open(stored.file)
         name = slice_name(key, stored.offsets, stored.sizes, tensor.shape)
         entry = file.entries.get(name)
         if entry is None or (entry.shape, entry.dtype) != (stored.sizes, tensor.torch_dtype):
             raise file.damaged(f"it has no {name!r} of {stored.sizes} {tensor.torch_dtype}")
-        return file.read(name, offsets, sizes)
+        return file, name
 
     def read_whole(self, key: str, result: Tensor | None = None) -> Tensor:
         """Return a whole tensor, compared with its checksums; in `result`, if it is given."""
@@ -244,29 +260,33 @@ class Reader:
         if result is None:
             result = torch.empty(tensor.shape, dtype=tensor.torch_dtype)
         for stored in tensor.slices:
-            target = result
+            target, offsets = result, (0,) * len(stored.sizes)
             for dim, (offset, size) in enumerate(zip(stored.offsets, stored.sizes, strict=True)):
                 target = target.narrow(dim, offset, size)
-            target.copy_(self.read(key, stored, (0,) * len(stored.sizes), stored.sizes))
+            self.check(key, stored, offsets, stored.sizes)
+            self.read(key, stored, offsets, target)
         return result
 
     def read_own(self, rank: int) -> dict[str, Tensor]:
         """Return what a rank has saved for itself; nothing if there was no such rank."""
+        result: dict[str, Tensor] = {}
         if rank >= self.commit.workers:
-            return {}
+            return result
         file = self._open(rank)
-        own = [entry for name, entry in file.entries.items() if name.startswith(OWN)]
-        return {
-            each.name.removeprefix(OWN): file.read(each.name, (0,) * len(each.shape), each.shape)
-            for each in own
-        }
+        for name, entry in file.entries.items():
+            if name.startswith(OWN):
+                offsets = (0,) * len(entry.shape)
+                file.check(name, offsets, entry.shape)
+                result[name.removeprefix(OWN)] = torch.empty(entry.shape, dtype=entry.dtype)
+                file.read(name, offsets, result[name.removeprefix(OWN)])
+        return result
 
     def find_damage(self, rank: int) -> str:
         """Read all of a rank's file; return what is wrong with it."""
         try:
             file = self._open(rank)
             for name in set(file.entries) - {CHECKS}:
-                file.read(name, (0,) * len(file.entries[name].shape), file.entries[name].shape)
+                file.check(name, (0,) * len(file.entries[name].shape), file.entries[name].shape)
         except (ValueError, OSError) as error:
             return str(error)
         return ""
@@ -279,6 +299,11 @@ class Reader:
             try:
                 source = self.folder.open(self.name, name)
             except FileNotFoundError as error:
+                if not self.folder.has_commit(self.name):
+                    raise FileNotFoundError(
+                        f"{self.path} was removed while it was read, as mh.save(keep=...) does "
+                        "with old ones. Read a newer one."
+                    ) from error
                 raise FileNotFoundError(
                     f"{self.path / name} is missing: the checkpoint needs each of its "
                     f"{self.commit.workers} files. Copy the whole folder, or load another "

@@ -1,10 +1,9 @@
-"""A load, step by step: first compare and read everything, then change something.
+"""A load, step by step: first compare everything with its checksums, then change something.
 
     open        the newest complete checkpoint, the same on all ranks
-    compare     the objects of the run with the commit
-    read        this rank's slices, each once, into memory of their own, and their checksums
+    compare     the objects of the run with the commit, and its slices with their checksums
     hand over   the states that only foreign code can load (`_values.py`)
-    fill        the memory of the model and the optimizer with what was read
+    read        the slices, into the memory of the model and the optimizer
     finish      what follows from them: the rule, the blocks, the random generators
 
 If a step fails on any rank, every rank raises, and what had been handed over is undone.
@@ -16,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,7 +25,7 @@ from manyhands._core.agreement import agree, run_on_all
 from manyhands._core.random_state import check_random_state, set_random_state
 from manyhands._core.ranks import RankGroup
 from manyhands.checkpoint._folder import Folder
-from manyhands.checkpoint._format import StateMeta
+from manyhands.checkpoint._format import StateMeta, StoredSlice
 from manyhands.checkpoint._model import ModelLoader, find_names, list_names, read_tensors
 from manyhands.checkpoint._optimizer import (
     OptimizerLoader,
@@ -52,6 +50,8 @@ from manyhands.checkpoint._values import (
 )
 
 DISK_TIMEOUT = timedelta(hours=2)  # for the slowest rank's disk
+# A tensor's key, a stored slice of it, what to read of that, and the memory for it.
+SliceToRead: TypeAlias = tuple[str, StoredSlice, tuple[int, ...], Tensor]
 
 
 def load_newest(
@@ -122,7 +122,7 @@ def _load_checkpoint(folder: Folder, name: str, ranks: RankGroup, run: Goal) -> 
         agree(ranks, {"checkpoints": reader.crc32}, advice)
         random: dict[str, Tensor] = {}
 
-        def prepare() -> tuple[RunLoader, list[tuple[Tensor, Tensor]]]:
+        def prepare() -> tuple[RunLoader, list[SliceToRead]]:
             run.own = _read_own(reader, ranks) if run.optimizers else {}
             found = {key.partition("random/")[2]: state for key, state in run.own.items()}
             random.update({key: state for key, state in found.items() if key})
@@ -131,31 +131,39 @@ def _load_checkpoint(folder: Folder, name: str, ranks: RankGroup, run: Goal) -> 
                 loader = RunLoader(reader, run)
             except (LookupError, AttributeError) as error:  # the commit's content has another form
                 raise ValueError(f"{reader.path} has invalid content: {error!r:.200}.") from error
-            return loader, [
-                (memory, reader.read(key, stored, offsets, tuple(memory.shape)))
+            slices = [
+                (key, *each)
                 for key, target in loader.targets.items()
-                for stored, offsets, memory in find_reads(key, target, reader.tensors[key])
+                for each in find_reads(key, target, reader.tensors[key])
             ]
+            for key, stored, offsets, memory in slices:
+                reader.check(key, stored, offsets, memory.shape)
+            return loader, slices
 
-        loader, filled = run_on_all(ranks, prepare)
+        loader, slices = run_on_all(ranks, prepare)
 
-    def fill() -> None:
-        with torch.no_grad():
-            while filled:  # what has been copied is freed
-                target, elements = filled.pop()
-                target.copy_(elements)  # also converts the type, and copies to a GPU
-        loader.finish()
-        set_random_state(random)
+        def fill() -> None:
+            try:
+                for each in slices:
+                    reader.read(*each)
+            except (OSError, ValueError) as error:
+                # The one failure that cannot be undone without a copy of the whole model.
+                raise RuntimeError(
+                    f"{reader.path} was verified, and could then not be read again: {error} The "
+                    "model and the optimizer are loaded in part now."
+                ) from error
+            loader.finish()
+            set_random_state(random)
 
-    # From here on things change. Each `run_on_all` ends with an exchange of errors, so that
-    # either every rank goes on or every rank undoes.
-    try:
-        run_on_all(ranks, loader.load_foreign_states)
-        run_on_all(ranks, fill)
-    except BaseException:
-        loader.undo()
-        raise
-    return loader.result
+        # From here on things change. Each `run_on_all` ends with an exchange of errors, so that
+        # either every rank goes on or every rank undoes.
+        try:
+            run_on_all(ranks, loader.load_foreign_states)
+            run_on_all(ranks, fill)
+        except BaseException:
+            loader.undo()
+            raise
+        return loader.result
 
 
 def _read_own(reader: Reader, ranks: RankGroup) -> dict[str, Tensor]:

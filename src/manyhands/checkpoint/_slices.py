@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 
     from manyhands.checkpoint._format import StoredSlice, StoredTensor
 
-LEAST = (
-    2**22
-)  # bytes that a rank writes of what others hold as well: fewer ranks write small models
+# Bytes that a rank writes of what others hold as well: fewer ranks write small models.
+LEAST = 2**22
 # The entry for the exact parameters that an optimizer keeps beside the rounded ones.
 EXACT_ENTRY = "manyhands.exact"
 

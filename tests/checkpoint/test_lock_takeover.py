@@ -1,14 +1,18 @@
 """Workers of one run that save to one folder in turn, as when a crew's first one is stopped."""
 
 import contextlib
+import json
 import os
+import shutil
 import signal
+import time
 from multiprocessing import get_context
 
 import pytest
 import torch
 
 import manyhands as mh
+from helpers.damage import release_locks
 from helpers.forge import complete
 from manyhands.checkpoint import _folder
 
@@ -20,7 +24,7 @@ def saver(path, run, value, before_publishing=None):
     ours, theirs = fork.Pipe()
 
     def live():
-        os.environ["MANYHANDS_RUN"] = run
+        os.environ[_folder.RUN_VARIABLE] = run
         publish = _folder.Folder.publish
 
         def slow(*given):
@@ -40,6 +44,7 @@ def saver(path, run, value, before_publishing=None):
             if before == "end":
                 return
 
+    release_locks()
     process = fork.Process(target=live)
     process.start()
     try:
@@ -56,8 +61,9 @@ def hear(pipe):
 
 @pytest.fixture
 def in_run(monkeypatch):
-    monkeypatch.setenv("MANYHANDS_RUN", "0123456789abcdef")
+    monkeypatch.setenv(_folder.RUN_VARIABLE, "0123456789abcdef")
     yield "0123456789abcdef"
+    release_locks()
 
 
 def test_the_lock_of_a_worker_that_is_stopped_is_taken_over_by_its_successors(tmp_path, in_run):
@@ -68,13 +74,17 @@ def test_the_lock_of_a_worker_that_is_stopped_is_taken_over_by_its_successors(tm
         second, two = savers.enter_context(saver(tmp_path, in_run, 2))
         assert hear(two) == "saved"
         os.kill(second, signal.SIGSTOP)
+        began = time.monotonic()
         mh.save(tmp_path, value=torch.full((3,), 3.0), step=3)
+        assert time.monotonic() - began < _folder.LOCK_TIMEOUT
         assert mh.load(tmp_path)["step"] == 3
         os.kill(first, signal.SIGCONT)
         one.send("again")  # the first worker is back, and it is its turn
         assert hear(one) == "saved" and mh.load(tmp_path)["step"] == 1
         mh.save(tmp_path, value=torch.full((3,), 4.0), step=4)
         assert mh.load(tmp_path)["step"] == 4
+    names = sorted(os.listdir(tmp_path))
+    assert [name for name in names if name.startswith(".")] == [".lock"]
 
 
 def test_one_that_is_stopped_while_it_writes_publishes_nothing_when_it_wakes(tmp_path, in_run):
@@ -86,3 +96,35 @@ def test_one_that_is_stopped_while_it_writes_publishes_nothing_when_it_wakes(tmp
         found = mh.load(tmp_path)
         assert found["step"] == 2 and found["value"].tolist() == [2.0] * 3
         assert len(complete(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("run", ["", "fedcba9876543210"])
+def test_a_lock_of_another_job_that_lives_is_respected(tmp_path, in_run, monkeypatch, run):
+    monkeypatch.setattr(_folder, "LOCK_TIMEOUT", 0.3)
+    with saver(tmp_path, run, 1) as (pid, pipe):
+        assert hear(pipe) == "saved"
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(RuntimeError, match=f"another job saves to .* process {pid} on"):
+            mh.save(tmp_path, value=2)
+        assert [p.name for p in complete(tmp_path)] == ["000001-step-1"]
+    mh.save(tmp_path, value=3)  # its end lets go of it
+    monkeypatch.delenv(_folder.RUN_VARIABLE)
+    release_locks()
+    assert "run" in json.loads((tmp_path / ".lock").read_text())
+
+
+def test_a_folder_that_was_removed_gets_a_lock_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(_folder, "LOCK_TIMEOUT", 0.3)
+    path = tmp_path / "run"
+    mh.save(path, value=1)
+    shutil.rmtree(path)
+    mh.save(path, value=2)
+
+    def refused():
+        with pytest.raises(RuntimeError, match=f"another job saves to .* process {os.getppid()}"):
+            mh.save(path, value=3)
+
+    child = get_context("fork").Process(target=refused)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
