@@ -107,7 +107,7 @@ def to_error(name: str, message: str) -> Exception:
     return next(kind for kind in ERROR_TYPES if kind.__name__ == name)(message)
 
 
-def _difference(
+def _find_difference(
     title: str, values: Sequence[object], names: Sequence[Sequence[str]]
 ) -> tuple[str, Sequence[object]]:
     """Return what differs in one fact, and by rank how; an empty text if it does not differ."""

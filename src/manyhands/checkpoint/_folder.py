@@ -99,10 +99,8 @@ class Folder:
         return found[-1]
 
     def begin(self, number: int | None, step: int | None) -> int:
-        """Take the lock. Return the number of the next checkpoint, or the one that is given.
-
-        Remove what killed runs have left behind.
-        """
+        """Take the lock. Return the number of the next checkpoint, or the one that is given."""
+        # Remove what killed runs have left behind.
         if self.has_commit(""):
             raise ValueError(
                 f"{self.path} is one checkpoint. Give the folder around it: {self.path.parent}."
@@ -250,10 +248,8 @@ _held: dict[Path, int] = {}  # the descriptors of the locks that this process ho
 
 
 def take_lock(folder: Path) -> bool:
-    """Make this process the only one that saves here, until it ends.
-
-    Return False if the file system has no locks. Raise RuntimeError if another job has this one.
-    """
+    """Make this process the only one that saves here, until it ends."""
+    # Return False if the file system has no locks. Raise RuntimeError if another job has this one.
     if fcntl is None:
         return False
     path, run = folder.resolve() / LOCK, os.environ.get(RUN_VARIABLE)

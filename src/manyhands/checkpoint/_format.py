@@ -107,10 +107,8 @@ def check_can_hold(name: str, dtype: torch.dtype) -> None:
 
 
 def slice_name(key: str, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> str:
-    """Return a slice's name in its file: the tensor's key and, unless it is whole, its offsets.
-
-    An @ in the key is doubled, so that no key can look like a key with offsets.
-    """
+    """Return a slice's name in its file: the tensor's key and, unless it is whole, its offsets."""
+    # An @ in the key is doubled, so that no key can look like a key with offsets.
     key = key.replace("@", "@@")
     return key if tuple(sizes) == tuple(shape) else f"{key}@{','.join(map(str, offsets))}"
 

@@ -105,11 +105,9 @@ def list_names(names: Sequence[str], most: int = 8) -> str:
 
 
 def collect_model(names: ModelNames, prefix: str, contents: Contents) -> ModelMeta:
-    """Add this rank's tensors to the contents; return the model's description as JSON.
-
-    Every rank has the parameters, and writes its share of them. Buffers are taken from rank 0, as
-    under DistributedDataParallel.
-    """
+    """Add this rank's tensors to the contents; return the model's description as JSON."""
+    # Every rank has the parameters, and writes its share of them. Buffers are taken from rank 0, as
+    # under DistributedDataParallel.
     for name, tensor in names.params.items():
         contents.add(f"{prefix}/{name}", to_parts(tensor, contents.savers))
     for name, tensor in names.buffers.items():
@@ -134,12 +132,7 @@ class ModelLoader:
     """
 
     def __init__(
-        self,
-        names: ModelNames,
-        meta: ModelMeta,
-        prefix: str,
-        reader: Reader,
-        what: str = "model",
+        self, names: ModelNames, meta: ModelMeta, prefix: str, reader: Reader, what: str = "model"
     ) -> None:
         self.targets: dict[str, TensorParts] = {}
         saved = {name: name for name in (*meta["params"], *meta["buffers"])} | meta["aliases"]

@@ -175,10 +175,8 @@ def _names_by_id(inner: Optimizer, groups: Sequence[Sequence[str]]) -> dict[int,
 def collect_optimizer(
     optimizer: Optimizer, names: ModelNames | None, number: int, contents: Contents
 ) -> dict[str, Any]:
-    """Add this rank's tensors to the contents; return what it says of the optimizer as JSON.
-
-    One rank of a replica describes what all have alike.
-    """
+    """Add this rank's tensors to the contents; return what it says of the optimizer as JSON."""
+    # One rank of a replica describes what all have alike.
     savers = contents.savers
     replica = Replica.of(optimizer, savers)
     layers = OptimizerLayers.of(optimizer)

@@ -89,11 +89,9 @@ def load_newest(
 
 
 def _join(process_group: dist.ProcessGroup | None) -> RankGroup:
-    """Return the ranks, in a group of their own, once each has called.
-
-    From then on no rank is late by mistake: the slowest disk has hours, and a worker that dies is
-    noticed when its connections close.
-    """
+    """Return the ranks, in a group of their own, once each has called."""
+    # From then on no rank is late by mistake: the slowest disk has hours, and a worker that dies is
+    # noticed when its connections close.
     ranks = RankGroup.of(process_group)
     try:
         return replace(ranks.with_cpu_group(), patience=DISK_TIMEOUT)
@@ -201,7 +199,7 @@ class RunLoader:
                 raise ValueError("the checkpoint was saved without model=. Load it without model=.")
             self._add_model(ModelLoader(names, commit.model, "model", reader))
         if optimizers:
-            _check_number("optimizer", len(optimizers), len(commit.optimizers))
+            _check_as_many("optimizer", len(optimizers), len(commit.optimizers))
         for number, (each, replica) in enumerate(zip(optimizers, run.replicas, strict=True)):
             meta, layout = commit.optimizers[number], run.own.get(f"layout.{number}")
             # A list, as JSON has it.

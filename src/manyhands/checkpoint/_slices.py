@@ -110,10 +110,8 @@ class Savers:
         return Holders(self.size, self.rank, "all" if self.size > 1 else "")
 
     def copies(self, of: object, members: Sequence[int]) -> Holders:
-        """Return the holders if groups of ranks hold the same, and this rank's is `members`.
-
-        The groups are the rows of a grid of ranks, or its columns, as in a mesh of ranks.
-        """
+        """Return the holders if groups of ranks hold the same, and this rank's is `members`."""
+        # The groups are the rows of a grid of ranks, or its columns, as in a mesh of ranks.
         if id(of) not in self._copies:
             if not set(members) <= set(self.ranks):
                 raise ValueError(
@@ -150,7 +148,7 @@ class TensorParts:
     @classmethod
     def of_dtensor(cls, tensor: DTensor, savers: Savers = ALONE) -> TensorParts:
         """Return this rank's shard. Ranks along a dimension that is not sharded hold the same."""
-        shape, corner, here = _locate(tensor)
+        shape, corner, here = _locate_local(tensor)
         mesh, own = tensor.device_mesh, tensor.device_mesh.get_coordinate()
         assert own is not None
         holders, grid = Holders(kind="mesh"), None
@@ -267,10 +265,8 @@ def stored_slices(parts: TensorParts) -> Iterator[tuple[tuple[int, ...], Tensor]
 def find_reads(
     key: str, target: TensorParts, stored: StoredTensor
 ) -> list[tuple[StoredSlice, tuple[int, ...], Tensor]]:
-    """Return what to read to fill a target: stored slices, offsets in them, and the memory.
-
-    Raise ValueError unless that is all of it.
-    """
+    """Return what to read to fill a target: stored slices, offsets in them, and the memory."""
+    # Raise ValueError unless that is all of it.
     reads, found = [], 0
     for start, elements in target.slices:
         sizes = tuple(elements.shape)

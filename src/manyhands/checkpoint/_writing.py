@@ -46,13 +46,7 @@ from manyhands.checkpoint._folder import Folder, new_token
 from manyhands.checkpoint._format import OWN, Commit, Table, TensorEntry, file_name
 from manyhands.checkpoint._model import collect_model, find_names
 from manyhands.checkpoint._optimizer import collect_optimizer
-from manyhands.checkpoint._slices import (
-    Contents,
-    Savers,
-    describe,
-    own_share,
-    stored_slices,
-)
+from manyhands.checkpoint._slices import Contents, Savers, describe, own_share, stored_slices
 from manyhands.checkpoint._values import HasState, check_has_state, check_value, encode, escape
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -74,10 +68,8 @@ def begin_save(
     wait: bool,
     process_group: dist.ProcessGroup | None,
 ) -> tuple[Path, Callable[[], None]]:
-    """Do everything but the writing. Return the checkpoint's path, and the work that is left.
-
-    Unless `wait` is True, that work does not look at the model or the optimizer any more.
-    """
+    """Do everything but the writing. Return the checkpoint's path, and the work that is left."""
+    # Unless `wait` is True, that work does not look at the model or the optimizer any more.
     post = Post.of(RankGroup.of(process_group))
     save = Save(Folder(path), post, keep, {"step": step, "keep": keep, "wait": wait})
     try:

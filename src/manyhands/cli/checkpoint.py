@@ -45,8 +45,7 @@ checkpoint = typer.Typer(
 SOURCE = Annotated[
     str,
     typer.Argument(
-        metavar="SOURCE",
-        help="A checkpoint, or a folder of checkpoints: the newest is taken.",
+        metavar="SOURCE", help="A checkpoint, or a folder of checkpoints: the newest is taken."
     ),
 ]
 
@@ -116,11 +115,9 @@ def consolidate(
         Path, typer.Argument(metavar="TARGET", help="A folder for the files; it is created.")
     ],
 ) -> None:
-    """Write model.safetensors and optimizer.pt, as a run on one worker would have saved them.
-
-    The optimizer's file loads with torch.load(weights_only=True), into the plain optimizer. One
-    process does it, and never holds more than one tensor in memory.
-    """
+    """Write model.safetensors and optimizer.pt, as a run on one worker would have saved them."""
+    # The optimizer's file loads with torch.load(weights_only=True), into the plain optimizer. One
+    # process does it, and never holds more than one tensor in memory.
     console = Console(highlight=False)
     try:
         with open_newest(source) as reader:
@@ -178,15 +175,11 @@ OnTensor = Callable[[str, int], None]  # called with a tensor's name and bytes w
 
 
 def write_plain_files(
-    source: str | os.PathLike[str],
-    target: Path,
-    on_tensor: OnTensor = lambda name, nbytes: None,
+    source: str | os.PathLike[str], target: Path, on_tensor: OnTensor = lambda name, nbytes: None
 ) -> list[Path]:
-    """Write the files for the model and the optimizer, if there is one, and return their paths.
-
-    It works tensor by tensor. A large tensor is put together in a temporary file that is mapped
-    into memory, so that neither the model nor a single tensor has to fit into memory.
-    """
+    """Write the files for the model and the optimizer, if there is one, and return their paths."""
+    # It works tensor by tensor. A large tensor is put together in a temporary file that is mapped
+    # into memory, so that neither the model nor a single tensor has to fit into memory.
     with ExitStack() as stack:
         reader = stack.enter_context(open_newest(source))
         commit = reader.commit
