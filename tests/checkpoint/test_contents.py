@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import manyhands as mh
 from helpers.checkpoint_oracle import Setup, assert_equal
 from helpers.forge import complete, data_file, only
-from helpers.ranks import run_ranks
+from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands import adaptdl
 from manyhands.checkpoint import _folder, _format, _reader, _slices, _values
 
@@ -352,6 +352,52 @@ def test_some_of_the_workers_may_share_a_run(tmp_path):
 
     assert run_ranks(3, go) == [0, 1, 1]
     assert len(list((tmp_path / "1" / "000001").glob("worker-*"))) == 2
+
+
+@pytest.mark.parametrize("rows", [True, False])
+def test_an_optimizer_sharded_in_each_of_several_groups_is_saved_once(rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(_slices, "LEAST", 100)  # so that every rank writes a part
+
+    def go():
+        sets = [[0, 1], [2, 3]] if rows else [[0, 2], [1, 3]]
+        groups = [dist.new_group(ranks) for ranks in sets]
+        (group,) = (g for g, ranks in zip(groups, sets, strict=True) if dist.get_rank() in ranks)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+        optimizer = mh.OSS(model.parameters(), optim=torch.optim.AdamW, bucket_size=16, group=group)
+        model(torch.ones(1, 7)).sum().backward()
+        optimizer.step()
+        mh.save(tmp_path, model=model, optimizer=optimizer)
+        optimizer.consolidate_state_dict(-1)
+        return optimizer.state_dict()["state"]
+
+    states = run_ranks(4, go)
+    written = [data_file(only(tmp_path), rank).stat().st_size for rank in range(4)]
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    mh.load(tmp_path, model=model, optimizer=optimizer)
+    for state in states:
+        for mine, expected in zip(optimizer.state.values(), state.values(), strict=True):
+            assert_equal(mine, expected)
+    assert min(written) > 6000  # the random generators' state is 5 kB
+
+
+def test_ranks_outside_of_an_optimizers_group_are_an_error_before_anything_is_written(tmp_path):
+    def go():
+        group = dist.new_group([0, 1])
+        model = nn.Linear(3, 3)
+        inside = {"optim": torch.optim.SGD, "momentum": 0.9, "lr": 0.1, "group": group}
+        if dist.get_rank() < 2:
+            optimizer = mh.OSS(model.parameters(), **inside)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        mh.save(tmp_path, model=model, optimizer=optimizer)
+
+    said = r"sharded over ranks \[0, 1\], and \[0, 1, 2\] save.*give process_group="
+    raises_on_ranks(3, ValueError, go, match=said)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_parameters_that_a_forward_has_left_whole_are_saved_and_loaded_sharded(tmp_path):

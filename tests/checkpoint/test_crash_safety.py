@@ -6,9 +6,11 @@ import os
 import pickletools
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
+import warnings
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,7 +25,7 @@ from helpers.damage import damage_many, flip, kill_while_saving, release_locks
 from helpers.forge import complete, data_file, only
 from helpers.pages import ROOT
 from helpers.ranks import raises_on_ranks, run_ranks
-from manyhands.checkpoint import _folder, _format
+from manyhands.checkpoint import _folder, _format, _writing
 
 
 def left(path):
@@ -172,10 +174,87 @@ def test_a_save_that_one_rank_calls_alone_ends_with_the_groups_timeout(before, t
                 mh.save(tmp_path, value=2, process_group=group)
         else:
             time.sleep(4)
-        return time.monotonic() - begun
+        seconds = time.monotonic() - begun
+        if dist.get_rank() == 1:  # its answer waits for it
+            with pytest.raises(RuntimeError, match="and rank 1 not within 2 s"):
+                mh.save(tmp_path, value=2, process_group=group)
+        dist.barrier()
+        assert len(complete(tmp_path)) == before and not left(tmp_path)
+        mh.save(tmp_path, value=3, process_group=group)
+        return seconds
 
     assert run_ranks(2, go)[0] < 8
-    assert len(complete(tmp_path)) == before and not left(tmp_path)
+    assert len(complete(tmp_path)) == before + 1 and not left(tmp_path)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_every_rank_that_waits_says_after_a_while_who_has_not_called(late, tmp_path, monkeypatch):
+    assert _writing.SAY_AFTER < 60
+    monkeypatch.setattr(_writing, "SAY_AFTER", 0.5)  # the same with less time
+
+    def go():
+        said = []
+        for number in range(2):  # the second save begins without asking for its name
+            dist.barrier()
+            time.sleep(3 if dist.get_rank() == late else 0)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                mh.save(tmp_path, value=number)
+            said += [str(each.message) for each in caught]
+        return said
+
+    for rank, said in enumerate(run_ranks(3, go)):
+        text = rf"rank {rank} has called mh\.save, and rank {late} not for \d s\. Call it on every"
+        assert len(said) == (0 if rank == late else 2)
+        assert all(re.match(text, each) for each in said), said
+    assert len(complete(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_while_it_writes_is_named_and_nothing_left(victim, tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    mh.save(path, value=torch.zeros(3), step=0)
+    release_locks()
+    monkeypatch.setattr(_writing, "SILENCE", 2.0)
+    monkeypatch.setattr(_writing, "PULSE", 0.2)
+    monkeypatch.setattr(_writing, "SAY_AFTER", 1.0)
+    fork = get_context("fork")
+
+    def live(rank, pipe):
+        write = _folder.NewFile.write
+
+        def die(file, data):
+            write(file, data[: len(data) // 2])
+            time.sleep(0.5)  # after signs of life
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if rank == victim:
+            _folder.NewFile.write = die
+        store = dist.FileStore(str(tmp_path / "store"), 3)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+        began = time.monotonic()
+        try:
+            mh.save(path, value=torch.ones(3), step=1)
+        except RuntimeError as error:
+            pipe.send((str(error), time.monotonic() - began))
+        os._exit(0)
+
+    pipes = [fork.Pipe() for _ in range(3)]
+    ranks = [fork.Process(target=live, args=(rank, pipes[rank][1])) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in set(range(3)) - {victim}:
+        assert pipes[rank][0].poll(30.0)
+        said, seconds = pipes[rank][0].recv()
+        assert f"rank {victim} has not been heard of for 2 s while it saved" in said
+        assert seconds < 15
+    for rank in ranks:
+        rank.join()
+    assert ranks[victim].exitcode == -signal.SIGKILL
+    assert [p.name for p in complete(path)] == ["000001-step-0"]
+    assert [p.name.partition("-")[0] for p in (path / "000002-step-1").iterdir()] == ["worker"]
+    mh.save(path, value=torch.ones(3), step=2)  # the same job: it removes what is left
+    assert left(path) == []
 
 
 def test_a_slow_worker_is_waited_for_longer_than_the_groups_timeout(tmp_path, monkeypatch):

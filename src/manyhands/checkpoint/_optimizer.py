@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -186,8 +187,11 @@ def collect_optimizer(
     prefix = replica.key_prefix(root)
     parts, packed = state_parts(inner)
     flat_names = [name for group in groups for name in group]
-    # Without blocks, all ranks have the state of an optimizer that is not sharded.
-    everyone = savers if replica.count == 1 else ALONE
+    # Without blocks, all ranks have the state of an optimizer that is not sharded. If one is
+    # sharded among a part of the ranks only, the other parts have copies of it.
+    everyone, copies = savers if replica.count == 1 else ALONE, Holders()
+    if layers.sharded is not None and everyone.size > 1:
+        copies = savers.copies(dist.get_process_group_ranks(layers.sharded.group))
     for part in parts:
         name = flat_names[part.index]
         sharded = layers.sharded is not None and part.number is not None
@@ -198,13 +202,18 @@ def collect_optimizer(
             key = state_key(prefix, entry, name)
             if not isinstance(value, Tensor):
                 if writes:
-                    put = contents.put if sharded or replica.leads else no_put
-                    text = to_bytes(encode(value, key, put))
-                    contents.add(f"{prefix}/json.{escape(entry)}/{name}", to_parts(text, holders))
+                    first = copies.place == 0 if sharded else replica.leads
+                    put = contents.put if first else no_put
+                    text = to_parts(to_bytes(encode(value, key, put)), holders)
+                    text = replace(text, holders=copies) if sharded else text
+                    contents.add(f"{prefix}/json.{escape(entry)}/{name}", text)
             elif writes or is_dtensor(value) or (sharded and is_elementwise(part, entry, value)):
                 # A rank may hold several ranges of one parameter, which share the key.
                 before = contents.tensors.pop(key, None)
-                contents.add(key, entry_parts(part, entry, value, holders).merge(before))
+                found = entry_parts(part, entry, value, holders).merge(before)
+                # The mesh of a DTensor says who has the same.
+                own = sharded and not is_dtensor(value)
+                contents.add(key, replace(found, holders=copies) if own else found)
     blocks: Json = None
     if layers.blocks is not None:
         # Under `root`, not `prefix`: all replicas have the same outer state.

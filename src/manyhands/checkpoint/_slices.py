@@ -98,7 +98,7 @@ class Savers:
     size: int = 1
     rank: int = 0
     ranks: Sequence[int] = (0,)
-    _copies: dict[int, Holders] = field(default_factory=dict)  # by the mesh's id
+    _copies: dict[tuple[int, ...], Holders] = field(default_factory=dict)  # by the members
 
     @classmethod
     def of(cls, ranks: RankGroup) -> Savers:
@@ -109,21 +109,22 @@ class Savers:
         """The holders of what every rank has alike."""
         return Holders(self.size, self.rank, "all" if self.size > 1 else "")
 
-    def copies(self, of: object, members: Sequence[int]) -> Holders:
+    def copies(self, members: Sequence[int]) -> Holders:
         """Return the holders if groups of ranks hold the same, and this rank's is `members`."""
         # The groups are the rows of a grid of ranks, or its columns, as in a mesh of ranks.
-        if id(of) not in self._copies:
-            if not set(members) <= set(self.ranks):
+        key = tuple(sorted(members))
+        if key not in self._copies:
+            if not set(key) <= set(self.ranks) or self.size % len(key):
                 raise ValueError(
-                    f"the model is sharded over ranks {sorted(members)}, and not all of them save. "
-                    "Call mh.save on all, without process_group."
+                    f"the run is sharded over ranks {list(key)}, and {list(self.ranks)} save. Call "
+                    "mh.save on all ranks of one or more such groups: give process_group= for that."
                 )
-            places = [self.ranks.index(rank) for rank in sorted(members)]
+            places = [self.ranks.index(rank) for rank in key]
             step = places[1] - places[0] if len(places) > 1 else 1
             row, column = divmod(places[0], step * len(places))
             count = self.size // len(places)
-            self._copies[id(of)] = Holders(count, row * step + column % step, "copies")
-        return self._copies[id(of)]
+            self._copies[key] = Holders(count, row * step + column % step, "copies")
+        return self._copies[key]
 
 
 ALONE = Savers()
@@ -159,7 +160,7 @@ class TensorParts:
             elif _is_cut(here, shape, corner, placement.dim, mesh.size(dim), own[dim]):
                 grid = (placement.dim, mesh.size(dim), own[dim])
         if 1 < savers.size != mesh.size():
-            holders = holders.times(savers.copies(mesh, mesh.mesh.flatten().tolist()))
+            holders = holders.times(savers.copies(mesh.mesh.flatten().tolist()))
         return cls(shape, here.dtype, [(corner, here)], holders, grid)
 
     @classmethod

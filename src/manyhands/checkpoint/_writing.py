@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import threading
 import time
 import warnings
@@ -184,7 +185,7 @@ class Save:
         failed = ["RuntimeError", "stopped"]
         try:
             if self.post.rank == 0:
-                failed = self._publish(self.post.gather(receipt))
+                failed = self._publish(receipt)
                 self.post.end(failed)
             else:
                 self.post.send(receipt)
@@ -225,14 +226,13 @@ class Save:
                 "write. Earlier checkpoints are unchanged."
             ) from error
 
-    def _publish(self, receipts: list[dict[str, Any]]) -> list[str]:
+    def _publish(self, receipt: dict[str, Any]) -> list[str]:
         """Make the files a checkpoint, on rank 0; return the error if that cannot be done."""
-        failed = [(rank, each["error"]) for rank, each in enumerate(receipts) if "error" in each]
-        if failed:
-            ranks = ", ".join(str(rank) for rank, _ in failed[:NAMED])
-            name, message = failed[0][1]
-            return [name, f"rank {ranks}: {message}"]
         try:
+            receipts = self.post.gather(receipt)
+            if failed := [rank for rank, each in enumerate(receipts) if "error" in each]:
+                name, message = receipts[failed[0]]["error"]
+                return [name, f"rank {', '.join(map(str, failed[:NAMED]))}: {message}"]
             self._compare([each["facts"] for each in receipts])
             files = [each["file"] for each in receipts]
             table = merge_tables([Table(**each["table"]) for each in receipts])
@@ -242,7 +242,7 @@ class Save:
             with self._explain_no_room(len(text)):
                 self.folder.publish(self.name, self.token, text)
         except Exception as error:
-            self.problem = error
+            self.problem = self.problem or error
             return describe_error(error)
         self.folder.prune(self.keep)  # last: the old ones stay until the new one is complete
         return []
@@ -426,8 +426,8 @@ class Post:
         after = new_token()
         if self.size > 1:
             self._set("end", json.dumps([failed, after]))
-            # All have read the answer to the save before: their receipts came after it.
-            if self._old:
+            # All have read the answer to the save before if their receipts came, which was later.
+            if self._old and not failed:
                 self._store.delete_key(self._old)
             self._old = self._key("end")
         self._prepare_next(failed, after)
@@ -445,11 +445,14 @@ class Post:
         return list(failed)
 
     def _check_rank_0(self) -> None:
+        """Wait on as long as rank 0 lives: it gives up for all, and says why."""
+        if not self._has("begun"):
+            self._miss("rank 0")
+            return
         absent = (self._get("absent") if self._has("absent") else "") or ""
-        if absent or not self._has("begun"):
-            self._miss(absent or "rank 0")
-        else:
-            self._check_alive(0)
+        if absent:
+            self._miss(absent, patience=math.inf)
+        self._check_alive(0)
 
     def _prepare_next(self, failed: list[str], token: str) -> None:
         self.token = token
@@ -476,12 +479,12 @@ class Post:
                 "process ended? This checkpoint is dropped; earlier ones are unchanged."
             )
 
-    def _miss(self, names: str) -> None:
+    def _miss(self, names: str, patience: float | None = None) -> None:
         """Warn, and after the patience of the group raise, that some ranks have not called."""
-        waited = time.monotonic() - self._began
+        waited, patience = time.monotonic() - self._began, patience or self._patience
         text = f"rank {self.rank} has called mh.save, and {names} not"
-        if waited > self._patience:
-            raise RuntimeError(f"{text} within {self._patience:g} s. Call it on every rank.")
+        if waited > patience:
+            raise RuntimeError(f"{text} within {patience:g} s. Call it on every rank.")
         if waited > SAY_AFTER and not self._warned:
             self._warned = True
             warnings.warn(f"{text} for {waited:.0f} s. Call it on every rank.", stacklevel=2)
