@@ -257,8 +257,8 @@ smaller differences mean nothing.
 - The full state dict takes {full_save} times as long to save and {full_load} times as long to load,
   and its rank 0 needs {full_peak} times our peak.
 - torch.distributed.checkpoint takes {dcp_save} times as long to save and {dcp_load} to load. It has
-  no checksums, pickles its metadata, and loads into the run's own memory at once. `mh.load` first
-  compares checksums, so this rank's part is in memory twice meanwhile.
+  no checksums, and pickles its metadata. `mh.load` reads everything twice: first to compare
+  checksums.
 """
 
 

@@ -92,11 +92,9 @@ class Folder:
             raise FileNotFoundError(
                 f"{self.path} has no complete checkpoint. Give the folder that mh.save was given."
             )
-        if self.is_link(found[-1]):
-            raise ValueError(
-                f"the newest checkpoint in {self.path}, {found[-1]}, is a link. Name it."
-            )
-        return found[-1]
+        if self.is_link(newest := found[-1]):
+            raise ValueError(f"the newest checkpoint in {self.path}, {newest}, is a link. Name it.")
+        return newest
 
     def begin(self, number: int | None, step: int | None) -> int:
         """Take the lock. Return the number of the next checkpoint, or the one that is given."""

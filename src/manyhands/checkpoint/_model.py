@@ -170,13 +170,9 @@ class ModelLoader:
                 f"the checkpoint's {what} is a different one: {'; '.join(problems)}. Build the "
                 "model that was saved."
             )
+        get = reader.read_whole
         self.foreign_states = [
-            ForeignState(
-                name,
-                module.get_extra_state,
-                module.set_extra_state,
-                decode(state, reader.read_whole),
-            )
+            ForeignState(name, module.get_extra_state, module.set_extra_state, decode(state, get))
             for name, state in meta["extras"].items()
             for module in [names.extras[name]]
         ]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,6 +82,7 @@ class Replica:
 
     @classmethod
     def of(cls, optimizer: Optimizer, savers: Savers) -> Replica:
+        """Find out which replica this rank is in, and how many there are."""
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}. Give "
@@ -189,7 +190,7 @@ def collect_optimizer(
     flat_names = [name for group in groups for name in group]
     # Without blocks, all ranks have the state of an optimizer that is not sharded. If one is
     # sharded among a part of the ranks only, the other parts have copies of it.
-    everyone, copies = savers if replica.count == 1 else ALONE, Holders()
+    everyone, copies = savers if replica.count == 1 else ALONE, ALONE
     if layers.sharded is not None and everyone.size > 1:
         copies = savers.copies(dist.get_process_group_ranks(layers.sharded.group))
     for part in parts:
@@ -197,23 +198,20 @@ def collect_optimizer(
         sharded = layers.sharded is not None and part.number is not None
         # Of a parameter's ranges, the one with the first element has what belongs to all of them.
         writes = not part.start if sharded else replica.leads or everyone is savers
-        holders = ALONE if sharded else everyone
+        same = copies if sharded else everyone
         for entry, value in entries_of(part).items():
             key = state_key(prefix, entry, name)
             if not isinstance(value, Tensor):
                 if writes:
-                    first = copies.place == 0 if sharded else replica.leads
-                    put = contents.put if first else no_put
-                    text = to_parts(to_bytes(encode(value, key, put)), holders)
-                    text = replace(text, holders=copies) if sharded else text
-                    contents.add(f"{prefix}/json.{escape(entry)}/{name}", text)
+                    first = copies.rank == 0 if sharded else replica.leads
+                    text = to_bytes(encode(value, key, contents.put if first else no_put))
+                    contents.add(f"{prefix}/json.{escape(entry)}/{name}", to_parts(text, same))
             elif writes or is_dtensor(value) or (sharded and is_elementwise(part, entry, value)):
                 # A rank may hold several ranges of one parameter, which share the key.
                 before = contents.tensors.pop(key, None)
-                found = entry_parts(part, entry, value, holders).merge(before)
                 # The mesh of a DTensor says who has the same.
-                own = sharded and not is_dtensor(value)
-                contents.add(key, replace(found, holders=copies) if own else found)
+                among = ALONE if sharded and is_dtensor(value) else same
+                contents.add(key, entry_parts(part, entry, value, among).merge(before))
     blocks: Json = None
     if layers.blocks is not None:
         # Under `root`, not `prefix`: all replicas have the same outer state.
@@ -257,6 +255,7 @@ def _other_state(packed: Mapping[str, object], layers: OptimizerLayers) -> dict[
 
 
 def _collect_rule(rule: RuleParts, names: Sequence[str], prefix: str, put: PutTensor) -> StateMeta:
+    """Return a scaling rule's state as JSON, with its gradients by parameter name."""
     state = rule.scaling_state_dict()
     # By name instead of position: other groups or shardings may have another order.
     state["previous"] = {
@@ -311,14 +310,9 @@ class OptimizerLoader:
         self._scaling: object = None if self.rule is None else self._parse_rule(self.rule)
         self._blocks: BlocksLoader | None = None
         if layers.blocks is not None:
+            saved, names_here = meta.get("blocks"), self._saved_names()
             self._blocks = BlocksLoader(
-                layers.blocks,
-                meta.get("blocks"),
-                self._saved_names(),
-                reader,
-                root,
-                saved_replica,
-                same_layout,
+                layers.blocks, saved, names_here, reader, root, saved_replica, same_layout
             )
             self.targets |= self._blocks.targets
         # Parameters that are trained again get their place in a bucket.

@@ -23,21 +23,7 @@ from torch import Tensor
 
 from manyhands.checkpoint import _format
 from manyhands.checkpoint._folder import COMMIT, Folder, OpenFile
-from manyhands.checkpoint._format import (
-    CHECKED,
-    CHECKS,
-    DTYPES,
-    OWN,
-    Commit,
-    StoredSlice,
-    StoredTensor,
-    Table,
-    TensorEntry,
-    file_name,
-    find_tensors,
-    memory_of,
-    slice_name,
-)
+from manyhands.checkpoint._format import CHECKED, CHECKS, OWN, Commit, StoredSlice, StoredTensor
 
 PATTERN = re.compile(rb'\{"manyhands checkpoint": (\d+), "crc32": "([0-9a-f]{8})",\n"content": ')
 TOKEN = re.compile(r"[\w-]+", re.ASCII)  # no name can lead out of the checkpoint's folder
@@ -65,11 +51,11 @@ def parse(raw: bytes, path: object) -> tuple[Commit, dict[str, StoredTensor]]:
         )
     try:
         content = json.loads(text)
-        commit = Commit(**{**content, "table": Table(**content["table"])})
+        commit = Commit(**{**content, "table": _format.Table(**content["table"])})
         numbers = [number for file in commit.files for number in file]
         if not TOKEN.fullmatch(commit.token) or any(type(n) is not int or n < 0 for n in numbers):
             raise ValueError(f"{commit.token!r:.80} is in no name of a file of tensors")
-        return commit, find_tensors(commit.table, len(commit.files))
+        return commit, _format.find_tensors(commit.table, len(commit.files))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} has invalid content: {error!r:.200}. {advice}") from error
 
@@ -84,7 +70,7 @@ class SafetensorsFile:
     source: OpenFile
     path: object
     expected: Sequence[int] = ()
-    entries: dict[str, TensorEntry] = field(default_factory=dict)
+    entries: dict[str, _format.TensorEntry] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)  # of each tensor's bytes in the file
 
     def __post_init__(self) -> None:
@@ -126,7 +112,8 @@ class SafetensorsFile:
             for name, meta in json.loads(text).items():
                 if name == "__metadata__":
                     continue
-                entry = TensorEntry(name, DTYPES[meta["dtype"]], tuple(meta["shape"]))
+                dtype = _format.DTYPES[meta["dtype"]]
+                entry = _format.TensorEntry(name, dtype, tuple(meta["shape"]))
                 start, stop = meta["data_offsets"]
                 # The exact type: JSON's true and 1.0 would pass as numbers.
                 sizes = all(type(n) is int and n >= 0 for n in entry.shape)
@@ -150,7 +137,7 @@ class SafetensorsFile:
             result[name], count = count, count + -(-entry.nbytes // CHECKED)
         return result
 
-    def check(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+    def verify(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> None:
         """Compare a rectangular slice of a tensor with its checksums: the rows that it is in."""
         entry = self.entries[name]
         # A number (no dimensions) is one row of one element.
@@ -181,16 +168,17 @@ class SafetensorsFile:
         for first, rows in enumerate(target.split(at_once)):
             start = self.starts[name] + (offsets[0] + first * at_once) * row_bytes
             if direct:  # whole rows go straight into the target's memory
-                self._fill(start, memory_of(rows))
+                self._fill(start, _format.memory_of(rows))
                 continue
             # Otherwise read whole rows into a block, and copy the wanted columns out of it.
             block = torch.empty((len(rows), *shape[1:]), dtype=entry.dtype)
-            self._fill(start, memory_of(block))
+            self._fill(start, _format.memory_of(block))
             for dim in range(1, len(shape)):
                 block = block.narrow(dim, offsets[dim], rows.shape[dim])
             rows.copy_(block)  # also converts the type, and copies to a GPU
 
     def _compare(self, name: str, begin: int, block: memoryview) -> None:
+        """Compare some bytes of a tensor, from a multiple of `CHECKED` on, with their checksums."""
         place = 4 * (self._first_sums[name] + begin // CHECKED)
         for at in range(0, len(block), CHECKED):
             crc32 = zlib.crc32(block[at : at + CHECKED]).to_bytes(4, "little")
@@ -199,13 +187,13 @@ class SafetensorsFile:
             place += 4
 
 
-class Reader:
+class Reader(ExitStack):
     """Reads slices of a checkpoint. It keeps the files that it needs open until `close`."""
 
     def __init__(self, folder: Folder, name: str) -> None:
+        super().__init__()
         self.folder, self.name = (folder, name) if name else (folder.behind_link(), name)
         self.path = self.folder.path / name
-        self._stack = ExitStack()
         self._files: dict[int, SafetensorsFile] = {}
         try:
             source = self.folder.open(name, COMMIT)
@@ -213,7 +201,7 @@ class Reader:
             raise FileNotFoundError(
                 f"{self.path} cannot be found on this rank. Give a path that all ranks share."
             ) from error
-        self._stack.callback(source.close)
+        self.callback(source.close)
         source.try_lock(shared=True)  # what is read is not pruned
         raw = bytearray(source.size)
         try:
@@ -224,22 +212,12 @@ class Reader:
             self.close()
             raise
 
-    def close(self) -> None:
-        self._stack.close()
-        self._files.clear()
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def check(
+    def verify(
         self, key: str, stored: StoredSlice, offsets: Sequence[int], sizes: Sequence[int]
     ) -> None:
         """Compare a slice of a stored slice of a tensor with its checksums."""
         file, name = self._find(key, stored)
-        file.check(name, offsets, sizes)
+        file.verify(name, offsets, sizes)
 
     def read(self, key: str, stored: StoredSlice, offsets: Sequence[int], target: Tensor) -> None:
         """Copy a slice of a stored slice of a tensor into `target`, without comparing it."""
@@ -247,8 +225,9 @@ class Reader:
         file.read(name, offsets, target)
 
     def _find(self, key: str, stored: StoredSlice) -> tuple[SafetensorsFile, str]:
+        """Return the file that a stored slice is in, and its name there."""
         tensor, file = self.tensors[key], self._open(stored.file)
-        name = slice_name(key, stored.offsets, stored.sizes, tensor.shape)
+        name = _format.slice_name(key, stored.offsets, stored.sizes, tensor.shape)
         entry = file.entries.get(name)
         if entry is None or (entry.shape, entry.dtype) != (stored.sizes, tensor.torch_dtype):
             raise file.damaged(f"it has no {name!r} of {stored.sizes} {tensor.torch_dtype}")
@@ -263,7 +242,7 @@ class Reader:
             target, offsets = result, (0,) * len(stored.sizes)
             for dim, (offset, size) in enumerate(zip(stored.offsets, stored.sizes, strict=True)):
                 target = target.narrow(dim, offset, size)
-            self.check(key, stored, offsets, stored.sizes)
+            self.verify(key, stored, offsets, stored.sizes)
             self.read(key, stored, offsets, target)
         return result
 
@@ -275,10 +254,9 @@ class Reader:
         file = self._open(rank)
         for name, entry in file.entries.items():
             if name.startswith(OWN):
-                offsets = (0,) * len(entry.shape)
-                file.check(name, offsets, entry.shape)
+                file.verify(name, (), entry.shape)
                 result[name.removeprefix(OWN)] = torch.empty(entry.shape, dtype=entry.dtype)
-                file.read(name, offsets, result[name.removeprefix(OWN)])
+                file.read(name, (), result[name.removeprefix(OWN)])
         return result
 
     def find_damage(self, rank: int) -> str:
@@ -286,7 +264,7 @@ class Reader:
         try:
             file = self._open(rank)
             for name in set(file.entries) - {CHECKS}:
-                file.check(name, (0,) * len(file.entries[name].shape), file.entries[name].shape)
+                file.verify(name, (), file.entries[name].shape)
         except (ValueError, OSError) as error:
             return str(error)
         return ""
@@ -295,7 +273,7 @@ class Reader:
         """Return an open file. Raise ValueError if its header is not the one that was saved."""
         file = self._files.get(number)
         if file is None:
-            name = file_name(number, self.commit.token)
+            name = _format.file_name(number, self.commit.token)
             try:
                 source = self.folder.open(self.name, name)
             except FileNotFoundError as error:
@@ -309,7 +287,7 @@ class Reader:
                     f"{self.commit.workers} files. Copy the whole folder, or load another "
                     "checkpoint."
                 ) from error
-            self._stack.callback(source.close)
+            self.callback(source.close)
             file = SafetensorsFile(source, self.path / name, self.commit.files[number])
             self._files[number] = file
         return file

@@ -121,6 +121,7 @@ def _load_checkpoint(folder: Folder, name: str, ranks: RankGroup, run: Goal) -> 
         random: dict[str, Tensor] = {}
 
         def prepare() -> tuple[RunLoader, list[SliceToRead]]:
+            """Compare everything, and change nothing; return the loader and what it will read."""
             run.own = _read_own(reader, ranks) if run.optimizers else {}
             found = {key.partition("random/")[2]: state for key, state in run.own.items()}
             random.update({key: state for key, state in found.items() if key})
@@ -135,7 +136,7 @@ def _load_checkpoint(folder: Folder, name: str, ranks: RankGroup, run: Goal) -> 
                 for each in find_reads(key, target, reader.tensors[key])
             ]
             for key, stored, offsets, memory in slices:
-                reader.check(key, stored, offsets, memory.shape)
+                reader.verify(key, stored, offsets, memory.shape)
             return loader, slices
 
         loader, slices = run_on_all(ranks, prepare)

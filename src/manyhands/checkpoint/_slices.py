@@ -98,7 +98,8 @@ class Savers:
     size: int = 1
     rank: int = 0
     ranks: Sequence[int] = (0,)
-    _copies: dict[tuple[int, ...], Holders] = field(default_factory=dict)  # by the members
+    kind: str = "all"
+    _copies: dict[tuple[int, ...], Savers] = field(default_factory=dict)  # by the members
 
     @classmethod
     def of(cls, ranks: RankGroup) -> Savers:
@@ -107,10 +108,10 @@ class Savers:
     @property
     def everyone(self) -> Holders:
         """The holders of what every rank has alike."""
-        return Holders(self.size, self.rank, "all" if self.size > 1 else "")
+        return Holders(self.size, self.rank, self.kind if self.size > 1 else "")
 
-    def copies(self, members: Sequence[int]) -> Holders:
-        """Return the holders if groups of ranks hold the same, and this rank's is `members`."""
+    def copies(self, members: Sequence[int]) -> Savers:
+        """Return the ranks with this one's place in groups that hold the same, as `members`."""
         # The groups are the rows of a grid of ranks, or its columns, as in a mesh of ranks.
         key = tuple(sorted(members))
         if key not in self._copies:
@@ -123,7 +124,7 @@ class Savers:
             step = places[1] - places[0] if len(places) > 1 else 1
             row, column = divmod(places[0], step * len(places))
             count = self.size // len(places)
-            self._copies[key] = Holders(count, row * step + column % step, "copies")
+            self._copies[key] = Savers(count, row * step + column % step, kind="copies")
         return self._copies[key]
 
 
@@ -160,7 +161,7 @@ class TensorParts:
             elif _is_cut(here, shape, corner, placement.dim, mesh.size(dim), own[dim]):
                 grid = (placement.dim, mesh.size(dim), own[dim])
         if 1 < savers.size != mesh.size():
-            holders = holders.times(savers.copies(mesh.mesh.flatten().tolist()))
+            holders = holders.times(savers.copies(mesh.mesh.flatten().tolist()).everyone)
         return cls(shape, here.dtype, [(corner, here)], holders, grid)
 
     @classmethod
@@ -236,7 +237,7 @@ def own_share(tensors: Mapping[str, TensorParts]) -> dict[str, TensorParts]:
     return result
 
 
-def describe(tensors: Mapping[str, TensorParts]) -> Table:
+def table_of(tensors: Mapping[str, TensorParts]) -> Table:
     """Return where these tensors are, as the table of one file."""
     table = Table(pieces=[[]])
     grids: dict[tuple[int, int], dict[str, list[object]]] = {}
@@ -305,9 +306,9 @@ def is_elementwise(part: OptimizerStatePart, entry: str, value: Tensor) -> bool:
 def entry_parts(
     part: OptimizerStatePart, entry: str, value: Tensor, savers: Savers = ALONE
 ) -> TensorParts:
-    """Return the slices of an entry; `savers` have the same, unless it is a shard."""
+    """Return the slices of an entry; `savers` have the same."""
     if part.start is not None and is_elementwise(part, entry, value):
-        return TensorParts.from_flat(value, part.param, part.start)
+        return TensorParts.from_flat(value, part.param, part.start, savers.everyone)
     return to_parts(value, savers)
 
 

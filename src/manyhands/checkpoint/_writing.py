@@ -47,7 +47,7 @@ from manyhands.checkpoint._folder import Folder, new_token
 from manyhands.checkpoint._format import OWN, Commit, Table, TensorEntry, file_name
 from manyhands.checkpoint._model import collect_model, find_names
 from manyhands.checkpoint._optimizer import collect_optimizer
-from manyhands.checkpoint._slices import Contents, Savers, describe, own_share, stored_slices
+from manyhands.checkpoint._slices import Contents, Savers, own_share, stored_slices, table_of
 from manyhands.checkpoint._values import HasState, check_has_state, check_value, encode, escape
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -155,7 +155,7 @@ class Save:
     def prepare(self, *, copy: bool) -> None:
         """Decide what this rank writes, and copy it if training goes on meanwhile."""
         share = own_share(self.contents.tensors)
-        self._table = describe(share)
+        self._table = table_of(share)
         self.facts["tensors"] = self.contents.alike()
         named = {OWN + name: tensor for name, tensor in self.contents.own.items()}
         for key, parts in share.items():
@@ -215,6 +215,7 @@ class Save:
 
     @contextmanager
     def _explain_no_room(self, needed: int) -> Iterator[None]:
+        """Say what does not fit if there is no room on the disk."""
         try:
             yield
         except OSError as error:
@@ -248,6 +249,7 @@ class Save:
         return []
 
     def _compare(self, everyone: list[dict[str, Any]]) -> None:
+        """Raise `RanksDisagree` unless all ranks have called with the same."""
         if any(facts != everyone[0] for facts in everyone):
             advice = "Call mh.save on every rank with the same arguments and the same model."
             tensors = [{"tensors": facts.pop("tensors")} for facts in everyone]
@@ -267,6 +269,7 @@ class Save:
             time.sleep(0.05)
 
     def _to_commit(self, files: list[list[int]], table: Table) -> Commit:
+        """Describe the whole checkpoint."""
         from manyhands._version import __version__
 
         return Commit(
@@ -345,6 +348,7 @@ class Post:
 
     @classmethod
     def of(cls, ranks: RankGroup) -> Post:
+        """Return the messages of these ranks, the same ones for every save."""
         if ranks.size == 1:
             return cls(Savers())
         store, savers = _get_default_store(), Savers.of(ranks)
@@ -376,6 +380,7 @@ class Post:
         return folder.name_of(number, step)
 
     def _begin_as_first(self, number: int | None, step: int | None, folder: Folder) -> int:
+        """Begin on rank 0, and tell the others the number and, once, the token."""
         first, self.begun = not self.token, True
         self.token = self.token or new_token()
         told: dict[str, Any] = {}
@@ -406,12 +411,8 @@ class Post:
 
     def _check_called(self, first: int) -> None:
         """Find out, on rank 0, whether the ranks from this one on have called."""
-        keys = ("receipt", "alive")
-        absent = [
-            rank
-            for rank in range(first, self.size)
-            if not any(self._has(f"{key}/{rank}") for key in keys)
-        ]
+        ranks = range(first, self.size)
+        absent = [r for r in ranks if not (self._has(f"receipt/{r}") or self._has(f"alive/{r}"))]
         if absent:
             names = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent[:NAMED]))}"
             self._set("absent", names)
@@ -462,6 +463,7 @@ class Post:
     # -- who is there --------------------------------------------------------------------------
 
     def _show_life(self, done: threading.Event) -> None:
+        """Tell rank 0 now and then that this rank is at work."""
         key, count = self._key(f"alive/{self.rank}"), 0
         while not done.wait(min(PULSE, self._patience / 4)):
             count += 1
