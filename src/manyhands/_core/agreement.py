@@ -91,9 +91,8 @@ def run_on_all(ranks: RankGroup, action: Callable[[], Result]) -> Result:
     failed = [(rank, *json.loads(text)) for rank, text in enumerate(everyone) if text]
     if failed:
         _, name, message = failed[0]
-        raise to_error(
-            name, f"rank {', '.join(str(rank) for rank, *_ in failed[:NAMED])}: {message}"
-        )
+        numbers = ", ".join(str(rank) for rank, *_ in failed[:NAMED])
+        raise to_error(name, f"rank {numbers}: {message}")
     return result  # type: ignore[return-value]
 
 

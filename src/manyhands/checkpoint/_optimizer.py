@@ -37,22 +37,11 @@ from manyhands._core.state_parts import (
     state_parts,
 )
 from manyhands._core.wrappers import unwrap
+from manyhands.checkpoint import _slices
 from manyhands.checkpoint._format import OptimizerMeta, StateMeta
 from manyhands.checkpoint._model import ModelNames, list_names
 from manyhands.checkpoint._reader import Reader
-from manyhands.checkpoint._slices import (
-    ALONE,
-    EXACT_ENTRY,
-    Contents,
-    Holders,
-    Savers,
-    TensorParts,
-    allocate_target,
-    entries_of,
-    entry_parts,
-    is_elementwise,
-    to_parts,
-)
+from manyhands.checkpoint._slices import ALONE, EXACT_ENTRY, Contents, Holders, Savers, TensorParts
 from manyhands.checkpoint._values import (
     GetTensor,
     Json,
@@ -199,24 +188,26 @@ def collect_optimizer(
         # Of a parameter's ranges, the one with the first element has what belongs to all of them.
         writes = not part.start if sharded else replica.leads or everyone is savers
         same = copies if sharded else everyone
-        for entry, value in entries_of(part).items():
+        for entry, value in _slices.entries_of(part).items():
             key = state_key(prefix, entry, name)
             if not isinstance(value, Tensor):
                 if writes:
                     first = copies.rank == 0 if sharded else replica.leads
                     text = to_bytes(encode(value, key, contents.put if first else no_put))
-                    contents.add(f"{prefix}/json.{escape(entry)}/{name}", to_parts(text, same))
-            elif writes or is_dtensor(value) or (sharded and is_elementwise(part, entry, value)):
+                    key = f"{prefix}/json.{escape(entry)}/{name}"
+                    contents.add(key, _slices.to_parts(text, same))
+                continue
+            own = is_dtensor(value) or (sharded and _slices.is_elementwise(part, entry, value))
+            if writes or own:
                 # A rank may hold several ranges of one parameter, which share the key.
                 before = contents.tensors.pop(key, None)
                 # The mesh of a DTensor says who has the same.
                 among = ALONE if sharded and is_dtensor(value) else same
-                contents.add(key, entry_parts(part, entry, value, among).merge(before))
+                contents.add(key, _slices.entry_parts(part, entry, value, among).merge(before))
     blocks: Json = None
     if layers.blocks is not None:
         # Under `root`, not `prefix`: all replicas have the same outer state.
-        own_names = _names_by_id(inner, groups)
-        blocks = collect_blocks(layers.blocks, own_names, root, replica, contents)
+        blocks = collect_blocks(layers.blocks, _names_by_id(inner, groups), root, replica, contents)
         contents.own[f"layout.{number}"] = to_bytes(replica.layout)
     if not replica.leads:
         return {}
@@ -231,8 +222,7 @@ def collect_optimizer(
     }
     if replica.number:
         contents.put(f"{prefix}/meta", to_bytes(meta))
-    shared = {"class": layers.class_name, "blocks": blocks, "replicas": replica.count}
-    return {**meta, **shared}
+    return {**meta, "class": layers.class_name, "blocks": blocks, "replicas": replica.count}
 
 
 def no_put(path: str, _: Tensor) -> str:
@@ -393,10 +383,10 @@ class OptimizerLoader:
                 # An optimizer without rounded parameters has no use for the exact ones.
                 if part.exact is None:
                     continue
-                target = entry_parts(part, EXACT_ENTRY, part.exact)
+                target = _slices.entry_parts(part, EXACT_ENTRY, part.exact)
             else:
                 shape, dtype = stored.shape, stored.torch_dtype
-                result[entry], target = allocate_target(part, name, entry, shape, dtype)
+                result[entry], target = _slices.allocate_target(part, name, entry, shape, dtype)
             self.targets[key] = target.merge(self.targets.get(key))
         return result
 

@@ -24,18 +24,11 @@ from torch.optim import Optimizer
 from manyhands._core.agreement import agree, run_on_all
 from manyhands._core.random_state import check_random_state, set_random_state
 from manyhands._core.ranks import RankGroup
+from manyhands.checkpoint import _optimizer
 from manyhands.checkpoint._folder import Folder
 from manyhands.checkpoint._format import StateMeta, StoredSlice
 from manyhands.checkpoint._model import ModelLoader, find_names, list_names, read_tensors
-from manyhands.checkpoint._optimizer import (
-    OptimizerLoader,
-    OptimizerSnapshot,
-    Replica,
-    from_bytes,
-    has_foreign_loading,
-    prepare_to_load,
-    to_bytes,
-)
+from manyhands.checkpoint._optimizer import OptimizerLoader, OptimizerSnapshot, Replica
 from manyhands.checkpoint._reader import Reader
 from manyhands.checkpoint._slices import Savers, TensorParts, find_reads
 from manyhands.checkpoint._values import (
@@ -64,7 +57,7 @@ def load_newest(
 ) -> dict[str, Any]:
     """Load the newest checkpoint; if it is removed meanwhile for a newer one, load that."""
     ranks = _join(process_group)
-    prepare_to_load(optimizers)
+    _optimizer.prepare_to_load(optimizers)
     savers = Savers.of(ranks)
     replicas = run_on_all(ranks, lambda: [Replica.of(each, savers) for each in optimizers])
     run = Goal(model, optimizers, schedulers, values, replicas)
@@ -203,8 +196,7 @@ class RunLoader:
             _check_as_many("optimizer", len(optimizers), len(commit.optimizers))
         for number, (each, replica) in enumerate(zip(optimizers, run.replicas, strict=True)):
             meta, layout = commit.optimizers[number], run.own.get(f"layout.{number}")
-            # A list, as JSON has it.
-            same = layout is not None and from_bytes(layout) == from_bytes(to_bytes(replica.layout))
+            same = layout is not None and layout.equal(_optimizer.to_bytes(replica.layout))
             loader = OptimizerLoader(each, meta, names, reader, number, replica, same)
             self.targets |= loader.targets
             self._optimizers.append(loader)
@@ -267,7 +259,7 @@ class RunLoader:
         """Load what only foreign code can load, while the model and optimizer are unchanged."""
         self._foreign_states.apply()
         # The copies cost memory, so they are made only if an optimizer may refuse its state.
-        if any(has_foreign_loading(each.inner) for each in self._optimizers):
+        if any(_optimizer.has_foreign_loading(each.inner) for each in self._optimizers):
             inner = [each.inner for each in self._optimizers]
             self._snapshot = OptimizerSnapshot(inner, self.targets.values())
 
