@@ -40,7 +40,7 @@ class ModuleWrapper(nn.Module):
     @YieldingProperty
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
         """Refuse `DistributedDataParallel`, which asks for this before its first collective."""
-        asks = sys._getframe(2).f_locals.get("self")  # others ask, too
+        asks = sys._getframe(2).f_locals.get("self")  # copy, compilers and users ask, too
         if isinstance(asks, DistributedDataParallel) and dist.get_world_size() > 1:
             raise inside_ddp(self)
         raise AttributeError("only DistributedDataParallel is refused")

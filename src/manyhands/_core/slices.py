@@ -93,7 +93,7 @@ def reduce_scatter_slices(
     # `into` is memory for the sum. Leave it and `bucket` alone until the sum is there.
     own = bucket[cuts[ranks.rank] : cuts[ranks.rank + 1]]
     summed_as_sent = bucket.dtype == accumulation_dtype(bucket.dtype)
-    check_backend(ranks, bucket.device)
+    check_can_exchange_slices(ranks, bucket.device)
     if ranks.on_gloo(bucket.device):
         return _send_by_pairs(ranks, bucket, cuts, into if summed_as_sent else None)
     if summed_as_sent and not isinstance(cuts, range):
@@ -117,7 +117,7 @@ def reduce_scatter_slices(
     return PendingReduceScatter(None, list(rows.view(ranks.size, own.numel())), [work], bucket)
 
 
-def check_backend(ranks: RankIdentity, device: torch.device) -> None:
+def check_can_exchange_slices(ranks: RankIdentity, device: torch.device) -> None:
     """Raise a RuntimeError if gloo would have to send tensors from a device that it cannot read."""
     if device.type != "cpu" and ranks.on_gloo(device):
         raise RuntimeError(

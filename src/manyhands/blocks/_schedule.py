@@ -398,7 +398,7 @@ def make_schedule(every: Every, fragments: int, overlap: int, warmup: int) -> Sc
 
 
 def check_schedule(every: Every, overlap: int, fragments: int, *, ranks_per_worker: int) -> None:
-    """Raise if blocks of this length cannot have these options."""
+    """Raise, when blocks are made, if blocks of this length cannot have these options."""
     if overlap >= every.least:
         raise ValueError(
             f"overlap must be less than the steps between two sync rounds ({every.least}), got "
@@ -415,6 +415,6 @@ def check_schedule(every: Every, overlap: int, fragments: int, *, ranks_per_work
         )
     if ranks_per_worker > 1 and type(every) is not Every:
         raise ValueError(
-            f"every={every} follows from each sync round, and the ranks of an inner_group hold "
-            "separate ones. Give a number of steps."
+            f"every={every} follows from each sync round, and the ranks of one worker "
+            "(inner_group) each have their own, which may differ. Give a number of steps."
         )

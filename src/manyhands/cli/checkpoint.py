@@ -211,7 +211,7 @@ def _write_model(reader: Reader, meta: ModelMeta, scratch: Path, on_tensor: OnTe
 
     def get_tensor(number: int) -> Tensor:
         entry = entries[number]
-        found = _read_tensor(reader, keys[entry.name], scratch)
+        found = _read_to_consolidate(reader, keys[entry.name], scratch)
         on_tensor(entry.name, entry.nbytes)
         return found
 
@@ -225,7 +225,7 @@ def _entry_of(name: str, tensor: StoredTensor) -> TensorEntry:
     return TensorEntry(name, tensor.torch_dtype, tensor.shape)
 
 
-def _read_tensor(reader: Reader, key: str, scratch: Path) -> Tensor:
+def _read_to_consolidate(reader: Reader, key: str, scratch: Path) -> Tensor:
     """Return a tensor, compared with its checksums; a large one lies in an unnamed mapped file."""
     tensor = reader.tensors[key]
     if tensor.nbytes < IN_A_FILE:
@@ -248,7 +248,7 @@ def _write_optimizer(
 
     def get_tensor(key: str) -> Tensor:
         on_tensor(key, reader.tensors[key].nbytes)
-        return _read_tensor(reader, key, path.parent)
+        return _read_to_consolidate(reader, key, path.parent)
 
     groups: list[dict[str, object]] = []
     names: list[str] = []

@@ -373,11 +373,11 @@ def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     file = open_file(path, flags | (os.O_EXCL if mode == "new" else 0))
     try:
-        _lock_file(file, path)
+        _lock_record(file, path)
         last, end = _last_line(path)
         if mode == "overwrite":
             last, end = None, 0
-        _lock_file(file, path)  # again: reading has given it back, as any close() of the file does
+        _lock_record(file, path)  # again: reading gave it back, as any close() of the file does
         os.ftruncate(file, end)  # drops a line that was cut off
     except BaseException:
         os.close(file)
@@ -385,7 +385,7 @@ def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
     return file, last
 
 
-def _lock_file(file: int, path: Path) -> None:
+def _lock_record(file: int, path: Path) -> None:
     """Let no other process write this record. The lock ends with this process, however it ends."""
     if fcntl is None:
         return
