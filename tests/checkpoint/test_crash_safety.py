@@ -180,6 +180,7 @@ def test_a_save_that_one_rank_calls_alone_ends_with_the_groups_timeout(before, t
                 mh.save(tmp_path, value=2, process_group=group)
         dist.barrier()
         assert len(complete(tmp_path)) == before and not left(tmp_path)
+        dist.barrier()  # the next save makes a folder
         mh.save(tmp_path, value=3, process_group=group)
         return seconds
 
