@@ -1,6 +1,7 @@
 """Scaling rules on a GPU: the same numbers, and no more waiting for the device than promised."""
 
 import copy
+import time
 import warnings
 
 import pytest
@@ -202,6 +203,24 @@ def test_a_record_does_not_wait_for_the_device(cuda, tmp_path):
                 record.step(loss=loss * 2)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_record_does_not_wait_while_the_device_is_busy(cuda, tmp_path):
+    slow = torch.randn(8192, 8192, device=cuda)
+    with mh.Record(tmp_path / "a.jsonl") as record:
+        record.step(loss=slow[0, 0])
+        torch.cuda.synchronize()
+        loss = torch.zeros((), device=cuda)
+        busy = slow
+        for _ in range(20):
+            busy = busy @ slow
+        before = time.perf_counter()
+        record.step(loss=loss)
+        loss += 1  # the record has its own copy
+        took = time.perf_counter() - before
+        assert not torch.cuda.current_stream().query(), "the GPU was done before the test"
+        assert took < 0.01
+    assert mh.read_record(tmp_path / "a.jsonl").column("loss")[1] == 0.0
 
 
 def test_the_largest_micro_batch_is_found_by_running_out_of_memory(cuda):

@@ -382,25 +382,6 @@ def test_a_line_that_waits_for_a_gpu_keeps_its_place(tmp_path, monkeypatch):
     assert read_record(tmp_path / "a.jsonl").column("loss") == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.gpu
-def test_a_step_does_not_wait_for_a_number_on_a_gpu(tmp_path):
-    slow = torch.randn(8192, 8192, device="cuda")
-    with Record(tmp_path / "a.jsonl") as record:
-        record.step(loss=slow[0, 0])
-        torch.cuda.synchronize()
-        loss = torch.zeros((), device="cuda")
-        busy = slow
-        for _ in range(20):
-            busy = busy @ slow
-        before = time.perf_counter()
-        record.step(loss=loss)
-        loss += 1  # the record has its own copy
-        took = time.perf_counter() - before
-        assert not torch.cuda.current_stream().query(), "the GPU was done before the test"
-        assert took < 0.01
-    assert read_record(tmp_path / "a.jsonl").column("loss")[1] == 0.0
-
-
 @pytest.mark.skipif(sys.gettrace() is not None, reason="a debugger or coverage slows each line")
 def test_a_line_costs_less_than_a_tenth_of_a_millisecond(tmp_path):
     """About 10 µs here; the bound leaves room for a busy machine."""

@@ -71,7 +71,8 @@ Norm = Tensor | float
 GradientSlice = tuple[int, Tensor, Callable[[Tensor], Tensor]]
 
 
-TOGETHER = 4 * 2**20  # elements of gradients on a device that are measured in one call
+# Elements of gradients on a device that go through an operation in one call: its cache holds them.
+TOGETHER = 4 * 2**20
 
 
 class PlainNorm:

@@ -48,14 +48,13 @@ from manyhands._core.flat import DTensorShards, flatten, is_dtensor, local_shard
 from manyhands._core.ranks import RankGroup
 from manyhands._core.state_parts import ReplicatedState, ShardedOptimizer, plain_optimizer
 from manyhands._core.wrappers import ParamGroup, unwrap
-from manyhands.scaling._hooks import GradientSlice, Norm, PlainNorm
+from manyhands.scaling._hooks import TOGETHER, GradientSlice, Norm, PlainNorm
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
 BLOCK = 131_072  # elements that go through the scratch buffer at a time
-TOGETHER = 4 * 2**20  # elements that go through the same operations of a GPU: its cache holds them
 SINGLE = {torch.float32, torch.bfloat16, torch.float16}  # measured in float32
 WIDE = {torch.float32, torch.float64}  # narrower ones are not summed together
 # eps relative to the smallest root. The error of that element's square is at most twice this.
