@@ -20,6 +20,7 @@ what torchrun puts into the environment. `launch` starts a command as a user doe
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 import re
@@ -223,6 +224,7 @@ def _become(
     """In a fork: be a process that has just been started with this program."""
     code = 1
     try:
+        atexit._clear()  # what the parent does when it ends
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
@@ -245,6 +247,7 @@ def _become(
     except BaseException:
         traceback.print_exc()
     finally:
+        atexit._run_exitfuncs()  # as a process of its own does
         sys.stdout.flush()
         os._exit(code)
 

@@ -16,6 +16,7 @@ checkpoint is complete.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import json
 import math
@@ -56,6 +57,7 @@ CALL_TIMEOUT = 1800.0  # seconds for all ranks to call, if the group has no time
 SAY_AFTER = 40.0  # seconds after which a rank that waits for another's call says so
 PULSE = 5.0  # seconds between two signs of life of a rank that writes
 SILENCE = 60.0  # seconds without one after which a rank counts as dead
+LINGER = 0.25  # seconds for the others to read the last answer, if rank 0 has the store and ends
 
 
 def begin_save(
@@ -427,6 +429,8 @@ class Post:
         after = new_token()
         if self.size > 1:
             self._set("end", json.dumps([failed, after]))
+            atexit.unregister(_linger)
+            atexit.register(_linger, time.monotonic() + LINGER + self.size / 1000)
             # All have read the answer to the save before if their receipts came, which was later.
             if self._old and not failed:
                 self._store.delete_key(self._old)
@@ -522,3 +526,8 @@ class Post:
             time.sleep(min(0.5, self._patience / 20))
             text = self._get(key) if self._has(key) else None
         return text
+
+
+def _linger(until: float) -> None:
+    """Keep the store at the end of rank 0's process, for ranks that still read the answer."""
+    time.sleep(max(until - time.monotonic(), 0.0))
