@@ -20,7 +20,6 @@ what torchrun puts into the environment. `launch` starts a command as a user doe
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
 import os
 import re
@@ -224,7 +223,6 @@ def _become(
     """In a fork: be a process that has just been started with this program."""
     code = 1
     try:
-        atexit._clear()  # what the parent does when it ends
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
@@ -247,7 +245,8 @@ def _become(
     except BaseException:
         traceback.print_exc()
     finally:
-        atexit._run_exitfuncs()  # as a process of its own does
+        if told.get("RANK") == "0":  # others may still read from its store, which lasts until
+            time.sleep(0.25)  # Python has ended: a fork skips that, and its exit handlers
         sys.stdout.flush()
         os._exit(code)
 
