@@ -20,6 +20,7 @@ from helpers.crew_workers import Log, Store, Workers, fork
 from manyhands.blocks import _sync
 from manyhands.blocks.averaging import _round
 from manyhands.blocks.crew._crew import Crew
+from manyhands.blocks.crew._roster import number_of
 from manyhands.fairseq import FairseqBMUF
 
 STEPS = 24
@@ -282,6 +283,28 @@ def test_one_that_comes_at_step_0_begins_as_the_others_do(store, tmp_path, kind)
 EACH = ["shared", "of one step", "overlap and fragments", "own steps", *LOCAL]
 
 
+def wait_for_the_return_of(number, step, then=lambda optimizer: None):
+    """Return a `before_step`: none goes on from this step before worker `number` is back."""
+
+    def before_step(optimizer):
+        then(optimizer)
+        if optimizer.steps == step:
+            shared = optimizer._sync.members.crew._enrollment.shared
+            until = time.monotonic() + 15
+            while not is_in(shared.refresh(), number):
+                assert time.monotonic() < until, f"worker {number} has not come back"
+                time.sleep(0.005)
+
+    return before_step
+
+
+def is_in(roster, number):
+    """Return whether the worker is a member, or will be one after the next round."""
+    return number in {number_of(id) for id in {*roster.ids} - roster.gone} | {
+        member.number for member in roster.admissible
+    }
+
+
 def synchronize_at(step):
     def before_step(optimizer):
         if optimizer.steps == step:
@@ -307,7 +330,7 @@ def test_the_round_that_ends_a_warm_up_is_repeated_when_a_member_dies_and_anothe
 
     with WarmupWorkers(store, tmp_path, expected=3, stall=5.0) as workers:
         # A joiner agrees with the others whether it has moved from the anchor.
-        calls = synchronize_at(kind.warmup)
+        calls = wait_for_the_return_of(victim, kind.warmup + 2, then=synchronize_at(kind.warmup))
         workers.start(range(3), kind, harm, before_step=calls)
         workers.touched("come")
         workers.start([3], kind, before_step=calls)
@@ -367,7 +390,8 @@ def test_one_that_missed_the_end_of_a_warm_up_comes_back_into_a_block(store, tmp
             before(STOPS[where], lambda sync: sync.state.own == last, stop_here(tmp_path))
 
     with WarmupWorkers(store, tmp_path, expected=3, stall=0.8) as workers:
-        workers.start(range(3), kind, harm, steps=120)
+        calls = wait_for_the_return_of(1, 100)
+        workers.start(range(3), kind, harm, steps=120, before_step=calls)
         workers.until(lambda: (workers.last(0, "step", "rounds") or 0) >= 3)
         workers.wake(1)
         workers.finished_alike()
@@ -392,7 +416,8 @@ def test_one_that_comes_back_inside_of_a_warm_up_keeps_its_old_gradients_to_itse
             before("average_gradients", moment, stop_with_large_gradients)
 
     with WarmupWorkers(store, tmp_path, expected=3, stall=0.8) as workers:
-        workers.start(range(3), kind, harm, steps=100)
+        calls = wait_for_the_return_of(1, 70)
+        workers.start(range(3), kind, harm, steps=100, before_step=calls)
         workers.until(lambda: (workers.last(0, "step", "steps") or 0) >= 6)
         workers.wake(1)
         workers.finished_alike()
