@@ -52,7 +52,7 @@ def room_for(nbytes):
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_run_killed_at_any_moment_leaves_the_last_complete_one(wait, tmp_path, monkeypatch):
     choose = random.Random(wait)
-    for _ in range(10):
+    for _ in range(25):  # and 50 times in a bucket: tests/integrations/test_s3.py
         kill_while_saving(tmp_path / "run", choose, wait)  # asserts that what loads is of one step
     for patience in ("OLD", "MADE"):  # a killed run may leave a folder without any file
         monkeypatch.setattr(_folder, patience, 0)

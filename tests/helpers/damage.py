@@ -115,6 +115,12 @@ def kill_while_saving(path, choose, wait=True, size=40):
 
 
 def newest_step(path, size):
+    """Return the step of the newest checkpoint, and its name; None if there is none."""
+    step = step_of_all(path, size)
+    return step and (step[0], sorted(p.name for p in path.iterdir() if p.name[0] != ".")[-1])
+
+
+def step_of_all(path, size):
     """Load the newest into a plain optimizer: every number in it must be the step."""
     model = torch.nn.Linear(size, size)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -125,7 +131,7 @@ def newest_step(path, size):
     for state in ({"data": p, **optimizer.state[p]} for p in model.parameters()):
         for name, tensor in state.items():
             assert torch.equal(tensor, torch.full_like(tensor, step)), (name, step, tensor)
-    return step, sorted(p.name for p in path.iterdir() if not p.name.startswith("."))[-1]
+    return [step]
 
 
 def release_locks():

@@ -11,6 +11,7 @@ load goes through the same stages, from files to objects.
     _format.py                what is in a data file and in the commit, and how it is written
     _reader.py                the reader of both
     _folder.py                a folder in which nothing is half written and no link is followed
+    _cloud.py                 the same in a bucket
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands._core import arguments
+from manyhands.checkpoint._folder import to_path
 from manyhands.checkpoint._reading import load_newest
 from manyhands.checkpoint._values import HasState
 from manyhands.checkpoint._writing import begin_save
@@ -127,7 +129,8 @@ def save(
     The random generators of every rank are saved, too. The values are rank 0's.
 
     Args:
-        path: a folder that all ranks share; each save makes a folder in it.
+        path: a folder that all ranks share, or a URL as `s3://bucket/run`. Each save makes a
+            folder in it.
         model: the model, wrapped or not.
         optimizer: a torch optimizer, an `OSS`, a scaling rule or blocks around one; or a list of
             them. Blocks are saved at a sync round: call `synchronize()` on every rank first.
@@ -148,7 +151,7 @@ def save(
     step = None if step is None else arguments.whole("step", step)
     optimizers, schedulers = _as_list(optimizer), _as_list(scheduler)
     final, work = begin_save(
-        Path(path), model, optimizers, schedulers, values, step, keep, wait, process_group
+        to_path(path), model, optimizers, schedulers, values, step, keep, wait, process_group
     )
     saving = Saving(final)
     if wait:
@@ -203,7 +206,7 @@ def load(
     """
     wait_for_pending()
     optimizers, schedulers = _as_list(optimizer), _as_list(scheduler)
-    return load_newest(Path(path), model, optimizers, schedulers, values, process_group)
+    return load_newest(to_path(path), model, optimizers, schedulers, values, process_group)
 
 
 def _as_list(argument: Item | Sequence[Item] | None) -> list[Item]:

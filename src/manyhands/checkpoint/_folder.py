@@ -21,6 +21,8 @@ is not pruned.
 A folder may have been downloaded. So a link in it is not followed, neither to a file nor to a
 checkpoint, and nothing that is opened can be a pipe (which would hang) or a device. The path that
 the user gives may be a link.
+
+`Folder` is a folder of the file system. `Bucket` (`_cloud.py`) does the same in a bucket.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ import socket
 import stat
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import FileIO
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 try:
     import fcntl
@@ -56,6 +58,27 @@ RUN_VARIABLE = "MANYHANDS_RUN"  # the run whose workers may take the lock from e
 JOB_VARIABLES = (RUN_VARIABLE, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 
 _process = uuid.uuid4().hex
+
+
+class UrlPath(PurePosixPath):
+    """A path in a bucket. `str()` returns its URL."""
+
+    def __str__(self) -> str:
+        scheme, _, rest = super().__str__().partition(":/")
+        return f"{scheme}://{rest.lstrip('/')}"
+
+    __fspath__ = __str__
+
+    def is_absolute(self) -> bool:
+        return True
+
+
+def to_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path of the file system, or the `UrlPath` of a URL."""
+    text = os.fspath(path)
+    if "://" in text and not text.startswith("file://"):
+        return UrlPath(text)  # type: ignore[return-value]
+    return Path(text.removeprefix("file://"))
 
 
 def new_token() -> str:
@@ -103,8 +126,7 @@ class Folder:
             raise ValueError(
                 f"{self.path} is one checkpoint. Give the folder around it: {self.path.parent}."
             )
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._locked = take_lock(self.path)
+        self._locked = self.lock()
         begun = "" if number is None else self.name_of(number, step)  # by other ranks, perhaps
         last = 0
         for name in self.names():
@@ -147,7 +169,12 @@ class Folder:
                     if not self.is_link(old) and commit.try_lock(shared=False):
                         self.remove(old)
 
-    # -- the file system -----------------------------------------------------
+    # -- what a bucket does in another way -----------------------------------
+
+    def lock(self) -> bool:
+        """Make this process the only one that saves here. Return False if there are no locks."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        return take_lock(self.path)
 
     def names(self) -> list[str]:
         """Return the names in the folder."""
@@ -315,6 +342,10 @@ class OpenFile:
     def __init__(self, path: Path) -> None:
         self._file = FileIO(open_descriptor(path), "r")
         self.size = os.fstat(self._file.fileno()).st_size
+
+    def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Prepare to read these ranges twice: to compare them, and to use them."""
+        # They are in the system's page cache then.
 
     def read_into(self, start: int, view: memoryview) -> int:
         """Fill the view with the bytes from `start` on; return how many there were."""

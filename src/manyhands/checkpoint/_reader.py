@@ -3,9 +3,10 @@
 No file is read as a whole: of the commit a reader learns which files have what it needs, and reads
 the heads of these, then ranges of bytes. A range is first compared with its checksums, one for
 every 16 KiB, in a buffer that stays in the processor's cache. Then it is read into the memory where
-it belongs, from the system's page cache: a second copy in fresh memory would take longer. Checksums
-show damage, not who wrote the file, so `parse` also checks what would read a wrong place: sizes,
-types, and that the slices of a tensor cover each of its elements exactly once.
+it belongs, from the system's page cache: a second copy in fresh memory would take longer. From a
+bucket it is fetched once, and kept in between. Checksums show damage, not who wrote the file, so
+`parse` also checks what would read a wrong place: sizes, types, and that the slices of a tensor
+cover each of its elements exactly once.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -63,7 +66,7 @@ def parse(raw: bytes, path: object) -> tuple[Commit, dict[str, StoredTensor]]:
 # -- the files -------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)
 class SafetensorsFile:
     """A file of tensors; `expected` are its sizes and its checksum, if they are known."""
 
@@ -137,20 +140,25 @@ class SafetensorsFile:
             result[name], count = count, count + -(-entry.nbytes // CHECKED)
         return result
 
-    def verify(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> None:
-        """Compare a rectangular slice of a tensor with its checksums: the rows that it is in."""
-        entry = self.entries[name]
-        # A number (no dimensions) is one row of one element.
-        row_bytes = entry.nbytes // max(1, (*entry.shape, 1)[0])
-        first, count = (*offsets, 0)[0], (*sizes, 1)[0]
-        # All of each block in which the slice begins or ends.
-        begin = first * row_bytes // CHECKED * CHECKED
-        end = min(entry.nbytes, -(-(first + count) * row_bytes // CHECKED) * CHECKED)
-        buffer = memoryview(bytearray(min(SCANNED, end - begin)))
-        for start in range(begin, end, SCANNED):
-            block = buffer[: end - start]
-            self._fill(self.starts[name] + start, block)
-            self._compare(name, start, block)
+    def verify(self, slices: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+        """Compare rectangular slices of tensors with their checksums: the rows that they are in."""
+        ranges = []
+        for name, offsets, sizes in slices:
+            entry = self.entries[name]
+            # A number (no dimensions) is one row of one element.
+            row_bytes = entry.nbytes // max(1, (*entry.shape, 1)[0])
+            first, count = (*offsets, 0)[0], (*sizes, 1)[0]
+            # All of each block in which the slice begins or ends.
+            begin = first * row_bytes // CHECKED * CHECKED
+            end = min(entry.nbytes, -(-(first + count) * row_bytes // CHECKED) * CHECKED)
+            ranges.append((name, begin, end))
+        self.source.fetch([(self.starts[name] + a, self.starts[name] + b) for name, a, b in ranges])
+        for name, begin, end in ranges:
+            buffer = memoryview(bytearray(min(SCANNED, end - begin)))
+            for start in range(begin, end, SCANNED):
+                block = buffer[: end - start]
+                self._fill(self.starts[name] + start, block)
+                self._compare(name, start, block)
 
     @torch.no_grad()
     def read(self, name: str, offsets: Sequence[int], target: Tensor) -> None:
@@ -187,6 +195,10 @@ class SafetensorsFile:
             place += 4
 
 
+# A tensor's key, a stored slice of it, what to read of that, and the memory for it.
+SliceToRead: TypeAlias = tuple[str, StoredSlice, tuple[int, ...], Tensor]
+
+
 class Reader(ExitStack):
     """Reads slices of a checkpoint. It keeps the files that it needs open until `close`."""
 
@@ -212,12 +224,14 @@ class Reader(ExitStack):
             self.close()
             raise
 
-    def verify(
-        self, key: str, stored: StoredSlice, offsets: Sequence[int], sizes: Sequence[int]
-    ) -> None:
-        """Compare a slice of a stored slice of a tensor with its checksums."""
-        file, name = self._find(key, stored)
-        file.verify(name, offsets, sizes)
+    def verify(self, slices: Sequence[SliceToRead]) -> None:
+        """Compare slices with their checksums."""
+        found = defaultdict[SafetensorsFile, list[tuple[str, Sequence[int], Sequence[int]]]](list)
+        for key, stored, offsets, target in slices:
+            file, name = self._find(key, stored)
+            found[file].append((name, offsets, target.shape))
+        for file, parts in found.items():
+            file.verify(parts)
 
     def read(self, key: str, stored: StoredSlice, offsets: Sequence[int], target: Tensor) -> None:
         """Copy a slice of a stored slice of a tensor into `target`, without comparing it."""
@@ -242,7 +256,7 @@ class Reader(ExitStack):
             target, offsets = result, (0,) * len(stored.sizes)
             for dim, (offset, size) in enumerate(zip(stored.offsets, stored.sizes, strict=True)):
                 target = target.narrow(dim, offset, size)
-            self.verify(key, stored, offsets, stored.sizes)
+            self.verify([(key, stored, offsets, target)])
             self.read(key, stored, offsets, target)
         return result
 
@@ -252,11 +266,12 @@ class Reader(ExitStack):
         if rank >= self.commit.workers:
             return result
         file = self._open(rank)
-        for name, entry in file.entries.items():
-            if name.startswith(OWN):
-                file.verify(name, (), entry.shape)
-                result[name.removeprefix(OWN)] = torch.empty(entry.shape, dtype=entry.dtype)
-                file.read(name, (), result[name.removeprefix(OWN)])
+        own = [(name, (), e.shape) for name, e in file.entries.items() if name.startswith(OWN)]
+        file.verify(own)
+        for name, _, shape in own:
+            tensor = torch.empty(shape, dtype=file.entries[name].dtype)
+            file.read(name, (), tensor)
+            result[name.removeprefix(OWN)] = tensor
         return result
 
     def find_damage(self, rank: int) -> str:
@@ -264,7 +279,7 @@ class Reader(ExitStack):
         try:
             file = self._open(rank)
             for name in set(file.entries) - {CHECKS}:
-                file.verify(name, (), file.entries[name].shape)
+                file.verify([(name, (), file.entries[name].shape)])
         except (ValueError, OSError) as error:
             return str(error)
         return ""

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,11 +25,12 @@ from manyhands._core.agreement import agree, run_on_all
 from manyhands._core.random_state import check_random_state, set_random_state
 from manyhands._core.ranks import RankGroup
 from manyhands.checkpoint import _optimizer
+from manyhands.checkpoint._cloud import folder_at
 from manyhands.checkpoint._folder import Folder
-from manyhands.checkpoint._format import StateMeta, StoredSlice
+from manyhands.checkpoint._format import StateMeta
 from manyhands.checkpoint._model import ModelLoader, find_names, list_names, read_tensors
 from manyhands.checkpoint._optimizer import OptimizerLoader, OptimizerSnapshot, Replica
-from manyhands.checkpoint._reader import Reader
+from manyhands.checkpoint._reader import Reader, SliceToRead
 from manyhands.checkpoint._slices import Savers, TensorParts, find_reads
 from manyhands.checkpoint._values import (
     ForeignState,
@@ -43,8 +44,6 @@ from manyhands.checkpoint._values import (
 )
 
 DISK_TIMEOUT = timedelta(hours=2)  # for the slowest rank's disk
-# A tensor's key, a stored slice of it, what to read of that, and the memory for it.
-SliceToRead: TypeAlias = tuple[str, StoredSlice, tuple[int, ...], Tensor]
 
 
 def load_newest(
@@ -61,7 +60,7 @@ def load_newest(
     savers = Savers.of(ranks)
     replicas = run_on_all(ranks, lambda: [Replica.of(each, savers) for each in optimizers])
     run = Goal(model, optimizers, schedulers, values, replicas)
-    folder, before, problem = Folder(path), None, None
+    folder, before, problem = folder_at(path), None, None
     while True:
         # Rank 0 decides: a checkpoint may be completed between two ranks' looks.
         found = run_on_all(ranks, lambda: folder.find_newest() if ranks.rank == 0 else "")
@@ -128,8 +127,7 @@ def _load_checkpoint(folder: Folder, name: str, ranks: RankGroup, run: Goal) -> 
                 for key, target in loader.targets.items()
                 for each in find_reads(key, target, reader.tensors[key])
             ]
-            for key, stored, offsets, memory in slices:
-                reader.verify(key, stored, offsets, memory.shape)
+            reader.verify(slices)
             return loader, slices
 
         loader, slices = run_on_all(ranks, prepare)

@@ -44,6 +44,7 @@ from manyhands._core.agreement import NAMED, describe_error, raise_if_different,
 from manyhands._core.random_state import random_state
 from manyhands._core.ranks import RankGroup
 from manyhands.checkpoint import _format
+from manyhands.checkpoint._cloud import folder_at
 from manyhands.checkpoint._folder import Folder, new_token
 from manyhands.checkpoint._format import OWN, Commit, Table, TensorEntry, file_name
 from manyhands.checkpoint._model import collect_model, find_names
@@ -74,7 +75,7 @@ def begin_save(
     """Do everything but the writing. Return the checkpoint's path, and the work that is left."""
     # Unless `wait` is True, that work does not look at the model or the optimizer any more.
     post = Post.of(RankGroup.of(process_group))
-    save = Save(Folder(path), post, keep, {"step": step, "keep": keep, "wait": wait})
+    save = Save(folder_at(path), post, keep, {"step": step, "keep": keep, "wait": wait})
     try:
         save.collect(model, optimizers, schedulers, values)
     except Exception as error:

@@ -26,7 +26,8 @@ from rich.table import Table
 from torch import Tensor
 
 from manyhands.checkpoint import _format
-from manyhands.checkpoint._folder import Folder, NewFile, sync
+from manyhands.checkpoint._cloud import folder_at
+from manyhands.checkpoint._folder import NewFile, sync
 from manyhands.checkpoint._format import Commit, ModelMeta, OptimizerMeta, StoredTensor, TensorEntry
 from manyhands.checkpoint._optimizer import saved_state
 from manyhands.checkpoint._reader import Reader
@@ -70,7 +71,7 @@ def inspect(
 
 def open_newest(source: str | os.PathLike[str]) -> Reader:
     """Open a checkpoint, or the newest one in a folder."""
-    folder = Folder(Path(source))
+    folder = folder_at(source)
     return Reader(folder, folder.find_newest())
 
 

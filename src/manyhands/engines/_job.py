@@ -32,6 +32,7 @@ from manyhands.blocks._optimizer import Blocks
 from manyhands.blocks.crew._crew import Crew
 from manyhands.checkpoint import load as load_checkpoint
 from manyhands.checkpoint import save as save_checkpoint
+from manyhands.checkpoint._folder import to_path
 from manyhands.checkpoint._values import HasState
 from manyhands.engines import _ray
 from manyhands.engines._places import Place, find_place, find_worker_number, read_number
@@ -95,7 +96,7 @@ def start(
             os.environ.setdefault(name, value)  # torchrun's own values stay
     if process_group and not dist.is_initialized():
         _make_process_group(place, backend)
-    return Job(place, Path(checkpoints))
+    return Job(place, to_path(checkpoints))
 
 
 def _make_process_group(place: Place, backend: str | None) -> None:

@@ -1,0 +1,139 @@
+"""A folder of checkpoints in a bucket: `s3://`, `gs://`, or any other URL that fsspec opens.
+
+A bucket has no folders, renames, links or locks. The commit is one request, which either takes
+effect or does not. Two jobs are noticed when they write the same checkpoint, and each removes only
+its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from manyhands.checkpoint._folder import COMMIT, Folder, UrlPath, to_path
+
+
+def folder_at(path: str | os.PathLike[str]) -> Folder:
+    """Return the folder of checkpoints at a path or URL."""
+    path = to_path(path)
+    return Bucket(path) if isinstance(path, UrlPath) else Folder(path)
+
+
+class Bucket(Folder):
+    """A folder of checkpoints in a bucket."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        try:
+            from fsspec.core import url_to_fs
+        except ImportError as error:
+            raise ImportError(
+                f'{path} needs fsspec: pip install "manyhands[cloud]", and the package for this '
+                "kind of URL, such as s3fs or gcsfs."
+            ) from error
+        # Without a cache: what other ranks and jobs write must be seen.
+        self._fs, root = url_to_fs(str(path), use_listings_cache=False)
+        self._root = root.rstrip("/")
+
+    def _url(self, *names: str) -> str:
+        return "/".join([self._root, *filter(None, names)])
+
+    def sizes(self, name: str) -> dict[str, int]:
+        # Not `exists` or `isfile`: these return False when the network fails.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found = self._fs.ls(self._url(name), detail=True)
+            return {each["name"].rstrip("/").rpartition("/")[2]: each["size"] for each in found}
+        return {}
+
+    def names(self) -> list[str]:
+        return list(self.sizes(""))
+
+    def has_commit(self, name: str) -> bool:
+        return COMMIT in self.sizes(name)
+
+    def is_link(self, name: str) -> bool:
+        return False
+
+    def check_is_folder(self) -> None:
+        if not self.names():
+            raise FileNotFoundError(
+                f"there is nothing in {self.path}. Give the path that mh.save was given."
+            )
+
+    def age(self, name: str) -> float:
+        times = [self._fs.modified(self._url(name, file)) for file in self.sizes(name)]
+        return time.time() - max((each.timestamp() for each in times), default=time.time())
+
+    def lock(self) -> bool:
+        return False
+
+    @contextlib.contextmanager
+    def create(self, name: str, file: str) -> Iterator[Any]:
+        new = self._fs.open(self._url(name, file), "wb")
+        try:
+            yield new
+        except BaseException:
+            new.discard()
+            with contextlib.suppress(AttributeError):  # memory has files without a buffer
+                new.closed = True  # or the garbage collector would send what there is
+            raise
+
+    def open(self, name: str, file: str) -> Ranges:  # type: ignore[override]
+        return Ranges(self._fs, self._url(name, file))
+
+    def remove(self, name: str) -> None:
+        for file in (COMMIT, *self.sizes(name)):
+            self.drop(name, file)
+
+    def drop(self, name: str, file: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._url(name, file))
+
+    def publish(self, name: str, token: str, commit: bytes) -> None:
+        self.check_ours(name, token)
+        try:
+            self._fs.pipe_file(self._url(name, COMMIT), commit, mode="create")
+        except FileExistsError:
+            self.check_ours(name, token)
+
+
+class Ranges:
+    """A file in a bucket, of which ranges are read."""
+
+    def __init__(self, fs: Any, url: str) -> None:
+        self._fs, self._url = fs, url
+        self.size = int(fs.info(url)["size"])
+        self._fetched: dict[int, bytes] = {}  # by where they begin
+
+    def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Request these ranges together, and keep them in place of those before."""
+        joined: list[list[int]] = []
+        for begin, end in sorted(ranges):
+            if joined and begin <= joined[-1][1]:
+                joined[-1][1] = max(end, joined[-1][1])
+            else:
+                joined.append([begin, end])
+        self._fetched.clear()
+        starts, ends = [each[0] for each in joined], [each[1] for each in joined]
+        found = self._fs.cat_ranges([self._url] * len(joined), starts, ends, on_error="raise")
+        self._fetched.update(zip(starts, found, strict=True))
+
+    def read_into(self, start: int, view: memoryview) -> int:
+        end = start + len(view)
+        for begin, data in self._fetched.items():
+            if begin <= start and end <= begin + len(data):
+                view[:] = memoryview(data)[start - begin : end - begin]
+                return len(view)
+        data = self._fs.cat_file(self._url, start=start, end=end) if len(view) else b""
+        view[: len(data)] = data
+        return len(data)
+
+    def try_lock(self, *, shared: bool) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._fetched.clear()
