@@ -11,7 +11,6 @@ import os
 import re
 import threading
 import time
-from collections import Counter
 from datetime import timedelta
 from typing import Any
 
@@ -19,31 +18,11 @@ import pages
 import torch
 import torch.distributed as dist
 
+from manyhands._core.dry_run import CountingStore, DryRun
 from manyhands._core.groups import RollCall, connect
 
 SIZES, PAIRED = (8, 32, 128, 256), 128  # 256 ranks in pairs would need 65,000 descriptors
 PATIENCE = timedelta(seconds=120)
-
-
-class CountingStore(dist.Store):
-    """Passes every request on, and counts it and its bytes."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner, self.requests, self.bytes = inner, Counter[str](), 0
-
-    def __getattribute__(self, name: str) -> Any:
-        if name not in ("set", "get", "add", "wait", "check"):
-            return super().__getattribute__(name)
-
-        def ask(key: Any, *rest: Any) -> Any:
-            answer = getattr(self.inner, name)(key, *rest)
-            parts = [key if isinstance(key, str) else "".join(key), *rest, answer]
-            self.requests[name] += 1
-            self.bytes += sum(len(each) for each in parts if isinstance(each, str | bytes))
-            return answer
-
-        return ask
 
 
 def eager(store: Any, rank: int, size: int, gather: Any) -> Any:
@@ -77,7 +56,7 @@ def count(start: Any, size: int) -> tuple[int, int, int]:
     while any(thread.name == "manyhands end" for thread in threading.enumerate()):
         time.sleep(0.1)  # the groups before
     shared, together, numbers = dist.HashStore(), threading.Barrier(size), [[0.0]] * size
-    stores = [CountingStore(shared) for _ in range(size)]
+    counted = [DryRun() for _ in range(size)]
     before, now = len(os.listdir("/proc/self/fd")), []
 
     def live(rank: int) -> None:
@@ -86,7 +65,7 @@ def count(start: Any, size: int) -> tuple[int, int, int]:
             together.wait()
             return list(numbers)
 
-        kept = start(stores[rank], rank, size, gather)
+        kept = start(CountingStore(shared, counted[rank]), rank, size, gather)
         together.wait()
         now.append(len(os.listdir("/proc/self/fd")))
         together.wait()
@@ -97,8 +76,8 @@ def count(start: Any, size: int) -> tuple[int, int, int]:
         thread.start()
     for thread in threads:
         thread.join()
-    requests = max(store.requests.total() for store in stores)
-    return requests, max(store.bytes for store in stores), round((max(now) - before) / size)
+    requests = max(each.requests.total() for each in counted)
+    return requests, max(each.store_bytes for each in counted), round((max(now) - before) / size)
 
 
 def main() -> None:

@@ -204,9 +204,9 @@ def test_a_group_has_connected_when_it_is_made(scale):
     def one(store, rank, size, gather):
         lease = scale.ring(store, rank, size, gather)
         gather([0.0])
-        asked = store.requests.total()
+        asked = store.counted.requests.total()
         scale.use(lease[0].group, size)
-        assert store.requests.total() == asked
+        assert store.counted.requests.total() == asked
         return lease
 
     assert scale.count(one, 3)[0] == 5

@@ -9,6 +9,7 @@
 - `manyhands.errors`: the errors that a correct script can meet.
 """
 
+from manyhands._core.dry_run import dry_run
 from manyhands._version import __version__ as __version__
 from manyhands.blocks._methods import BMUF, DiLoCo, LocalSGD, SlowMo
 from manyhands.blocks._optimizer import Blocks
@@ -67,6 +68,7 @@ __all__ = [
     "StepTiming",
     "WeightedMean",
     "WholeTensorOptimizer",
+    "dry_run",
     "largest_micro_batch",
     "load",
     "plan",

@@ -635,10 +635,11 @@ def test_an_optimizer_may_be_given_in_many_ways():
     for way in (
         made,
         [made],
-        mh.AdaScale(adam(model.parameters())),
         mh.OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-2, amsgrad=True),
     ):
         assert costs(mh.plan(model, way, 4)) == [(r.total, r.sent, r.collectives) for r in rows]
+    named = mh.plan(model, "AdamW", 4, rule="AdaScale", lr=1e-2, amsgrad=True)
+    assert costs(mh.plan(model, mh.AdaScale(adam(model.parameters())), 4)) == costs(named)
     plain = mh.plan(model, torch.optim.AdamW, 4)
     assert [a.optimizer > b.optimizer for a, b in zip(rows, plain.rows, strict=True)] == [True] * 4
 

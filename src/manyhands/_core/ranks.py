@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed.distributed_c10d import _get_default_store
 
 from manyhands._core import slices
+from manyhands._core.dry_run import DryGroup
 from manyhands._core.flat import is_dtensor
 from manyhands._core.groups import Lease, RollCall, connect, name_of_ranks, new_prefix
 from manyhands._core.slices import PendingReduceScatter, SharedMemory, SharedMemoryReduceScatter
@@ -254,7 +255,10 @@ class RankGroup:
             rows[self.rank] = own
         options: Any = AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        return self._process_group.allreduce([tensor], options)
+        work = self._process_group.allreduce([tensor], options)
+        if rows is not None and isinstance(self._process_group, DryGroup):
+            rows.copy_(own.expand_as(rows))  # every rank's is like ours
+        return work
 
     # -- numbers and text ----------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
+from manyhands.scaling._payload import CLAIMS
 from manyhands.scaling._preconditioned import MESSAGE
 from manyhands.sharding.fsdp._whole_tensors import BUCKET, bucket_ranges
 from manyhands.sharding.zero import _layout
@@ -125,6 +126,16 @@ def _sent_per_worker(size: int, workers: int) -> int:
     return round(size * (workers - 1) / workers)
 
 
+def rule_cost(groups: int, workers: int, gloo: bool) -> tuple[int, int]:
+    """Return what a scaling rule adds to a step that it measures: bytes sent, and collectives.
+
+    A payload has two numbers for each parameter group, and the claims of every rank. It is
+    all-gathered on gloo, and else all-reduced, with a place for each rank's claims.
+    """
+    numbers = (2 * groups + len(CLAIMS)) * workers if gloo else 2 * groups + len(CLAIMS) * workers
+    return _sent_per_worker(8 * numbers * (1 if gloo else 2), workers), int(workers > 1)
+
+
 def costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int = 0) -> tuple[Cost, ...]:
     """Return the costs of the four ways, in the order of the table above."""
     # `replicas` is how many of the sharded state's entries every worker needs whole.
@@ -219,7 +230,8 @@ class _Buckets:
     state: list[int]  # bytes of state by rank
     parameters: int  # bytes, with padding
     state_on_every_rank: int = 0  # bytes that come on top of `state`, equal on all ranks
-    parameter_messages: int = 0  # collectives that bring the new parameters
+    gradient_messages: int = 0  # collectives that bring the gradients to their owners
+    parameter_messages: int = 0  # and those that bring the new parameters
     buckets: list[_Bucket] = field(default_factory=list)
 
     @property
@@ -246,7 +258,10 @@ def _sharded_ddp_cost(sizes: ModelSizes, layout: _Buckets, workers: int) -> Cost
         in_flight=peak - held[worst] - layout.state[worst],
         sent=_sent_per_worker(sent, workers),
         # The one is the all-reduce of the flags that say which parameters were used.
-        collectives=len(layout.buckets) + layout.parameter_messages + 1 + sizes.buffer_messages,
+        collectives=1
+        + layout.gradient_messages
+        + layout.parameter_messages
+        + sizes.buffer_messages,
     )
 
 
@@ -307,8 +322,8 @@ def _add_bucket(
     layout: _Buckets, optimizer: OptimizerParams, bucket: _layout.BucketLayout, gloo: bool
 ) -> None:
     """Count what `RankGroup.reduce_scatter_slices` does with a bucket."""
-    # It receives the other ranks' slices one by one (gloo), calls NCCL's reduce-scatter for even
-    # slices, or an all-to-all for uneven ones.
+    # It receives the other ranks' slices one by one (gloo), or calls NCCL's reduce-scatter for even
+    # slices, a reduce for each uneven one, or an all-to-all for half precision.
     workers, even = len(layout.state), optimizer.elementwise
     params = [optimizer.params[each.param] for each in bucket.ranges]
     itemsize = params[0].itemsize
@@ -319,6 +334,8 @@ def _add_bucket(
         slices = [b - a for a, b in pairwise(bucket.cuts)]
         layout.parameter_messages += sum(length > 0 for length in slices)
     full_precision = itemsize >= 4  # half precision is summed in float32, in memory of its own
+    by_owner = full_precision and not (even or gloo)
+    layout.gradient_messages += sum(length > 0 for length in slices) if by_owner else 1
     received = workers - 1 if gloo else 1 if even and full_precision else workers
     one = _Bucket(
         size=bucket.size * itemsize,

@@ -23,7 +23,7 @@ from manyhands._core.arguments import (
     whole,
 )
 from manyhands._core.wrappers import unwrap
-from manyhands.planning._costs import Cost, ModelSizes, costs
+from manyhands.planning._costs import Cost, ModelSizes, costs, rule_cost
 from manyhands.planning._model import (
     OneOptimizer,
     PlannedOptimizer,
@@ -204,8 +204,8 @@ def plan(
             as "50Mbit"; then each row has the `seconds` of a step.
         latency: the seconds that each collective takes on top.
         pass_seconds: the seconds of one pass on one worker, forward and backward.
-        rule: the scaling rule, such as "AdamScale", whose memory is counted then. That of an
-            existing optimizer is found.
+        rule: the scaling rule, such as "AdamScale", whose memory and collectives are counted then.
+            That of an existing optimizer is found.
         **options: options of the optimizer, such as momentum.
     """
     workers = whole("workers", workers, least=1)
@@ -224,12 +224,15 @@ def plan(
     sizes = measure(module, optimizers, wrap_size)
     activations = None if input is None else activation_bytes(module, input)
     replicas = 1 + centered if around is not None and issubclass(around, AdamScale) else 0
+    groups = sum(len(each.all_options) for each in optimizers)
+    added = rule_cost(groups, workers, backend == "gloo") if around is not None else (0, 0)
     found_costs = costs(sizes, workers, backend == "gloo", replicas)
     obstacle = wrapping_obstacle(module, wrap_size)
     made = "optimizers" if isinstance(optimizer, list | tuple) else "optimizer"
     rows = []
     for level, cost in enumerate(found_costs):
-        seconds = rate and pass_seconds + 8 * cost.sent / rate + latency * cost.collectives
+        sent, collectives = cost.sent + added[0], cost.collectives + added[1]
+        seconds = rate and pass_seconds + 8 * sent / rate + latency * collectives
         row = Row(
             name=NAMES[level],
             code=f"model, {made} = mh.shard(model, {made}, level={level})",
@@ -238,7 +241,7 @@ def plan(
             seconds=seconds,
             # On one worker FSDP shards nothing, and so has no obstacle.
             obstacle=obstacle if level == 3 and workers > 1 else None,
-            **vars(cost),
+            **{**vars(cost), "sent": sent, "collectives": collectives},
         )
         rows.append(replace(row, fits=None if budget is None else row.total <= budget))
     return Plan(

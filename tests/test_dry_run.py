@@ -1,0 +1,159 @@
+"""A dry run: one rank of any number, and what it sends, beside the plan and beside real ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+import manyhands as mh
+from manyhands._core.agreement import agree
+from manyhands._core.ranks import RankGroup
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.Linear(64, 8))
+
+
+def train(model, optimizer, counted=None, steps=4):
+    for _ in range(steps):
+        if counted is not None:
+            counted.clear()
+        optimizer.zero_grad()
+        model(torch.linspace(-1, 1, 128).view(2, 64)).square().mean().backward()
+        optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def sharded(level, kind=AdamW):
+    def make():
+        model = make_model()
+        return mh.shard(model, kind(model.parameters(), lr=0.01), level=level)
+
+    return make
+
+
+def under_rule():
+    model = make_model()
+    return DistributedDataParallel(model), mh.AdaScale(SGD(model.parameters(), lr=0.01))
+
+
+def ruled(level):
+    def make():
+        model, optimizer = sharded(level)()
+        return model, mh.AdaScale(optimizer)
+
+    return make
+
+
+def measured():
+    model = make_model()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    optimizer.noise = mh.NoiseScale(optimizer)
+    return DistributedDataParallel(model), optimizer
+
+
+def in_blocks():
+    model = make_model()
+    return model, mh.DiLoCo(SGD(model.parameters(), lr=0.01), every=2)
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_data_parallel_ranks_that_are_all_alike_train_as_one(size):
+    model = make_model()
+    alone = train(model, SGD(model.parameters(), lr=0.01))
+    with mh.dry_run(size):
+        model = make_model()
+        ddp = DistributedDataParallel(model)
+        torch.testing.assert_close(train(ddp, SGD(model.parameters(), lr=0.01)), alone)
+        torch.testing.assert_close(train(*under_rule()), alone)  # no noise: a gain of 1
+        for level in (1, 2):
+            model, optimizer = sharded(level, SGD)()
+            own = [p for group in optimizer._sliced.optim.param_groups for p in group["params"]]
+            assert sum(p.numel() for p in own) < sum(p.numel() for p in model.parameters())
+            train(model, optimizer)
+
+
+@pytest.mark.parametrize("rule", [None, "AdaScale", "AdamScale"])
+@pytest.mark.parametrize("size", [8, 1024])
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_the_plan_is_what_a_step_of_any_number_of_ranks_sends(size, level, rule):
+    kind = SGD if rule == "AdaScale" else AdamW
+    row = mh.plan(make_model, kind, size, rule=rule).rows[level]
+    with mh.dry_run(size) as counted:
+        model, optimizer = sharded(level, kind)()
+        train(model, getattr(mh, rule)(optimizer) if rule else optimizer, counted)
+    assert row.collectives == counted.calls.total()
+    assert row.sent == pytest.approx(counted.sent.total(), abs=row.collectives)  # rounded
+
+
+PARTS = {
+    "rule": under_rule,
+    "blocks": in_blocks,
+    **{f"level {level}": sharded(level) for level in (1, 2, 3)},
+    **{f"level {level} under a rule": ruled(level) for level in (1, 2, 3)},
+    "AdamScale": lambda: (m := make_model(), mh.AdamScale(AdamW(m.parameters(), lr=0.01))),
+    "noise scale": measured,
+}
+
+
+@pytest.mark.filterwarnings("ignore:in the first block all")
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_runs_among_a_thousand_and_as_the_last_of_them(part):
+    for rank in (0, 999):
+        with mh.dry_run(1000, rank) as counted:
+            model, optimizer = PARTS[part]()
+            few = len(counted.keys)
+            train(model, optimizer, counted)
+        assert few <= 10 and len(counted.keys) <= 1
+    assert not dist.is_initialized()
+
+
+def test_ramp_stopping_and_a_cursor_run_in_it():
+    with mh.dry_run(64):
+        job = mh.start()
+        assert (job.world_size, job.rank) == (64, 0)
+        model, optimizer = under_rule()
+        cursor = mh.Cursor(torch.utils.data.TensorDataset(torch.randn(1280, 64)), batch_size=128)
+        for micro_batches in mh.Ramp(optimizer, max_scale=256).over(cursor):
+            for (x,) in micro_batches:
+                (model(x).square().mean() / len(micro_batches)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert not mh.stopping(optimizer)
+        assert (cursor.epoch, cursor.position) == (1, 0)
+    with mh.dry_run(64):
+        assert not any(mh.stopping() for _ in range(3))
+
+
+def test_what_all_ranks_do_has_been_done_in_the_store():
+    with mh.dry_run(16) as counted:
+        store = dist.distributed_c10d._get_default_store()
+        assert store.add("here", 1) == 16
+        store.wait(["of another rank"])
+        ranks = RankGroup.of()
+        ranks.roll_call().wait("this")
+        ranks.roll_call("by name").wait("this")
+        assert ranks.all_gather([3.0], torch.device("cpu")) == [[3.0]] * 16
+        assert ranks.all_gather_text("text") == ["text"] * 16
+        assert ranks.all_reduce(torch.ones(2)).tolist() == [16.0, 16.0]
+        assert ranks.all_reduce(torch.ones(2), largest=True).tolist() == [1.0, 1.0]
+        agree(ranks, {"scale": 4.0}, "")
+        everything = [None] * 16
+        dist.all_gather_object(everything, {"a": 1})
+        assert everything == [{"a": 1}] * 16
+    assert counted.requests["wait"] == 1 and counted.store_bytes > 0
+
+
+def test_mistakes():
+    with pytest.raises(ValueError, match="world_size must be a whole number"), mh.dry_run(0):
+        pass
+    with pytest.raises(ValueError, match="below world_size=4, got 4"), mh.dry_run(4, 4):
+        pass
+    with mh.dry_run(2), pytest.raises(RuntimeError, match="there is one"), mh.dry_run(2):
+        pass
+    with pytest.raises(KeyError), mh.dry_run(2):
+        raise KeyError
+    assert not dist.is_initialized()
