@@ -1,12 +1,14 @@
-"""Count what the start costs each of N ranks, and write the table on docs/benchmarks/scale.md.
+"""Count what the start and a step cost each of N ranks: the tables of docs/benchmarks/scale.md.
 
-    python benchmarks/scale.py    a minute
+    python benchmarks/scale.py    some minutes
 
-Ranks are threads. Each has a store of its own around a common one, which counts what it is asked.
+Connections are made between threads, each with a store that counts what it is asked. Steps are
+those of one rank in a dry run, and are checked against `mh.plan`.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import threading
@@ -17,7 +19,10 @@ from typing import Any
 import pages
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD, AdamW
 
+import manyhands as mh
 from manyhands._core.dry_run import CountingStore, DryRun
 from manyhands._core.groups import RollCall, connect
 
@@ -80,20 +85,79 @@ def count(start: Any, size: int) -> tuple[int, int, int]:
     return requests, max(each.store_bytes for each in counted), round((max(now) - before) / size)
 
 
+def build() -> nn.Module:
+    """29 M parameters in float32: 117 MB."""
+    layers = [nn.TransformerEncoderLayer(512, 8, 2048, 0.0, batch_first=True) for _ in range(8)]
+    return nn.Sequential(nn.Embedding(4096, 512), *layers, nn.Linear(512, 4096))
+
+
+def under_rule(model: nn.Module) -> Any:
+    model, optimizer = mh.shard(model, SGD(model.parameters(), lr=0.1, momentum=0.9), level=0)
+    return model, mh.AdaScale(optimizer)
+
+
+def in_blocks(model: nn.Module) -> Any:
+    return model, mh.DiLoCo(SGD(model.parameters(), lr=0.1, momentum=0.9), every=1)
+
+
+PARTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "DDP + AdaScale": (under_rule, {"optimizer": "sgd", "momentum": 0.9, "rule": "AdaScale"}),
+    "OSS + DDP": (lambda m: mh.shard(m, AdamW(m.parameters()), level=1), {}),
+    "ShardedDataParallel": (lambda m: mh.shard(m, AdamW(m.parameters()), level=2), {}),
+    "FSDP": (lambda m: mh.shard(m, AdamW(m.parameters()), level=3), {}),
+    "DiLoCo, one round": (in_blocks, {}),
+}
+
+
+def dry(level: int, name: str, size: int) -> list[str]:
+    """A row of the table of steps; an AssertionError if the plan says anything else."""
+    make, planned = PARTS[name]
+    with mh.dry_run(size) as counted:
+        gc.collect()
+        began = time.thread_time()
+        model, optimizer = make(build())
+        made, start = time.thread_time() - began, f"{counted.requests.total()}"
+        times = []
+        for _ in range(4):
+            counted.clear()
+            optimizer.zero_grad()
+            began = time.thread_time()
+            model(torch.zeros(1, 1, dtype=torch.long)).sum().backward()
+            optimizer.step()
+            times.append(time.thread_time() - began)
+        calls, sent = counted.calls, counted.sent.total()
+        tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    if level < 4:
+        row = mh.plan(build, workers=size, **planned).rows[level]
+        assert row.collectives == calls.total() and abs(row.sent - sent) <= row.collectives, name
+    kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(calls.items()))
+    numbers = f"{sent / 1e6:.1f}", f"{sum(held.values()) / 1e6:.0f}", start
+    return [name, f"{size:,}", kinds, *numbers, f"{made:.2f}", f"{1e3 * min(times):.0f}"]
+
+
 def main() -> None:
     args = pages.parser(__doc__).parse_args()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
     kinds = {"gloo's own": eager, "in a ring": ring, "in pairs": pairs, "a roll call": roll_call}
-    rows = [
+    groups = [
         [name, size, *(f"{number:,}" for number in count(start, size))]
         for name, start in kinds.items()
         for size in ((4, 8) if args.quick else SIZES)
         if size <= PAIRED or start not in (eager, pairs)
     ]
-    table = pages.table("a group | ranks | requests | bytes | descriptors", rows)
-    print(table)
-    if not args.quick:
-        page, place = pages.PAGES / "scale.md", r"(?s)(<!-- groups -->\n).*?(?=<!-- end -->)"
+    sizes = (8,) if args.quick else (8, 64, 1024, 8192)
+    steps = [dry(level, name, size) for level, name in enumerate(PARTS) for size in sizes]
+    head = "a step of | ranks | collectives | sent, MB | held, MB | requests | start, s | step, ms"
+    tables = {
+        "groups": pages.table("a group | ranks | requests | bytes | descriptors", groups),
+        "steps": pages.table(head, steps),
+    }
+    print(*tables.values(), sep="\n\n")
+    page = pages.PAGES / "scale.md"
+    for name, table in () if args.quick else tables.items():
+        place = rf"(?s)(<!-- {name} -->\n).*?(?=<!-- end -->)"
         page.write_text(re.sub(place, rf"\1{table}\n", page.read_text()))
 
 
