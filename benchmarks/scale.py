@@ -14,6 +14,7 @@ import re
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pages
@@ -25,9 +26,12 @@ from torch.optim import SGD, AdamW
 import manyhands as mh
 from manyhands._core.dry_run import CountingStore, DryRun
 from manyhands._core.groups import RollCall, connect
+from manyhands.blocks.averaging._chunks import PARTS as SPLIT
+from manyhands.blocks.averaging._payload import REPORT
 
 SIZES, PAIRED = (8, 32, 128, 256), 128  # 256 ranks in pairs would need 65,000 descriptors
 PATIENCE = timedelta(seconds=120)
+ELEMENTS = 29_417_472  # of the model
 
 
 def eager(store: Any, rank: int, size: int, gather: Any) -> Any:
@@ -35,18 +39,17 @@ def eager(store: Any, rank: int, size: int, gather: Any) -> Any:
     return use(dist.ProcessGroupGloo(place, rank, size, PATIENCE), size)
 
 
-def ring(store: Any, rank: int, size: int, gather: Any) -> Any:
-    lease = connect(store, range(size), rank, PATIENCE, gather)
-    return lease, use(lease.group, size)
-
-
-def pairs(store: Any, rank: int, size: int, gather: Any) -> Any:
-    return connect(store, range(size), rank, PATIENCE, gather, pairs=True)
+def ring(store: Any, rank: int, size: int, gather: Any, pairs: bool = False) -> Any:
+    lease = connect(store, range(size), rank, PATIENCE, gather, pairs=pairs)
+    return lease, pairs or use(lease.group, size)
 
 
 def roll_call(store: Any, rank: int, size: int, gather: Any) -> None:
     gather([0.0])
     RollCall(store, rank, size).wait("this")
+
+
+pairs = partial(ring, pairs=True)
 
 
 def use(group: Any, size: int) -> Any:
@@ -91,31 +94,34 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Embedding(4096, 512), *layers, nn.Linear(512, 4096))
 
 
+def sharded(level: int) -> Any:
+    return lambda model: mh.shard(model, AdamW(model.parameters()), level=level)
+
+
 def under_rule(model: nn.Module) -> Any:
-    model, optimizer = mh.shard(model, SGD(model.parameters(), lr=0.1, momentum=0.9), level=0)
+    model, optimizer = mh.shard(model, SGD(model.parameters(), momentum=0.9), level=0)
     return model, mh.AdaScale(optimizer)
 
 
 def in_blocks(model: nn.Module) -> Any:
-    return model, mh.DiLoCo(SGD(model.parameters(), lr=0.1, momentum=0.9), every=1)
+    return model, mh.DiLoCo(SGD(model.parameters(), momentum=0.9), every=1)
 
 
-PARTS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "DDP + AdaScale": (under_rule, {"optimizer": "sgd", "momentum": 0.9, "rule": "AdaScale"}),
-    "OSS + DDP": (lambda m: mh.shard(m, AdamW(m.parameters()), level=1), {}),
-    "ShardedDataParallel": (lambda m: mh.shard(m, AdamW(m.parameters()), level=2), {}),
-    "FSDP": (lambda m: mh.shard(m, AdamW(m.parameters()), level=3), {}),
-    "DiLoCo, one round": (in_blocks, {}),
+PARTS = {
+    "DDP + AdaScale": under_rule,
+    "OSS + DDP": sharded(1),
+    "ShardedDataParallel": sharded(2),
+    "FSDP": sharded(3),
+    "DiLoCo, one round": in_blocks,
 }
 
 
 def dry(level: int, name: str, size: int) -> list[str]:
     """A row of the table of steps; an AssertionError if the plan says anything else."""
-    make, planned = PARTS[name]
     with mh.dry_run(size) as counted:
         gc.collect()
         began = time.thread_time()
-        model, optimizer = make(build())
+        model, optimizer = PARTS[name](build())
         made, start = time.thread_time() - began, f"{counted.requests.total()}"
         times = []
         for _ in range(4):
@@ -128,12 +134,14 @@ def dry(level: int, name: str, size: int) -> list[str]:
         calls, sent = counted.calls, counted.sent.total()
         tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
         held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    if level < 4:
-        row = mh.plan(build, workers=size, **planned).rows[level]
-        assert row.collectives == calls.total() and abs(row.sent - sent) <= row.collectives, name
+    rule = {"optimizer": "sgd", "momentum": 0.9, "rule": "AdaScale"} if level == 0 else {}
+    planned = [(row.collectives, row.sent) for row in mh.plan(build, workers=size, **rule).rows]
+    numbers = ELEMENTS + calls.total() * size * REPORT * SPLIT
+    planned.append((calls.total(), round(2 * 4 * numbers * (size - 1) / size)))
+    assert calls.total() == planned[level][0] and abs(sent - planned[level][1]) <= calls.total()
     kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(calls.items()))
-    numbers = f"{sent / 1e6:.1f}", f"{sum(held.values()) / 1e6:.0f}", start
-    return [name, f"{size:,}", kinds, *numbers, f"{made:.2f}", f"{1e3 * min(times):.0f}"]
+    figures = f"{sent / 1e6:.1f}", f"{sum(held.values()) / 1e6:.0f}", start
+    return [name, f"{size:,}", kinds, *figures, f"{made:.2f}", f"{1e3 * min(times):.0f}"]
 
 
 def main() -> None:
