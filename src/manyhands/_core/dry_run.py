@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,16 +27,12 @@ Group: Any = dist.ProcessGroup  # torch's types know each method in several form
 
 
 class DryRun:
-    """What one of N ranks has sent and asked for since the run began, or since `clear`.
+    """What one of N ranks has sent, and asked of the store, since it began or since `clear`.
 
-    Attributes:
-        calls: the collectives, by kind.
-        sent: the bytes that a rank sends in them, by kind: of an all-reduce's tensor 2 (N-1)/N; of
-            the whole tensor (N-1)/N in a reduce, a broadcast (the mean of all ranks), an all-gather
-            or a reduce-scatter; in an all-to-all what is for others.
-        requests: those to the store, by kind.
-        keys: those in the store that this rank has written.
-        store_bytes: of the keys and values of all requests.
+    `calls` and `sent` are collectives and their bytes, by kind: 2 (N-1)/N of an all-reduce's
+    tensor, what is for others in an all-to-all, and (N-1)/N of the whole tensor in all others.
+    `requests` are those to the store, by kind, with keys and values of `store_bytes`. `keys` are
+    those that this rank has written.
     """
 
     def __init__(self) -> None:
@@ -45,11 +40,8 @@ class DryRun:
 
     def clear(self) -> None:
         """Count from here on."""
-        self.calls: Counter[str] = Counter()
-        self.sent: Counter[str] = Counter()
-        self.requests: Counter[str] = Counter()
-        self.keys: set[str] = set()
-        self.store_bytes = 0
+        self.calls, self.sent, self.requests = Counter[str](), Counter[str](), Counter[str]()
+        self.keys, self.store_bytes = set[str](), 0
 
 
 class CountingStore(Store):
@@ -57,35 +49,25 @@ class CountingStore(Store):
 
     def __init__(self, inner: Store, counted: DryRun, ranks: int = 1) -> None:
         super().__init__()
-        self._inner, self.counted, self._ranks = inner, counted, ranks
+        self.inner, self.counted, self.ranks = inner, counted, ranks
 
-    def _ask(self, kind: str, keys: Any, *rest: Any) -> Any:
-        alone = self._ranks == 1 or kind not in ("wait", "check")  # else: every rank has written
-        answer = getattr(self._inner, kind)(keys, *rest) if alone else True
-        parts = [*([keys] if isinstance(keys, str) else keys), *rest, answer]
-        self.counted.requests[kind] += 1
-        self.counted.store_bytes += sum(len(x) for x in parts if isinstance(x, str | bytes))
-        if kind in ("set", "add"):
-            self.counted.keys.add(keys)
-        return answer
+    def __getattribute__(self, kind: str) -> Any:
+        if kind not in ("set", "get", "add", "wait", "check", "delete_key"):
+            return super().__getattribute__(kind)
 
-    def set(self, key: str, value: Any) -> None:
-        self._ask("set", key, value)
+        def ask(keys: Any, *rest: Any) -> Any:
+            if kind == "add":
+                rest = (rest[0] * self.ranks,)
+            alone = self.ranks == 1 or kind not in ("wait", "check")  # else: all have written
+            answer = getattr(self.inner, kind)(keys, *rest) if alone else True
+            parts = [*([keys] if isinstance(keys, str) else keys), *rest, answer]
+            self.counted.requests[kind] += 1
+            self.counted.store_bytes += sum(len(x) for x in parts if isinstance(x, str | bytes))
+            if kind in ("set", "add"):
+                self.counted.keys.add(keys)
+            return answer
 
-    def get(self, key: str) -> bytes:
-        return self._ask("get", key)
-
-    def add(self, key: str, amount: int) -> int:
-        return self._ask("add", key, amount * self._ranks)
-
-    def wait(self, keys: list[str], *timeout: timedelta) -> None:
-        self._ask("wait", keys, *timeout)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._ask("check", keys)
-
-    def delete_key(self, key: str) -> bool:
-        return self._ask("delete_key", key)
+        return ask
 
 
 class DryGroup(Group):
@@ -93,59 +75,56 @@ class DryGroup(Group):
 
     def __init__(self, rank: int, size: int, counted: DryRun) -> None:
         super().__init__(rank, size)
-        self.counted = counted
-        self._name = ""
+        self.counted, self._name, self._others = counted, "", (size - 1) / size
 
     # torch's own ask for a backend in C++.
     group_name = property(lambda self: self._name, lambda self, name: setattr(self, "_name", name))
     _set_group_name = group_name.fset
 
-    def _done(self, kind: str, tensors: Sequence[Tensor], share: float, result: Any = None) -> Any:
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def _done(self, kind: str, tensors: Any, share: float, result: Any = None) -> Any:
         """Count a collective that has sent this share of the tensors; return its work."""
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         self.counted.calls[kind] += 1
         self.counted.sent[kind] += round(share * sum(tensor.nbytes for tensor in tensors))
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(result or tensors)
         return _create_work_from_future(future)
 
-    @property
-    def _others(self) -> float:
-        return (self.size() - 1) / self.size()
-
-    def _sum(self, tensors: Sequence[Tensor], options: Any) -> None:
+    def _sum(self, tensors: Any, options: Any) -> None:
         # The mean of equal tensors, and the largest of them, is one of them.
         if options is None or options.reduceOp == dist.ReduceOp.SUM:
-            for tensor in tensors:
+            for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
                 tensor.mul_(self.size())
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
-        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         self._sum(tensors, options)
         return self._done("all_reduce", tensors, 2 * self._others)
 
-    def reduce(self, tensors: list[Tensor], options: Any = None) -> Any:
+    def reduce(self, tensors: Any, options: Any = None) -> Any:
         self._sum(tensors, options)
         return self._done("reduce", tensors, self._others)
 
     def broadcast(self, tensors: Any, options: Any = None) -> Any:
-        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         return self._done("broadcast", tensors, self._others)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: Any, options: Any = None) -> Any:
         for rows, own in zip(outputs, inputs, strict=True):
             for row in rows:
                 row.copy_(own)
-        rows = [row for rows in outputs for row in rows]
-        return self._done("all_gather", rows, self._others, outputs)
+        all_rows = [row for rows in outputs for row in rows]
+        return self._done("all_gather", all_rows, self._others, outputs)
 
     def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> Any:
         output.view(self.size(), -1).copy_(own.clone().view(1, -1))  # `own` may be a part of it
-        return self._done("all_gather", [output], self._others)
+        return self._done("all_gather", output, self._others)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, options: Any = None) -> Any:
         output.copy_(given.view(self.size(), *output.shape)[self.rank()].clone())
-        self._sum([output], options)
-        return self._done("reduce_scatter", [given], self._others, [output])
+        self._sum(output, options)
+        return self._done("reduce_scatter", given, self._others, [output])
 
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_cuts: Any, cuts: Any, options: Any = None
@@ -154,12 +133,12 @@ class DryGroup(Group):
         own = given.split(sizes)[self.rank()]
         for part in output.split(output_cuts or sizes):  # of other sizes where others send more
             part.copy_(own if part.shape == own.shape else part.new_zeros(()))
-        return self._done("all_to_all", [given], 1 - len(own) / max(1, len(given)), [output])
+        return self._done("all_to_all", given, 1 - len(own) / max(1, len(given)), [output])
 
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> Any:
         return self._done("send", tensors, 1)
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Any:
         return self._done("receive", tensors, 0)
 
     def barrier(self, options: Any = None) -> Any:
@@ -186,13 +165,11 @@ def dry_run(world_size: int, rank: int = 0) -> Iterator[DryRun]:
     >>> dict(counted.calls)
     {'reduce_scatter': 9, 'all_reduce': 1, 'all_gather': 9}
 
-    torch has a process group of so many ranks meanwhile, and every part of the library, torch's DDP
-    and `fully_shard` run in it. Each collective answers as if every rank had this one's tensors.
-    Collectives, bytes, memory and the time that Python takes are those of this rank on GPUs with
-    NCCL; values are not to be relied on. What is inside may call `mh.start`, and need not.
-
-    It yields what is counted: `calls` and `sent` of collectives by their kind, and `requests`,
-    `keys` and `store_bytes` of the store.
+    torch has a process group of so many ranks meanwhile, in which every part of the library,
+    torch's DDP and `fully_shard` run. Each collective answers as if every rank had this one's
+    tensors: values are not to be relied on. Collectives, memory and the time that Python takes are
+    those of this rank on GPUs with NCCL. It yields what is counted: `calls` and `sent` of
+    collectives by their kind, and `requests`, `keys` and `store_bytes` of the store.
     """
     world_size, rank = whole("world_size", world_size, least=1), whole("rank", rank, least=0)
     if rank >= world_size:
@@ -204,10 +181,9 @@ def dry_run(world_size: int, rank: int = 0) -> Iterator[DryRun]:
         )
     counted = DryRun()
 
-    def make(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-        return DryGroup(rank, size, counted)
-
-    dist.Backend.register_backend(BACKEND, make, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(
+        BACKEND, lambda _, rank, size, __: DryGroup(rank, size, counted), devices=["cpu", "cuda"]
+    )
     store = CountingStore(HashStore(), counted, world_size)
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
     try:
