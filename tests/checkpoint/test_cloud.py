@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import manyhands as mh
-from manyhands.checkpoint import _cloud, _folder
+from manyhands.checkpoint import _cloud, _folder, folder_at
 from manyhands.cli import app
 
 URL = "memory://bucket/run"
@@ -102,14 +102,14 @@ def test_a_load_fetches_each_byte_once(monkeypatch):
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
     model, optimizer = trained(seed=1)
     mh.load(path, model=model, optimizer=optimizer)
-    sizes = _cloud.folder_at(path.parent).sizes(path.name)
+    sizes = folder_at(path.parent).sizes(path.name)
     assert sum(asked) < 1.05 * sum(sizes.values())
     assert len(asked) < 25  # neighbouring tensors come together
 
 
 def test_damage_is_found_before_anything_changes(bucket):
     path, _ = save_twice()
-    (name,) = [n for n in _cloud.folder_at(URL).sizes(path.name) if n.startswith("worker")]
+    (name,) = [n for n in folder_at(URL).sizes(path.name) if n.startswith("worker")]
     file = f"/bucket/run/{path.name}/{name}"
     choose, whole = random.Random(0), bucket.cat_file(file)
     for _ in range(20):

@@ -27,7 +27,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands._core import arguments
-from manyhands.checkpoint._folder import to_path
+from manyhands.checkpoint._cloud import Bucket
+from manyhands.checkpoint._folder import Folder, UrlPath, to_path
 from manyhands.checkpoint._reading import load_newest
 from manyhands.checkpoint._values import HasState
 from manyhands.checkpoint._writing import begin_save
@@ -151,7 +152,7 @@ def save(
     step = None if step is None else arguments.whole("step", step)
     optimizers, schedulers = _as_list(optimizer), _as_list(scheduler)
     final, work = begin_save(
-        to_path(path), model, optimizers, schedulers, values, step, keep, wait, process_group
+        folder_at(path), model, optimizers, schedulers, values, step, keep, wait, process_group
     )
     saving = Saving(final)
     if wait:
@@ -206,7 +207,13 @@ def load(
     """
     wait_for_pending()
     optimizers, schedulers = _as_list(optimizer), _as_list(scheduler)
-    return load_newest(to_path(path), model, optimizers, schedulers, values, process_group)
+    return load_newest(folder_at(path), model, optimizers, schedulers, values, process_group)
+
+
+def folder_at(path: str | os.PathLike[str]) -> Folder:
+    """Return the folder of checkpoints at a path or URL."""
+    path = to_path(path)
+    return Bucket(path) if isinstance(path, UrlPath) else Folder(path)
 
 
 def _as_list(argument: Item | Sequence[Item] | None) -> list[Item]:

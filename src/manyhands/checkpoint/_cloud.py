@@ -8,19 +8,12 @@ its own.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.checkpoint._folder import COMMIT, Folder, UrlPath, to_path
-
-
-def folder_at(path: str | os.PathLike[str]) -> Folder:
-    """Return the folder of checkpoints at a path or URL."""
-    path = to_path(path)
-    return Bucket(path) if isinstance(path, UrlPath) else Folder(path)
+from manyhands.checkpoint._folder import COMMIT, Folder
 
 
 class Bucket(Folder):

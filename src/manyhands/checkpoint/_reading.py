@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -25,7 +24,6 @@ from manyhands._core.agreement import agree, run_on_all
 from manyhands._core.random_state import check_random_state, set_random_state
 from manyhands._core.ranks import RankGroup
 from manyhands.checkpoint import _optimizer
-from manyhands.checkpoint._cloud import folder_at
 from manyhands.checkpoint._folder import Folder
 from manyhands.checkpoint._format import StateMeta
 from manyhands.checkpoint._model import ModelLoader, find_names, list_names, read_tensors
@@ -47,7 +45,7 @@ DISK_TIMEOUT = timedelta(hours=2)  # for the slowest rank's disk
 
 
 def load_newest(
-    path: Path,
+    folder: Folder,
     model: nn.Module | None,
     optimizers: Sequence[Optimizer],
     schedulers: Sequence[HasState],
@@ -60,7 +58,7 @@ def load_newest(
     savers = Savers.of(ranks)
     replicas = run_on_all(ranks, lambda: [Replica.of(each, savers) for each in optimizers])
     run = Goal(model, optimizers, schedulers, values, replicas)
-    folder, before, problem = folder_at(path), None, None
+    path, before, problem = folder.path, None, None
     while True:
         # Rank 0 decides: a checkpoint may be completed between two ranks' looks.
         found = run_on_all(ranks, lambda: folder.find_newest() if ranks.rank == 0 else "")

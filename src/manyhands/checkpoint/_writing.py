@@ -44,7 +44,6 @@ from manyhands._core.agreement import NAMED, describe_error, raise_if_different,
 from manyhands._core.random_state import random_state
 from manyhands._core.ranks import RankGroup
 from manyhands.checkpoint import _format
-from manyhands.checkpoint._cloud import folder_at
 from manyhands.checkpoint._folder import Folder, new_token
 from manyhands.checkpoint._format import OWN, Commit, Table, TensorEntry, file_name
 from manyhands.checkpoint._model import collect_model, find_names
@@ -62,7 +61,7 @@ LINGER = 0.25  # seconds for the others to read the last answer, if rank 0 has t
 
 
 def begin_save(
-    path: Path,
+    folder: Folder,
     model: nn.Module | None,
     optimizers: Sequence[Optimizer],
     schedulers: Sequence[HasState],
@@ -75,7 +74,7 @@ def begin_save(
     """Do everything but the writing. Return the checkpoint's path, and the work that is left."""
     # Unless `wait` is True, that work does not look at the model or the optimizer any more.
     post = Post.of(RankGroup.of(process_group))
-    save = Save(folder_at(path), post, keep, {"step": step, "keep": keep, "wait": wait})
+    save = Save(folder, post, keep, {"step": step, "keep": keep, "wait": wait})
     try:
         save.collect(model, optimizers, schedulers, values)
     except Exception as error:
@@ -83,7 +82,7 @@ def begin_save(
             raise
         save.problem = error
     try:
-        save.name = post.begin(path, step, save.folder)
+        save.name = post.begin(step, folder)
         save.token = post.token
         if save.problem is None:
             save.prepare(copy=not wait)
@@ -93,7 +92,7 @@ def begin_save(
         save.problem = save.problem or error
     if save.problem is not None:
         save.finish()  # tells the others, and raises
-    return path / save.name, save.finish
+    return folder.path / save.name, save.finish
 
 
 @dataclass
@@ -363,10 +362,10 @@ class Post:
             posts[savers.ranks] = cls(savers, own, patience)
         return posts[savers.ranks]
 
-    def begin(self, path: Path, step: int | None, folder: Folder) -> str:
+    def begin(self, step: int | None, folder: Folder) -> str:
         """Return the name of the checkpoint in its folder."""
         self._began, self._warned, self.begun = time.monotonic(), False, False
-        number = self._next[1] if self._next is not None and self._next[0] == path else None
+        number = self._next[1] if self._next is not None and self._next[0] == folder.path else None
         if self.rank == 0:
             number = self._begin_as_first(number, step, folder)
         else:
@@ -377,7 +376,7 @@ class Post:
                 if "error" in told:
                     raise to_error(*told["error"])
                 number = int(told["number"])
-        self.begun, self._next, self._done = True, (path, number), threading.Event()
+        self.begun, self._next, self._done = True, (folder.path, number), threading.Event()
         if self.size > 1:
             threading.Thread(target=self._show_life, args=(self._done,), daemon=True).start()
         return folder.name_of(number, step)

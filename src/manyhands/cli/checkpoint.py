@@ -25,8 +25,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
-from manyhands.checkpoint import _format
-from manyhands.checkpoint._cloud import folder_at
+from manyhands.checkpoint import _format, folder_at
 from manyhands.checkpoint._folder import NewFile, sync
 from manyhands.checkpoint._format import Commit, ModelMeta, OptimizerMeta, StoredTensor, TensorEntry
 from manyhands.checkpoint._optimizer import saved_state
