@@ -7,6 +7,7 @@ import pickletools
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -477,3 +478,41 @@ def test_no_file_holds_a_pickle_and_none_is_unpickled(tmp_path, monkeypatch):
         assert data[:2] not in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK")
         with pytest.raises(ValueError):
             list(pickletools.genops(data))
+
+
+LAST_SAVE = """
+import sys, time
+import torch.distributed as dist
+import manyhands as mh
+from manyhands.checkpoint import _writing
+
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=sys.argv[3], rank=rank, world_size=2)
+send = _writing.Post.send
+def send_and_pause(post, receipt):
+    send(post, receipt)
+    time.sleep(1.0)  # rank 0 has ended the save by now, and its script
+_writing.Post.send = send_and_pause
+mh.save(path, value=1)
+"""
+
+
+@pytest.mark.parametrize("linger", [2.5, pytest.param(0.0, marks=pytest.mark.long)])
+def test_rank_0_keeps_the_store_until_the_others_have_its_answer(linger, tmp_path):
+    """Rank 0's script ends with the save, and it has the store. All takes ten times as long."""
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    script = LAST_SAVE.replace("rank, path", f"_writing.LINGER = {linger}\nrank, path")
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(rank), str(tmp_path / "run"), address],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [run.communicate(timeout=60)[1] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], said  # without the answer it looks itself
+    assert ("recvValue" in said[1]) == (linger == 0.0), said
+    assert len(complete(tmp_path / "run")) == 1
