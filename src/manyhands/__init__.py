@@ -38,6 +38,7 @@ from manyhands.sharding.fsdp._whole_tensors import WholeTensorOptimizer
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.zero._ddp import ShardedDataParallel
 from manyhands.sharding.zero._oss import OSS
+from manyhands.weights import load_weights, save_weights
 
 FSDP = FullyShardedDataParallel
 
@@ -71,9 +72,11 @@ __all__ = [
     "dry_run",
     "largest_micro_batch",
     "load",
+    "load_weights",
     "plan",
     "read_record",
     "save",
+    "save_weights",
     "shard",
     "start",
     "stopping",

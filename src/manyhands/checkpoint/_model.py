@@ -6,6 +6,7 @@ The tensors have the names of the plain model, without those that wrappers put i
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ class ModelNames:
     aliases: dict[str, str] = field(default_factory=dict)  # other name of a tied tensor -> its name
     extras: dict[str, nn.Module] = field(default_factory=dict)
     by_id: dict[int, str] = field(default_factory=dict)  # id of a tensor -> its name
+    config: str = ""  # the model's own description of itself, as a JSON file for transformers
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -41,8 +43,9 @@ class ModelNames:
         return [name, *(other for other, first in self.aliases.items() if first == name)]
 
 
-def find_names(model: object) -> ModelNames:
+def find_names(model: object, *, on_meta: bool = False) -> ModelNames:
     """Return the names in a model, after bringing its parameters into their state between steps."""
+    # `on_meta`: tensors may be without memory.
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a torch.nn.Module, got {type(model).__name__}. "
@@ -52,7 +55,7 @@ def find_names(model: object) -> ModelNames:
         if isinstance(each, ModuleWrapper):
             each.check_can_save(model)
     _reshard(model)
-    names = ModelNames()
+    names = ModelNames(config=describe_config(model))
     # Not `named_parameters`, which leaves out the second name of a tied tensor.
     for prefix, module in plain_modules(model):
         for name, param in module._parameters.items():
@@ -63,13 +66,31 @@ def find_names(model: object) -> ModelNames:
         # torch's default `get_extra_state` raises; a class that overrides it has extra state.
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             names.extras[prefix + "_extra_state"] = module
-    on_meta = [name for name, tensor in names.tensors.items() if tensor.is_meta]
-    if on_meta:
+    empty = [name for name, tensor in names.tensors.items() if tensor.is_meta]
+    if empty and not on_meta:
         raise ValueError(
-            f"{list_names(on_meta)} of the model: on the meta device, without memory. Call "
+            f"{list_names(empty)} of the model: on the meta device, without memory. Call "
             'model.to_empty(device="cpu") first.'
         )
     return names
+
+
+def describe_config(model: nn.Module) -> str:
+    """Return what transformers writes to `config.json` for a model; "" if it has no config."""
+    for prefix, module in plain_modules(model):
+        if prefix:
+            break
+        plain = module  # the last without a prefix is inside of all wrappers
+    to_text = getattr(getattr(plain, "config", None), "to_json_string", None)
+    if to_text is None:
+        return ""
+    config = json.loads(to_text())
+    # Not the class that `fully_shard` has made of it, FSDPModel.
+    kind = next(c.__name__ for c in type(plain).__mro__ if not c.__name__.startswith("FSDP"))
+    types = (param.dtype for param in model.parameters() if param.is_floating_point())
+    dtype = str(next(types, torch.get_default_dtype())).removeprefix("torch.")
+    config |= {"architectures": [kind], "dtype": dtype}
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
 
 def _add_tensor(
@@ -118,6 +139,7 @@ def collect_model(names: ModelNames, prefix: str, contents: Contents) -> ModelMe
         "params": list(names.params),
         "buffers": list(names.buffers),
         "aliases": names.aliases,
+        "config": names.config,
         "extras": {
             name: encode(state, f"{prefix}/{name}", contents.put_of_first)
             for name, state in extras.items()
@@ -149,7 +171,7 @@ class ModelLoader:
                 wrong.append(
                     f"{name!r} is {stored.shape} in the checkpoint and {tuple(tensor.shape)} here"
                 )
-            elif not _can_convert(stored.torch_dtype, tensor.dtype):
+            elif not can_convert(stored.torch_dtype, tensor.dtype):
                 wrong.append(
                     f"{name!r} is {stored.dtype} in the checkpoint and {tensor.dtype} here"
                 )
@@ -178,7 +200,7 @@ class ModelLoader:
         ]
 
 
-def _can_convert(saved: torch.dtype, here: torch.dtype) -> bool:
+def can_convert(saved: torch.dtype, here: torch.dtype) -> bool:
     """Return whether numbers of one type may be loaded as the other."""
     return saved == here or (saved.is_floating_point and here.is_floating_point)
 

@@ -4,16 +4,19 @@ The plain files are
 
     model.safetensors   every parameter and buffer by its plain name
     optimizer.pt        the plain optimizer's state dict, for torch.load(weights_only=True)
+
+or, with `--to hf`, a folder as `save_weights` writes it.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -25,14 +28,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
-from manyhands.checkpoint import _format, folder_at
-from manyhands.checkpoint._folder import NewFile, sync
-from manyhands.checkpoint._format import Commit, ModelMeta, OptimizerMeta, StoredTensor, TensorEntry
+from manyhands._core.arguments import one_of, parse_bytes
+from manyhands.checkpoint import folder_at
+from manyhands.checkpoint._folder import sync
+from manyhands.checkpoint._format import Commit, ModelMeta, OptimizerMeta, TensorEntry
 from manyhands.checkpoint._optimizer import saved_state
 from manyhands.checkpoint._reader import Reader
 from manyhands.checkpoint._slices import EXACT_ENTRY
 from manyhands.checkpoint._values import decode
 from manyhands.cli import printable, stop
+from manyhands.weights._saving import publish, split_into_files, write_file
 
 IN_A_FILE = 2**20  # bytes of a tensor that is put together in a mapped file
 
@@ -114,21 +119,34 @@ def consolidate(
     target: Annotated[
         Path, typer.Argument(metavar="TARGET", help="A folder for the files; it is created.")
     ],
+    to: Annotated[
+        str, typer.Option("--to", help="plain, or hf for a folder that transformers reads.")
+    ] = "plain",
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", help="Bytes of tensors in a file, with --to hf.")
+    ] = "5GB",
 ) -> None:
-    """Write model.safetensors and optimizer.pt, as a run on one worker would have saved them."""
+    """Write model.safetensors and optimizer.pt, as a run on one worker would have saved them.
+
+    With --to hf: the model alone, in files of a stated size with an index, and its config.json.
+    """
     # The optimizer's file loads with torch.load(weights_only=True), into the plain optimizer. One
     # process does it, and never holds more than one tensor in memory.
     console = Console(highlight=False)
     try:
+        one_of("--to", to, ("plain", "hf"))
+        size = parse_bytes(max_shard_size)
         with open_newest(source) as reader:
             # An upper bound: the outer state of blocks and further replicas are not written.
-            prefixes = ("model/", "optimizer.")
+            prefixes = ("model/", "optimizer.") if to == "plain" else ("model/",)
             total = sum(t.nbytes for key, t in reader.tensors.items() if key.startswith(prefixes))
         with _progress_bar(console) as progress:
             task = progress.add_task("writing", total=total)
-            written = write_plain_files(
-                source, target, lambda _, nbytes: progress.advance(task, nbytes)
-            )
+            advance: OnTensor = lambda _, nbytes: progress.advance(task, nbytes)  # noqa: E731
+            if to == "hf":
+                written = write_hf_files(source, target, size, advance)
+            else:
+                written = write_plain_files(source, target, advance)
     except (OSError, ValueError, RuntimeError) as error:
         stop("checkpoint consolidate", str(error))
     for path in written:
@@ -178,20 +196,17 @@ def write_plain_files(
     source: str | os.PathLike[str], target: Path, on_tensor: OnTensor = lambda name, nbytes: None
 ) -> list[Path]:
     """Write the files for the model and the optimizer, if there is one, and return their paths."""
-    # It works tensor by tensor. A large tensor is put together in a temporary file that is mapped
-    # into memory, so that neither the model nor a single tensor has to fit into memory.
-    with ExitStack() as stack:
-        reader = stack.enter_context(open_newest(source))
-        commit = reader.commit
-        target.mkdir(parents=True, exist_ok=True)
-        # In the target, so that the finished files can be renamed on the same file system.
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix=".partial-", dir=target))
-        written = []
+    with _open_with_scratch(source, target) as (reader, scratch):
+        commit, written = reader.commit, []
         if commit.model is not None:
-            written.append(_write_model(reader, commit.model, Path(scratch), on_tensor))
+            keys = _keys_of(commit.model)
+            # `load_state_dict` wants a tied tensor under each of its names.
+            keys |= {other: keys[first] for other, first in commit.model["aliases"].items()}
+            (file,) = split_into_files(_entries_of(reader, keys), sys.maxsize).items()
+            written.append(_write_model(reader, keys, *file, scratch, on_tensor))
         for number, meta in enumerate(commit.optimizers):
             name = "optimizer.pt" if len(commit.optimizers) == 1 else f"optimizer.{number}.pt"
-            path = Path(scratch) / name
+            path = scratch / name
             written.append(_write_optimizer(reader, number, meta, path, on_tensor))
         results = []
         # Only when all are complete: an error leaves earlier files as they were.
@@ -202,27 +217,63 @@ def write_plain_files(
         return results
 
 
-def _write_model(reader: Reader, meta: ModelMeta, scratch: Path, on_tensor: OnTensor) -> Path:
-    keys = {name: f"model/{name}" for name in (*meta["params"], *meta["buffers"])}
-    # `load_state_dict` wants a tied tensor under each of its names.
-    keys |= {other: keys[first] for other, first in meta["aliases"].items()}
-    entries = [_entry_of(name, reader.tensors[key]) for name, key in keys.items()]
-    entries.sort(key=lambda entry: -entry.dtype.itemsize)  # aligned, as `_writing.py` does
+def write_hf_files(
+    source: str | os.PathLike[str], target: Path, max_size: int, on_tensor: OnTensor
+) -> list[Path]:
+    """Write the model as `save_weights` does, and return the paths of its files."""
+    with _open_with_scratch(source, target) as (reader, scratch):
+        if reader.commit.model is None:
+            raise ValueError(f"{reader.path} was saved without model=.")
+        keys = _keys_of(reader.commit.model)
+        files = split_into_files(_entries_of(reader, keys), max_size)
+        for name, entries in files.items():
+            _write_model(reader, keys, name, entries, scratch, on_tensor)
+        # Of an earlier release, the checkpoint has no config.
+        publish(scratch, target, files, reader.commit.model.get("config", ""))
+        return [target / name for name in files]
 
-    def get_tensor(number: int) -> Tensor:
-        entry = entries[number]
-        found = _read_to_consolidate(reader, keys[entry.name], scratch)
-        on_tensor(entry.name, entry.nbytes)
+
+@contextmanager
+def _open_with_scratch(
+    source: str | os.PathLike[str], target: Path
+) -> Iterator[tuple[Reader, Path]]:
+    """Open the newest checkpoint, and a folder for incomplete files."""
+    # It works tensor by tensor. A large tensor is put together in a temporary file that is mapped
+    # into memory, so that neither the model nor a single tensor has to fit into memory.
+    with open_newest(source) as reader:
+        target.mkdir(parents=True, exist_ok=True)
+        # In the target, so that the finished files can be renamed on the same file system.
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=target) as scratch:
+            yield reader, Path(scratch)
+
+
+def _keys_of(meta: ModelMeta) -> dict[str, str]:
+    """Return the key of each of a model's tensors, by name."""
+    return {name: f"model/{name}" for name in (*meta["params"], *meta["buffers"])}
+
+
+def _entries_of(reader: Reader, keys: dict[str, str]) -> list[TensorEntry]:
+    stored = ((name, reader.tensors[key]) for name, key in keys.items())
+    return [TensorEntry(name, tensor.torch_dtype, tensor.shape) for name, tensor in stored]
+
+
+def _write_model(
+    reader: Reader,
+    keys: dict[str, str],
+    name: str,
+    entries: Sequence[TensorEntry],
+    scratch: Path,
+    on_tensor: OnTensor,
+) -> Path:
+    """Write one file of a model's tensors."""
+
+    def get_tensor(name: str) -> Tensor:
+        found = _read_to_consolidate(reader, keys[name], scratch)
+        on_tensor(name, found.nbytes)
         return found
 
-    path = scratch / "model.safetensors"
-    # transformers refuses a file without this metadata.
-    _format.write(NewFile(path), entries, get_tensor, {"format": "pt"}, checked=False)
-    return path
-
-
-def _entry_of(name: str, tensor: StoredTensor) -> TensorEntry:
-    return TensorEntry(name, tensor.torch_dtype, tensor.shape)
+    write_file(scratch / name, entries, get_tensor)
+    return scratch / name
 
 
 def _read_to_consolidate(reader: Reader, key: str, scratch: Path) -> Tensor:
