@@ -9,6 +9,7 @@ from torch.optim import SGD, AdamW
 
 import manyhands as mh
 from manyhands._core.agreement import agree
+from manyhands._core.dry_run import names_of_torch
 from manyhands._core.ranks import RankGroup
 
 
@@ -111,6 +112,47 @@ def test_every_part_runs_among_a_thousand_and_as_the_last_of_them(part):
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_a_save_sends_one_receipt_and_leaves_nothing(level, tmp_path):
+    for rank in (0, 999):
+        with mh.dry_run(1000, rank) as counted:
+            model, optimizer = sharded(level)()
+            train(model, optimizer)
+            for number in range(1, 4):  # the first save asks for the folder's number as well
+                counted.clear()
+                saving = mh.save(
+                    tmp_path / "new", model=model, optimizer=optimizer, wait=number == 2
+                )
+                assert saving.wait() == tmp_path / "new" / f"{number:06d}"
+            assert not counted.calls
+            mine, first = {"set": 1, "get": 1}, {"set": 2, "get": 999, "delete_key": 1000}
+            shards = {"add": 1} if level == 3 else {}  # counts the calls of `state_dict`
+            assert counted.requests == (mine if rank else first) | shards
+            assert len(counted.keys) == counted.requests["set"] + len(shards)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_a_load_reads_what_any_rank_of_any_number_needs(level, tmp_path):
+    model = make_model()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    params = train(model, optimizer)
+    mh.save(tmp_path, model=model, optimizer=optimizer, epoch=3)
+    calls = []
+    for size, rank in ((4, 0), (4, 3), (1000, 7)):
+        with mh.dry_run(size, rank) as counted:
+            model, optimizer = sharded(level)()
+            counted.clear()
+            assert mh.load(tmp_path, model=model, optimizer=optimizer)["epoch"] == 3
+            calls.append((counted.calls, len(counted.keys)))
+            for param, saved in zip(model.parameters(), params, strict=True):
+                if level == 3:
+                    rows = -(-len(saved) // size)
+                    param, saved = param.to_local(), saved[rank * rows : (rank + 1) * rows]
+                assert torch.equal(param, saved)
+    assert calls[0] == calls[1] == calls[2]
+
+
 def test_ramp_stopping_and_a_cursor_run_in_it():
     with mh.dry_run(64):
         job = mh.start()
@@ -124,7 +166,8 @@ def test_ramp_stopping_and_a_cursor_run_in_it():
             optimizer.zero_grad()
             assert not mh.stopping(optimizer)
         assert (cursor.epoch, cursor.position) == (1, 0)
-    with mh.dry_run(64):
+    with mh.dry_run(8):
+        assert mh.start().world_size == 8  # the run before has left nothing in the environment
         assert not any(mh.stopping() for _ in range(3))
 
 
@@ -147,7 +190,7 @@ def test_what_all_ranks_do_has_been_done_in_the_store():
     assert counted.requests["wait"] == 1 and counted.store_bytes > 0
 
 
-def test_mistakes():
+def test_mistakes(monkeypatch):
     with pytest.raises(ValueError, match="world_size must be a whole number"), mh.dry_run(0):
         pass
     with pytest.raises(ValueError, match="below world_size=4, got 4"), mh.dry_run(4, 4):
@@ -156,4 +199,10 @@ def test_mistakes():
         pass
     with pytest.raises(KeyError), mh.dry_run(2):
         raise KeyError
+    with mh.dry_run(2), pytest.raises(RuntimeError, match=r"no other rank .* written '.*theirs'"):
+        dist.distributed_c10d._get_default_store().get("theirs")
+    names_of_torch.cache_clear()
+    monkeypatch.delattr(torch._C._distributed_c10d, "_create_work_from_future")
+    with pytest.raises(RuntimeError, match=r"tried on torch 2.13.*_create_work"), mh.dry_run(2):
+        pass
     assert not dist.is_initialized()

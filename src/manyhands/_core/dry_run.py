@@ -12,18 +12,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from manyhands._core.arguments import whole
 
 BACKEND = "dry"  # not "gloo": parts choose what they choose on GPUs
 Group: Any = dist.ProcessGroup  # torch's types know each method in several forms
+
+
+@cache
+def names_of_torch() -> Any:
+    """Return the private names of torch that a dry run needs."""
+    try:
+        from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    except ImportError as error:
+        raise RuntimeError(
+            f"dry_run was tried on torch 2.13, and torch {torch.__version__} is another: {error}."
+        ) from error
+    return _create_work_from_future, _clear_sharding_prop_cache
 
 
 class DryRun:
@@ -51,13 +64,19 @@ class CountingStore(Store):
         super().__init__()
         self.inner, self.counted, self.ranks = inner, counted, ranks
 
+    def clone(self) -> CountingStore:
+        return self
+
     def __getattribute__(self, kind: str) -> Any:
+        kind = "delete_key" if kind == "deleteKey" else kind  # its name in C++
         if kind not in ("set", "get", "add", "wait", "check", "delete_key"):
             return super().__getattribute__(kind)
 
         def ask(keys: Any, *rest: Any) -> Any:
             if kind == "add":
                 rest = (rest[0] * self.ranks,)
+            if kind == "get" and self.ranks > 1 and not self.inner.check([keys]):
+                raise RuntimeError(f"no other rank of a dry run can have written {keys!r}.")
             alone = self.ranks == 1 or kind not in ("wait", "check")  # else: all have written
             answer = getattr(self.inner, kind)(keys, *rest) if alone else True
             parts = [*([keys] if isinstance(keys, str) else keys), *rest, answer]
@@ -68,6 +87,11 @@ class CountingStore(Store):
             return answer
 
         return ask
+
+
+def dry_group() -> Any:
+    """Return the group of the dry run that this is, or None: the other ranks exist."""
+    return group if isinstance(group := dist.group.WORLD, DryGroup) else None
 
 
 class DryGroup(Group):
@@ -91,7 +115,7 @@ class DryGroup(Group):
         self.counted.sent[kind] += round(share * sum(tensor.nbytes for tensor in tensors))
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(result or tensors)
-        return _create_work_from_future(future)
+        return names_of_torch()[0](future)
 
     def _sum(self, tensors: Any, options: Any) -> None:
         # The mean of equal tensors, and the largest of them, is one of them.
@@ -168,8 +192,8 @@ def dry_run(world_size: int, rank: int = 0) -> Iterator[DryRun]:
     torch has a process group of so many ranks meanwhile, in which every part of the library,
     torch's DDP and `fully_shard` run. Each collective answers as if every rank had this one's
     tensors: values are not to be relied on. Collectives, memory and the time that Python takes are
-    those of this rank on GPUs with NCCL. It yields what is counted: `calls` and `sent` of
-    collectives by their kind, and `requests`, `keys` and `store_bytes` of the store.
+    those of this rank on GPUs with NCCL. `save` writes nothing. It yields what is counted: `calls`
+    and `sent` of collectives by their kind, `requests`, `keys` and `store_bytes` of the store.
     """
     world_size, rank = whole("world_size", world_size, least=1), whole("rank", rank, least=0)
     if rank >= world_size:
@@ -179,6 +203,7 @@ def dry_run(world_size: int, rank: int = 0) -> Iterator[DryRun]:
             "dry_run makes a process group of its own, and there is one. Leave out what made it, "
             "or call torch.distributed.destroy_process_group() first."
         )
+    names_of_torch()
     counted = DryRun()
 
     dist.Backend.register_backend(
@@ -190,3 +215,4 @@ def dry_run(world_size: int, rank: int = 0) -> Iterator[DryRun]:
         yield counted
     finally:
         dist.destroy_process_group()
+        names_of_torch()[1]()  # of DTensors: it has meshes, of which rank 0's counts as rank 3's

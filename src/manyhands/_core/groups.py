@@ -47,7 +47,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
-from manyhands._core.dry_run import DryGroup
+from manyhands._core.dry_run import DryGroup, dry_group
 
 Gather: TypeAlias = Callable[[list[float]], list[list[float]]]  # numbers, over some ranks
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 1.0  # seconds between two looks at who still holds a group
@@ -93,8 +93,8 @@ def connect(
     """Return a new gloo group of these ranks. Call it on each of them."""
     # `pairs`: they will exchange slices, or broadcast; else they pass messages on in a ring.
     own_store, size = PrefixStore(new_prefix(store, "group", ranks, gather), store), len(ranks)
-    if isinstance(dist.group.WORLD, DryGroup):
-        return Lease(DryGroup(rank, size, dist.group.WORLD.counted), tuple(ranks))
+    if (dry := dry_group()) is not None:
+        return Lease(DryGroup(rank, size, dry.counted), tuple(ranks))
     gloo = _make_gloo(own_store, rank, size, timeout or default_pg_timeout)
     # Around it what torch has around every backend, so that profilers see its collectives too.
     group = dist.ProcessGroup(own_store, rank, size)

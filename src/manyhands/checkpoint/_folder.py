@@ -41,6 +41,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 try:
     import fcntl
@@ -252,6 +253,18 @@ class Folder:
             file.path.rename(folder / COMMIT)
         sync(folder)
         sync(self.path)
+
+
+class DryFolder(Folder):
+    """The folder of a dry run: nothing is written to it."""
+
+    def begin(self, number: int | None, step: int | None) -> int:
+        return number or 1
+
+    @contextlib.contextmanager
+    def create(self, name: str, file: str) -> Iterator[Any]:
+        with open(os.devnull, "wb") as sink:
+            yield sink
 
 
 def sync(folder: Path) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, run_on_all
+from manyhands._core.dry_run import dry_group
 from manyhands._core.random_state import check_random_state, set_random_state
 from manyhands._core.ranks import RankGroup
 from manyhands.checkpoint import _optimizer
@@ -58,10 +59,11 @@ def load_newest(
     savers = Savers.of(ranks)
     replicas = run_on_all(ranks, lambda: [Replica.of(each, savers) for each in optimizers])
     run = Goal(model, optimizers, schedulers, values, replicas)
+    first = ranks.rank == 0 or dry_group() is not None
     path, before, problem = folder.path, None, None
     while True:
         # Rank 0 decides: a checkpoint may be completed between two ranks' looks.
-        found = run_on_all(ranks, lambda: folder.find_newest() if ranks.rank == 0 else "")
+        found = run_on_all(ranks, lambda: folder.find_newest() if first else "")
         # Its name only, as this rank may have the folder under another path. An empty name means
         # that `path` itself is the checkpoint.
         name = ranks.all_gather_text(found)[0]

@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
+from manyhands._core.dry_run import dry_group
 from manyhands._core.stop_notice import stop_notice
 from manyhands._core.wrappers import find_layer
 from manyhands.blocks._optimizer import Blocks
@@ -91,7 +92,7 @@ def start(
         place = Place(engine, rank, size, *local)
     else:
         place = find_place(os.environ)
-    if place.world_size > 1:
+    if place.world_size > 1 and dry_group() is None:
         for name, value in place.variables().items():
             os.environ.setdefault(name, value)  # torchrun's own values stay
     if process_group and not dist.is_initialized():
