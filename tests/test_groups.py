@@ -213,8 +213,12 @@ def test_a_group_has_connected_when_it_is_made(scale):
 
 
 def test_where_gloo_cannot_connect_lazily_it_connects_at_once(monkeypatch):
-    def refuse(*_, **__):
-        raise RuntimeError("lazy_init is not supported")
+    create = dist.ProcessGroupGloo.create_device
+
+    def refuse(lazy_init, **where):
+        if lazy_init:
+            raise RuntimeError("lazy_init is not supported")
+        return create(**where)
 
     def work():
         _, optimizer = train(adascale)

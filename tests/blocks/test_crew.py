@@ -22,7 +22,7 @@ from manyhands._core.ranks import RankGroup
 from manyhands.blocks.averaging._round import BackgroundSync
 from manyhands.blocks.crew import _enrollment, _store, _transport
 from manyhands.blocks.crew._crew import Crew
-from manyhands.blocks.crew._roster import Roster, Version
+from manyhands.blocks.crew._roster import Member, Roster, Version
 from manyhands.blocks.crew._store import Signer
 from manyhands.errors import CrewFinished, StoreLost
 
@@ -51,13 +51,13 @@ def kill_at(place, number, rounds):
 @pytest.mark.parametrize("place", ["steps", "exchange", "settle"])
 def test_the_others_go_on_at_once_when_a_death_is_reported(store, tmp_path, place):
     with Workers(store, tmp_path, expected=4, stall=5.0) as workers:
-        workers.start(range(4), 30, kill_at(place, 2, 4))
+        workers.start(range(4), hook=kill_at(place, 2, 4))
         workers.until(lambda: workers.ended() == {2: -signal.SIGKILL})
         died = time.monotonic()
         workers.shared.report_end(2)
         assert max(workers.next_kept(number, died) for number in (0, 1, 3)) < AT_ONCE
-        workers.start([2], 30)
-        workers.finish()
+        workers.start([2])
+        workers.finish_together(60)
         answers = workers.agreed()
         assert [kept for kept in answers.values()].count(False) <= 1
         back = workers.events(2, "entered")[-1]
@@ -67,27 +67,27 @@ def test_the_others_go_on_at_once_when_a_death_is_reported(store, tmp_path, plac
 
 def test_a_worker_that_dies_while_all_regroup_is_left_behind(store, tmp_path):
     with Workers(store, tmp_path, expected=3, stall=5.0) as workers:
-        workers.start(range(3), 60, kill_at("regroup", 1, 1))
+        workers.start(range(3), hook=kill_at("regroup", 1, 1))
         workers.wait_for_rounds(0, 3)
-        workers.start([3], 60)  # for whose sake all regroup
+        workers.start([3])  # for whose sake all regroup
         workers.until(lambda: 1 in workers.ended())
         died = time.monotonic()
         workers.shared.report_end(1)
         assert max(workers.next_kept(number, died) for number in (0, 2, 3)) < AT_ONCE
-        workers.start([1], 60)
-        workers.finish()
+        workers.start([1])
+        workers.finish_together(60)
         workers.agreed()
 
 
 def test_without_a_report_silence_tells(store, tmp_path):
     with Workers(store, tmp_path, expected=3, stall=1.0) as workers:
-        workers.start(range(3), 70)
+        workers.start(range(3))
         workers.wait_for_rounds(0, 3)
         workers.kill(1)
         died = time.monotonic()
         assert max(workers.next_kept(number, died + 0.1) for number in (0, 2)) < 1.0 + 3.0
-        workers.start([1], 70)
-        workers.finish()
+        workers.start([1])
+        workers.finish_together(60)
         workers.agreed()
         assert workers.events(1, "entered")[-1]["joiners"] == [1]
 
@@ -109,14 +109,15 @@ def test_a_stopped_worker_comes_back_with_what_it_had(store, tmp_path, place):
         return hook
 
     with Workers(store, tmp_path, expected=3, stall=0.5) as workers:
-        workers.start(range(3), 70, stop_itself)
+        workers.start(range(3), hook=stop_itself)
         workers.wait_for_rounds(0, 3)
         if place == "regroup":
-            workers.start([3], 70)
+            workers.start([3])
         workers.until(lambda: workers.last(0, "entered", "members") not in (None, [0, 1, 2]))
         workers.wait_for_rounds(0, 8)
         workers.wake(1)
-        workers.finish()
+        workers.until(lambda: workers.last(1, "entered", "generation") > 1)
+        workers.finish_together(60)
         workers.agreed()
         first, *others = workers.events(1, "entered")
         assert first["generation"] == 1
@@ -189,22 +190,27 @@ def test_when_all_have_died_and_nothing_is_left_that_is_said(store, tmp_path):
 def test_a_start_and_a_worker_that_comes_back_are_no_loss():
     roster = Roster()
     for id in ("0.1", "1.1"):
-        roster = roster.ask_to_join(id, Version(-1))
+        roster = roster.ask_to_join(Member(id, Version(-1)))
     roster = roster.next(frozenset())
     assert not roster.all_lost  # nothing was there to lose
     roster = (
         roster.keep(1, 0)
         .without("1.1")
-        .ask_to_join("1.2", Version(-1))
-        .ask_to_join("0.1", Version(-1))
+        .ask_to_join(Member("1.2", Version(-1)))
+        .ask_to_join(Member("0.1", Version(-1)))
     )
     roster = roster.next(frozenset())  # in a local warm-up no worker holds a state yet
     assert not roster.all_lost and len(roster.ids) == 2
     roster = (
-        roster.undo(2, 0).without("0.1", "1.2").ask_to_join("0.2", Version(-1)).next(frozenset())
+        roster.undo(2, 0)
+        .without("0.1", "1.2")
+        .ask_to_join(Member("0.2", Version(-1)))
+        .next(frozenset())
     )
     assert roster.all_lost
-    roster = roster.undo(3, 0).without("0.2").ask_to_join("0.3", Version(5)).next(frozenset())
+    roster = (
+        roster.undo(3, 0).without("0.2").ask_to_join(Member("0.3", Version(5))).next(frozenset())
+    )
     assert not roster.all_lost  # it has a checkpoint
 
 
@@ -319,13 +325,13 @@ def test_two_workers_with_one_number_are_an_error(store, tmp_path):
 
 def test_the_store_does_not_fill_up(store, tmp_path):
     with Workers(store, tmp_path, expected=2) as workers:
-        workers.start(range(2), 300, steps=0.0)
+        workers.start(range(2), steps=0.0)
         workers.wait_for_rounds(0, 3)
         for _ in range(3):
             workers.kill(1, report=True)
-            workers.start([1], 300, steps=0.0)
+            workers.start([1], steps=0.0)
             workers.wait_for_rounds(1, 20)
-        workers.finish()
+        workers.finish_together(200)
         keys = [key.removeprefix("manyhands/") for key in workers.shared.client.call("list_keys")]
         kinds = [key.partition("/")[0] for key in keys]
         assert kinds.count("group") == 0 and kinds.count("arrived") <= 2

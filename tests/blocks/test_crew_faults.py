@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim import SGD
 
 import manyhands as mh
-from helpers.crew_workers import Log, Store, Workers, fork
+from helpers.crew_workers import Log, Store, Workers, fork, limit
 from helpers.link import Link
 from manyhands.blocks import _sync
 from manyhands.blocks.averaging import _chunks, _round
-from manyhands.blocks.crew import _enrollment, _store
+from manyhands.blocks.crew import _crew, _enrollment, _roster, _store
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import number_of
 
@@ -37,7 +37,8 @@ class BlockWorkers(Workers):
                 if harm is not None and incarnation == 1:
                     harm(number)
                 crew = Crew(self.store.address, number=number, **self.options)
-                train(crew, Log(log_file), steps, options or {}, pause, make or mh.LocalSGD)
+                told = limit(self.folder, steps)
+                train(crew, Log(log_file), told, options or {}, pause, make or mh.LocalSGD)
 
             self.pids[number] = fork(work, self.folder / f"{number}.errors")
 
@@ -62,7 +63,7 @@ def train(crew, log, steps, options, pause, make):
     log("in", steps=optimizer.steps, size=crew.size)
     rounds = optimizer.rounds
     generator = torch.Generator().manual_seed(crew.number)
-    while optimizer.steps < steps:
+    while optimizer.steps < steps():
         noise = torch.randn((), generator=generator)
         param.grad = torch.ones(SIZE)
         param.grad[-1] += noise
@@ -129,18 +130,18 @@ def store():
 )
 def test_a_death_in_the_middle_of_a_round_loses_no_work_of_the_others(store, tmp_path, place):
     with BlockWorkers(store, tmp_path, expected=4, stall=5.0) as workers:
-        workers.start(range(4), 100, {"every": 5}, dies_at(place, 2, 6), pause=0.005)
+        workers.start(range(4), None, {"every": 5}, dies_at(place, 2, 6), pause=0.005)
         workers.until(lambda: workers.ended() == {2: -signal.SIGKILL})
         died = time.monotonic()
         workers.shared.report_end(2)
         workers.until(lambda: any(e["time"] > died for e in workers.events(0, "round")))
         assert time.monotonic() - died < 3.5
-        workers.start([2], 100, {"every": 5}, pause=0.005)
-        workers.finish()
+        workers.start([2], None, {"every": 5}, pause=0.005)
+        steps = workers.finish_together(100)
         states = workers.one_state_after_each_round()
-        assert len(states) == 20
+        assert len(states) == steps / 5
         done = [workers.events(number, "done")[-1] for number in range(4)]
-        assert {e["value"] for e in done} == {-100.0}  # not a step of the survivors is missing
+        assert {e["value"] for e in done} == {-steps}  # not a step of the survivors is missing
         assert len({e["state"] for e in done}) == 1
         assert workers.events(2, "in")[-1]["steps"] % 5 == 0 < workers.events(2, "in")[-1]["steps"]
         assert {e["undone"] for e in done if e["workers"] == 4} <= {0, 1}
@@ -167,21 +168,26 @@ OPTIONS = [
 ]
 
 
+def test_killed_at_any_moment_in_a_crew_of_hundreds_no_two_ever_differ(
+    store, tmp_path, monkeypatch
+):
+    for module in (_crew, _enrollment, _roster, _store):
+        monkeypatch.setattr(module, "WATCHED", 1)
+    test_killed_at_any_moment_no_two_ever_differ(store, tmp_path, mh.DiLoCo, {"every": 6})
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("make", "options"), OPTIONS)
 def test_killed_at_any_moment_no_two_ever_differ(store, tmp_path, make, options):
     with BlockWorkers(store, tmp_path, expected=3, stall=1.0) as workers:
         dice = random.Random(3)
-        steps = 100
-        workers.start(range(3), steps, options, make=make, pause=0.005)
+        workers.start(range(3), None, options, make=make, pause=0.005)
         for _ in range(3):
             time.sleep(0.1 + 0.2 * dice.random())
-            if workers.ended():
-                break
             victim = dice.choice(workers.present(2))
             workers.kill(victim, report=dice.random() < 0.7)
-            workers.start([victim], steps, options, make=make, pause=0.005)
-        workers.finish()
+            workers.start([victim], None, options, make=make, pause=0.005)
+        workers.finish_together(100)
         states = workers.one_state_after_each_round()
         assert len(states) > 5
         done = [workers.events(number, "done")[-1] for number in range(3)]
@@ -189,9 +195,12 @@ def test_killed_at_any_moment_no_two_ever_differ(store, tmp_path, make, options)
 
 
 @pytest.mark.long
-def test_a_stopped_worker_is_done_without_and_comes_back(store, tmp_path):
+@pytest.mark.parametrize("watched", [64, 1])  # 1: as a crew of hundreds
+def test_a_stopped_worker_is_done_without_and_comes_back(store, tmp_path, monkeypatch, watched):
+    for module in (_crew, _enrollment, _roster, _store):
+        monkeypatch.setattr(module, "WATCHED", watched)
     with BlockWorkers(store, tmp_path, expected=3, stall=0.6) as workers:
-        workers.start(range(3), 400, {"every": 5}, pause=0.005)
+        workers.start(range(3), None, {"every": 5}, pause=0.005)
         workers.wait_for_rounds(1, 4)
         workers.stop(1)
         stopped = time.monotonic()
@@ -201,22 +210,22 @@ def test_a_stopped_worker_is_done_without_and_comes_back(store, tmp_path):
         workers.until(lambda: len(workers.events(0, "round")) > before + 3)
         workers.wake(1)
         workers.until(lambda: (workers.last(1, "round", "time") or 0.0) > stopped + 0.6)
-        workers.finish()
+        steps = workers.finish_together(100)
         workers.one_state_after_each_round()
         done = [workers.events(number, "done")[-1] for number in range(3)]
-        assert {e["value"] for e in done} == {-400.0} and {e["workers"] for e in done} == {3}
+        assert {e["value"] for e in done} == {-steps} and {e["workers"] for e in done} == {3}
 
 
 def test_one_worker_may_be_left_and_others_join_it(store, tmp_path):
     with BlockWorkers(store, tmp_path, expected=2, stall=0.6) as workers:
-        workers.start([0, 1], 300, {"every": 5}, pause=0.005)
+        workers.start([0, 1], None, {"every": 5}, pause=0.005)
         workers.wait_for_rounds(0, 3)
         workers.kill(1, report=True)
         workers.until(lambda: workers.last(0, "round", "workers") == 1)
-        workers.start([1, 2], 300, {"every": 5}, pause=0.005)
-        workers.finish()
+        workers.start([1, 2], None, {"every": 5}, pause=0.005)
+        steps = workers.finish_together(100)
         workers.one_state_after_each_round()
-        assert {workers.events(n, "done")[-1]["value"] for n in range(3)} == {-300.0}
+        assert {workers.events(n, "done")[-1]["value"] for n in range(3)} == {-steps}
 
 
 def test_alone_without_a_store_a_crew_is_one_worker_with_an_outer_step():
@@ -277,14 +286,14 @@ def test_unequal_workers_agree_after_each_round_and_leave_after_the_same_one(
 @pytest.mark.long
 def test_unequal_workers_that_are_killed_and_come_back_never_differ(store, tmp_path):
     with BlockWorkers(store, tmp_path, expected=3, stall=1.0) as workers:
-        start_unequal(workers, 500, make=mh.DiLoCo)
+        start_unequal(workers, None, make=mh.DiLoCo)
         options = {"every": mh.Seconds(0.12, own_steps=True, least=2)}
         for victim in (2, 0, 1):
             workers.wait_for_rounds(victim, 3)
             workers.present(3)
             workers.kill(victim, report=victim > 0)
-            workers.start([victim], 500, options, make=mh.DiLoCo, pause=0.005 * (victim + 1))
-        workers.finish()
+            workers.start([victim], None, options, make=mh.DiLoCo, pause=0.005 * (victim + 1))
+        workers.finish_together(150)
         workers.one_state_after_each_round()
         done = [workers.events(number, "done")[-1] for number in range(3)]
         assert len({(e["state"], e["rounds"], e["steps"]) for e in done}) == 1
@@ -309,13 +318,14 @@ def test_a_member_that_hangs_is_waited_for_by_what_rounds_took_before(store, tmp
             _sync.Sync.count_step = count_step
 
     with BlockWorkers(store, tmp_path, expected=3, patience="auto", stall=5.0) as workers:
-        workers.start(range(3), 900, {"every": 5}, hangs, pause=0.005)
+        workers.start(range(3), None, {"every": 5}, hangs, pause=0.005)
         workers.until(lambda: workers.last(0, "round", "workers") == 2, timeout=30)
         times = [e["time"] for e in workers.events(0, "round")]
         assert max(b - a for a, b in itertools.pairwise(times)) < 9.0
-        workers.finish(60)
+        workers.until(lambda: workers.last(0, "round", "workers") == 3, timeout=30)
+        steps = workers.finish_together(100, 60)
         workers.one_state_after_each_round()
-        assert workers.last(0, "done", "steps") == 900
+        assert workers.last(0, "done", "steps") == steps
 
 
 @pytest.mark.long
@@ -345,23 +355,23 @@ def test_the_half_that_is_cut_off_from_the_store_waits_and_comes_back(store, tmp
         BlockWorkers(store, tmp_path, **options) as workers,
         BlockWorkers(SimpleNamespace(address=line.address), tmp_path, **options) as far,
     ):
-        workers.start(range(3), 900, {"every": 5}, pause=0.005)
-        far.start([3, 4], 900, {"every": 5}, pause=0.005)
+        workers.start(range(3), None, {"every": 5}, pause=0.005)
+        far.start([3, 4], None, {"every": 5}, pause=0.005)
         workers.until(lambda: workers.last(0, "round", "workers") == 5)
         line.cut()
         workers.until(lambda: workers.last(0, "round", "workers") == 3)
         time.sleep(4.0)  # the others have found out that the store does not answer
         line.mend()
         workers.until(lambda: workers.last(0, "round", "workers") == 5, timeout=30)
-        workers.finish(60)
+        steps = workers.finish_together(100, 60)
         far.finish(60)
         states = workers.one_state_after_each_round()
-        assert workers.last(0, "done", "value") == -900.0
+        assert workers.last(0, "done", "value") == -steps
         for number in (3, 4):  # the same processes, and no work of theirs but of the cut-off block
             assert far.incarnations[number] == 1
             for e in far.events(number, "round"):
                 assert states[e["rounds"]] == (e["steps"], e["state"])
-        assert far.last(3, "done", "value") == -900.0
+        assert far.last(3, "done", "value") == -steps
 
 
 @pytest.mark.long
@@ -388,7 +398,7 @@ def test_a_crew_cut_in_two_goes_on_in_the_half_with_the_quorum(store, tmp_path):
 
     options = {"every": mh.Seconds(0.1, own_steps=True)}
     with BlockWorkers(store, tmp_path, expected=5, quorum=3, stall=5.0) as workers:
-        workers.start(range(5), 600, options, cut_line, pause=0.005)
+        workers.start(range(5), None, options, cut_line, pause=0.005)
         workers.until(lambda: workers.last(0, "round", "workers") == 5)
         cut.touch()
         workers.until(lambda: workers.last(0, "round", "workers") == 3)
@@ -398,7 +408,7 @@ def test_a_crew_cut_in_two_goes_on_in_the_half_with_the_quorum(store, tmp_path):
         assert len(workers.events(4, "round")) == before  # the others wait
         cut.unlink()
         workers.until(lambda: workers.last(0, "round", "workers") == 5, timeout=30)
-        workers.finish(60)
+        workers.finish_together(100, 60)
         workers.one_state_after_each_round()
         done = [workers.events(number, "done")[-1] for number in range(5)]
         assert len({(e["state"], e["rounds"], e["steps"]) for e in done}) == 1

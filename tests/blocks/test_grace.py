@@ -101,7 +101,7 @@ def test_workers_that_have_finished_are_not_missed():
     roster = roster.without("2.1", left=True).without("3.1", left=True)
     assert roster.done == 2 and Roster.of(roster.text) == roster
     for id in ("0.1", "1.1"):
-        roster = roster.ask_to_join(id, Version(3))
+        roster = roster.ask_to_join(Member(id, Version(3)))
     assert roster.complete(set(), expected=4, quorum=4)
     assert roster.next(set()).done == 2  # also in later generations
     assert not roster.without("1.1").complete(set(), expected=4, quorum=4)  # dead is not done
@@ -138,7 +138,7 @@ def test_the_larger_half_goes_on_and_the_other_one_waits():
     assert following.ids == ("1.1", "2.1", "3.1")
     assert [m.id for m in following.waiting] == ["0.1", "4.1"]
     assert not following.keep(2, 0).ended  # who cannot be reached is not let in
-    back = following.ask_to_join("0.1", Version(3))  # it reaches all again
+    back = following.ask_to_join(Member("0.1", Version(3)))  # it reaches all again
     assert back.keep(2, 0).ended
     assert not back.complete(set(), expected=5, quorum=3)  # all members come first
 

@@ -13,7 +13,7 @@ from helpers.crew_workers import Log, Store, Workers, fork
 from manyhands.blocks import _sync
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._enrollment import MemberFacts
-from manyhands.blocks.crew._roster import Roster, Version
+from manyhands.blocks.crew._roster import Member, Roster, Version
 from manyhands.errors import RanksDisagree
 
 STEPS = 300
@@ -130,6 +130,7 @@ def test_bad_joiners_are_refused_alone_by_name_and_the_others_lose_nothing(store
             assert workers.shared.refresh().refused == (2,)
         assert workers.last(0, "step", "steps") < STEPS, "the others have not waited for it"
         workers.start([2])
+        workers.present(3)  # none of the others ends before it is in
         (tmp_path / "slow").unlink()
         workers.finish(60.0)
         done = [workers.events(number, "done")[-1] for number in range(3)]
@@ -286,25 +287,34 @@ def test_one_that_dies_while_all_are_done_is_not_waited_for(store, tmp_path):
 
 def test_a_generation_forgets_which_members_were_closing():
     roster = (
-        Roster().ask_to_join("0.1", Version(1)).ask_to_join("1.1", Version(1)).next(frozenset())
+        Roster()
+        .ask_to_join(Member("0.1", Version(1)))
+        .ask_to_join(Member("1.1", Version(1)))
+        .next(frozenset())
     )
     roster = roster.close("1.1", 1, 0, 7)
     assert roster.closing_at(0) == {"1.1": 7} and roster.closing_at(1) == {}
     assert roster.close("2.1", 1, 0, 7) == roster  # no member
     assert roster.undo(1, 0).close("0.1", 1, 0, 7).closing_at(0) == {"1.1": 7}
-    assert roster.undo(1, 0).ask_to_join("0.1", Version(2)).next(frozenset({"1.1"})).closing == ()
+    assert (
+        roster.undo(1, 0).ask_to_join(Member("0.1", Version(2))).next(frozenset({"1.1"})).closing
+        == ()
+    )
 
 
 def test_an_error_before_the_first_sync_round_ends_all_and_a_later_one_does_not():
     roster = (
-        Roster().ask_to_join("0.1", Version(-1)).ask_to_join("1.1", Version(-1)).next(frozenset())
+        Roster()
+        .ask_to_join(Member("0.1", Version(-1)))
+        .ask_to_join(Member("1.1", Version(-1)))
+        .next(frozenset())
     )
     roster = roster.keep(1, 0, sync_round=False)
     assert roster.fail("1.1").failed == ("1.1",) and roster.fail("1.1").dead == ("1.1",)
     assert roster.fail("2.1") == roster  # no member yet: the others have not noticed it
     assert roster.without_number(1).failed == ()  # killed: it is started again
     assert roster.keep(1, 1).fail("1.1").failed == ()
-    over = roster.fail("1.1").undo(1, 1).without("0.1").ask_to_join("0.2", Version(-1))
+    over = roster.fail("1.1").undo(1, 1).without("0.1").ask_to_join(Member("0.2", Version(-1)))
     assert over.next(frozenset()).failed == ()
 
 

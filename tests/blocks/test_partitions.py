@@ -13,7 +13,7 @@ import manyhands as mh
 from helpers.crew_workers import Store
 from helpers.data_workers import DataWorkers
 from helpers.networks import Networks, NoNetworks
-from manyhands.blocks.crew import _store
+from manyhands.blocks.crew import _crew, _enrollment, _roster, _store
 
 pytestmark = pytest.mark.long
 
@@ -40,11 +40,15 @@ def networks(monkeypatch):
     networks.__exit__()
 
 
-@pytest.mark.parametrize("make", [mh.LocalSGD, mh.DiLoCo])
+@pytest.mark.parametrize(
+    ("make", "watched"), [(mh.LocalSGD, 64), (mh.DiLoCo, 64), (mh.LocalSGD, 1)]
+)
 @pytest.mark.parametrize(("cut", "mend"), CUTS.values(), ids=CUTS)
 def test_the_half_with_the_quorum_goes_on_and_the_other_comes_back(
-    networks, tmp_path, cut, mend, make
+    networks, tmp_path, monkeypatch, cut, mend, make, watched
 ):
+    for module in (_crew, _enrollment, _roster, _store):  # 1: as a crew of hundreds
+        monkeypatch.setattr(module, "WATCHED", watched)
     options = {"make": make, "every": OWN, "pause": 0.005}
     with (
         Store(networks.address("store")) as store,

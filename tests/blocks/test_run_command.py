@@ -16,7 +16,7 @@ import pytest
 
 from helpers.crew_workers import SECRET, Store, fork
 from manyhands.blocks.crew import _launcher, _store
-from manyhands.blocks.crew._roster import Version
+from manyhands.blocks.crew._roster import Member, Version
 from manyhands.blocks.crew._store import HeartbeatMonitor, SharedRoster, Signer, StoreClient
 
 
@@ -217,7 +217,7 @@ class Others:
     def hold_round(self, *ids):
         for id in ids:
             self.shared.client.put(f"manyhands/heartbeat/{id}", "1 0")
-            self.shared.change(lambda roster, id=id: roster.ask_to_join(id, Version(0)))
+            self.shared.change(lambda roster, id=id: roster.ask_to_join(Member(id, Version(0))))
         self.shared.change(lambda roster: roster.next(frozenset()))
         self.shared.change(lambda roster: roster.keep(roster.generation, 0))
 

@@ -108,38 +108,38 @@ def forged_rosters():
 @pytest.mark.parametrize("name", forged_rosters())
 def test_a_forged_roster_is_put_right(store, name):
     ours, stranger = shared(store), connect_to_store(store.address)
-    ours.change(lambda roster: roster.ask_to_join("0.1", Version(3)))
+    ours.change(lambda roster: roster.ask_to_join(Member("0.1", Version(3))))
     stranger.set(ROSTER, forged_rosters()[name])
     stranger.check([ROSTER])  # its answer comes after what was set is there
     assert [member.id for member in ours.refresh().waiting] == ["0.1"]
     assert ours.client.signer.ignored == 1
-    assert ours.change(lambda roster: roster.ask_to_join("1.1", Version(3))).revision == 2
+    assert ours.change(lambda roster: roster.ask_to_join(Member("1.1", Version(3)))).revision == 2
     assert [member.id for member in shared(store).refresh().waiting] == ["0.1", "1.1"]
     ours.client.close()
 
 
 def test_an_older_roster_and_a_deleted_one_are_put_right(store):
     ours, stranger = shared(store), connect_to_store(store.address)
-    ours.change(lambda roster: roster.ask_to_join("0.1", Version(3)))
+    ours.change(lambda roster: roster.ask_to_join(Member("0.1", Version(3))))
     old = stranger.get(ROSTER)
-    ours.change(lambda roster: roster.ask_to_join("1.1", Version(3)))
+    ours.change(lambda roster: roster.ask_to_join(Member("1.1", Version(3))))
     stranger.set(ROSTER, old)
     stranger.check([ROSTER])
-    assert ours.change(lambda roster: roster.ask_to_join("2.1", Version(3))).revision == 3
+    assert ours.change(lambda roster: roster.ask_to_join(Member("2.1", Version(3)))).revision == 3
     for key in (ROSTER, REVISION):
         stranger.delete_key(key)
-    assert ours.change(lambda roster: roster.ask_to_join("3.1", Version(3))).revision == 4
+    assert ours.change(lambda roster: roster.ask_to_join(Member("3.1", Version(3)))).revision == 4
     assert len(shared(store).refresh().waiting) == 4 and ours.client.signer.ignored == 2
     ours.client.close()
 
 
 def test_a_process_that_knows_less_than_a_live_one_does_not_put_back_what_it_knows(store):
     first, second, stranger = shared(store), shared(store), connect_to_store(store.address)
-    first.change(lambda roster: roster.ask_to_join("0.1", Version(3)))
+    first.change(lambda roster: roster.ask_to_join(Member("0.1", Version(3))))
     second.refresh()
     first.client.start_heartbeat("manyhands/heartbeat/0.1")
     first.change(
-        lambda roster: roster.ask_to_join("1.1", Version(3))
+        lambda roster: roster.ask_to_join(Member("1.1", Version(3)))
     )  # that the second has not seen
     stranger.set(ROSTER, "garbage")
     seen = []
@@ -158,7 +158,7 @@ def test_a_stranger_that_does_not_stop_is_an_error(store, monkeypatch):
     monkeypatch.setattr(_store, "REPAIR_TIMEOUT", 1.0)
     monkeypatch.setattr(_store, "REPAIR_DELAY", 0.1)
     ours, stranger = shared(store), connect_to_store(store.address)
-    ours.change(lambda roster: roster.ask_to_join("0.1", Version(3)))
+    ours.change(lambda roster: roster.ask_to_join(Member("0.1", Version(3))))
 
     def overwrite():
         stranger.set(ROSTER, "garbage")
@@ -174,7 +174,7 @@ def test_a_stranger_that_does_not_stop_is_an_error(store, monkeypatch):
 
 def test_a_beat_that_is_put_back_or_forged_is_no_sign_of_life(store):
     ours, stranger = shared(store, stall=1.0), connect_to_store(store.address)
-    ours.change(lambda roster: roster.ask_to_join("0.1", Version(3)))
+    ours.change(lambda roster: roster.ask_to_join(Member("0.1", Version(3))))
     signer = Signer(SECRET)
     for value in ("3 0", "2 0", "forged", "1 0", "2 0"):
         signed = value if value == "forged" else signer.sign("manyhands/heartbeat/0.1", value)
@@ -191,12 +191,12 @@ def test_a_beat_that_is_put_back_or_forged_is_no_sign_of_life(store):
 def test_an_arrival_counts_for_its_member_its_generation_and_its_round(store):
     ours, stranger = shared(store), connect_to_store(store.address)
     ours.arrive(1, 0, "0.1")
-    assert not ours.have_arrived(1, 0, ["0.1", "1.1"])
+    assert ours.not_arrived(1, 0, ["0.1", "1.1"]) == ("1.1",)
     stranger.set("manyhands/arrived/1/1.1", "0")
     stranger.set("manyhands/arrived/2/1.1", stranger.get("manyhands/arrived/1/0.1"))
-    assert not ours.have_arrived(1, 0, ["0.1", "1.1"]) and ours.client.signer.ignored == 1
+    assert ours.not_arrived(1, 0, ["0.1", "1.1"]) == ("1.1",) and ours.client.signer.ignored == 1
     ours.arrive(1, 0, "1.1")
-    assert ours.have_arrived(1, 0, ["0.1", "1.1"]) and not ours.have_arrived(1, 1, ["0.1"])
+    assert not ours.not_arrived(1, 0, ["0.1", "1.1"]) and ours.not_arrived(1, 1, ["0.1"])
     stranger.set("manyhands/group/nonsense", "x")
     stranger.set("manyhands/arrived/", "x")
     ours.sweep(2)
@@ -206,7 +206,7 @@ def test_an_arrival_counts_for_its_member_its_generation_and_its_round(store):
 
 def test_members_find_each_others_addresses_and_no_strangers(store):
     stranger = connect_to_store(store.address)
-    for key in ("ports/0", "ports/1", "0/0", "0/1"):
+    for key in ("member/0", "member/1", "0/0", "0/1"):
         stranger.set(f"here/{key}", "10.9.9.9")
     connections = [StoreConnection(store.address, Signer(SECRET)) for _ in range(2)]
     transports = [
@@ -331,7 +331,7 @@ def test_one_write_to_the_roster_does_not_end_a_run(tmp_path):
 
 def test_a_worker_with_another_secret_gets_an_error_and_changes_nothing(store, monkeypatch):
     ours = shared(store)
-    ours.change(lambda roster: roster.ask_to_join("0.1", Version(3)))
+    ours.change(lambda roster: roster.ask_to_join(Member("0.1", Version(3))))
     before = ours.client.fetch(ROSTER)
     monkeypatch.setattr(_store, "REPAIR_TIMEOUT", 0.5)
     with pytest.raises(ValueError, match=r"cannot be used: it is not signed .* the same MANY"):

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import manyhands as mh
-from helpers.crew_workers import Log, Store, Workers, fork
+from helpers.crew_workers import Log, Store, Workers, fork, limit
 from manyhands.blocks.crew._crew import Crew
-from manyhands.blocks.crew._roster import Roster, Version
+from manyhands.blocks.crew._roster import Member, Roster, Version
 from test_crew_faults import tell
 from test_run_command import Command
 
@@ -34,7 +34,7 @@ def waiting(*members, roster=None):
     """A roster at whose door these are: (number of the process, version, workers)."""
     roster = roster or Roster(processes=PARTS)
     for number, version, workers in members:
-        roster = roster.ask_to_join(f"{number}.1", Version(version), workers)
+        roster = roster.ask_to_join(Member(f"{number}.1", Version(version), workers))
     return roster
 
 
@@ -45,7 +45,7 @@ def test_a_worker_is_there_when_all_of_its_processes_are():
     first = roster.next(NONE_SILENT)
     assert first.workers == (0,) and [m.id for m in first.waiting] == ["3.1"]
     assert not first.keep(1, 0).ended  # no complete worker waits yet
-    assert first.ask_to_join("2.1", Version(-1), 9).keep(1, 0).ended
+    assert first.ask_to_join(Member("2.1", Version(-1), 9)).keep(1, 0).ended
 
 
 def test_processes_of_two_lives_are_not_one_worker():
@@ -104,7 +104,7 @@ class PairedWorkers(Workers):
                         inner_group=dist.group.WORLD,
                         **self.options,
                     )
-                    train(crew, Log(log_file), steps, part, dict(options))
+                    train(crew, Log(log_file), limit(self.folder, steps), part, dict(options))
 
                 self.pids[number] = fork(work, self.folder / f"{number}.errors")
 
@@ -132,7 +132,7 @@ def train(crew, log, steps, part, options):
     optimizer = mh.DiLoCo(inner_optimizer, lr=1.0, momentum=0.0, crew=crew, **inner, **options)
     log("in", steps=optimizer.steps, members=crew.members)
     rounds = optimizer.rounds
-    while optimizer.steps < steps:
+    while optimizer.steps < steps():
         optimizer.zero_grad()
         inside(torch.full((1, 100), 0.5 + part)).sum().backward()
         if (crew.number, optimizer.steps) == (hangs, 23):
@@ -178,7 +178,7 @@ def test_pairs_train_and_end_as_one(store, tmp_path, options):
 
 def test_a_pair_that_loses_a_process_ends_and_comes_back_as_one(store, tmp_path):
     with PairedWorkers(store, tmp_path, expected=3, stall=0.6) as workers:
-        workers.start(range(3), 150, {"every": 5})
+        workers.start(range(3), None, {"every": 5})
         workers.wait_for_rounds(0, 3)
         workers.kill(3)  # unreported: the second process of worker 1
         died = time.monotonic()
@@ -187,9 +187,9 @@ def test_a_pair_that_loses_a_process_ends_and_comes_back_as_one(store, tmp_path)
         assert "another process of worker 1 is lost" in said or "Connection" in said, said
         workers.until(lambda: workers.last(0, "round", "workers") == 2)
         assert workers.events(0, "round")[-1]["time"] - died < 0.6 + 3
-        workers.start([1], 150, {"every": 5})
-        workers.finish()
-        check(workers, 3, 150)
+        workers.start([1], None, {"every": 5})
+        steps = workers.finish_together(100)
+        check(workers, 3, steps)
         assert workers.events(0, "done")[-1]["workers"] == 3
 
 
@@ -209,17 +209,15 @@ def test_pairs_killed_at_any_moment_never_differ(store, tmp_path):
     with PairedWorkers(store, tmp_path, expected=3, stall=1.0) as workers:
         dice = random.Random(5)
         options = {"every": 6, "codec": "int8"}
-        workers.start(range(3), 200, options)
+        workers.start(range(3), None, options)
         workers.wait_for_rounds(0, 1)
         for _ in range(4):
             time.sleep(0.1 + 0.3 * dice.random())
-            if workers.ended():
-                break
             victim = dice.choice(workers.present(2 * PARTS))
             os.kill(workers.pids[victim], signal.SIGKILL)
             time.sleep(0.2 * dice.random())
-            workers.restart(victim // PARTS, 200, options, report=dice.random() < 0.7)
-        workers.finish()
+            workers.restart(victim // PARTS, None, options, report=dice.random() < 0.7)
+        workers.finish_together(100)
         states = {}
         for number in range(PARTS * 3):
             for e in workers.events(number, "round"):

@@ -9,6 +9,10 @@
 
 A worker trains a number: every kept round adds the mean of what the members send, which is 1.
 It logs each event at once, in a line of its own, so that a kill loses nothing.
+
+Where a worker is to come back, none of the others may end before: on a busy machine the start of a
+process takes seconds. So all go on, without a number of rounds or steps, until `finish_together`
+tells them their last one.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
 import signal
 import threading
@@ -110,18 +115,33 @@ class Log:
         os.write(self.file, line.encode() + b"\n")
 
 
+Limit = Callable[[], float]  # how many rounds or steps a worker is to take
+
+
+def limit(folder: Path, number: float | None) -> Limit:
+    """Return this number, or if there is none, what `finish_together` says."""
+    file = folder / "last"
+
+    def told() -> float:
+        if number is not None:
+            return number
+        return int(file.read_text()) if file.exists() else math.inf
+
+    return told
+
+
 Hook = Callable[[str, Crew], None]  # called with the place: "steps", "exchange", "settle", ...
 
 
 def train(
     crew: Crew,
     log: Log,
-    rounds: int,
+    rounds: Limit,
     hook: Hook,
     version: int = -1,
     steps: float = 0.01,
 ) -> None:
-    """Hold this many rounds; `version` counts the outer steps, and the state is their number."""
+    """Hold so many rounds; `version` counts the outer steps, and the state is their number."""
     state = torch.full((1000,), float(max(version, 0)))
 
     def entered() -> None:
@@ -140,7 +160,8 @@ def train(
         arrived = attempt(crew, exchange)
         hook("settle", crew)
         kept = crew.settle(arrived)
-        log("settled", generation=generation, round=round_index, kept=kept, arrived=arrived)
+        facts = {"round": round_index, "kept": kept, "arrived": arrived, "version": version}
+        log("settled", generation=generation, **facts)
         return kept
 
     def regroup() -> None:
@@ -151,7 +172,7 @@ def train(
     crew.join(Version(version))
     entered()
     transferred = False
-    while version < rounds:
+    while version < rounds():
         if not transferred and crew.joiners:
             message = torch.cat([state, torch.tensor([float(max(version, 0))])])
             hook("state", crew)
@@ -167,7 +188,7 @@ def train(
             if hold_round(lambda mean=mean: average(crew, mean)):
                 state, version = state + mean, version + 1
                 assert state.unique().tolist() == [float(version)], (state, version)
-        if crew.regroup_due and version < rounds:
+        if crew.regroup_due and version < rounds():
             regroup()
             transferred = False
     crew.leave()
@@ -250,7 +271,7 @@ class Workers:
     def start(
         self,
         numbers: Iterable[int],
-        rounds: int,
+        rounds: int | None = None,
         hook: Callable[[int], Hook] = lambda _: lambda *_: None,
         **options: Any,
     ) -> None:
@@ -260,7 +281,7 @@ class Workers:
 
             def work(number: int = number, log_file: Path = log_file) -> None:
                 crew = Crew(self.store.address, number=number, **self.options)
-                train(crew, Log(log_file), rounds, hook(number), **options)
+                train(crew, Log(log_file), limit(self.folder, rounds), hook(number), **options)
 
             self.pids[number] = fork(work, self.folder / f"{number}.errors")
 
@@ -296,6 +317,17 @@ class Workers:
                 assert code == 0, f"worker {number}: {code}\n{self.errors(number)}"
             assert time.monotonic() < until, f"still running: {list(self.pids)}\n{self.story()}"
             time.sleep(0.01)
+
+    def finish_together(self, more: int, timeout: float = 30.0) -> int:
+        """Wait until all are in, and end them after so many more rounds or steps; return which."""
+        self.present(len(self.pids))
+        seen = [e for number in self.pids for e in self.events(number)]
+        last = more + max(e.get("steps", e.get("version", 0)) for e in seen)
+        new = self.folder / "last.new"
+        new.write_text(str(last))
+        new.rename(self.folder / "last")
+        self.finish(timeout)
+        return last
 
     def errors(self, number: int) -> str:
         return (self.folder / f"{number}.errors").read_text()[-6000:]
@@ -346,9 +378,7 @@ class Workers:
             found[:] = [
                 number
                 for number in self.pids
-                if any(
-                    e["incarnation"] == self.incarnations[number] for e in self.events(number, "in")
-                )
+                if any(e["incarnation"] == self.incarnations[number] for e in self.events(number))
             ]
             return len(found) >= least
 

@@ -95,35 +95,47 @@ def connect(
     own_store, size = PrefixStore(new_prefix(store, "group", ranks, gather), store), len(ranks)
     if (dry := dry_group()) is not None:
         return Lease(DryGroup(rank, size, dry.counted), tuple(ranks))
-    gloo = _make_gloo(own_store, rank, size, timeout or default_pg_timeout)
+    gloo = make_gloo(own_store, rank, size, timeout or default_pg_timeout)
     # Around it what torch has around every backend, so that profilers see its collectives too.
     group = dist.ProcessGroup(own_store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     # A barrier, too: a rank that drops the group before all have connected would break it.
-    works = [] if pairs else [group.allreduce([torch.zeros(1)])]
-    for turn in range(1, size) if pairs else ():  # on all ranks in the same order
+    if pairs:
+        open_pairs(group, rank, size)
+    else:
+        group.allreduce([torch.zeros(1)]).wait()
+    return Lease(group, tuple(ranks))
+
+
+def open_pairs(group: Any, rank: int, size: int) -> None:
+    """Let all ranks exchange a message with each other, which connects them."""
+    works = []
+    for turn in range(1, size):  # on all ranks in the same order
         works.append(group.recv([torch.empty(1)], (rank - turn) % size, TAG))
         works.append(group.send([torch.empty(1)], (rank + turn) % size, TAG))
     for work in works:
         work.wait()
-    return Lease(group, tuple(ranks))
 
 
-def _make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+def make_gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str = "") -> Any:
     """Return a gloo group that connects two ranks when they first exchange a message."""
     make: Any = dist.ProcessGroupGloo  # torch's types leave its options out
     options = make._Options()
     options._timeout = timeout
-    try:
+
+    def devices(lazy: bool) -> list[Any]:
         # As torch does, which reads this variable only where it makes the devices itself.
         if names := os.environ.get("GLOO_SOCKET_IFNAME"):
-            each = (make.create_device(interface=name, lazy_init=True) for name in names.split(","))
-            options._devices = list(each)
-        else:
-            options._devices = [make.create_default_device(lazy_init=True)]
+            return [make.create_device(interface=n, lazy_init=lazy) for n in names.split(",")]
+        if host:
+            return [make.create_device(hostname=host, lazy_init=lazy)]
+        return [make.create_default_device(lazy_init=lazy)]
+
+    try:
+        options._devices = devices(lazy=True)
     except RuntimeError:  # only TCP can: not libuv (macOS, Windows), and not TLS
-        return make(store, rank, size, timeout)
+        options._devices = devices(lazy=False)
     return make(store, rank, size, options)
 
 

@@ -58,7 +58,7 @@ import torch.distributed as dist
 from manyhands._core.arguments import real, whole
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks.crew._enrollment import NO_FACTS, Enrollment, MemberFacts, check_not_failed
-from manyhands.blocks.crew._roster import NO_VERSION, Roster, Version
+from manyhands.blocks.crew._roster import NO_VERSION, WATCHED, Roster, Version
 from manyhands.blocks.crew._store import (
     PREFIX,
     HeartbeatMonitor,
@@ -367,7 +367,7 @@ class Crew:
             closing = {id: taken for id, taken in announced if id not in roster.gone}
             if roster.generation != generation or own not in closing:
                 return False
-            all_known = {*closing, *roster.gone, *enrollment.silent} >= {*roster.ids}
+            all_known = {*closing, *roster.gone, *shared.silent} >= {*roster.ids}
             if all_known and {*closing.values()} == {steps}:
                 return True
             others_took_more = max(closing.values()) > steps
@@ -406,16 +406,21 @@ class Crew:
         shared = enrollment.shared
         began, pause, reported = time.monotonic(), FIRST_PAUSE, -float("inf")
         roster = shared.roster
+        missing = roster.ids  # members whose report has not been seen
         while (kept := roster.settled(generation, round_index, enrollment.id)) is None:
             check_not_failed(roster, generation, self.number)
-            if arrived and time.monotonic() - reported > REPEAT_ARRIVAL:
+            look = arrived and time.monotonic() - reported > REPEAT_ARRIVAL
+            if look:
                 # Report again now and then: a stranger may have erased the first report.
                 reported = time.monotonic()
                 shared.arrive(generation, round_index, enrollment.id)
-                # The last member to arrive sees all reports, and keeps the round for all.
-                if shared.have_arrived(generation, round_index, roster.ids):
-                    roster = shared.change(lambda r: r.keep(generation, round_index, sync_round))
-                    continue
+            # The last member to arrive sees all reports, and keeps the round for all. In a large
+            # crew that would be N readings of N reports: there the first member looks, repeatedly.
+            if len(roster.ids) > WATCHED:
+                look = arrived and enrollment.id == roster.ids[0]
+            if look and not (missing := shared.not_arrived(generation, round_index, missing)):
+                roster = shared.change(lambda r: r.keep(generation, round_index, sync_round))
+                continue
             if not arrived or self._find_hindrance(roster, began):
                 # If others have kept the round meanwhile, this changes nothing: the loop then
                 # finds the round kept.
@@ -455,7 +460,7 @@ class Crew:
         """Return the numbers of the lost members, as far as this worker knows."""
         if roster.generation != self.generation:
             return (self.number,)  # the others went on without this worker
-        lost = (self._joined().silent | roster.gone) & set(roster.ids)
+        lost = (self._joined().shared.silent | roster.gone) & set(roster.ids)
         return tuple(sorted({roster.worker_of(id) for id in lost}))
 
     def _joined(self) -> Enrollment:

@@ -47,10 +47,10 @@ from torch import Tensor, nn
 
 from manyhands._core.agreement import describe_tensors, names_in
 from manyhands._core.ranks import RankGroup
-from manyhands.blocks.crew._roster import Member, Roster, Version, number_of
+from manyhands.blocks.crew._roster import WATCHED, Member, Roster, Version, number_of
 from manyhands.blocks.crew._store import PREFIX, SharedRoster, parse_address
 from manyhands.blocks.crew._transport import FIRST_PAUSE, LONGEST_PAUSE, own_address
-from manyhands.errors import CrewFinished, JoinRefused
+from manyhands.errors import CrewFinished, JoinRefused, StoreLost
 
 ANSWER = 2.0  # seconds in which a door must answer
 PAUSE = 0.2  # seconds until a door that could not accept a connection tries again
@@ -154,11 +154,10 @@ class Enrollment:
         self._worker_incarnation = 0
         # Ids of this worker's other processes in the present generation. Ours dies with them.
         self._siblings: frozenset[str] = frozenset()
-
-    @property
-    def silent(self) -> frozenset[str]:
-        """The other processes without a heartbeat."""
-        return self.shared.monitor.silent - {self.id}
+        self._closed = threading.Event()
+        self._watch = threading.Thread(
+            target=self._watch_others, name="manyhands watch", daemon=True
+        )
 
     # -- before the others notice --------------------------------------------------------------
 
@@ -209,13 +208,17 @@ class Enrollment:
         roster = self.shared.change(lambda roster: roster.count_incarnation(self.process_number))
         self.id = f"{self.process_number}.{dict(roster.incarnations)[self.process_number]}"
         self.own_ids |= {self.id}
+        self.shared.id = self.id
         self.shared.client.start_heartbeat(f"{PREFIX}heartbeat/{self.id}")
         self.shared.monitor.reset()
         if self._door is not None:
             self.shared.client.put(f"{PREFIX}door/{self.id}", self._door.address)
 
     def close(self) -> None:
-        """End the connection to the store, and close the door."""
+        """End the connection to the store and the watch, and close the door."""
+        self._closed.set()
+        if self._watch.is_alive():
+            self._watch.join(1.0)  # as long as the store's thread may take
         self.shared.client.close()
         if self._door is not None:
             self._door.close()
@@ -226,7 +229,7 @@ class Enrollment:
             return ()
         roster, client = self.shared.refresh(), self.shared.client
         others = {*roster.ids, *(m.id for m in roster.waiting)} - {self.id} - roster.gone
-        ids = sorted(others - self.silent)
+        ids = sorted(others - self.shared.silent)
         keys = [f"{PREFIX}door/{id}" for id in ids]
         texts = map(client.verify_or_ignore, keys, client.fetch_all(keys))
         return unreachable({id: text for id, text in zip(ids, texts, strict=True) if text})
@@ -244,6 +247,8 @@ class Enrollment:
                 self._siblings = frozenset(
                     id for id in roster.ids if roster.worker_of(id) == self.number and id != self.id
                 )
+                if len(roster.here) > WATCHED + 1 and self._watch.ident is None:
+                    self._watch.start()
                 return roster
             check_not_failed(roster, after, self.number)
             if roster.finished:
@@ -264,7 +269,7 @@ class Enrollment:
                     continue
             self._check_number_is_free(roster)
             waited = time.monotonic() - began
-            silent = self.silent
+            silent = shared.silent
             self._check_siblings(roster, waited)
             ended = (ended or time.monotonic()) if roster.ended else None
             late_for = 0.0 if ended is None else time.monotonic() - ended
@@ -287,13 +292,18 @@ class Enrollment:
             time.sleep(pause)
             pause = min(1.5 * pause, LONGEST_PAUSE)
 
+    def _watch_others(self) -> None:
+        """Read heartbeats while this process trains: in a large crew few others read the same."""
+        while not self._closed.wait(self.shared.monitor.interval):
+            try:
+                self.shared.observe_heartbeats()
+            except (StoreLost, ValueError):
+                return  # the next call of this process raises it
+
     def _ask_to_join(self, version: Version) -> None:
         """Ask to be in the next generation: how far we are, and which processes we cannot reach."""
-        self.shared.change(
-            lambda roster: roster.ask_to_join(
-                self.id, version, self._worker_incarnation, self._cut_from
-            )
-        )
+        member = Member(self.id, version, self._worker_incarnation, self._cut_from)
+        self.shared.ask_to_join(member)
 
     def _begin_next(
         self, seen: Roster, silent: frozenset[str], late: bool

@@ -106,6 +106,7 @@ class Launcher:
         client = StoreClient(store, 1.0, self.signer)
         monitor = HeartbeatMonitor(STOPPED_LIMIT)
         self.shared: SharedRoster | None = SharedRoster(client, monitor, processes)
+        self.shared.watched = self._watched
         self.id = f"host-{secrets.token_hex(4)}"
         # The heartbeat first: a process that finds this launcher finds its heartbeat, too.
         client.start_heartbeat(f"{PREFIX}heartbeat/{self.id}")
@@ -311,6 +312,12 @@ class Launcher:
             self._reap(worker)
 
     # -- the crew ------------------------------------------------------------------------------
+
+    def _watched(self, roster: Roster) -> list[str]:
+        """Return the processes that this launcher watches: its own; all if the others need us."""
+        own = {worker.number for worker in self.workers}
+        found = {id for id in roster.everyone if self.serving or roster.worker_of(id) in own}
+        return sorted(found.union(roster.launchers if self.serving else ()) - roster.gone)
 
     def _report_end(self, number: int, left: bool) -> None:
         """Tell the crew that a worker has ended, so that nobody waits for its heartbeat."""

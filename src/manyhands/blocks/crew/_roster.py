@@ -27,6 +27,8 @@ members of a generation: a sync round, which moves the anchor, or a state transf
     closing              members that have finished their steps, see `ClosingMember`: they hold the
                          round if all others finished after equally many steps; otherwise they
                          leave without it
+    silent               in a large crew: processes whose heartbeat stands still, and at which
+                         count, as those that watch it have reported
     launchers            launchers that still need the store
     run                  name of the run, drawn by the first process
     processes            processes of each worker. Inner rank p of worker n is process number
@@ -44,9 +46,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Set
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import NamedTuple
+
+WATCHED = 64  # processes whose heartbeats each one reads; those of a smaller crew read all
 
 
 class Version(NamedTuple):
@@ -132,6 +137,7 @@ class Roster:
     failed: tuple[str, ...] = ()
     refused: tuple[int, ...] = ()
     closing: tuple[ClosingMember, ...] = ()
+    silent: tuple[tuple[str, int], ...] = ()
     launchers: tuple[str, ...] = ()
     done: int = 0
 
@@ -139,7 +145,7 @@ class Roster:
 
     @property
     def text(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return json.dumps(vars(self), default=vars, separators=(",", ":"))
 
     @classmethod
     def of(cls, text: str) -> Roster:
@@ -147,13 +153,13 @@ class Roster:
         fields = json.loads(text)
         # JSON has only lists. Tuples make the value immutable, and equal to the one it came from.
         for name in ("members", "waiting"):
-            members = (Member(**member) for member in fields[name])
             fields[name] = tuple(
-                replace(m, version=Version(*m.version), cut_from=tuple(m.cut_from)) for m in members
+                Member(id, Version(*version), worker_incarnation, tuple(cut_from))
+                for id, version, worker_incarnation, cut_from in map(dict.values, fields[name])
             )
         for name in ("left", "dead", "failed", "refused", "launchers"):
             fields[name] = tuple(fields[name])
-        for name in ("incarnations", "worker_incarnations", "facts"):
+        for name in ("incarnations", "worker_incarnations", "facts", "silent"):
             fields[name] = tuple(tuple(entry) for entry in fields[name])
         fields["missed"] = tuple(MissedMember(*entry) for entry in fields["missed"])
         fields["closing"] = tuple(ClosingMember(*entry) for entry in fields["closing"])
@@ -240,6 +246,37 @@ class Roster:
             "number has joined meanwhile. Give each worker a number (MANYHANDS_WORKER) of its own."
         )
 
+    # -- heartbeats ----------------------------------------------------------------------------
+
+    @property
+    def here(self) -> frozenset[str]:
+        """The members and the waiting processes, but those that are gone."""
+        return frozenset((*self.ids, *(m.id for m in self.waiting))) - self.gone
+
+    def watched_by(self, own: str) -> tuple[str, ...]:
+        """Return the members and waiting processes whose heartbeats a process reads.
+
+        They follow it on a ring, whose order has nothing to do with hosts: if a host or half of the
+        crew is lost, each lost process still has watchers. Those that are reported to be silent are
+        read as well, so that their return is noticed, and so is a process with the same number.
+        """
+        ring = sorted({*self.here, own}, key=lambda id: sha256(id.encode()).digest())
+        others = ring[ring.index(own) + 1 :] + ring[: ring.index(own)]
+        silent, number = dict(self.silent), own.partition(".")[0]
+        awake = [id for id in others if id not in silent]
+        same = [id for id in others if id.partition(".")[0] == number]
+        return tuple(dict.fromkeys((*others[:WATCHED], *awake[:WATCHED], *same)))
+
+    def report(self, counts: Mapping[str, int], silent: Set[str]) -> Roster:
+        """Take in which of the heartbeats that a process has read stand still."""
+        here = self.here
+        if len(here) <= WATCHED + 1:
+            return self  # each process watches all others
+        # A heartbeat beyond its reported count is a sign of life.
+        found = {id: count for id, count in self.silent if counts.get(id, 0) <= count}
+        found |= {id: counts[id] for id in silent & counts.keys()}
+        return replace(self, silent=tuple(sorted((i, n) for i, n in found.items() if i in here)))
+
     # -- a round -------------------------------------------------------------------------------
 
     def keep(self, generation: int, round_index: int, sync_round: bool = True) -> Roster:
@@ -294,18 +331,17 @@ class Roster:
         """Record that the process of this number may not join: its facts differ."""
         return replace(self, refused=tuple(sorted({*self.refused, number})))
 
-    def ask_to_join(
-        self, id: str, version: Version, worker_incarnation: int = 0, cut_from: tuple[str, ...] = ()
-    ) -> Roster:
+    def ask_to_join(self, *asking: Member) -> Roster:
         """Ask to be in the next generation. A member that asks ends the present generation."""
-        others = tuple(member for member in self.waiting if member.id != id)
+        ids, numbers = {m.id for m in asking}, {m.number for m in asking}
         return replace(
             self,
-            ended=self.ended or id in self.ids,
-            waiting=(*others, Member(id, version, worker_incarnation, cut_from)),
+            ended=self.ended or not ids.isdisjoint(self.ids),
+            waiting=(*(member for member in self.waiting if member.id not in ids), *asking),
             # The process is back, under this id or a newer one: old entries have no use any more.
-            missed=tuple(m for m in self.missed if number_of(m.id) != number_of(id)),
-            refused=tuple(number for number in self.refused if number != number_of(id)),
+            missed=tuple(m for m in self.missed if number_of(m.id) not in numbers),
+            silent=tuple(entry for entry in self.silent if entry[0] not in ids),
+            refused=tuple(number for number in self.refused if number not in numbers),
         )
 
     def without(self, *ids: str, left: bool = False) -> Roster:
@@ -423,4 +459,5 @@ class Roster:
             failed=(),
             all_lost=self.begun and not survivors,
             closing=(),
+            silent=(),
         )

@@ -29,6 +29,7 @@ All keys begin with "manyhands/":
     roster            the roster (_roster.py)
     revision          the roster's revision: cheap to read, so that watching costs little
     heartbeat/ID      a counter that a living process increases, and the revision that it knows
+    asks/G/ID         that a member of generation G of a large crew asks to be in the next one
     arrived/G/ID      the latest round of generation G at which this member has arrived
     facts/P           what inner rank P of all workers must have in common (_enrollment.py)
     door/ID           where others see whether they reach a process (_enrollment.py); with a quorum
@@ -56,6 +57,7 @@ import hmac
 import logging
 import os
 import queue
+import random
 import secrets
 import socket
 import threading
@@ -70,7 +72,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from manyhands.blocks.crew._roster import Roster
+from manyhands.blocks.crew._roster import WATCHED, Member, Roster
 from manyhands.errors import StoreLost
 
 SECRET_VARIABLE = "MANYHANDS_SECRET"
@@ -82,6 +84,9 @@ MISSING = secrets.token_hex(8)  # equals no stored value
 
 PREFIX = "manyhands/"
 ROSTER, REVISION = PREFIX + "roster", PREFIX + "revision"
+REREAD = 0.0003  # seconds between two readings of a changed roster, for each process in it
+ASK_SPREAD = 0.005  # seconds for each member of a large crew, over which their asking is spread
+ASK_PAUSE = 0.03  # seconds until it looks again whether another one has asked for it
 REPAIR_DELAY = 2.5  # seconds in which every living process has at least two heartbeats
 REPAIR_TIMEOUT = STORE_TIMEOUT  # seconds in which a wrong roster must be repaired
 
@@ -213,11 +218,6 @@ class StoreClient:
     def verify_or_ignore(self, key: str, value: bytes | None) -> str | None:
         """Return the text of a fetched value, if a member wrote it under this key."""
         return None if value is None else self.signer.verify_or_ignore(key, value)
-
-    @staticmethod
-    def supports(name: str) -> bool:
-        """Return whether this version of torch has a store method of this name."""
-        return hasattr(TCPStore, name)
 
     def start_heartbeat(self, key: str) -> None:
         """Increase the signed counter under this key from now on."""
@@ -372,7 +372,7 @@ class HeartbeatMonitor:
 
     def reset(self) -> None:
         """Forget all observations, as after a long stop of this process."""
-        self._counters.clear()
+        self._counters = {}
 
 
 class SharedRoster:
@@ -381,10 +381,13 @@ class SharedRoster:
     def __init__(self, client: StoreClient, monitor: HeartbeatMonitor, processes: int = 1) -> None:
         self.client = client
         self.monitor = monitor
+        self.id = ""  # of this process, once it has a heartbeat
+        self.watched: Callable[[Roster], Iterable[str]] | None = None  # for a launcher
+        self._lock = threading.RLock()  # a thread watches while this process trains
         self.roster = Roster(processes=processes, run=secrets.token_hex(8))
         self._text = self._sign(self.roster)  # as it stands in the store
         self._revision: bytes | None = None  # the hint that was read last
-        self._observed = -float("inf")  # when the heartbeats were read last
+        self._observed = self._accepted = -float("inf")  # when heartbeats, roster were read last
         self._known_revisions: dict[str, int] = {}  # the newest one that each process knows
         # Expecting "" writes the empty roster only if there is none yet, and returns what is there.
         self._accept(client.call("compare_set", ROSTER, "", self._text))
@@ -399,31 +402,65 @@ class SharedRoster:
 
     def refresh(self) -> Roster:
         """Return the roster as it is now. Read the heartbeats too, if they are due."""
-        revision, now = self.client.fetch(REVISION), time.monotonic()
-        due = now - self._observed >= self.monitor.interval
-        # The hint is not signed and may be missing or wrong: read the roster now and then anyway.
-        if revision != self._revision or due:
-            self._revision = revision
-            self._accept(self.client.fetch(ROSTER))
-        if due:
-            self._observed = now
-            self.observe_heartbeats()
-        return self.roster
+        with self._lock:
+            revision, now = self.client.fetch(REVISION), time.monotonic()
+            # The hint is not signed and may be missing or wrong: read the roster now and then
+            # anyway. A long one is read more rarely, so that equally many bytes a second are read.
+            size, pause = len(self.roster.everyone), self.monitor.interval
+            pause = REREAD * size if revision != self._revision else max(1, size / WATCHED) * pause
+            if now - self._accepted >= pause:
+                self._revision, self._accepted = revision, now
+                self._accept(self.client.fetch(ROSTER))
+            if now - self._observed >= self.monitor.interval:
+                self.observe_heartbeats()
+            return self.roster
 
     def change(self, update: Callable[[Roster], Roster]) -> Roster:
         """Apply an update, again if another process changed the roster first; return the roster."""
-        while (wanted := update(self.roster)) != self.roster:
-            wanted = replace(wanted, revision=self.roster.revision + 1)
-            text = self._sign(wanted)
-            found = self.client.call("compare_set", ROSTER, self._text, text)
-            if found == text.encode():
-                self._remember(wanted, text)
-                self.client.call("set", REVISION, str(wanted.revision))
-                break
-            # For a missing key, torch's compare_set returns the expected value and writes nothing.
-            missing = found == self._text.encode()
-            self._accept(None if missing else found)
-        return self.roster
+        pause = 0.001
+        with self._lock:
+            while (wanted := update(self.roster)) != self.roster:
+                wanted = replace(wanted, revision=self.roster.revision + 1)
+                text = self._sign(wanted)
+                found = self.client.call("compare_set", ROSTER, self._text, text)
+                if found == text.encode():
+                    self._remember(wanted, text)
+                    self.client.call("set", REVISION, str(wanted.revision))
+                    break
+                # For a missing key, compare_set returns the expected value and writes nothing.
+                missing = found == self._text.encode()
+                self._accept(None if missing else found)
+                # Many change it at once: give the others time.
+                pause = min(2 * pause, 0.001 * len(self.roster.everyone))
+                time.sleep(random.uniform(0.0, pause))
+            return self.roster
+
+    def ask_to_join(self, member: Member) -> None:
+        """Ask to be in the next generation. The members of a large crew ask for each other.
+
+        Each writes down that it asks, and if none of the others has asked for it after a random
+        time, it asks for all that have written this down.
+        """
+        before, asking = self.roster, {member.id: member}
+
+        def ask(roster: Roster) -> Roster:
+            if roster.generation != before.generation:
+                return roster  # it has begun without them
+            gone = roster.gone - {member.id}
+            return roster.ask_to_join(*(m for id, m in asking.items() if id not in gone))
+
+        if len(before.ids) <= WATCHED or member.id not in before.ids:
+            self.change(lambda roster: roster.ask_to_join(member))
+            return
+        keys = [f"{PREFIX}asks/{before.generation}/{id}" for id in before.ids]
+        self.client.put(keys[before.ids.index(member.id)], Roster(waiting=(member,)).text)
+        until = time.monotonic() + random.uniform(0.0, ASK_SPREAD * len(before.ids))
+        while (now := self.refresh()).generation == before.generation and member not in now.waiting:
+            if time.monotonic() > until:
+                texts = map(self.client.verify_or_ignore, keys, self.client.fetch_all(keys))
+                asking |= {m.id: m for text in texts if text for m in Roster.of(text).waiting}
+                self.change(ask)
+            time.sleep(ASK_PAUSE)
 
     def _sign(self, roster: Roster) -> str:
         return self.client.signer.sign(ROSTER, roster.text)
@@ -494,11 +531,19 @@ class SharedRoster:
     # -- heartbeats ----------------------------------------------------------------------------
 
     def observe_heartbeats(self) -> None:
-        """Read the heartbeats of all processes in the roster that are not known to be gone."""
-        roster = self.roster
-        ids = list(dict.fromkeys((*roster.everyone, *roster.launchers)))
-        counts = self._read_heartbeats(id for id in ids if id not in roster.gone)
-        self.monitor.observe(counts, time.monotonic())
+        """Read the heartbeats of the watched processes; of many, report those that are silent."""
+        watched = self.watched or (lambda roster: roster.watched_by(self.id))
+        with self._lock:
+            self._observed = time.monotonic()
+            counts = self._read_heartbeats(watched(self.roster))
+            self.monitor.observe(counts, time.monotonic())
+            if self.watched is None:  # a launcher's stall time is longer than the members'
+                self.change(lambda roster: roster.report(counts, self.monitor.silent))
+
+    @property
+    def silent(self) -> frozenset[str]:
+        """The other processes without a heartbeat, as we have seen or their watchers report."""
+        return self.monitor.silent.union(id for id, _ in self.roster.silent) - {self.id}
 
     def _read_heartbeats(self, ids: Iterable[str]) -> dict[str, int]:
         """Return each process's heartbeat counter; 0 if no valid one is stored."""
@@ -525,21 +570,22 @@ class SharedRoster:
         # A key of its own: members arrive together, and would wait in line to change the roster.
         self.client.put(f"{PREFIX}arrived/{generation}/{id}", str(round_index))
 
-    def have_arrived(self, generation: int, round_index: int, ids: Sequence[str]) -> bool:
-        """Return whether all these members have arrived at the round."""
+    def not_arrived(self, generation: int, round_index: int, ids: Sequence[str]) -> tuple[str, ...]:
+        """Return those of these members that have not arrived at the round."""
         keys = [f"{PREFIX}arrived/{generation}/{id}" for id in ids]
         texts = map(self.client.verify_or_ignore, keys, self.client.fetch_all(keys))
-        return all(text is not None and int(text) >= round_index for text in texts)
+        here = [text is not None and int(text) >= round_index for text in texts]
+        return tuple(id for id, came in zip(ids, here, strict=True) if not came)
 
     def sweep(self, generation: int) -> None:
         """Delete this generation's addresses, and all keys of earlier generations."""
         # So the store stays small. This generation's arrivals stay: its members still read them.
-        for key in self.client.call("list_keys") if self.client.supports("list_keys") else ():
+        for key in self.client.call("list_keys"):
             kind, _, rest = key.removeprefix(PREFIX).partition("/")
             number = rest.partition("/")[0]
             if not number.isdecimal():  # a stranger's key
                 continue
             if (kind == "group" and int(number) <= generation) or (
-                kind == "arrived" and int(number) < generation
+                kind in ("arrived", "asks") and int(number) < generation
             ):
                 self.client.call("delete_key", key)

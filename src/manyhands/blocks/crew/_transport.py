@@ -13,6 +13,7 @@ destroyed in a thread of its own.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -20,12 +21,11 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from manyhands._core.groups import group_closer
+from manyhands._core.groups import group_closer, make_gloo, open_pairs
 from manyhands.blocks.crew._store import UNSIGNED, Signer, connect_to_store, parse_address
 
 # Seconds between two checks of something that is waited for: at first, and in a long wait.
@@ -62,12 +62,14 @@ class SignedStore(Store):
         super().__init__()
         self._client, self._prefix, self._signer = client, prefix + "/", signer
         self._timeout = timedelta(seconds=timeout)
+        self._written: dict[str, str] = {}  # by this member, and by key
+        self._known: dict[str, str] = {}  # what members have written
 
     # gloo calls these three from C++, with addresses in bytes.
 
     def set(self, key: str, value: bytes | str) -> None:
         text = value if isinstance(value, str) else value.hex()
-        key = self._prefix + key
+        self._written[key], key = text, self._prefix + key
         self._client.set(key, self._signer.sign(key, text))
 
     def get(self, key: str) -> bytes:
@@ -79,6 +81,8 @@ class SignedStore(Store):
 
     def text(self, key: str, timeout: timedelta | None = None) -> str:
         """Return what a member wrote under this key; wait until one has written it."""
+        if key in self._known:
+            return self._known[key]
         key, timeout = self._prefix + key, timeout or self._timeout
         until, wrong = time.monotonic() + timeout.total_seconds(), b""
         while True:
@@ -93,6 +97,19 @@ class SignedStore(Store):
             if time.monotonic() > until:
                 raise RuntimeError(f"no member has written {key} for {timeout.total_seconds():g} s")
             time.sleep(0.05)
+
+    def exchange(self, rank: int, size: int, ports: list[int]) -> list[int]:
+        """Read all members' addresses at once, for gloo; return the ports on which they listen."""
+        self.set(f"member/{rank}", json.dumps([self._written, ports]))
+        keys = [f"{self._prefix}member/{other}" for other in range(size)]
+        self._client.wait(keys, self._timeout)
+        texts = map(self._signer.verify, keys, self._client.multi_get(keys))
+        found = []
+        for other, text in enumerate(texts):
+            addresses, its_ports = json.loads(text or self.text(f"member/{other}"))
+            self._known |= addresses
+            found += its_ports
+        return found
 
 
 Address = tuple[str, int]  # host and port
@@ -150,23 +167,18 @@ class GlooTransport:
         """Connect the generation's members by gloo, in a thread, because that may hang."""
         try:
             client = connection.acquire()
-            store = SignedStore(client, prefix, connection.signer, min(timeout, CONNECT_TIMEOUT))
-            gloo: Any = dist.ProcessGroupGloo
-            options = gloo._Options()  # private in torch, and the only way to choose an interface
-            options._timeout = timedelta(seconds=min(timeout, CONNECT_TIMEOUT))
+            seconds = min(timeout, CONNECT_TIMEOUT)
+            store = SignedStore(client, prefix, connection.signer, seconds)
             # Compare the process's sockets before and after, to find which ones gloo has opened.
             ports_before, endpoints_before = set(_listening_ports()), set(_connected_endpoints())
-            if os.environ.get("GLOO_SOCKET_IFNAME"):
-                options._devices = [gloo.create_default_device()]
-            else:
-                options._devices = [gloo.create_device(hostname=own_address(connection.store))]
+            group = make_gloo(
+                store, rank, size, timedelta(seconds=seconds), own_address(connection.store)
+            )
             # Other threads may open a listening port meanwhile. One more port here does no harm.
             new_ports = [port for port in _listening_ports() if port not in ports_before]
-            store.set(f"ports/{rank}", " ".join(map(str, new_ports)))
-            group = gloo(store, rank, size, options)  # returns when all members have connected
+            ports = set(store.exchange(rank, size, new_ports))
+            open_pairs(group, rank, size)  # returns when all members have connected
             group._set_default_timeout(timedelta(seconds=timeout))
-            published = " ".join(store.text(f"ports/{other}") for other in range(size))
-            ports = set(map(int, published.split()))
             # A connection of the group is new, and has a member's listening port at one end.
             self._endpoints = {
                 ends
