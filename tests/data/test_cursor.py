@@ -222,7 +222,7 @@ class Stream(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"dataset": Stream()}, TypeError, "dataset with a length.*got Stream"),
+        ({"dataset": Stream()}, TypeError, "needs to know where in a stream it is, and Stream"),
         ({"dataset": numbers(0)}, ValueError, "got one of length 0"),
         ({"batch_size": 0}, ValueError, "batch_size must be a whole number of at least 1, got 0"),
         ({"batch_size": 2.0}, ValueError, "batch_size must be a whole number"),

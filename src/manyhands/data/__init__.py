@@ -8,4 +8,11 @@ A step's samples pass through the files in this order; below `Cursor` they are i
     _account.py  the ledger as one worker knows it, and what this worker took since the last commit
     _plan.py     steps divided among ranks and passes, as torch's loader asks for them
     _cursor.py   `Cursor`: the loop over all of this
+    _stream.py   `StreamCursor`: a `Cursor` over shards whose samples have no index
 """
+
+from manyhands.data._stream import StreamCursor
+
+__all__ = ["StreamCursor"]
+
+StreamCursor.__module__ = __name__  # what tracebacks and help() show

@@ -18,14 +18,14 @@ from __future__ import annotations
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from manyhands._core.agreement import agree
 from manyhands._core.ranks import RankGroup
@@ -98,7 +98,8 @@ class Cursor:
     evenly, the ranks' parts differ by one sample, and `mean` gives each its right weight.
 
     Args:
-        dataset: a dataset with a length, whose samples are found by index.
+        dataset: a dataset with a length, whose samples are found by index; or a stream, for which
+            `manyhands.data.StreamCursor` says what else there is.
         batch_size: the samples of a step, see `keep`.
         keep: "batch": `batch_size` is that of all ranks together, however many there are. "micro":
             `batch_size` is that of one rank, and the batch follows the ranks.
@@ -116,6 +117,8 @@ class Cursor:
         options: further arguments of the loader, such as `num_workers` and `collate_fn`.
     """
 
+    of_streams: ClassVar[type[Cursor]]  # `StreamCursor`, which is a Cursor
+
     def __init__(
         self,
         dataset: MapDataset,
@@ -131,9 +134,7 @@ class Cursor:
         loader: Callable[..., Iterable[Any]] = DataLoader,
         **options: object,
     ) -> None:
-        self._blocks = None if optimizer is None else _find_blocks(optimizer)
-        ranks = None if optimizer is None else gradient_ranks(optimizer)
-        self._ranks: RankGroup = RankGroup.of(process_group) if ranks is None else ranks
+        self._join(optimizer, process_group)
         arguments: Arguments = {
             "batch_size": batch_size,
             "keep": keep,
@@ -150,6 +151,26 @@ class Cursor:
         self._plan = LoaderPlan(
             self._rules, self._account, self._number, self._ranks, max_local_batch_size, shards
         )
+        # A generator of its own: torch's loader draws from it, and a resumed run must draw from
+        # the default one as often as a run that was not interrupted.
+        self._generator = None if "generator" in options else torch.Generator()
+        options.setdefault("generator", self._generator)
+        self._loader = loader(dataset, batch_sampler=self._plan, **options)
+        self._begin_with(Ledger(len(dataset)))
+
+    def __new__(cls, dataset: object = None, *arguments: object, **options: object) -> Cursor:
+        """Make a `Cursor`, or for an iterable without a length a `StreamCursor`."""
+        stream = isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized)
+        stream = stream and dataset is not None and cls is Cursor
+        return super().__new__(cls.of_streams if stream else cls)
+
+    def _join(
+        self, optimizer: Optimizer | None, group: torch.distributed.ProcessGroup | None
+    ) -> None:
+        """Find the ranks, and count their steps."""
+        self._blocks = None if optimizer is None else _find_blocks(optimizer)
+        ranks = None if optimizer is None else gradient_ranks(optimizer)
+        self._ranks: RankGroup = RankGroup.of(group) if ranks is None else ranks
         self._optimizer, self._hook = optimizer, None
         if optimizer is not None and self._blocks is None:
             self._hook = _call_after_step(optimizer, self._commit)
@@ -157,12 +178,6 @@ class Cursor:
         self._mean: WeightedMean | None = None  # of the step under way
         self._mean_due = False  # whether `mean` was not called yet for the present batch
         self._warned = self._iterated = False
-        # A generator of its own: torch's loader draws from it, and a resumed run must draw from
-        # the default one as often as a run that was not interrupted.
-        self._generator = None if "generator" in options else torch.Generator()
-        options.setdefault("generator", self._generator)
-        self._loader = loader(dataset, batch_sampler=self._plan, **options)
-        self._begin_with(Ledger(len(dataset)))
 
     # -- what a loop reads ---------------------------------------------------------------------
 

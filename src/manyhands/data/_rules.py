@@ -12,11 +12,10 @@ is refused where the order is another one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from typing import Any, Protocol, TypedDict, cast
 
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
 from manyhands._core.agreement import agree
 from manyhands._core.arguments import one_of, whole
@@ -105,15 +104,9 @@ def agree_on_rules(
 
 
 def _find_mistake(
-    dataset: object, arguments: Arguments, options: Mapping[str, object], ranks: int
+    dataset: MapDataset, arguments: Arguments, options: Mapping[str, object], ranks: int
 ) -> ValueError | TypeError | None:
     """Return what is wrong with a cursor's arguments, if anything is."""
-    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
-        return TypeError(
-            "Cursor needs a dataset with a length, whose samples are found by index, got "
-            f"{type(dataset).__name__}. Give a stream that is cut into shards of known sizes as "
-            "DataShards."
-        )
     if len(dataset) == 0:
         return ValueError("Cursor needs a dataset with samples, and got one of length 0.")
     for name in OWN_OPTIONS:

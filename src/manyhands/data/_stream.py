@@ -1,0 +1,379 @@
+"""`Cursor` over a stream: data without an index, such as files that are read front to back.
+
+A stream is a number of shards. Each of them is read front to back, so a position in it is a count
+of samples. An epoch has its own order of the shards, and the readers (all loader processes of all
+ranks) take turns at it:
+
+    reader 0    places 0, R, 2R, ...      one shard after the other
+    reader 1    places 1, R + 1, ...
+      :
+
+What is shuffled inside a shard are blocks of `buffer_size` samples, each by itself. So a position
+still says which samples come next, whoever reads on: no sample is lost or repeated, on any number
+of ranks. Each batch carries the positions that its samples lead to, and they count once the
+optimizer has stepped.
+
+No rank knows how long the others' shards are. So each step begins with one exchange of a number:
+how many samples each rank has. It says when the epoch ends, and is what `mean` divides by.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+
+from manyhands._core.agreement import agree
+from manyhands._core.arguments import one_of, whole
+from manyhands._core.state_parts import SavedEntries
+from manyhands.data._cursor import Cursor
+from manyhands.data._order import Order
+from manyhands.data._plan import Pass
+from manyhands.data._rules import ADVICE, FORMAT
+
+READ_AT_ONCE = 64  # samples of a shard between two of its states, if they are not shuffled
+
+
+class Position(NamedTuple):
+    """How far a shard was read."""
+
+    shard: int
+    taken: int = 0  # of its samples
+    state: str = ""  # its state dict as JSON, after `state_count` samples; "": it has none
+    state_count: int = 0
+    ended: bool = False
+
+
+# Where its samples lead to, their number (0: only ends of shards), and the samples.
+Batch = tuple[list[Position], int, Any]
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """A stream in shards, as Hugging Face's `IterableDataset` is one."""
+
+    num_shards: int
+
+    def shard(self, num_shards: int, index: int) -> Iterable[Any]:
+        """Return shard `index` of so many. It may have `state_dict` and `load_state_dict`."""
+
+
+class StreamCursor(Cursor):
+    """A `Cursor` over a stream. `Cursor` makes one if its dataset is an iterable without a length.
+
+    >>> import manyhands as mh
+    >>> class Lines:
+    ...     num_shards = 2
+    ...     def shard(self, num_shards, index):
+    ...         return [f"file {index}, line {line}" for line in range(3)]
+    >>> cursor = mh.Cursor(Lines(), batch_size=4, shuffle=False, collate_fn=list)
+    >>> for batch in cursor:
+    ...     print(len(batch), batch[-1])
+    4 file 1, line 0
+    2 file 1, line 2
+
+    Args:
+        dataset: an object with `num_shards` and `shard(num_shards, index)`.
+        batch_size: the samples of a step, see `keep`.
+        keep: "batch": of all ranks together. "micro": of one rank.
+        shuffle: whether each epoch has its own order of the shards.
+        buffer_size: shuffle this many samples of a shard at a time; 0 leaves them in order.
+        seed: the seed of all orders.
+        drop_last: end the epoch with the last step in which every rank has a full batch.
+        optimizer: the optimizer that trains on the data.
+        process_group: the ranks that share a step.
+        loader: what loads the batches: `DataLoader`, or a class that takes the same arguments.
+        collate_fn: makes a batch of a list of samples.
+        options: further arguments of the loader, such as `num_workers`.
+    """
+
+    def __init__(
+        self,
+        dataset: Stream,
+        batch_size: int,
+        *,
+        keep: Literal["batch", "micro"] = "batch",
+        shuffle: bool = True,
+        buffer_size: int = 0,
+        seed: int = 0,
+        drop_last: bool = False,
+        optimizer: Optimizer | None = None,
+        process_group: torch.distributed.ProcessGroup | None = None,
+        loader: Callable[..., Iterable[Any]] = DataLoader,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        **options: Any,
+    ) -> None:
+        self._join(optimizer, process_group)
+        if self._blocks is not None:
+            raise ValueError(
+                "in blocks each worker takes steps of its own, and a Cursor over a stream is for "
+                "ranks that step together. Give each worker a DataLoader of its own shards."
+            )
+        size = self._ranks.size
+        if options.get("persistent_workers"):
+            raise ValueError(
+                "persistent_workers=True keeps the shards of the first epoch: omit it."
+            )
+        one_of("keep", keep, ["batch", "micro"])
+        whole("batch_size", batch_size, size if keep == "batch" else 1)
+        _check_stream(dataset)
+        shards, readers = dataset.num_shards, max(1, options.get("num_workers", 0))
+        self._order = {
+            "version": FORMAT,
+            "shards": shards,
+            "seed": whole("seed", seed),
+            "shuffle": bool(shuffle),
+            "buffer_size": whole("buffer_size", buffer_size),
+        }
+        facts = {"batch_size": batch_size, "keep": keep, "drop_last": drop_last}
+        agree(self._ranks, {"data": {**self._order, **facts, "num_workers": readers}}, ADVICE)
+        batch = batch_size if keep == "batch" else batch_size * size
+        self._batch, self._drop_last = batch, drop_last
+        rank = self._ranks.rank
+        self._own_batch = batch * (rank + 1) // size - batch * rank // size
+        self._readers = Readers(dataset, self._own_batch, buffer_size, seed, collate_fn)
+        self._reader_counts = rank, size, readers
+        self._loader = loader(self._readers, batch_size=None, collate_fn=_as_it_is, **options)
+        self._epoch = self._position = 0
+        self._shards: dict[int, Position] = {}  # of the epoch under way; others have not begun
+        self._taken: list[Position] = []  # where the batch that the loop has leads to
+        self._step_samples = 0  # of the step that the loop is in, on all ranks
+        self._filler: Any = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, from 0 on."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """How many samples of the epoch count as trained on, on all ranks together."""
+        return self._position
+
+    @property
+    def batch_size(self) -> int:
+        """The samples of a step, of all ranks together."""
+        return self._batch
+
+    @property
+    def passes(self) -> int:
+        """Backward passes in a step: 1."""
+        return 1
+
+    def __len__(self) -> int:
+        """Raise TypeError: nobody knows."""
+        raise TypeError("a Cursor over a stream has no length")
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's batches of the rest of the epoch."""
+        if self._iterated:
+            raise RuntimeError("this Cursor is iterated already. Make another for another loop.")
+        agree(self._ranks, {"position": {"epoch": self.epoch, "samples": self.position}}, ADVICE)
+        self._iterated = True
+        try:
+            yield from self._steps()
+        finally:
+            self._iterated, self._now, self._mean = False, None, None
+            self._taken, self._step_samples = [], 0
+
+    def _steps(self) -> Iterator[Any]:
+        """Yield a batch for each step, and begin the next epoch when no rank has one."""
+        self._begin_reading()
+        batches, ended = iter(self._loader), list[Position]()
+        while True:
+            problem, taken, samples, batch = None, list[Position](), 0, None
+            try:
+                while not samples:
+                    taken, samples, batch = next(batches)
+                    # Ends count with the next batch, or not at all: then they are found again.
+                    ended = ended + taken
+            except StopIteration:
+                pass
+            except Exception as error:
+                problem, samples = error, -1  # said to the others first: they would wait
+            row = self._ranks.all_gather([float(samples)], self._ranks.any_device)
+            counts = [int(count) for (count,) in row]
+            if min(counts) < 0:
+                text = f"rank {counts.index(-1)} could not read its next batch. See its error."
+                raise problem or RuntimeError(text)
+            if sum(counts) < (self._batch if self._drop_last else 1):
+                break
+            if samples == 0:
+                batch = self._find_filler()
+            elif self._filler is None:
+                self._filler = batch
+            self._taken, ended = ended, []
+            self._step_samples = total = sum(counts)
+            not_empty = sum(count > 0 for count in counts)
+            self._now = Pass(samples, 0, (samples,), total, not_empty, len(counts))
+            self._mean, self._mean_due = None, True
+            if self._optimizer is None:
+                self._commit()
+            yield batch
+            self._check_weighted()
+        self._epoch, self._position, self._shards = self._epoch + 1, 0, {}
+
+    def _begin_reading(self) -> None:
+        """Give the readers of this rank what is left of the epoch."""
+        rank, ranks, readers = self._reader_counts
+        shards = self._order["shards"]
+        order = Order(shards, self._order["seed"], self._epoch, bool(self._order["shuffle"]))
+        queues: list[list[Position]] = [[] for _ in range(readers)]
+        for place, shard in enumerate(order.indices(((0, shards),))):
+            found = self._shards.get(shard, Position(shard))
+            if place % ranks == rank and not found.ended:
+                queues[place // ranks % readers].append(found)
+        self._readers.queues, self._readers.epoch = queues, self._epoch
+
+    def _find_filler(self) -> Any:
+        """Return a batch that counts for nothing: the first that this rank had, or one sample."""
+        if self._filler is not None:
+            return self._filler
+        for shard in range(self._order["shards"]):
+            for sample in self._readers.stream.shard(self._order["shards"], shard):
+                self._filler = self._readers.collate([sample])
+                return self._filler
+        raise AssertionError("another rank has samples, and there are none")
+
+    def _commit(self) -> None:
+        """Count the batch that the loop has: all ranks have taken a step."""
+        self._shards |= {position.shard: position for position in self._taken}
+        self._position += self._step_samples
+        self._taken, self._step_samples = [], 0
+
+    def ahead(self) -> Any:
+        """Raise ValueError: a `Ramp` changes the batch, and each rank reads its own."""
+        raise ValueError("a Ramp needs a Cursor over a dataset with a length, not over a stream.")
+
+    # -- saving --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Return the position in plain values, for any number of ranks. Call it on every rank."""
+        shards = dict(self._shards)
+        for text in self._ranks.all_gather_text(json.dumps([*self._shards.values()])):
+            for position in (Position(*each) for each in json.loads(text)):
+                known = shards.get(position.shard, position)
+                if (position.ended, position.taken) >= (known.ended, known.taken):
+                    shards[position.shard] = position
+        return {
+            **self._order,
+            "epoch": self._epoch,
+            "position": self._position,
+            "ended": sorted(each.shard for each in shards.values() if each.ended),
+            "open": sorted([*each[:4]] for each in shards.values() if not each.ended),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
+        """Continue after the last sample that was trained on. Load the same on every rank."""
+        if self._iterated:
+            raise RuntimeError(
+                "this Cursor is iterated, and cannot go to another position: load it before."
+            )
+        entries = SavedEntries(state_dict, "a position in a stream")
+        entries.expect(self._order)
+        epoch, position = entries.whole("epoch"), entries.whole("position")
+        try:
+            found = [Position(*each) for each in entries["open"]]
+            found += [Position(shard, ended=True) for shard in entries["ended"]]
+            shards = {each.shard: each for each in found}
+            if not set(shards) <= set(range(self._order["shards"])):
+                raise ValueError("it names shards that are not there")
+        except (TypeError, ValueError) as error:
+            raise entries.wrong("open", "positions in shards", error) from error
+        self._epoch, self._position, self._shards = epoch, position, shards
+
+    def __repr__(self) -> str:
+        return (
+            f"Cursor(shards={self._order['shards']}, batch_size={self._batch}, "
+            f"epoch={self.epoch}, position={self.position})"
+        )
+
+
+def _check_stream(dataset: object) -> None:
+    """Raise unless the stream has shards whose positions are counts of samples."""
+    if not isinstance(dataset, Stream):
+        raise TypeError(
+            f"a Cursor needs to know where in a stream it is, and {type(dataset).__name__} does "
+            "not say it. Give it num_shards and a method shard(num_shards, index) that returns an "
+            "iterable, as Hugging Face's IterableDataset has. With known sizes: mh.DataShards."
+        )
+    inside: object = dataset
+    while (
+        inside := getattr(inside, "_ex_iterable", getattr(inside, "ex_iterable", None))
+    ) is not None:
+        if "BufferShuffled" in type(inside).__name__:
+            raise ValueError(
+                "this stream shuffles through a buffer, which is empty when a run is resumed: its "
+                "samples would be lost. Leave .shuffle(buffer_size=...) out, and give the Cursor "
+                "buffer_size=."
+            )
+
+
+Cursor.of_streams = StreamCursor
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+class Readers(IterableDataset[Batch]):
+    """This rank's readers, as torch's loader runs them: each yields batches from its shards."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        batch_size: int,
+        buffer_size: int,
+        seed: int,
+        collate: Callable[[list[Any]], Any],
+    ) -> None:
+        self.stream, self.collate, self.epoch = stream, collate, 0
+        self.queues: list[list[Position]] = []  # what each reader is to read
+        self._batch_size, self._buffer_size, self._seed = batch_size, buffer_size, seed
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()
+        number = 0 if worker is None else worker.id
+        if worker is not None:
+            # A Hugging Face stream that sees it would leave this shard to another process.
+            torch.utils.data._utils.worker._worker_info = None
+        samples, leads_to = list[Any](), dict[int, Position]()
+        for begin in self.queues[number]:
+            for position, sample in self._read(begin):
+                leads_to[position.shard] = position
+                samples += [] if position.ended else [sample]
+                if len(samples) == self._batch_size:
+                    yield [*leads_to.values()], len(samples), self.collate(samples)
+                    samples, leads_to = [], {}
+        if leads_to:
+            batch = self.collate(samples) if samples else None
+            yield [*leads_to.values()], len(samples), batch
+
+    def _read(self, begin: Position) -> Iterator[tuple[Position, Any]]:
+        """Yield a shard's samples with the positions after them, and last its end."""
+        shard: Any = self.stream.shard(self.stream.num_shards, begin.shard)
+        has_state = hasattr(shard, "state_dict") and hasattr(shard, "load_state_dict")
+        if has_state and begin.state:
+            shard.load_state_dict(json.loads(begin.state))
+            samples, at = iter(shard), begin.state_count
+        else:  # from the beginning of the block that the position is in
+            at = begin.taken - begin.taken % max(1, self._buffer_size)
+            samples = islice(iter(shard), at, None)
+        while True:
+            state = json.dumps(shard.state_dict()) if has_state else ""
+            block = list(islice(samples, self._buffer_size or READ_AT_ONCE))
+            if not block:
+                yield Position(begin.shard, at, ended=True), None
+                return
+            text = f"{self._seed} {self.epoch} {begin.shard} {at}"
+            order = Order(len(block), zlib.crc32(text.encode()), 0, self._buffer_size > 1)
+            for done, place in enumerate(order.indices(((0, len(block)),)), start=at + 1):
+                if done > begin.taken:  # not taken before
+                    yield Position(begin.shard, done, state, at), block[place]
+            at += len(block)
