@@ -118,3 +118,33 @@ def test_consolidate_to_hf_is_read_by_from_pretrained(tmp_path):
     assert result.exit_code == 0, result.output
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(read.state_dict(), net(GPT2, seed=1).state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS[:4])
+def test_save_pretrained_writes_the_whole_model_at_every_level(level, tmp_path):
+    def save():
+        model = shard(net(GPT2, seed=1), level)
+        plain = model if level == 3 else model.module
+        for step in range(2):  # after training, too
+            model(torch.arange(12).view(2, 6), labels=torch.arange(12).view(2, 6)).loss.backward()
+            plain.save_pretrained(tmp_path / f"{step}")
+            plain.save_pretrained(tmp_path / f"{step} given", state_dict=plain.state_dict())
+            dist.barrier()
+
+    run_ranks(2, save)
+    expected = net(GPT2, seed=1).state_dict()
+    for path in tmp_path.iterdir():
+        read = AutoModelForCausalLM.from_pretrained(path)
+        torch.testing.assert_close(read.state_dict(), expected, rtol=0, atol=0)
+
+
+def test_save_pretrained_on_rank_0_alone_is_told_at_level_3(tmp_path, monkeypatch):
+    monkeypatch.setattr("manyhands.sharding._agreement.PATIENCE", 0.5)
+
+    def save():
+        model = shard(net(GPT2), 3)
+        if dist.get_rank() == 0:
+            model.save_pretrained(tmp_path)
+
+    with pytest.raises(AssertionError, match=r"\[1\] have not called state_dict\(\)"):
+        run_ranks(2, save)

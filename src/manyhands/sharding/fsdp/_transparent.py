@@ -164,11 +164,15 @@ class Wrap(ModuleWrapper):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.module)  # type: ignore[call-overload]
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:  # of copies, too
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             f"a {type(self).__name__} is not copied or pickled: it is tied to its process group. "
-            "Save or copy its state_dict()."
+            "Save its state_dict(). For a copy, as AveragedModel makes it, copy the plain model "
+            "before wrapping, and wrap the copy in the same way."
         )
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self.__reduce_ex__(4)  # without this method, that of the module inside would be found
 
     # -- state dicts ---------------------------------------------------------------------------
 

@@ -1,0 +1,125 @@
+"""What scripts do around the loop, at every level: one process that trains on all samples is right.
+
+That `torch.save(optimizer.state_dict())` on one rank is an error or a warning is tested in
+`planning/test_shard.py`, that a rank does not evaluate alone in `test_fsdp_unusual_loops.py`, and
+`save_pretrained` in `integrations/test_weights.py`.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import manyhands as mh
+from helpers.ranks import raises_on_ranks, run_ranks
+
+any_level = pytest.mark.parametrize("level", (0, 1, 2, 3))
+STEPS = 4
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.last = nn.Linear(6, 2)
+        self.double()
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def made(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def train(model, optimizer, after=lambda: None):
+    """Take some steps, on this rank's half of the samples if there are two; return the losses."""
+    rank, ranks = (dist.get_rank(), 2) if dist.is_initialized() else (0, 1)
+    x = torch.randn(STEPS, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for batch in x[:, rank::ranks]:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        after()
+        losses.append(loss.item())
+    return losses
+
+
+def same_losses(ranks, expected):
+    mean = [(a + b) / 2 for a, b in zip(*ranks, strict=True)]
+    torch.testing.assert_close(mean, expected, rtol=1e-10, atol=0.0)
+
+
+@any_level
+def test_a_moving_average_of_the_model(level):
+    x = torch.ones(2, 6, dtype=torch.float64)
+
+    def run(level=None):
+        model = Net()
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        optimizer = made(model)
+        if level is not None:
+            model, optimizer = mh.shard(model, optimizer, level=level)
+        if level == 3:  # a sharded average, from which each rank has its part
+            average.module, _ = mh.shard(average.module, made(average.module), level=3)
+        train(model, optimizer, lambda: average.update_parameters(model))
+        with torch.no_grad():
+            return average(x)
+
+    for found in run_ranks(2, run, level):
+        torch.testing.assert_close(found, run())
+
+
+@pytest.mark.parametrize("level", (2, 3))
+def test_a_copy_of_a_sharded_model_is_refused(level):
+    def copies():
+        model, _ = mh.shard(model := Net(), made(model), level=level)
+        AveragedModel(model)
+
+    advice = {2: "copy model.module instead", 3: "copy the plain model before wrapping"}
+    raises_on_ranks(2, TypeError, copies, match=advice[level])
+
+
+@any_level
+@pytest.mark.parametrize("wrong", [None, 0, 1])
+def test_whether_gradients_are_finite_is_the_same_on_every_rank(level, wrong):
+    def finite():
+        model, _ = mh.shard(model := Net(), made(model), level=level)
+        x = torch.ones(2, 6, dtype=torch.float64)
+        x[0, 0] = torch.nan if dist.get_rank() == wrong else 1.0
+        model(x).sum().backward()
+        return [bool(torch.isfinite(p.grad).all()) for p in model.parameters()]
+
+    for found in run_ranks(2, finite):
+        # A gradient of the sum by the last bias is the number of samples.
+        assert found == [wrong is None] * (len(found) - 1) + [True]
+
+
+@any_level
+@pytest.mark.parametrize("when", ["before", "after", "per block", "per block in place"])
+@pytest.mark.few(2)
+@pytest.mark.filterwarnings("ignore")  # torch's own, of what it does not compile
+def test_a_compiled_model_trains_the_same(level, when):
+    expected = train(model := Net(), made(model))
+
+    def run():
+        model = Net()
+        if when == "before":
+            model = torch.compile(model, backend="aot_eager")
+        for index, block in enumerate(model.blocks):
+            if when == "per block":
+                model.blocks[index] = torch.compile(block, backend="aot_eager")
+            elif when == "per block in place":
+                block.compile(backend="aot_eager")
+        model, optimizer = mh.shard(model, made(model), level=level)
+        if when == "after":
+            model = torch.compile(model, backend="aot_eager")
+        return train(model, optimizer)
+
+    same_losses(run_ranks(2, run), expected)
