@@ -99,8 +99,9 @@ class RankClaims(RankReport):
     @classmethod
     def table(cls, numbers: Sequence[float]) -> list[RankClaims]:
         """Return every rank's claims, in rank order, from the numbers of all ranks."""
-        size = len(CLAIMS)
-        return [cls(*numbers[i : i + size]) for i in range(0, len(numbers), size)]
+        rows = zip(*[iter(numbers)] * len(CLAIMS), strict=True)
+        made = dict[tuple[float, ...], RankClaims]()  # most ranks claim the same
+        return [made.get(row) or made.setdefault(row, cls(*row)) for row in rows]
 
 
 CLAIMS = tuple(field.name for field in fields(RankClaims))

@@ -5,13 +5,15 @@ Three kinds of chunks do the same work:
     AllReduceChunk      values as they are: one all_reduce
     SharedMemoryChunk   values as they are, among workers that read each other's memory
     PairwiseChunk       encoded values: two messages between each pair of workers
+
 With an all_reduce, or in pairs, each of N workers sends 2 (N-1)/N of the encoded payload. A report
-travels with each chunk.
+travels with each chunk, but in an all_reduce, where it has a place for every worker, only with the
+first and the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -40,11 +42,14 @@ class PayloadChunk(Protocol):
     measured: bool  # whether its squared length is part of the drift: differences only
     has_mean: bool  # whether `send_mean` has nothing to send: all is here to compute the mean from
 
-    def send_values(self, report: WorkerReport) -> None:
-        """Read the payload and start to send its values and the report."""
+    def send_values(self, report: WorkerReport, squares: list[float]) -> None:
+        """Read the payload and start to send its values and the report.
+
+        `squares` are the squared lengths of all that was measured: as sent, and before rounding.
+        """
 
     def receive_reports(self) -> list[list[float]]:
-        """Wait for all workers' values; return each one's report and squared lengths."""
+        """Wait for all workers' values; return the reports and squared lengths, if any came."""
 
     def send_mean(self, result: RoundResult) -> None:
         """Average what this worker owns and start to send the mean. The reports are known."""
@@ -53,11 +58,12 @@ class PayloadChunk(Protocol):
         """Wait for the mean, write it to the payload, and return its squared length."""
 
 
-def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> Iterator[PayloadChunk]:
-    """Yield the chunks of all payloads in order, on every worker the same."""
+def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> list[PayloadChunk]:
+    """Return the chunks of all payloads in order, on every worker the same."""
     # An empty payload gives one empty chunk, so that the reports are exchanged all the same.
     spare: list[Tensor] = []  # memory of finished chunks, reused by later ones
     sizes = [_chunk_length(payload) for payload in payloads]
+    chunks, summed = list[PayloadChunk](), list[AllReduceChunk]()
     if workers.shared_memory is not None:
         _make_ring_for_chunks(workers, list(zip(payloads, sizes, strict=True)))
     for payload, size in zip(payloads, sizes, strict=True):
@@ -65,11 +71,15 @@ def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> Iterator
         for start in range(0, max(payload.length, 1), size):
             stop = min(start + size, payload.length)
             if workers.shared_memory is not None:
-                yield SharedMemoryChunk(payload, start, stop, workers)
+                chunks.append(SharedMemoryChunk(payload, start, stop, workers))
             elif summable and workers.has_backend(payload.device):
-                yield AllReduceChunk(payload, start, stop, workers, spare)
+                summed.append(AllReduceChunk(payload, start, stop, workers, spare))
+                chunks.append(summed[-1])
             else:
-                yield PairwiseChunk(payload, start, stop, workers)
+                chunks.append(PairwiseChunk(payload, start, stop, workers))
+    for chunk in summed[1:-1]:
+        chunk.reports_in = 0
+    return chunks
 
 
 def _chunk_length(payload: Payload) -> int:
@@ -97,6 +107,9 @@ class AllReduceChunk:
 
         [ values: length | reports: workers × REPORT × PARTS ]
 
+    Of many chunks only the first and the last have them: the former's are needed to go on, and the
+    latter's have all squared lengths. All workers' in each would take longer than the values.
+
     A worker fills in its own report and leaves the others' at zero, so the sum is everyone's
     reports. The tensor has the payload's type, and a report holds float64: each number is split
     into PARTS float32 whose sum is exact.
@@ -111,22 +124,26 @@ class AllReduceChunk:
         self.payload, self.start, self.length = payload, start, stop - start
         self.workers, self._spare = workers, spare
         self._work: Waitable
+        self.reports_in = workers.size  # places for reports
 
-    def send_values(self, report: WorkerReport) -> None:
+    def send_values(self, report: WorkerReport, squares: list[float]) -> None:
         """Start an all_reduce of the values; every worker's report travels behind them."""
-        tail = self.workers.size * REPORT * PARTS
-        self._sent = self._allocate(self.length + tail)
+        self._sent = self._allocate(self.length + self.reports_in * REPORT * PARTS)
         self._values, reports = self._sent[: self.length], self._sent[self.length :]
         if report.included:
             self.payload.read(self.start, self._values)
         else:
             self._values.zero_()  # all_reduce adds every rank: a NaN would reach all of them
         square = square_of(self._values) if self.measured else 0.0
+        squares[:] = [each + square for each in squares]
         if report.weight != 1.0:  # others' are not known yet: `write_mean` divides by all
             self._values.mul_(report.weight)
-        self._reports = reports.view(self.workers.size, REPORT, PARTS)
-        own = _split_exactly([*report.numbers(), square, square]).to(reports)
-        self._work = self.workers.start_all_reduce(self._sent, self._reports, own)
+        self._reports = reports.view(self.reports_in, REPORT, PARTS)
+        if self.reports_in:
+            own = _split_exactly([*report.numbers(), *squares]).to(reports)
+            self._work = self.workers.start_all_reduce(self._sent, self._reports, own)
+        else:
+            self._work = self.workers.start_all_reduce(self._sent)
 
     def receive_reports(self) -> list[list[float]]:
         self._work.wait()
@@ -203,7 +220,7 @@ class SharedMemoryChunk:
         self._cuts = [self.length * rank // workers.size for rank in range(workers.size + 1)]
         self._barrier: Waitable
 
-    def send_values(self, report: WorkerReport) -> None:
+    def send_values(self, report: WorkerReport, squares: list[float]) -> None:
         """Write the values and the report where the other workers can read them."""
         host = self.workers.shared_memory
         assert host is not None
@@ -217,7 +234,8 @@ class SharedMemoryChunk:
         else:
             values.zero_()
         square = square_of(values) if self.measured else 0.0
-        own_report = torch.tensor([*report.numbers(), square, square], dtype=torch.float64)
+        squares[:] = [each + square for each in squares]
+        own_report = torch.tensor([*report.numbers(), *squares], dtype=torch.float64)
         self._reports[self.workers.rank][:REPORT] = own_report
         # The barrier comes last: a worker that passes it may read the report and the values.
         self._barrier = host.barrier()
@@ -362,7 +380,7 @@ class PairwiseChunk(_EncodedChunk):
         first, last = self.start + self.cuts[rank], self.start + self.cuts[rank + 1]
         return self.payload.residual[first:last]
 
-    def send_values(self, report: WorkerReport) -> None:
+    def send_values(self, report: WorkerReport, squares: list[float]) -> None:
         """Send every slice of the values, encoded, to the worker that averages it."""
         payload, rank, size = self.payload, self.workers.rank, self.workers.size
         messages, square, exact = [], 0.0, 0.0
@@ -384,7 +402,8 @@ class PairwiseChunk(_EncodedChunk):
                 square += square_of(values)
             messages.append(message)
         self._message = messages[rank]
-        own_report = [*report.numbers(), square, exact]
+        squares[:] = [squares[0] + square, squares[1] + exact]
+        own_report = [*report.numbers(), *squares]
         for message in messages:
             _write_report(own_report, message)
         self._reports = [own_report] * size

@@ -11,9 +11,9 @@ StateTransfer    one of the members sends the joiners of a crew the common state
 Payloads are cut into chunks (`_chunks.py`), and a few chunks are in flight at once: one is read and
 encoded while others travel. So a second copy of a payload is never made.
 
-A *report* travels with each chunk: a few numbers that the worker says of itself, and the chunk's
-squared length. Checking that workers agree, leaving out values that are not finite and measuring
-the drift therefore need no message of their own. All workers see the same reports in the same
+A *report* travels with the chunks: a few numbers that the worker says of itself, and the squared
+length of what it has sent. Checking that workers agree, leaving out values that are not finite and
+measuring the drift therefore need no message of their own. All see the same reports in the same
 order, and come to the same conclusions.
 
 A round runs in a thread of its own so that training goes on meanwhile, or so that a lost worker is
@@ -321,6 +321,7 @@ class _SyncRound:
     def __init__(self, workers: RankGroup, report: WorkerReport) -> None:
         self.workers, self.report = workers, report
         self.result = RoundResult(squares=[0.0] * workers.size, exact_squares=[0.0] * workers.size)
+        self._squares = [0.0, 0.0]  # of what this worker has sent, and the same before rounding
         self._sent: deque[PayloadChunk] = deque()  # values are on their way
         self._averaging: deque[PayloadChunk] = deque()  # means are on their way
 
@@ -350,7 +351,7 @@ class _SyncRound:
         while len(self._sent) >= IN_FLIGHT:
             self._start_mean(self._sent.popleft())
         chunk.measured = measured
-        chunk.send_values(self.report)
+        chunk.send_values(self.report, self._squares)
         self._sent.append(chunk)
 
     def _start_mean(self, chunk: PayloadChunk) -> None:
@@ -361,10 +362,9 @@ class _SyncRound:
         if not self.result.reports:  # the first chunk: its reports are those of all the others
             self.result.reports = [WorkerReport(*numbers[: REPORT - 2]) for numbers in reports]
             _check_reports(self.result.reports)
-        if chunk.measured:
+        if chunk.measured and reports:  # the squared lengths of this chunk, and all before it
             for rank in self.result.included:
-                self.result.squares[rank] += reports[rank][REPORT - 2]
-                self.result.exact_squares[rank] += reports[rank][REPORT - 1]
+                self.result.squares[rank], self.result.exact_squares[rank] = reports[rank][-2:]
         chunk.send_mean(self.result)
         if chunk.has_mean:
             self._finish(chunk)

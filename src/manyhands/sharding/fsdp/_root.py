@@ -52,6 +52,7 @@ class Attendance:
         self._ranks = ranks
         self._roll_call = ranks.roll_call()
         self._trained = 0  # forwards with gradients
+        self._shown = range(0, ranks.size, -(-ranks.size // 64))  # ranks that say so: at most 64
 
     def forward(self) -> None:
         """Take part in the next forward of the root."""
@@ -59,7 +60,8 @@ class Attendance:
             self._roll_call.wait("a forward without gradients", self._find_training)
             return
         self._trained += 1
-        self._roll_call.store.set(self._key(self._ranks.rank), str(self._trained))
+        if self._ranks.rank in self._shown:
+            self._roll_call.store.set(self._key(self._ranks.rank), str(self._trained))
 
     def _key(self, rank: int) -> str:
         return f"{self._roll_call.prefix}/trained/{rank}"
@@ -67,9 +69,7 @@ class Attendance:
     def _find_training(self) -> str:
         """Return an error's message if other ranks train while this one evaluates, else ""."""
         store = self._roll_call.store
-        # At most 64 of them, or all that wait would ask for all: for different ones.
-        step = -(-self._ranks.size // 64)
-        keys = {r: self._key(r) for r in range(self._ranks.rank % step, self._ranks.size, step)}
+        keys = {r: self._key(r) for r in self._shown}
         ahead = [
             r for r, k in keys.items() if store.check([k]) and int(store.get(k)) > self._trained
         ]
