@@ -19,7 +19,8 @@ from helpers.checkpoint_oracle import Setup, assert_equal
 from helpers.forge import complete, data_file, only
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands import adaptdl
-from manyhands.checkpoint import _folder, _format, _reader, _slices, _values
+from manyhands._core import tensor_parts
+from manyhands.checkpoint import _folder, _format, _reader, _values
 
 
 def names(path):
@@ -35,7 +36,7 @@ def test_a_flat_range_is_a_few_slices_in_order(shape, data):
     start = data.draw(st.integers(0, total))
     stop = data.draw(st.integers(start, total))
     numbers = torch.arange(total).view(shape)
-    boxes = list(_slices.slices_of_range(tuple(shape), start, stop))
+    boxes = list(tensor_parts.slices_of_range(tuple(shape), start, stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     found = []
     for offsets, sizes in boxes:
@@ -356,7 +357,7 @@ def test_some_of_the_workers_may_share_a_run(tmp_path):
 
 @pytest.mark.parametrize("rows", [True, False])
 def test_an_optimizer_sharded_in_each_of_several_groups_is_saved_once(rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(_slices, "LEAST", 100)  # so that every rank writes a part
+    monkeypatch.setattr(tensor_parts, "LEAST", 100)  # so that every rank writes a part
 
     def go():
         sets = [[0, 1], [2, 3]] if rows else [[0, 2], [1, 3]]

@@ -15,7 +15,8 @@ import manyhands as mh
 from helpers.checkpoint_oracle import Setup
 from helpers.forge import content, only, sign
 from helpers.ranks import run_ranks
-from manyhands.checkpoint import _folder, _format, _reader
+from manyhands._core import tensor_parts
+from manyhands.checkpoint import _folder, _reader
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +233,7 @@ def test_covers_once_accepts_exact_tilings_only(shape, data):
         return one + cut(then, (*sizes[:dim], rest, *sizes[dim + 1 :]))
 
     boxes = data.draw(st.permutations(cut((0,) * len(shape), tuple(shape))))
-    assert _format.covers_once(shape, boxes)
+    assert tensor_parts.covers_once(shape, boxes)
 
     # and against counting, for boxes that are anything
     box = st.tuples(*(st.tuples(st.integers(0, 4), st.integers(0, 4)) for _ in shape))
@@ -245,4 +246,4 @@ def test_covers_once_accepts_exact_tilings_only(shape, data):
         inside = inside and all(start + size <= whole for start, size, whole in places)
         counts[tuple(slice(start, start + size) for start, size, _ in places)] += 1
     expected = inside and bool((counts == 1).all())
-    assert _format.covers_once(shape, boxes) == expected
+    assert tensor_parts.covers_once(shape, boxes) == expected

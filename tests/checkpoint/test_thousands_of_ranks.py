@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401 
 
 import manyhands as mh
 from helpers.ranks import run_ranks
+from manyhands._core import tensor_parts
 from manyhands.checkpoint import _folder, _format, _reader, _writing
 
 SIZES = [8, 128, 1024, 16_384]
@@ -113,8 +114,8 @@ def test_what_rank_0_does_with_receipts_is_linear_and_the_commit_small(size, tmp
     texts = [json.dumps(each) for each in all_receipts(size)]
     began = time.thread_time()
     receipts = [json.loads(text) for text in texts]
-    table = _writing.merge_tables([_format.Table(**each["table"]) for each in receipts])
-    tensors = _format.find_tensors(table, size)
+    table = _writing.merge_tables([tensor_parts.Table(**each["table"]) for each in receipts])
+    tensors = tensor_parts.find_tensors(table, size)
     seconds = time.thread_time() - began
     assert seconds < 0.1 + size * 200e-6
     files = [each["file"] for each in receipts]

@@ -15,6 +15,7 @@ foreign.py        objects of other libraries: our integration with theirs
 modules.py        modules around a model, and the names in it
 stop_notice.py    whether this process was asked to stop
 state_parts.py    the layers of an optimizer, and their state in parts, for checkpoints
+tensor_parts.py  the slices of tensors on this rank, and where slices are stored
 random_state.py   the random generators of this rank, saved and restored
 trees.py          tensors in nested containers
 """

@@ -7,7 +7,6 @@ load goes through the same stages, from files to objects.
     _model.py                 a model's tensors, under the names of the plain model
     _optimizer.py             an optimizer's state, by parameter name, and the state of blocks
     _values.py                the user's values, as JSON, and states that foreign code loads
-    _slices.py                this rank's slices of tensors, and which of them it writes and reads
     _format.py                what is in a data file and in the commit, and how it is written
     _reader.py                the reader of both
     _folder.py                a folder in which nothing is half written and no link is followed

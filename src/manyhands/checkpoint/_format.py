@@ -40,16 +40,25 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-import random
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
+from manyhands._core.flat import is_dtensor
+from manyhands._core.tensor_parts import (
+    ALONE,
+    DTYPE_NAMES,
+    Savers,
+    Table,
+    TensorParts,
+    check_can_hold,
+    to_parts,
+)
 from manyhands.checkpoint._folder import NewFile
 from manyhands.checkpoint._values import Json
 
@@ -57,28 +66,8 @@ BLOCK = 2**24  # bytes that are copied or read at once
 CHECKED = 2**14  # bytes of a tensor that have a checksum in common
 CHECKS = "manyhands.crc32"  # the tensor of checksums in a file
 OWN = "rank/"  # how the names of a rank's own tensors begin: they are in no table
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 VERSION = 2
-DTYPE_TEXTS = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
-PRIME = 2**61 - 1
 HEAD = '{{"manyhands checkpoint": {}, "crc32": "{:08x}",\n"content": '
 
 
@@ -96,14 +85,6 @@ class TensorEntry:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def check_can_hold(name: str, dtype: torch.dtype) -> None:
-    """Raise TypeError if a safetensors file has no name for this type of tensor."""
-    if dtype not in DTYPE_NAMES:
-        raise TypeError(
-            f"{name} is a tensor of {dtype}, which safetensors files cannot hold. Convert it."
-        )
 
 
 def slice_name(key: str, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> str:
@@ -225,154 +206,6 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-# -- where tensors are ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StoredSlice:
-    """A rectangular slice of a tensor, in file number `file`."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: int
-
-
-@dataclass
-class Table:
-    """Where tensors are: those in grids, and the slices of all others.
-
-    A rank describes its own file so, with itself as file 0, and the commit all files.
-    """
-
-    # For each grid how many pieces it has and, by key, shape, dtype and the dimension that is cut.
-    grids: list[list[Any]] = field(default_factory=list)
-    # For each file the pieces that it has: pairs of a grid's number and a piece's.
-    pieces: list[list[list[int]]] = field(default_factory=list)
-    # By key: shape, dtype, and a list of (file, offsets, sizes).
-    slices: dict[str, list[Any]] = field(default_factory=dict)
-
-
-def piece_range(size: int, pieces: int, piece: int) -> tuple[int, int]:
-    """Return where a piece of a dimension begins and ends, cut as `torch.chunk` does."""
-    each = -(-size // pieces)
-    return min(size, each * piece), min(size, each * (piece + 1))
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of the checkpoint: its whole shape, and the slices that make it up."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    cut: int = 0  # the dimension that is cut in pieces, if it is
-    holders: Sequence[int] = ()  # the file that has each piece
-    listed: Sequence[StoredSlice] = ()  # the slices, if it is not cut in pieces
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPE_TEXTS[self.dtype]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.torch_dtype.itemsize
-
-    @property
-    def slices(self) -> Iterator[StoredSlice]:
-        """All slices that are not empty."""
-        return self.overlapping((0,) * len(self.shape), self.shape)
-
-    def overlapping(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[StoredSlice]:
-        """Yield the slices that have elements of this one."""
-        candidates: Iterable[StoredSlice] = self.listed
-        if count := len(self.holders):
-            each = max(1, -(-self.shape[self.cut] // count))
-            start, size = offsets[self.cut], sizes[self.cut]
-            candidates = map(
-                self._piece, range(start // each, min(count, -(-(start + size) // each)))
-            )
-        for found in candidates:
-            bounds = zip(offsets, sizes, found.offsets, found.sizes, strict=True)
-            if all(a < c + d and c < a + b for a, b, c, d in bounds):
-                yield found
-
-    def _piece(self, piece: int) -> StoredSlice:
-        start, stop = piece_range(self.shape[self.cut], len(self.holders), piece)
-        offsets, sizes = [0] * len(self.shape), list(self.shape)
-        offsets[self.cut], sizes[self.cut] = start, stop - start
-        return StoredSlice(tuple(offsets), tuple(sizes), self.holders[piece])
-
-
-def find_tensors(table: Table, files: int) -> dict[str, StoredTensor]:
-    """Return all tensors of a table. Raise ValueError unless each element is in it exactly once."""
-    holders: list[dict[int, int]] = [{} for _ in table.grids]
-    for file, pieces in enumerate(table.pieces):
-        for grid, piece in pieces:
-            if holders[grid].setdefault(piece, file) != file:
-                raise ValueError(f"files {holders[grid][piece]} and {file} have the same piece")
-    tensors: dict[str, StoredTensor] = {}
-    for (count, members), found in zip(table.grids, holders, strict=True):
-        if sorted(found) != list(range(count)) or len(table.pieces) != files:
-            raise ValueError(f"of {next(iter(members))!r} {len(found)} of {count} pieces are there")
-        where = [found[piece] for piece in range(count)]
-        for key, (shape, dtype, dim) in members.items():
-            _check_numbers(key, dtype, [*shape, dim])
-            if dim >= len(shape) or key in tensors:
-                raise ValueError(f"tensor {key!r} is cut in an impossible way")
-            tensors[key] = StoredTensor(tuple(shape), dtype, dim, where)
-    for key, (shape, dtype, several) in table.slices.items():
-        slices = [StoredSlice(tuple(o), tuple(s), file) for file, o, s in several]
-        _check_numbers(
-            key, dtype, [*shape, *(n for s in slices for n in (*s.offsets, *s.sizes, s.file))]
-        )
-        bounds = [(each.offsets, each.sizes) for each in slices]
-        once = covers_once(shape, bounds) and key not in tensors
-        if not once or any(each.file >= files for each in slices):
-            raise ValueError(f"the slices of tensor {key!r} do not cover each element exactly once")
-        tensors[key] = StoredTensor(tuple(shape), dtype, listed=slices)
-    return tensors
-
-
-def _check_numbers(key: str, dtype: object, numbers: Sequence[object]) -> None:
-    # The exact type: True is an int to Python.
-    if any(type(n) is not int or n < 0 for n in numbers) or dtype not in DTYPE_TEXTS:
-        raise ValueError(f"tensor {key!r} has an impossible shape, type or place")
-
-
-def covers_once(
-    shape: Sequence[int], slices: Collection[tuple[Sequence[int], Sequence[int]]]
-) -> bool:
-    """Return whether slices (offsets and sizes) fill a shape without gap or overlap.
-
-    They do, inside the shape, exactly if
-
-        sum over slices of  prod_i (f_i[start] - f_i[stop])  =  prod_i (f_i[0] - f_i[size])
-
-    as polynomials in the unknowns f_i[x], one for each dimension and coordinate. (Each side is the
-    mixed difference of an indicator function, and differences of equal functions are equal.) Both
-    sides are compared at random values modulo a prime of 61 bits: one step for each slice and
-    dimension, where comparing slices in pairs takes the square.
-    """
-    for offsets, sizes in slices:
-        ends = zip(offsets, sizes, shape, strict=True)
-        if any(start + size > whole for start, size, whole in ends):
-            return False
-    # Its own generator: the program's are saved and restored, and must not advance.
-    draw = random.SystemRandom().randrange
-    values: dict[tuple[int, int], int] = {}
-
-    def product(offsets: Sequence[int], sizes: Sequence[int]) -> int:
-        result = 1
-        for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
-            for x in (start, start + size):
-                if (dim, x) not in values:
-                    values[dim, x] = draw(PRIME)
-            result = result * (values[dim, start] - values[dim, start + size]) % PRIME
-        return result
-
-    total = sum(product(offsets, sizes) for offsets, sizes in slices)
-    return total % PRIME == product([0] * len(shape), shape)
-
-
 # -- the commit ------------------------------------------------------------------------------------
 
 
@@ -438,3 +271,46 @@ class Commit:
 
 def file_name(rank: int, token: str) -> str:
     return f"worker-{rank:05d}-{token}.safetensors"
+
+
+# -- what a rank has -------------------------------------------------------------------------------
+
+
+@dataclass
+class Contents:
+    """What this rank has of a run: slices of tensors by key, and tensors for no other rank."""
+
+    savers: Savers = ALONE
+    tensors: dict[str, TensorParts] = field(default_factory=dict)
+    own: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, key: str, parts: TensorParts) -> None:
+        """Add a tensor. Raise ValueError if there is one with that key."""
+        if key in self.tensors:
+            raise ValueError(
+                f"two tensors of this checkpoint would be called {key!r}. Rename one of them."
+            )
+        check_can_hold(key, parts.dtype)  # now, rather than when the file is half written
+        self.tensors[key] = parts
+
+    def put(self, key: str, tensor: Tensor) -> str:
+        """Add a tensor of this rank."""
+        self.add(key, to_parts(tensor))
+        return key
+
+    def put_of_first(self, key: str, tensor: Tensor) -> str:
+        """Add a tensor of rank 0; of a DTensor every rank has a shard."""
+        if is_dtensor(tensor):
+            self.add(key, to_parts(tensor, self.savers))
+        elif self.savers.rank == 0:
+            self.put(key, tensor)
+        return key
+
+    def alike(self) -> dict[str, str]:
+        """Return a checksum of the tensors that every rank has, by part of the run."""
+        parts: dict[str, int] = {}
+        for key, tensor in self.tensors.items():
+            if tensor.holders.kind == "all":
+                part, described = key.partition("/")[0], f"{key} {tensor.shape} {tensor.dtype}"
+                parts[part] = zlib.crc32(described.encode(), parts.get(part, 0))
+        return {part: f"checksum {crc32:08x}" for part, crc32 in parts.items()}

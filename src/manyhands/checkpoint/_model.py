@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from manyhands._core.modules import ModuleWrapper, plain_modules
-from manyhands.checkpoint._format import ModelMeta
+from manyhands._core.tensor_parts import TensorParts, to_parts
+from manyhands.checkpoint._format import Contents, ModelMeta
 from manyhands.checkpoint._reader import Reader
-from manyhands.checkpoint._slices import Contents, TensorParts, to_parts
 from manyhands.checkpoint._values import ForeignState, GetTensor, decode, encode
 
 # -- names -----------------------------------------------------------------------------------------

@@ -2,9 +2,8 @@
 
 The commit describes an optimizer as `_format.OptimizerMeta` says, without its state: which entries
 a parameter has, the names of the stored tensors say. An entry of the parameter's shape may lie in
-slices on several ranks (`_slices.py`). Any other entry is whole on each rank that has it, and the
-rank that has the parameter's first element writes it. What is no tensor is stored as JSON, in a
-tensor of bytes.
+slices on several ranks. Any other entry is whole on each rank that has it, and the rank that has
+the parameter's first element writes it. What is no tensor is stored as JSON, in a tensor of bytes.
 
 **Replicas.** Under data parallelism all ranks have one optimizer state, whole or in shards: they
 are one replica. In blocks each replica (a rank, or the ranks of a machine) steps with its own
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands._core import tensor_parts
 from manyhands._core.flat import is_dtensor
 from manyhands._core.state_parts import (
     BlocksParts,
@@ -36,12 +36,11 @@ from manyhands._core.state_parts import (
     plain_optimizer,
     state_parts,
 )
+from manyhands._core.tensor_parts import ALONE, EXACT_ENTRY, Holders, Savers, TensorParts
 from manyhands._core.wrappers import unwrap
-from manyhands.checkpoint import _slices
-from manyhands.checkpoint._format import OptimizerMeta, StateMeta
+from manyhands.checkpoint._format import Contents, OptimizerMeta, StateMeta
 from manyhands.checkpoint._model import ModelNames, list_names
 from manyhands.checkpoint._reader import Reader
-from manyhands.checkpoint._slices import ALONE, EXACT_ENTRY, Contents, Holders, Savers, TensorParts
 from manyhands.checkpoint._values import (
     GetTensor,
     Json,
@@ -188,22 +187,22 @@ def collect_optimizer(
         # Of a parameter's ranges, the one with the first element has what belongs to all of them.
         writes = not part.start if sharded else replica.leads or everyone is savers
         same = copies if sharded else everyone
-        for entry, value in _slices.entries_of(part).items():
+        for entry, value in tensor_parts.entries_of(part).items():
             key = state_key(prefix, entry, name)
             if not isinstance(value, Tensor):
                 if writes:
                     first = copies.rank == 0 if sharded else replica.leads
                     text = to_bytes(encode(value, key, contents.put if first else no_put))
                     key = f"{prefix}/json.{escape(entry)}/{name}"
-                    contents.add(key, _slices.to_parts(text, same))
+                    contents.add(key, tensor_parts.to_parts(text, same))
                 continue
-            own = is_dtensor(value) or (sharded and _slices.is_elementwise(part, entry, value))
+            own = is_dtensor(value) or (sharded and tensor_parts.is_elementwise(part, entry, value))
             if writes or own:
                 # A rank may hold several ranges of one parameter, which share the key.
                 before = contents.tensors.pop(key, None)
                 # The mesh of a DTensor says who has the same.
                 among = ALONE if sharded and is_dtensor(value) else same
-                contents.add(key, _slices.entry_parts(part, entry, value, among).merge(before))
+                contents.add(key, tensor_parts.entry_parts(part, entry, value, among).merge(before))
     blocks: Json = None
     if layers.blocks is not None:
         # Under `root`, not `prefix`: all replicas have the same outer state.
@@ -383,10 +382,12 @@ class OptimizerLoader:
                 # An optimizer without rounded parameters has no use for the exact ones.
                 if part.exact is None:
                     continue
-                target = _slices.entry_parts(part, EXACT_ENTRY, part.exact)
+                target = tensor_parts.entry_parts(part, EXACT_ENTRY, part.exact)
             else:
                 shape, dtype = stored.shape, stored.torch_dtype
-                result[entry], target = _slices.allocate_target(part, name, entry, shape, dtype)
+                result[entry], target = tensor_parts.allocate_target(
+                    part, name, entry, shape, dtype
+                )
             self.targets[key] = target.merge(self.targets.get(key))
         return result
 

@@ -24,9 +24,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from manyhands._core import tensor_parts
+from manyhands._core.tensor_parts import StoredSlice, StoredTensor
 from manyhands.checkpoint import _format
 from manyhands.checkpoint._folder import COMMIT, Folder, OpenFile
-from manyhands.checkpoint._format import CHECKED, CHECKS, OWN, Commit, StoredSlice, StoredTensor
+from manyhands.checkpoint._format import CHECKED, CHECKS, OWN, Commit
 
 PATTERN = re.compile(rb'\{"manyhands checkpoint": (\d+), "crc32": "([0-9a-f]{8})",\n"content": ')
 TOKEN = re.compile(r"[\w-]+", re.ASCII)  # no name can lead out of the checkpoint's folder
@@ -54,11 +56,11 @@ def parse(raw: bytes, path: object) -> tuple[Commit, dict[str, StoredTensor]]:
         )
     try:
         content = json.loads(text)
-        commit = Commit(**{**content, "table": _format.Table(**content["table"])})
+        commit = Commit(**{**content, "table": tensor_parts.Table(**content["table"])})
         numbers = [number for file in commit.files for number in file]
         if not TOKEN.fullmatch(commit.token) or any(type(n) is not int or n < 0 for n in numbers):
             raise ValueError(f"{commit.token!r:.80} is in no name of a file of tensors")
-        return commit, _format.find_tensors(commit.table, len(commit.files))
+        return commit, tensor_parts.find_tensors(commit.table, len(commit.files))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} has invalid content: {error!r:.200}. {advice}") from error
 

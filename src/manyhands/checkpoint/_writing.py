@@ -40,16 +40,17 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.optim import Optimizer
 
+from manyhands._core import tensor_parts
 from manyhands._core.agreement import NAMED, describe_error, raise_if_different, to_error
-from manyhands._core.dry_run import dry_group
+from manyhands._core.dry_run import DryGroup, dry_group
 from manyhands._core.random_state import random_state
 from manyhands._core.ranks import RankGroup
+from manyhands._core.tensor_parts import Savers, Table, own_share, stored_slices, table_of
 from manyhands.checkpoint import _format
 from manyhands.checkpoint._folder import DryFolder, Folder, new_token
-from manyhands.checkpoint._format import OWN, Commit, Table, TensorEntry, file_name
+from manyhands.checkpoint._format import OWN, Commit, Contents, TensorEntry, file_name
 from manyhands.checkpoint._model import collect_model, find_names
 from manyhands.checkpoint._optimizer import collect_optimizer
-from manyhands.checkpoint._slices import Contents, Savers, own_share, stored_slices, table_of
 from manyhands.checkpoint._values import HasState, check_has_state, check_value, encode, escape
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -75,7 +76,7 @@ def begin_save(
     """Do everything but the writing. Return the checkpoint's path, and the work that is left."""
     # Unless `wait` is True, that work does not look at the model or the optimizer any more.
     post = Post.of(RankGroup.of(process_group))
-    folder = DryFolder(folder.path) if dry_group() else folder
+    folder = DryFolder(folder.path) if isinstance(dist.group.WORLD, DryGroup) else folder
     save = Save(folder, post, keep, {"step": step, "keep": keep, "wait": wait})
     try:
         save.collect(model, optimizers, schedulers, values)
@@ -243,7 +244,9 @@ class Save:
                 return []
             files = [each["file"] for each in receipts]
             table = merge_tables([Table(**each["table"]) for each in receipts])
-            _format.find_tensors(table, len(files))  # raises unless every element is there once
+            tensor_parts.find_tensors(
+                table, len(files)
+            )  # raises unless every element is there once
             self._wait_for_files({self._file(rank): file[0] for rank, file in enumerate(files)})
             text = self._to_commit(files, table).to_text().encode()
             with self._explain_no_room(len(text)):

@@ -29,12 +29,12 @@ from rich.table import Table
 from torch import Tensor
 
 from manyhands._core.arguments import one_of, parse_bytes
+from manyhands._core.tensor_parts import EXACT_ENTRY
 from manyhands.checkpoint import folder_at
 from manyhands.checkpoint._folder import sync
 from manyhands.checkpoint._format import Commit, ModelMeta, OptimizerMeta, TensorEntry
 from manyhands.checkpoint._optimizer import saved_state
 from manyhands.checkpoint._reader import Reader
-from manyhands.checkpoint._slices import EXACT_ENTRY
 from manyhands.checkpoint._values import decode
 from manyhands.cli import printable, stop
 from manyhands.weights._saving import publish, split_into_files, write_file

@@ -17,8 +17,8 @@ from manyhands._core.agreement import agree, run_on_all
 from manyhands._core.flat import is_dtensor
 from manyhands._core.modules import WRAPPER_NAMES, ModuleWrapper, plain_modules, plain_name
 from manyhands._core.ranks import RankGroup
+from manyhands._core.tensor_parts import to_parts
 from manyhands.checkpoint._model import ModelNames, can_convert, find_names, list_names
-from manyhands.checkpoint._slices import to_parts
 from manyhands.weights._files import Source, Weight, Weights
 
 DATA_PARALLEL = "module."  # how DistributedDataParallel's names begin

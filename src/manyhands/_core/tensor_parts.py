@@ -1,4 +1,4 @@
-"""The slices of tensors that this rank holds, and which of them it writes and reads.
+"""The slices of tensors that this rank holds, and where slices are stored.
 
 A *slice* is rectangular: offsets and sizes, one for each dimension. A plain tensor is one slice,
 and so is a shard of a DTensor. A flat range of a parameter (`_core/state_parts.py`) is a few:
@@ -17,9 +17,9 @@ stored slices overlap it.
 from __future__ import annotations
 
 import math
-import zlib
+import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import add
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -30,13 +30,30 @@ from torch import Tensor
 from manyhands._core.flat import is_dtensor, local_shard, order_of_dims
 from manyhands._core.ranks import RankGroup
 from manyhands._core.state_parts import OptimizerStatePart
-from manyhands.checkpoint._format import Table, check_can_hold, piece_range
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-    from manyhands.checkpoint._format import StoredSlice, StoredTensor
-
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}
+DTYPE_TEXTS = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
+PRIME = 2**61 - 1
 # Bytes that a rank writes of what others hold as well: fewer ranks write small models.
 LEAST = 2**22
 # The entry for the exact parameters that an optimizer keeps beside the rounded ones.
@@ -289,6 +306,162 @@ def find_reads(
     return reads
 
 
+# -- where tensors are ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredSlice:
+    """A rectangular slice of a tensor, in file number `file`."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: int
+
+
+@dataclass
+class Table:
+    """Where tensors are: those in grids, and the slices of all others.
+
+    A rank describes its own file so, with itself as file 0, and the commit all files.
+    """
+
+    # For each grid how many pieces it has and, by key, shape, dtype and the dimension that is cut.
+    grids: list[list[Any]] = field(default_factory=list)
+    # For each file the pieces that it has: pairs of a grid's number and a piece's.
+    pieces: list[list[list[int]]] = field(default_factory=list)
+    # By key: shape, dtype, and a list of (file, offsets, sizes).
+    slices: dict[str, list[Any]] = field(default_factory=dict)
+
+
+def piece_range(size: int, pieces: int, piece: int) -> tuple[int, int]:
+    """Return where a piece of a dimension begins and ends, cut as `torch.chunk` does."""
+    each = -(-size // pieces)
+    return min(size, each * piece), min(size, each * (piece + 1))
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the checkpoint: its whole shape, and the slices that make it up."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    cut: int = 0  # the dimension that is cut in pieces, if it is
+    holders: Sequence[int] = ()  # the file that has each piece
+    listed: Sequence[StoredSlice] = ()  # the slices, if it is not cut in pieces
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPE_TEXTS[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+    @property
+    def slices(self) -> Iterator[StoredSlice]:
+        """All slices that are not empty."""
+        return self.overlapping((0,) * len(self.shape), self.shape)
+
+    def overlapping(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[StoredSlice]:
+        """Yield the slices that have elements of this one."""
+        candidates: Iterable[StoredSlice] = self.listed
+        if count := len(self.holders):
+            each = max(1, -(-self.shape[self.cut] // count))
+            start, size = offsets[self.cut], sizes[self.cut]
+            candidates = map(
+                self._piece, range(start // each, min(count, -(-(start + size) // each)))
+            )
+        for found in candidates:
+            bounds = zip(offsets, sizes, found.offsets, found.sizes, strict=True)
+            if all(a < c + d and c < a + b for a, b, c, d in bounds):
+                yield found
+
+    def _piece(self, piece: int) -> StoredSlice:
+        start, stop = piece_range(self.shape[self.cut], len(self.holders), piece)
+        offsets, sizes = [0] * len(self.shape), list(self.shape)
+        offsets[self.cut], sizes[self.cut] = start, stop - start
+        return StoredSlice(tuple(offsets), tuple(sizes), self.holders[piece])
+
+
+def find_tensors(table: Table, files: int) -> dict[str, StoredTensor]:
+    """Return all tensors of a table. Raise ValueError unless each element is in it exactly once."""
+    holders: list[dict[int, int]] = [{} for _ in table.grids]
+    for file, pieces in enumerate(table.pieces):
+        for grid, piece in pieces:
+            if holders[grid].setdefault(piece, file) != file:
+                raise ValueError(f"files {holders[grid][piece]} and {file} have the same piece")
+    tensors: dict[str, StoredTensor] = {}
+    for (count, members), found in zip(table.grids, holders, strict=True):
+        if sorted(found) != list(range(count)) or len(table.pieces) != files:
+            raise ValueError(f"of {next(iter(members))!r} {len(found)} of {count} pieces are there")
+        where = [found[piece] for piece in range(count)]
+        for key, (shape, dtype, dim) in members.items():
+            _check_numbers(key, dtype, [*shape, dim])
+            if dim >= len(shape) or key in tensors:
+                raise ValueError(f"tensor {key!r} is cut in an impossible way")
+            tensors[key] = StoredTensor(tuple(shape), dtype, dim, where)
+    for key, (shape, dtype, several) in table.slices.items():
+        slices = [StoredSlice(tuple(o), tuple(s), file) for file, o, s in several]
+        _check_numbers(
+            key, dtype, [*shape, *(n for s in slices for n in (*s.offsets, *s.sizes, s.file))]
+        )
+        bounds = [(each.offsets, each.sizes) for each in slices]
+        once = covers_once(shape, bounds) and key not in tensors
+        if not once or any(each.file >= files for each in slices):
+            raise ValueError(f"the slices of tensor {key!r} do not cover each element exactly once")
+        tensors[key] = StoredTensor(tuple(shape), dtype, listed=slices)
+    return tensors
+
+
+def _check_numbers(key: str, dtype: object, numbers: Sequence[object]) -> None:
+    # The exact type: True is an int to Python.
+    if any(type(n) is not int or n < 0 for n in numbers) or dtype not in DTYPE_TEXTS:
+        raise ValueError(f"tensor {key!r} has an impossible shape, type or place")
+
+
+def covers_once(
+    shape: Sequence[int], slices: Collection[tuple[Sequence[int], Sequence[int]]]
+) -> bool:
+    """Return whether slices (offsets and sizes) fill a shape without gap or overlap.
+
+    They do, inside the shape, exactly if
+
+        sum over slices of  prod_i (f_i[start] - f_i[stop])  =  prod_i (f_i[0] - f_i[size])
+
+    as polynomials in the unknowns f_i[x], one for each dimension and coordinate. (Each side is the
+    mixed difference of an indicator function, and differences of equal functions are equal.) Both
+    sides are compared at random values modulo a prime of 61 bits: one step for each slice and
+    dimension, where comparing slices in pairs takes the square.
+    """
+    for offsets, sizes in slices:
+        ends = zip(offsets, sizes, shape, strict=True)
+        if any(start + size > whole for start, size, whole in ends):
+            return False
+    # Its own generator: the program's are saved and restored, and must not advance.
+    draw = random.SystemRandom().randrange
+    values: dict[tuple[int, int], int] = {}
+
+    def product(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        result = 1
+        for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+            for x in (start, start + size):
+                if (dim, x) not in values:
+                    values[dim, x] = draw(PRIME)
+            result = result * (values[dim, start] - values[dim, start + size]) % PRIME
+        return result
+
+    total = sum(product(offsets, sizes) for offsets, sizes in slices)
+    return total % PRIME == product([0] * len(shape), shape)
+
+
+def check_can_hold(name: str, dtype: torch.dtype) -> None:
+    """Raise TypeError if a safetensors file has no name for this type of tensor."""
+    if dtype not in DTYPE_NAMES:
+        raise TypeError(
+            f"{name} is a tensor of {dtype}, which safetensors files cannot hold. Convert it."
+        )
+
+
 # -- entries of an optimizer's state ---------------------------------------------------------------
 
 
@@ -365,43 +538,3 @@ def _has_same_layout(now: Tensor, like: Tensor) -> bool:
     if is_dtensor(now):
         return now.placements == like.placements  # type: ignore[attr-defined]
     return now.device == like.device and order_of_dims(now) == order_of_dims(like)
-
-
-@dataclass
-class Contents:
-    """What this rank has of a run: slices of tensors by key, and tensors for no other rank."""
-
-    savers: Savers = ALONE
-    tensors: dict[str, TensorParts] = field(default_factory=dict)
-    own: dict[str, Tensor] = field(default_factory=dict)
-
-    def add(self, key: str, parts: TensorParts) -> None:
-        """Add a tensor. Raise ValueError if there is one with that key."""
-        if key in self.tensors:
-            raise ValueError(
-                f"two tensors of this checkpoint would be called {key!r}. Rename one of them."
-            )
-        check_can_hold(key, parts.dtype)  # now, rather than when the file is half written
-        self.tensors[key] = parts
-
-    def put(self, key: str, tensor: Tensor) -> str:
-        """Add a tensor of this rank."""
-        self.add(key, to_parts(tensor))
-        return key
-
-    def put_of_first(self, key: str, tensor: Tensor) -> str:
-        """Add a tensor of rank 0; of a DTensor every rank has a shard."""
-        if is_dtensor(tensor):
-            self.add(key, to_parts(tensor, self.savers))
-        elif self.savers.rank == 0:
-            self.put(key, tensor)
-        return key
-
-    def alike(self) -> dict[str, str]:
-        """Return a checksum of the tensors that every rank has, by part of the run."""
-        parts: dict[str, int] = {}
-        for key, tensor in self.tensors.items():
-            if tensor.holders.kind == "all":
-                part, described = key.partition("/")[0], f"{key} {tensor.shape} {tensor.dtype}"
-                parts[part] = zlib.crc32(described.encode(), parts.get(part, 0))
-        return {part: f"checksum {crc32:08x}" for part, crc32 in parts.items()}
