@@ -69,9 +69,9 @@ from manyhands.blocks.crew._store import (
 )
 from manyhands.blocks.crew._transport import (
     FIRST_PAUSE,
-    LONGEST_PAUSE,
     GlooTransport,
     StoreConnection,
+    next_pause,
 )
 from manyhands.errors import StoreLost, WorkerLost
 
@@ -332,7 +332,7 @@ class Crew:
                 raise WorkerLost("another worker has given up this round.", self._lost(roster))
             if hindrance := self._find_hindrance(roster, began):
                 raise WorkerLost(*hindrance)
-            pause = min(1.5 * pause, LONGEST_PAUSE)
+            pause = next_pause(pause, self.size)
 
     def begin_blocks(self) -> None:
         """Forget how long rounds took: those of a warm-up come after each step."""
@@ -374,7 +374,7 @@ class Crew:
             if others_took_more or roster.ended or time.monotonic() - began > self.patience:
                 return False
             time.sleep(pause)
-            pause = min(1.5 * pause, LONGEST_PAUSE)
+            pause = next_pause(pause, self.size)
             roster = shared.refresh()
 
     def settle(self, arrived: bool, sync_round: bool = True) -> bool:
@@ -427,7 +427,7 @@ class Crew:
                 roster = shared.change(lambda roster: roster.undo(generation, round_index))
                 continue
             time.sleep(pause)
-            pause = min(1.5 * pause, LONGEST_PAUSE)
+            pause = next_pause(pause, self.size)
             roster = shared.refresh()
         self._round += 1
         self.regroup_due = roster.ends_with(generation, round_index, enrollment.id)

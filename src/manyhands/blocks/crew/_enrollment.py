@@ -49,7 +49,7 @@ from manyhands._core.agreement import describe_tensors, names_in
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks.crew._roster import WATCHED, Member, Roster, Version, number_of
 from manyhands.blocks.crew._store import PREFIX, SharedRoster, parse_address
-from manyhands.blocks.crew._transport import FIRST_PAUSE, LONGEST_PAUSE, own_address
+from manyhands.blocks.crew._transport import FIRST_PAUSE, next_pause, own_address
 from manyhands.errors import CrewFinished, JoinRefused, StoreLost
 
 ANSWER = 2.0  # seconds in which a door must answer
@@ -290,7 +290,7 @@ class Enrollment:
                 pause = FIRST_PAUSE
                 continue
             time.sleep(pause)
-            pause = min(1.5 * pause, LONGEST_PAUSE)
+            pause = next_pause(pause, len(roster.ids))
 
     def _watch_others(self) -> None:
         """Read heartbeats while this process trains: in a large crew few others read the same."""

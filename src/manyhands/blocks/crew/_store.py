@@ -86,7 +86,7 @@ PREFIX = "manyhands/"
 ROSTER, REVISION = PREFIX + "roster", PREFIX + "revision"
 REREAD = 0.0003  # seconds between two readings of a changed roster, for each process in it
 ASK_SPREAD = 0.005  # seconds for each member of a large crew, over which their asking is spread
-ASK_PAUSE = 0.03  # seconds until it looks again whether another one has asked for it
+ASK_PAUSE = 0.0001  # seconds for each member, until one looks again whether another has asked
 REPAIR_DELAY = 2.5  # seconds in which every living process has at least two heartbeats
 REPAIR_TIMEOUT = STORE_TIMEOUT  # seconds in which a wrong roster must be repaired
 
@@ -460,7 +460,7 @@ class SharedRoster:
                 texts = map(self.client.verify_or_ignore, keys, self.client.fetch_all(keys))
                 asking |= {m.id: m for text in texts if text for m in Roster.of(text).waiting}
                 self.change(ask)
-            time.sleep(ASK_PAUSE)
+            time.sleep(ASK_PAUSE * len(keys))
 
     def _sign(self, roster: Roster) -> str:
         return self.client.signer.sign(ROSTER, roster.text)

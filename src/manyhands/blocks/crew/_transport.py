@@ -30,7 +30,13 @@ from manyhands.blocks.crew._store import UNSIGNED, Signer, connect_to_store, par
 
 # Seconds between two checks of something that is waited for: at first, and in a long wait.
 FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.03
+CROWD = 256  # members that may each look so often; more of them look more rarely
 CONNECT_TIMEOUT = 30.0  # seconds: if it takes longer, a living member has not come
+
+
+def next_pause(pause: float, members: int) -> float:
+    """Return how long to wait before the next look at the store, after this pause."""
+    return min(1.5 * pause, LONGEST_PAUSE * max(1.0, members / CROWD))
 
 
 class StoreConnection:
