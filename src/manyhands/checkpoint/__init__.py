@@ -107,6 +107,7 @@ def save(
     step: int | None = None,
     keep: int | None = 2,
     wait: bool = True,
+    frozen: bool = True,
     process_group: dist.ProcessGroup | None = None,
     **values: object,
 ) -> Saving:
@@ -140,6 +141,8 @@ def save(
         keep: the number of checkpoints to leave in the folder, this one included; None keeps all.
         wait: False copies the state, returns, and writes in a thread. The checkpoint is complete
             once `wait()` of the returned object returns. The next `save` or `load` waits for it.
+        frozen: False leaves out the model's parameters with `requires_grad=False`, such as the base
+            under adapters. `load` leaves them as they are: get them from where they came from.
         process_group: the ranks that share the run; all, by default.
         **values: anything else that belongs to the run: tensors, numbers, strings, lists, dicts,
             modules, and objects that have `state_dict` and `load_state_dict`.
@@ -149,9 +152,16 @@ def save(
     # Before any collective: a mistake on one rank must not leave the others waiting.
     keep = None if keep is None else arguments.whole("keep", keep, 1, "None keeps all.")
     step = None if step is None else arguments.whole("step", step)
+    arguments.flag("frozen", frozen)
     optimizers, schedulers = _as_list(optimizer), _as_list(scheduler)
     final, work = begin_save(
-        folder_at(path), model, optimizers, schedulers, values, step, keep, wait, process_group
+        folder_at(path),
+        model,
+        optimizers,
+        schedulers,
+        values,
+        {"step": step, "keep": keep, "wait": wait, "frozen": frozen},
+        process_group,
     )
     saving = Saving(final)
     if wait:

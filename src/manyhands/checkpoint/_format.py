@@ -217,6 +217,7 @@ class ModelMeta(TypedDict):
     aliases: dict[str, str]  # another name of a tied tensor -> the name it is stored under
     extras: dict[str, Json]  # what `get_extra_state` returned, as JSON
     config: str  # the text of the model's config.json, if it has one
+    left_out: dict[str, list[int]]  # by `save(frozen=False)`: parameters, and their shapes
 
 
 # In the functional form, because `class` cannot be a field's name in a class statement.

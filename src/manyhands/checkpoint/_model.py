@@ -32,6 +32,7 @@ class ModelNames:
     aliases: dict[str, str] = field(default_factory=dict)  # other name of a tied tensor -> its name
     extras: dict[str, nn.Module] = field(default_factory=dict)
     by_id: dict[int, str] = field(default_factory=dict)  # id of a tensor -> its name
+    left_out: dict[str, list[int]] = field(default_factory=dict)  # what is not saved: shapes
     config: str = ""  # the model's own description of itself, as a JSON file for transformers
 
     @property
@@ -41,6 +42,14 @@ class ModelNames:
     def all_of(self, name: str) -> list[str]:
         """Return a tensor's name and, if it is tied, its other names."""
         return [name, *(other for other, first in self.aliases.items() if first == name)]
+
+    def leave_out_frozen(self) -> None:
+        """Leave the parameters out that are not trained."""
+        for name, param in list(self.params.items()):
+            if not param.requires_grad:
+                self.left_out |= {each: list(param.shape) for each in self.all_of(name)}
+                del self.params[name]
+        self.aliases = {k: v for k, v in self.aliases.items() if k not in self.left_out}
 
 
 def find_names(model: object, *, on_meta: bool = False) -> ModelNames:
@@ -140,6 +149,7 @@ def collect_model(names: ModelNames, prefix: str, contents: Contents) -> ModelMe
         "buffers": list(names.buffers),
         "aliases": names.aliases,
         "config": names.config,
+        "left_out": names.left_out,
         "extras": {
             name: encode(state, f"{prefix}/{name}", contents.put_of_first)
             for name, state in extras.items()
@@ -158,12 +168,17 @@ class ModelLoader:
     ) -> None:
         self.targets: dict[str, TensorParts] = {}
         saved = {name: name for name in (*meta["params"], *meta["buffers"])} | meta["aliases"]
+        left_out = meta.get("left_out", {})  # by `save(frozen=False)`: they stay as they are
         missing, wrong = [], []
         for name, tensor in names.tensors.items():
             # Any of a tied tensor's names will do: another class may register them in other order.
             known = [other for other in names.all_of(name) if other in saved]
-            if not known:
+            shape = tuple(left_out.get(name, ()))
+            if not known and name not in left_out:
                 missing.append(name)
+            elif not known and shape != tuple(tensor.shape):
+                wrong.append(f"{name!r} was {shape} at the save, and is {tuple(tensor.shape)} here")
+            if not known:
                 continue
             key = f"{prefix}/{saved[known[0]]}"
             stored = reader.tensors[key]
@@ -178,7 +193,7 @@ class ModelLoader:
             else:  # several may have been tied in the checkpoint, and not be here
                 self.targets[key] = to_parts(tensor).merge(self.targets.get(key))
         here = {*names.tensors, *names.aliases}
-        unexpected = sorted(set(saved) - here)
+        unexpected = sorted({*saved, *left_out} - here)
         missing += sorted(set(names.extras) - set(meta["extras"]))
         unexpected += sorted(set(meta["extras"]) - set(names.extras))
         # All problems in one message: they often have one cause.

@@ -68,16 +68,15 @@ def begin_save(
     optimizers: Sequence[Optimizer],
     schedulers: Sequence[HasState],
     values: Mapping[str, object],
-    step: int | None,
-    keep: int | None,
-    wait: bool,
+    options: dict[str, Any],
     process_group: dist.ProcessGroup | None,
 ) -> tuple[Path, Callable[[], None]]:
     """Do everything but the writing. Return the checkpoint's path, and the work that is left."""
     # Unless `wait` is True, that work does not look at the model or the optimizer any more.
+    # `options` are `save`'s step, keep, wait and frozen.
     post = Post.of(RankGroup.of(process_group))
     folder = DryFolder(folder.path) if isinstance(dist.group.WORLD, DryGroup) else folder
-    save = Save(folder, post, keep, {"step": step, "keep": keep, "wait": wait})
+    save = Save(folder, post, options["keep"], options)
     try:
         save.collect(model, optimizers, schedulers, values)
     except Exception as error:
@@ -85,10 +84,10 @@ def begin_save(
             raise
         save.problem = error
     try:
-        save.name = post.begin(step, folder)
+        save.name = post.begin(options["step"], folder)
         save.token = post.token
         if save.problem is None:
-            save.prepare(copy=not wait)
+            save.prepare(copy=not options["wait"])
     except Exception as error:
         if not post.begun:  # nobody waits for this rank
             raise
@@ -124,6 +123,8 @@ class Save:
         """Find out what this rank contributes to a checkpoint. Tensors are not copied."""
         contents = self.contents = Contents(self.post.savers)
         names = None if model is None else find_names(model)
+        if names is not None and not self.facts["frozen"]:
+            names.leave_out_frozen()
         put, saved = contents.put_of_first, dict[str, object]()
         self.described = {
             "model": None if names is None else collect_model(names, "model", contents),
