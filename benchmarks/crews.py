@@ -1,6 +1,6 @@
 """Simulate crews of many workers while one dies and one comes every second.
 
-    python benchmarks/crews.py    two minutes; writes its section of docs/benchmarks/scale.md
+    python benchmarks/crews.py    ten minutes; writes its section of docs/benchmarks/scale.md
 
 The workers run the library's own `Crew` in threads, one at a time, on the clock of a simulation.
 How long the store takes for a request, and a worker to read a roster or to connect to another one,
@@ -38,7 +38,7 @@ BLOCK, EXCHANGE, STALL, AWAY, REPORTED = 30.0, 0.3, 5.0, 10.0, 0.1  # seconds
 TRIP, REQUEST, BANDWIDTH = 0.2e-3, 15e-6, 1e9  # of the store: seconds, seconds, bytes a second
 ENTRY, OPEN, ADDRESS = 5e-6, 0.3e-3, 400  # reading a member, connecting to it: seconds, bytes
 UNREPORTED = 0.05  # of the deaths: a host is cut off, and nobody reports it
-SIZES, SIMULATED, SECONDS = (16, 64, 256, 512, 1024), (64, 256), 100.0
+SIZES, SIMULATED, SECONDS = (16, 64, 256, 512, 1024), (64, 256, 512), 100.0
 SECRET = "the secret of a simulated crew"
 
 
