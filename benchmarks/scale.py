@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -26,12 +27,12 @@ from torch.optim import SGD, AdamW
 import manyhands as mh
 from manyhands._core.dry_run import CountingStore, DryRun
 from manyhands._core.groups import RollCall, connect
-from manyhands.blocks.averaging._chunks import PARTS as SPLIT
-from manyhands.blocks.averaging._payload import REPORT
+from manyhands.planning._costs import round_cost
+from manyhands.planning._model import measure, planned_optimizers
 
 SIZES, PAIRED = (8, 32, 128, 256), 128  # 256 ranks in pairs would need 65,000 descriptors
 PATIENCE = timedelta(seconds=120)
-ELEMENTS = 29_417_472  # of the model
+LOAD = 9  # collectives of a load: `run_on_all`, and what it agrees on
 
 
 def eager(store: Any, rank: int, size: int, gather: Any) -> Any:
@@ -112,18 +113,30 @@ PARTS = {
     "OSS + DDP": sharded(1),
     "ShardedDataParallel": sharded(2),
     "FSDP": sharded(3),
-    "DiLoCo, one round": in_blocks,
+    "DiLoCo, a round": in_blocks,
 }
 
 
-def dry(level: int, name: str, size: int) -> list[str]:
+def held_bytes() -> int:
+    """The bytes of all tensors that this process has."""
+    found = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
+    return sum(memory.values())
+
+
+def kinds(counted: DryRun) -> str:
+    each = [f"{n} {kind} {counted.sent[kind] / 1e6:.1f}" for kind, n in counted.calls.items()]
+    return ", ".join(sorted(each)) or "none"
+
+
+def dry(level: int, name: str, size: int, build: Any = build) -> list[str]:
     """A row of the table of steps; an AssertionError if the plan says anything else."""
+    gc.collect()
+    before = held_bytes()
     with mh.dry_run(size) as counted:
-        gc.collect()
         began = time.thread_time()
         model, optimizer = PARTS[name](build())
-        made, start = time.thread_time() - began, f"{counted.requests.total()}"
-        times = []
+        made, times = time.thread_time() - began, []
         for _ in range(4):
             counted.clear()
             optimizer.zero_grad()
@@ -131,17 +144,66 @@ def dry(level: int, name: str, size: int) -> list[str]:
             model(torch.zeros(1, 1, dtype=torch.long)).sum().backward()
             optimizer.step()
             times.append(time.thread_time() - began)
-        calls, sent = counted.calls, counted.sent.total()
-        tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    rule = {"optimizer": "sgd", "momentum": 0.9, "rule": "AdaScale"} if level == 0 else {}
-    planned = [(row.collectives, row.sent) for row in mh.plan(build, workers=size, **rule).rows]
-    numbers = ELEMENTS + calls.total() * size * REPORT * SPLIT
-    planned.append((calls.total(), round(2 * 4 * numbers * (size - 1) / size)))
-    assert calls.total() == planned[level][0] and abs(sent - planned[level][1]) <= calls.total()
-    kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(calls.items()))
-    figures = f"{sent / 1e6:.1f}", f"{sum(held.values()) / 1e6:.0f}", start
-    return [name, f"{size:,}", kinds, *figures, f"{made:.2f}", f"{1e3 * min(times):.0f}"]
+        gc.collect()
+        held = held_bytes() - before
+    rule = {"rule": "AdaScale"} if level == 0 else {}
+    inner = {"optimizer": "sgd", "momentum": 0.9} if level in (0, 4) else {}
+    plan = mh.plan(build, workers=size, **rule, **inner)
+    row = plan.rows[level % 4]
+    expected = row.parameters + row.gradients + row.optimizer
+    if level < 4:
+        collectives, sent = row.collectives, row.sent
+    else:
+        sizes = measure(build(), planned_optimizers("sgd", {}, build()), 500_000)
+        sent, collectives = round_cost(sizes, size)
+        expected += 2 * 4 * plan.elements  # the anchor and the outer momentum
+    found = counted.calls.total(), counted.sent.total()
+    assert found[0] == collectives and abs(found[1] - sent) <= collectives, (name, found, sent)
+    # On top of the plan: every rank's claims or reports, and the newest bucket.
+    more = {0: 97 * size, 2: 5e6, 3: 8 * size, 4: 400 * size}.get(level, 0) + 1000
+    assert -1000 <= held - expected <= more, (name, size, held, expected)
+    figures = f"{found[1] / 1e6:.1f}", f"{held / 1e6:.1f}", f"{expected / 1e6:.1f}"
+    times = f"{made:.2f}", f"{1e3 * min(times):.0f}"
+    return [name, f"{size:,}", kinds(counted), *figures, f"{counted.requests.total()}", *times]
+
+
+def passed(what: str) -> int:
+    """The bytes that this process has read ("rchar") or written ("wchar")."""
+    return int(
+        dict(each.split(": ") for each in open("/proc/self/io").read().split("\n") if each)[what]
+    )
+
+
+def checkpoint(size: int, folder: str, build: Any = build) -> list[list[str]]:
+    """Rows of a save by the last rank and by rank 0, and of a load, all under FSDP."""
+    plan, rows = mh.plan(build, workers=size).rows[3], []
+    for name, rank in (("a save", size - 1), ("a save on rank 0", 0), ("a load", 0)):
+        with mh.dry_run(size, rank) as counted:
+            model, optimizer = sharded(3)(build())
+            model(torch.zeros(1, 1, dtype=torch.long)).sum().backward()
+            optimizer.step()
+            given = {"model": model, "optimizer": optimizer}
+            if name != "a load":
+                mh.save(folder, **given)  # the first save asks for the folder's number as well
+            counted.clear()
+            what = "rchar" if name == "a load" else "wchar"
+            bytes_before, began = passed(what), time.thread_time()
+            if name == "a load":
+                mh.load(folder, **given)
+            else:
+                mh.save(folder, **given)
+            seconds, moved = time.thread_time() - began, passed(what) - bytes_before
+        expected = plan.saved * (2 if name == "a load" else 1)  # compared first, then read
+        if rank == 0:
+            assert 0 <= moved - expected <= expected / 1000 + 2e6, (name, size, moved, expected)
+        calls = {"a save": 3, "a save on rank 0": 2 * size + 2}.get(name, 0)
+        alive = sum("alive" in key for key in counted.keys)  # every 5 s, on a slow machine
+        assert calls <= counted.requests.total() <= calls + 9 * alive, (name, counted.requests)
+        assert counted.calls.total() == (LOAD if name == "a load" else 0), counted.calls
+        messages = f"{counted.store_bytes / 1e3:.1f}"
+        cells = f"{counted.calls.total()}", f"{calls:,}", f"{len(counted.keys) - alive}", messages
+        rows.append([name, f"{size:,}", *cells, f"{moved / 1e6:.2f}", f"{1e3 * seconds:.0f}"])
+    return rows
 
 
 def main() -> None:
@@ -157,10 +219,22 @@ def main() -> None:
     ]
     sizes = (8,) if args.quick else (8, 64, 1024, 8192)
     steps = [dry(level, name, size) for level, name in enumerate(PARTS) for size in sizes]
-    head = "a step of | ranks | collectives | sent, MB | held, MB | requests | start, s | step, ms"
+    head = "a step of | ranks | collectives, and MB sent | sent, MB | held, MB | planned, MB"
+    head += " | requests | start, s | step, ms"
+    saves = "what | ranks | collectives | requests | keys | messages, kB | MB moved | CPU, ms"
+    with tempfile.TemporaryDirectory() as folder:
+        model = build()
+        optimizer = AdamW(model.parameters())
+        model(torch.zeros(1, 1, dtype=torch.long)).sum().backward()
+        optimizer.step()
+        mh.save(folder, model=model, optimizer=optimizer)
+        del model, optimizer
+        moved = [row for size in sizes for row in checkpoint(size, folder)]
+    moved.sort(key=lambda row: row[0])
     tables = {
         "groups": pages.table("a group | ranks | requests | bytes | descriptors", groups),
         "steps": pages.table(head, steps),
+        "saves": pages.table(saves, moved),
     }
     print(*tables.values(), sep="\n\n")
     page = pages.PAGES / "scale.md"

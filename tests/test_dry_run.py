@@ -1,5 +1,10 @@
 """A dry run: one rank of any number, and what it sends, beside the plan and beside real ranks."""
 
+import gc
+import itertools
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,8 +14,11 @@ from torch.optim import SGD, AdamW
 
 import manyhands as mh
 from manyhands._core.agreement import agree
+from manyhands._core.arguments import format_bytes
 from manyhands._core.dry_run import names_of_torch
 from manyhands._core.ranks import RankGroup
+from manyhands.planning._costs import round_cost
+from manyhands.planning._model import measure, planned_optimizers
 
 
 def make_model():
@@ -206,3 +214,61 @@ def test_mistakes(monkeypatch):
     with pytest.raises(RuntimeError, match=r"tried on torch 2.13.*_create_work"), mh.dry_run(2):
         pass
     assert not dist.is_initialized()
+
+
+@pytest.mark.filterwarnings("ignore:in the first block all")
+def test_a_round_sends_what_the_formula_says():
+    def make():
+        return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3)))
+
+    for size in (8, 1024):
+        with mh.dry_run(size) as counted:
+            model = make()
+            optimizer = mh.DiLoCo(SGD(model.parameters(), lr=0.01), every=1)
+            for _ in range(3):  # the first also compares samples
+                counted.clear()
+                model(torch.ones(2, 1024)).sum().backward()
+                optimizer.step()
+        sizes = measure(make(), planned_optimizers("sgd", {}, make()), 500_000)
+        sent, collectives = round_cost(sizes, size)
+        assert counted.calls == {"all_reduce": collectives} and collectives == 13
+        assert counted.sent.total() == pytest.approx(sent, abs=collectives)
+        note = f"A round of DiLoCo sends {format_bytes(sent)} in 13 collectives."
+        assert note in mh.plan(make, workers=size).notes
+
+
+def test_the_first_rank_holds_what_the_plan_says_and_writes_what_it_says(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
+
+    def held():
+        gc.collect()
+        tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+        memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(memory.values())
+
+    for level, size in itertools.product(range(4), (8, 64)):
+        row, before = mh.plan(make, workers=size).rows[level], held()
+        with mh.dry_run(size):
+            model = make()
+            model, optimizer = mh.shard(model, AdamW(model.parameters()), level=level)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.ones(2, 512)).sum().backward()
+                optimizer.step()
+            now = held() - before
+            bytes_before = written()
+            mh.save(tmp_path, model=model, optimizer=optimizer)
+            saved = written() - bytes_before
+        del model, optimizer
+        planned = row.parameters + row.gradients + row.optimizer
+        bucket = row.in_flight if level == 2 else 0  # the newest one is kept
+        assert planned - 1000 <= now <= planned + bucket + 1000
+        # What all hold alike is written tensor by tensor, so one writer has a little more.
+        assert row.saved * 0.6 < saved < row.saved * 1.4 + 40_000
+
+
+def written():
+    """The bytes that this process has written."""
+    return int(re.search(r"wchar: (\d+)", Path("/proc/self/io").read_text())[1])

@@ -23,10 +23,14 @@ gathers it after each step.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
+from manyhands.blocks.averaging._chunks import PARTS, elements_per_chunk
+from manyhands.blocks.averaging._payload import REPORT
+from manyhands.checkpoint._slices import LEAST
 from manyhands.scaling._payload import CLAIMS
 from manyhands.scaling._preconditioned import MESSAGE
 from manyhands.sharding.fsdp._whole_tensors import BUCKET, bucket_ranges
@@ -119,6 +123,7 @@ class Cost:
     sent: int = 0
     collectives: int = 0
     scaling: int = 0  # AdamScale's replica of the second moments
+    saved: int = 0  # written by `mh.save`: what several ranks hold alike, by one of them
 
 
 def _sent_per_worker(size: int, workers: int) -> int:
@@ -136,7 +141,34 @@ def rule_cost(groups: int, workers: int, gloo: bool) -> tuple[int, int]:
     return _sent_per_worker(8 * numbers * (1 if gloo else 2), workers), int(workers > 1)
 
 
+def round_cost(sizes: ModelSizes, workers: int) -> tuple[int, int]:
+    """Return what a sync round of `DiLoCo` sends: bytes, and collectives."""
+    # The values in chunks, all-reduced in float32; the first and the last with all reports.
+    lengths = Counter[Hashable]()
+    for param in sizes.trained:
+        lengths[param.kind] += param.elements
+    chunks = sum(-(-length // elements_per_chunk(length)) for length in lengths.values())
+    numbers = lengths.total() + min(2, chunks) * workers * REPORT * PARTS
+    return _sent_per_worker(2 * 4 * numbers, workers), chunks * (workers > 1)
+
+
 def costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int = 0) -> tuple[Cost, ...]:
+    """Return the costs of the four ways, in the order of the table above."""
+    ddp, *sharded, fsdp = _costs(sizes, workers, gloo, replicas)
+    params = sizes.parameter_bytes
+    return (
+        replace(ddp, saved=_written(params + ddp.optimizer, workers)),
+        *(replace(one, saved=_written(params, workers) + one.optimizer) for one in sharded),
+        replace(fsdp, saved=fsdp.parameters + fsdp.optimizer),
+    )
+
+
+def _written(alike: int, workers: int) -> int:
+    """Return the bytes that each writer has of what all ranks hold alike."""
+    return alike // max(1, min(workers, -(-alike // LEAST)))
+
+
+def _costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int) -> tuple[Cost, ...]:
     """Return the costs of the four ways, in the order of the table above."""
     # `replicas` is how many of the sharded state's entries every worker needs whole.
     alone = Cost(

@@ -23,7 +23,7 @@ from manyhands._core.arguments import (
     whole,
 )
 from manyhands._core.wrappers import unwrap
-from manyhands.planning._costs import Cost, ModelSizes, costs, rule_cost
+from manyhands.planning._costs import Cost, ModelSizes, costs, round_cost, rule_cost
 from manyhands.planning._model import (
     OneOptimizer,
     PlannedOptimizer,
@@ -47,7 +47,8 @@ class Row(Cost):
 
     `parameters`, `gradients` and `optimizer` are held after `backward` and after `step`;
     `in_flight` is the most that is held on top, while gradients are made and sent; `scaling` is
-    what a scaling rule holds. `sent`, the mean over the workers, and `collectives` count one step.
+    what a scaling rule holds; `saved` is what `mh.save` writes. `sent`, the mean
+    over the workers, and `collectives` count one step.
     `activations` is None without an input, and `fits` without a memory. `obstacle` says why the
     model cannot be trained in this way.
 
@@ -123,6 +124,7 @@ class Plan:
             ("activations", "activations"),
             ("bytes per worker", "total"),
             ("sent per step", "sent"),
+            ("written by a save", "saved"),
         ):
             sizes = [getattr(row, name) or 0 for row in self.rows]
             if any(sizes):
@@ -249,7 +251,7 @@ def plan(
         optimizer=" and ".join(dict.fromkeys(one.kind.__name__ for one in optimizers)),
         elements=sum(param.numel() for param in module.parameters()),
         workers=workers,
-        notes=_notes(rows, optimizers, sizes, wrap_size),
+        notes=_notes(rows, optimizers, sizes, wrap_size, workers),
         memory=budget,
         network=rate,
         rule=None if around is None else around.__name__,
@@ -270,7 +272,11 @@ def _find_rule(name: str | None, optimizer: object) -> type[ScalingRuleBase] | N
 
 
 def _notes(
-    rows: Sequence[Row], optimizers: Sequence[PlannedOptimizer], sizes: ModelSizes, wrap_size: int
+    rows: Sequence[Row],
+    optimizers: Sequence[PlannedOptimizer],
+    sizes: ModelSizes,
+    wrap_size: int,
+    workers: int,
 ) -> tuple[str, ...]:
     """Return sentences that explain the table."""
     layouts = {
@@ -282,6 +288,9 @@ def _notes(
     wraps = sum(bool(wrap.params) for wrap in sizes.wraps)
     number = "one wrap" if wraps == 1 else f"{wraps:,} wraps of at least {wrap_size:,} parameters"
     notes = [*sorted(layouts), f"{FSDP_NAME}: {number}."]
+    sent, collectives = round_cost(sizes, workers)
+    if collectives:
+        notes.append(f"A round of DiLoCo sends {format_bytes(sent)} in {collectives} collectives.")
     if rows[0].activations is None:
         notes.append("Activations are not counted: no input was given.")
     notes += [f"{row.name} cannot be used: {row.obstacle}" for row in rows if row.obstacle]

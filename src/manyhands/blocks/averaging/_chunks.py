@@ -87,7 +87,12 @@ def _chunk_length(payload: Payload) -> int:
     codec = payload.codec
     if codec.rounds and 8 * codec.size(ALIGNED, payload.dtype) < FEW_BITS * ALIGNED:
         return LARGEST
-    return max(SMALLEST, min(LARGEST, payload.length // 16)) // ALIGNED * ALIGNED
+    return elements_per_chunk(payload.length)
+
+
+def elements_per_chunk(length: int) -> int:
+    """Return the elements of a chunk of values that travel as they are."""
+    return max(SMALLEST, min(LARGEST, length // 16)) // ALIGNED * ALIGNED
 
 
 def square_of(values: Tensor) -> float:
