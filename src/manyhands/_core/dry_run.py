@@ -9,6 +9,7 @@ many. Values are not: what is gathered from shards is N copies of one of them.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -209,10 +210,11 @@ def dry_run(world_size: int, rank: int = 0) -> Iterator[DryRun]:
     dist.Backend.register_backend(
         BACKEND, lambda _, rank, size, __: DryGroup(rank, size, counted), devices=["cpu", "cuda"]
     )
-    store = CountingStore(HashStore(), counted, world_size)
+    store, hook = CountingStore(HashStore(), counted, world_size), sys.excepthook
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
     try:
         yield counted
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook  # torch's would write the rank before each line of an error
         names_of_torch()[1]()  # of DTensors: it has meshes, of which rank 0's counts as rank 3's
