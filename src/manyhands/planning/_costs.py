@@ -28,9 +28,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
+from manyhands._core.tensor_parts import LEAST
 from manyhands.blocks.averaging._chunks import PARTS, elements_per_chunk
 from manyhands.blocks.averaging._payload import REPORT
-from manyhands.checkpoint._slices import LEAST
 from manyhands.scaling._payload import CLAIMS
 from manyhands.scaling._preconditioned import MESSAGE
 from manyhands.sharding.fsdp._whole_tensors import BUCKET, bucket_ranges
