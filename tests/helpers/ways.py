@@ -5,6 +5,8 @@ optimizer's class and options. It returns the model and the optimizer. A new sha
 """
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
@@ -33,6 +35,17 @@ def fsdp(module, params, optim, group=None, **options):
     return mh.FSDP(module, process_group=group), optim(params(), **options)
 
 
+def hybrid(copies):
+    """`fsdp` on a mesh of copies, and of the ranks that each is sharded over."""
+
+    def way(module, params, optim, group=None, **options):
+        shape = (copies, dist.get_world_size() // copies)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards"))
+        return fsdp(module, params, optim, mesh, **options)
+
+    return way
+
+
 def alternate(module, params, optim, group=None, **options):
     return Around(module, group), Alternate(params(), optim, group, **options)
 
@@ -44,4 +57,5 @@ WAYS = {
     "ShardedDataParallel": sharded_ddp,
     "FSDP": fsdp,
 }
-CONTRACT = {**WAYS, "Alternate": alternate}
+HYBRID = {"FSDP, 2 x 2": hybrid(2), "FSDP, 1 x 4": hybrid(1)}
+CONTRACT = {**WAYS, **HYBRID, "Alternate": alternate}

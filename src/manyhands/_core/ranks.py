@@ -54,6 +54,7 @@ class RankGroup:
     lease: Lease | None = None  # keeps a group of our own alive
     patience: timedelta | None = None  # how long to wait for texts, if not the group's timeout
     shared_memory: SharedMemory | None = None  # if the ranks of one host exchange through memory
+    mesh: DeviceMesh | None = None  # of copies and shards, if each copy is sharded by itself
 
     @classmethod
     def of(cls, group: Any = None, world_size: int | None = None) -> RankGroup:
@@ -74,6 +75,25 @@ class RankGroup:
         if size < 1:  # torch reports -1 to a process that is not in the group
             raise ValueError("this process is not a member of the process group that was given.")
         return cls(size, dist.get_rank(group) if ready else 0, group)
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh) -> RankGroup:
+        """Return the ranks of a mesh: of one dimension, or of copies, each sharded by itself."""
+        if mesh.ndim == 1:
+            return cls.of(mesh.get_group())
+        if mesh.ndim != 2 or mesh.size(1) < 2 or not mesh.mesh_dim_names:
+            raise ValueError(
+                "needs a mesh of copies of the model, and of two or more ranks that each is sharded "
+                'over: init_device_mesh("cuda", (copies, ranks), mesh_dim_names=("copies", "ranks"'
+                f")), got {mesh}."
+            )
+        group = _group_of_mesh(mesh, sorted(mesh.mesh.flatten().tolist()))
+        return replace(cls.of(group), mesh=mesh)
+
+    @cached_property
+    def shards(self) -> RankGroup:
+        """The ranks that together hold one copy of what is sharded."""
+        return self if self.mesh is None else RankGroup.of(self.mesh.get_group(1))
 
     @property
     def ranks(self) -> list[int]:

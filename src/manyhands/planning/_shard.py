@@ -16,7 +16,7 @@ import gc
 import inspect
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +36,14 @@ from manyhands.planning._plan import plan, wrapping_obstacle
 from manyhands.sharding._agreement import ADVICE, GroupLike, facts_of_groups, facts_of_options
 from manyhands.sharding._wrapping import Classes, Policy, auto_wrap, enable_wrap, wrap
 from manyhands.sharding.fsdp._engine import guard_state
+from manyhands.sharding.fsdp._options import find_ranks
 from manyhands.sharding.fsdp._whole_tensors import WholeTensorOptimizer
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.zero._ddp import ShardedDataParallel
 from manyhands.sharding.zero._oss import OSS
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Level: TypeAlias = Literal["auto", 0, 1, 2, 3]
 Given = TypeVar("Given", Optimizer, list[Optimizer])
@@ -58,6 +62,7 @@ def shard(
     find_unused_parameters: bool = False,
     gather_state: bool = False,
     process_group: GroupLike | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[nn.Module, Given]:
     """Return the model and its optimizer for many ranks, sharded as far as `level` says.
 
@@ -95,8 +100,11 @@ def shard(
         gather_state: for levels 1 and 2: that of `OSS`, which lets `state_dict()`, called on every
             rank, collect the optimizer's state. `save` needs no such option.
         process_group: the ranks; all, by default. Levels 0 and 1 need a process group.
+        mesh: in place of `process_group`, the ranks as a `DeviceMesh`. With two dimensions, for
+            level 3: the number of copies of the model, and of ranks that each is sharded over.
     """
-    ranks = RankGroup.of(process_group)
+    grid, process_group = _ranks_of_mesh(mesh, process_group, level)
+    ranks = find_ranks(grid or process_group)
     check = partial(_check_optimizers, model, optimizer, level)
     optimizers = run_on_all(ranks, check)
     agree(ranks, _facts_to_share(model, optimizers, level, gather_state), ADVICE)
@@ -112,7 +120,7 @@ def shard(
             )
         if ranks.size > 1:
             _check_fully_shardable(model, optimizers, by_size=auto_wrap_policy is None)
-        sharded, made = _fully_sharded(model, optimizers, auto_wrap_policy, process_group)
+        sharded, made = _fully_sharded(model, optimizers, auto_wrap_policy, process_group, grid)
     else:
         as_oss = partial(_as_oss, process_group=process_group, gather_state=gather_state)
         made = optimizers if chosen == 0 else [as_oss(one) for one in optimizers]
@@ -127,6 +135,24 @@ def shard(
             )
     returned: Any = made[0] if isinstance(optimizer, Optimizer) else made
     return sharded, returned
+
+
+def _ranks_of_mesh(
+    mesh: DeviceMesh | None, process_group: GroupLike | None, level: Level
+) -> tuple[DeviceMesh | None, GroupLike | None]:
+    """Return the mesh if it has copies of the model, or else the process group of its ranks."""
+    if mesh is None:
+        return None, process_group
+    if process_group is not None:
+        raise ValueError("shard() got a mesh and a process_group: leave one out.")
+    if mesh.ndim == 1:
+        return None, mesh.get_group()
+    if level != 3:
+        raise ValueError(
+            f"a mesh of {mesh.ndim} dimensions is for level 3, and this is level {level}. Levels 1 "
+            "and 2 shard over all ranks: leave the mesh out."
+        )
+    return mesh, None
 
 
 # -- the plain model and its plain optimizers ------------------------------------------------------
@@ -235,10 +261,12 @@ def _fully_sharded(
     optimizers: Sequence[Optimizer],
     policy: Policy | Classes | None,
     process_group: GroupLike | None,
+    grid: DeviceMesh | None,
 ) -> tuple[nn.Module, list[Optimizer]]:
     """Wrap the model. Its parameters are others then, so the optimizers are made anew."""
     names = list(model.named_parameters())
-    options = {} if process_group is None else {"process_group": process_group}
+    group = grid or process_group
+    options = {} if group is None else {"process_group": group}
     with enable_wrap(policy or by_size(wrap_size_of(model)), **options):
         wrapped = auto_wrap(model)
         if not isinstance(wrapped, FullyShardedDataParallel):  # the policy leaves the model out

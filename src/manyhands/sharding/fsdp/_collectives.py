@@ -92,7 +92,7 @@ class ReduceQueue:
     def __init__(
         self, ranks: RankGroup, begin: Callable[[], None], end: Callable[[], None]
     ) -> None:
-        self.ranks = ranks
+        self.ranks, self.shards = ranks, ranks.shards
         self._begin, self._end = begin, end
         # For each: what is in flight, the tensor for this rank's slice of the mean, the divisor.
         self._in_flight: deque[tuple[Pending, Tensor, float]] = deque()
@@ -106,7 +106,7 @@ class ReduceQueue:
         cuts = range(0, grads.numel() + 1, total.numel()) if total.numel() else [0, 0]
         # Half-precision gradients for a float32 mean are summed elsewhere, and copied.
         into = total if total.dtype == grads.dtype else None
-        pending = self.ranks.reduce_scatter_slices(grads, cuts, into)
+        pending = self.shards.reduce_scatter_slices(grads, cuts, into)
         self._in_flight.append((pending, total, divisor))
         if wait:
             self._complete_all()
@@ -177,7 +177,7 @@ class ReduceScatter(_Allocator):
         """Allocate a buffer. The engine asks first for the one to send, then for its slice."""
         (elements,) = size
         # The slice becomes the gradient and must stay, so only the buffer to send is reused.
-        if elements * self._queue.ranks.size == self._to_send or not self._on_gloo:
+        if elements * self._queue.shards.size == self._to_send or not self._on_gloo:
             self._to_send = 0
             return super().allocate(size, dtype=dtype, device=device)
         self._to_send = elements
@@ -193,14 +193,16 @@ class ReduceScatter(_Allocator):
     ) -> None:
         """Average a wrap's gradients. torch's engine calls this for its own reduce_scatter."""
         self._queue.enter()
-        ranks = self._queue.ranks
+        ranks, shards = self._queue.ranks, self._queue.shards
         # With another operation (SUM, for half precision) the engine divides, before and after.
         we_divide = op == dist.ReduceOp.AVG
         divide = self._divide()
         before, after = divide or (1.0, float(ranks.size))
+        # The engine takes the mean over the copies, if there are several.
+        after /= ranks.size // shards.size
         if divide is not None and not we_divide:
             # The user's divisors replace the world size, by which the engine divides as well.
-            after, we_divide = after / ranks.size, True
+            after, we_divide = after / shards.size, True
         if before != 1:
             input_tensor.div_(before)
         if self._on_gloo:
@@ -209,14 +211,15 @@ class ReduceScatter(_Allocator):
             divisor = after if we_divide else 1.0
             self._queue.send(output_tensor, input_tensor, divisor, wait=wait)
         elif divide is None:
-            ranks.reduce_scatter(output_tensor, input_tensor, op)
+            shards.reduce_scatter(output_tensor, input_tensor, op)
         else:
-            ranks.reduce_scatter(output_tensor, input_tensor, dist.ReduceOp.SUM)
+            shards.reduce_scatter(output_tensor, input_tensor, dist.ReduceOp.SUM)
             output_tensor.div_(after)
 
     def _used_at_once(self, total: Tensor) -> bool:
         """Return whether the engine needs this mean at once, so that sending cannot overlap."""
-        return any(
+        # The engine sums over the copies of a mesh, or converts it, or adds it to a gradient.
+        return self._queue.ranks.mesh is not None or any(
             param.dtype != total.dtype
             or param.grad is not None
             or getattr(param, "_post_accumulate_grad_hooks", None)

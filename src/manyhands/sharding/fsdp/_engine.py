@@ -188,7 +188,7 @@ class Engine:
         # The engine keeps what is registered here, so a strong reference would be a cycle.
         reference = weakref.ref(self)
         if self.on_gloo:
-            self.module.set_custom_all_gather(AllGather(self.ranks))
+            self.module.set_custom_all_gather(AllGather(self.ranks.shards))
         reduce_scatter = ReduceScatter(
             queue,
             lambda: dereference(reference).params,
@@ -377,6 +377,8 @@ def _find_mesh(ranks: RankGroup, device: torch.device) -> DeviceMesh:
     """Return the ranks as a DeviceMesh, made once for each group and kind of device."""
     from torch.distributed.device_mesh import DeviceMesh
 
+    if ranks.mesh is not None:
+        return ranks.mesh
     group = ranks.group or dist.group.WORLD
     assert group is not None
     known = _meshes.setdefault(group, {})

@@ -63,7 +63,8 @@ def use_our_class(param: Tensor) -> None:
 
 
 def _norm_of_slice(grad: DTensor, power: float = 2) -> LocalNorm:
-    return norm_of_slices([_local(grad)], float(power), grad.device_mesh.get_group())
+    mesh = grad.device_mesh  # its last dimension has the shards of one copy
+    return norm_of_slices([_local(grad)], float(power), mesh.get_group(mesh.ndim - 1))
 
 
 def _local(grad: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from torch import nn
 
 from manyhands._core.ranks import RankGroup
 from manyhands.sharding._agreement import GroupLike
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 P = ParamSpec("P")
 W = TypeVar("W", bound=nn.Module)
@@ -42,7 +45,7 @@ NOT_COMPARED = {
 class FSDPOptions:
     """Options of one wrap; the docstring of FullyShardedDataParallel describes them."""
 
-    process_group: GroupLike | None = None
+    process_group: GroupLike | DeviceMesh | None = None
     process_group_reduce_scatter: GroupLike | None = None
     reshard_after_forward: bool = True
     disable_reshard_on_root: bool = True
@@ -155,8 +158,10 @@ class DummyProcessGroup:
         return self._size
 
 
-def find_ranks(process_group: GroupLike | None) -> RankGroup:
+def find_ranks(process_group: GroupLike | DeviceMesh | None) -> RankGroup:
     """Return the ranks among which parameters are sharded."""
+    if isinstance(process_group, dist.DeviceMesh):
+        return RankGroup.of_mesh(process_group)
     # A stand-in for a process group, with only `rank()` and `size()`, may stand for one rank.
     if process_group is None or isinstance(process_group, dist.ProcessGroup):
         return RankGroup.of(process_group)
@@ -168,7 +173,7 @@ def find_ranks(process_group: GroupLike | None) -> RankGroup:
     return RankGroup()
 
 
-def find_group(process_group: GroupLike | None) -> GroupLike | None:
+def find_group(process_group: GroupLike | DeviceMesh | None) -> GroupLike | DeviceMesh | None:
     """Return the group that a wrap shows: its own, else that of all ranks, else a stand-in."""
     if process_group is not None:
         return process_group

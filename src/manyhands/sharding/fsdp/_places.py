@@ -137,8 +137,8 @@ def check_parameters(places: Places, ranks: RankGroup) -> None:
 def check_inner_groups(ranks: RankGroup, inside: Sequence[RankGroup]) -> None:
     """Raise a ValueError if an inner wrap has other ranks, unless each rank is in its own group."""
     # A group of one, or a stand-in for it, has no rank numbers to compare.
-    own = ranks.ranks if ranks.size > 1 else None
-    if any(inner.size > 1 and inner.ranks != own for inner in inside):
+    own = (ranks.ranks, ranks.mesh) if ranks.size > 1 else None
+    if any(inner.size > 1 and (inner.ranks, inner.mesh) != own for inner in inside):
         raise ValueError(
             "a wrap inside has other ranks than the one around it. Give all wraps of a model the "
             "same process_group; only a group of one may be inside another, for parameters that "

@@ -83,7 +83,8 @@ class WholeTensorOptimizer(ShardedOptimizer):
         self._inner: Any = None  # an optimizer, once the constructor's groups are taken in
         super().__init__(params, {})
         given = [param for group in self.param_groups for param in group["params"]]
-        self._ranks = rank_group_of(given, group)
+        # In a mesh of copies, each copy of the model has owners of its own.
+        self._ranks = _shards_of(given) or rank_group_of(given, group)
         _check_sharded(given, self._ranks)
         self._owners = Owners(self._ranks)
         self._tensors: list[list[OwnedTensor]] = []  # by group
@@ -292,13 +293,21 @@ class WholeTensorOptimizer(ShardedOptimizer):
 # -- checks ----------------------------------------------------------------------------------------
 
 
+def _shards_of(params: Sequence[Tensor]) -> RankGroup | None:
+    """Return the ranks that hold one copy of the parameters, if a mesh has several copies."""
+    meshes = {param.device_mesh for param in params if is_dtensor(param)}
+    if len(meshes) != 1 or (mesh := meshes.pop()).ndim != 2:
+        return None
+    return RankGroup.of_mesh(mesh).shards
+
+
 def _check_sharded(params: Sequence[Tensor], ranks: RankGroup) -> None:
     """Raise a TypeError unless these are sharded over the ranks by rows."""
     if ranks.size == 1:
         return
     for param in params:
         shards = DTensorShards.of(param) if is_dtensor(param) else None
-        if shards is None or shards.mesh.ndim > 1 or shards.mesh_dim is None or shards.own.dim:
+        if shards is None or shards.mesh_dim != shards.mesh.ndim - 1 or shards.own.dim:
             raise TypeError(
                 "WholeTensorOptimizer needs parameters that are sharded by rows over one dimension "
                 f"of ranks, and one of shape {tuple(param.shape)} is not. Wrap the model first "

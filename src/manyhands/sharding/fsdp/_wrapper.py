@@ -89,7 +89,8 @@ class FullyShardedDataParallel(Wrap):
         module: the module to shard, in place.
         process_group: the ranks that shard the parameters; by default all. A group of one rank
             inside a wrap of several keeps its parameters whole and private to the rank, as an
-            expert of a mixture needs.
+            expert of a mixture needs. A `DeviceMesh` of two dimensions has copies of the model,
+            each sharded over the ranks of the second dimension.
         process_group_reduce_scatter: has no effect; gradients travel apart anyway.
         reshard_after_forward: free the full parameters after each forward and gather them again
             in backward. Uses less memory and sends 1.5 times the bytes.
@@ -333,7 +334,8 @@ class FullyShardedDataParallel(Wrap):
         if self.world_size == 1:
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
         grads = [local_shard(p.grad) for p in self.parameters() if p.grad is not None]
-        return clip_slices(grads, max_norm, float(norm_type), self._ranks, self.compute_device)
+        shards = self._ranks.shards
+        return clip_slices(grads, max_norm, float(norm_type), shards, self.compute_device)
 
     # -- full parameters -----------------------------------------------------------------------
 
