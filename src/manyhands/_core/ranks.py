@@ -419,8 +419,10 @@ def rank_group_of(
             f"the parameters are sharded over different workers: ranks {sorted(everyone)}. "
             "Give each mesh's parameters an optimizer of their own."
         )
-    ranks = list(everyone.pop())
-    workers = RankGroup.of(group or _group_of_mesh(meshes.pop(), ranks), world_size)
+    ranks, mesh = list(everyone.pop()), meshes.pop()
+    if mesh.ndim > 1 and group in mesh.get_all_groups():
+        group = None  # that of an optimizer for each copy of the model
+    workers = RankGroup.of(group or _group_of_mesh(mesh, ranks), world_size)
     if workers.size != len(ranks):
         raise ValueError(
             f"the parameters are sharded over {len(ranks)} workers, and the process group has "

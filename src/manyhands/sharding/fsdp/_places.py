@@ -114,8 +114,13 @@ def check_module(
         )
 
 
-def check_parameters(places: Places, ranks: RankGroup) -> None:
+def check_parameters(places: Places, ranks: RankGroup, device: torch.device) -> None:
     """Raise a ValueError if the parameters at these places cannot be sharded together."""
+    if ranks.mesh is not None and ranks.mesh.device_type != device.type:
+        raise ValueError(
+            f"the mesh is for {ranks.mesh.device_type}, and the module computes on {device.type}. "
+            f'Make it with init_device_mesh("{device.type}", ...), or move the module.'
+        )
     for name, param in named_params(places):
         if is_dtensor(param):
             raise ValueError(f"parameter {name} is sharded already. Wrap the plain module.")

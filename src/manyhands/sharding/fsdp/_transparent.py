@@ -448,6 +448,8 @@ def describe_slices(
             "shape": list(param.shape),
             "same_as": first_names.setdefault(id(param), name),  # the first name of a tied one
             "sharded": is_dtensor(param),
+            # A mesh of two dimensions has copies of the shards, the first one's first.
+            "shards": param.device_mesh.shape[-1] if is_dtensor(param) else 1,
         }
     return {"param_metadata": facts, "buffer_names": [plain_name(name) for name in buffers]}
 
@@ -473,7 +475,7 @@ def consolidate_slices(
             continue
         slices = [each[name] for each in weights]
         # fully_shard cuts in dimension 0. What is not sharded is the same on all ranks.
-        tensor = torch.cat(slices) if facts["sharded"] else slices[0]
+        tensor = torch.cat(slices[: facts.get("shards")]) if facts["sharded"] else slices[0]
         if list(tensor.shape) != facts["shape"]:
             raise ValueError(
                 f"the slices of parameter {name} make {tuple(tensor.shape)}, and it is "

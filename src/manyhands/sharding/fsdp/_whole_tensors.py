@@ -67,7 +67,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
 
     Attributes:
         optim: the optimizer of the tensors that this rank owns.
-        group: the argument.
+        group: the ranks that hold one copy of the model; None: all.
     """
 
     def __init__(
@@ -79,12 +79,11 @@ class WholeTensorOptimizer(ShardedOptimizer):
     ) -> None:
         self.optimizer_class = optim
         self.optimizer_arguments = dict(defaults)
-        self.group = group
         self._inner: Any = None  # an optimizer, once the constructor's groups are taken in
         super().__init__(params, {})
         given = [param for group in self.param_groups for param in group["params"]]
-        # In a mesh of copies, each copy of the model has owners of its own.
-        self._ranks = _shards_of(given) or rank_group_of(given, group)
+        self._ranks = _ranks_of_copy(given) or rank_group_of(given, group)
+        self.group = self._ranks.group
         _check_sharded(given, self._ranks)
         self._owners = Owners(self._ranks)
         self._tensors: list[list[OwnedTensor]] = []  # by group
@@ -293,7 +292,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def _shards_of(params: Sequence[Tensor]) -> RankGroup | None:
+def _ranks_of_copy(params: Sequence[Tensor]) -> RankGroup | None:
     """Return the ranks that hold one copy of the parameters, if a mesh has several copies."""
     meshes = {param.device_mesh for param in params if is_dtensor(param)}
     if len(meshes) != 1 or (mesh := meshes.pop()).ndim != 2:

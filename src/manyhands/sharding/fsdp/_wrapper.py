@@ -142,7 +142,7 @@ class FullyShardedDataParallel(Wrap):
         self._is_root = None
         self._root_state: RootState | None = None
         self._places = find_places(module, FullyShardedDataParallel)
-        check_parameters(self._places, self._ranks)
+        check_parameters(self._places, self._ranks, device)
         buffers = precision.buffers
         self._former_buffer_dtypes = cast_buffers(module, FullyShardedDataParallel, buffers)
         self._divisor: list[float] = []  # a list, which the hooks of `_divide_by` share
