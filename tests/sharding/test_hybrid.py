@@ -41,7 +41,8 @@ def train(model, optimizers, steps=range(3), norm=2.0, ranks=4):
 
 
 def whole(model):
-    return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+    params = model.parameters()
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in params]
 
 
 class Branches(nn.Module):
@@ -208,7 +209,8 @@ def test_ramp_takes_the_steps_that_it_takes_under_ddp():
         rule = mh.AdaScale(optimizer)
         ramp = mh.Ramp(rule, 16, goal="steps", model=model)
         x, y = make_batches(8, 4, 4)
-        own = [*zip(x[:, :, dist.get_rank()].flatten(0, 1), y[:, :, dist.get_rank()].flatten(0, 1))]
+        mine = [each[:, :, dist.get_rank()].flatten(0, 1) for each in (x, y)]
+        own = [*zip(*mine, strict=True)]
         for batches in ramp.over(own):
             for a, b in batches:
                 distance(model, a, b).backward()

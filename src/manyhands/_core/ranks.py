@@ -83,9 +83,9 @@ class RankGroup:
             return cls.of(mesh.get_group())
         if mesh.ndim != 2 or mesh.size(1) < 2 or not mesh.mesh_dim_names:
             raise ValueError(
-                "needs a mesh of copies of the model, and of two or more ranks that each is sharded "
-                'over: init_device_mesh("cuda", (copies, ranks), mesh_dim_names=("copies", "ranks"'
-                f")), got {mesh}."
+                "needs a mesh of copies of the model, and of two or more ranks that each is "
+                'sharded over: init_device_mesh("cuda", (copies, ranks), mesh_dim_names=("copies", '
+                f'"ranks")), got {mesh}.'
             )
         group = _group_of_mesh(mesh, sorted(mesh.mesh.flatten().tolist()))
         return replace(cls.of(group), mesh=mesh)

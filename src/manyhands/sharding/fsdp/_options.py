@@ -160,7 +160,9 @@ class DummyProcessGroup:
 
 def find_ranks(process_group: GroupLike | DeviceMesh | None) -> RankGroup:
     """Return the ranks among which parameters are sharded."""
-    if isinstance(process_group, dist.DeviceMesh):
+    from torch.distributed.device_mesh import DeviceMesh  # not needed to import manyhands
+
+    if isinstance(process_group, DeviceMesh):
         return RankGroup.of_mesh(process_group)
     # A stand-in for a process group, with only `rank()` and `size()`, may stand for one rank.
     if process_group is None or isinstance(process_group, dist.ProcessGroup):
