@@ -357,7 +357,7 @@ def own_tests():
     yield "`uncollected_opt_state`", not hasattr(linear, "uncollected_opt_state")
     yield "`flat_param_0`", list(linear.state_dict()) == ["weight", "bias"]
     yield "`process_group_reduce_scatter`", linear.process_group_reduce_scatter is None
-    yield "pickle a wrap", "Save or copy its state_dict()" in said(lambda: pickle.dumps(linear))
+    yield "pickle a wrap", "Save its state_dict()" in said(lambda: pickle.dumps(linear))
     yield "wrap a wrapped model again", "Use the first one" in said(lambda: mh.FSDP(inner))
     few = fairscale.DummyProcessGroup(0, 2)
     refused = said(lambda: mh.FSDP(nn.Linear(4, 3), process_group=few))
