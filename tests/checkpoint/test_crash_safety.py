@@ -497,13 +497,12 @@ mh.save(path, value=1)
 """
 
 
-@pytest.mark.parametrize("linger", [2.5, pytest.param(0.0, marks=pytest.mark.long)])
-def test_rank_0_keeps_the_store_until_the_others_have_its_answer(linger, tmp_path):
+def test_rank_0_keeps_the_store_until_the_others_have_its_answer(tmp_path):
     """Rank 0's script ends with the save, and it has the store. All takes ten times as long."""
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    script = LAST_SAVE.replace("rank, path", f"_writing.LINGER = {linger}\nrank, path")
+    script = LAST_SAVE.replace("rank, path", "_writing.LINGER = 5.0\nrank, path")
     runs = [
         subprocess.Popen(
             [sys.executable, "-c", script, str(rank), str(tmp_path / "run"), address],
@@ -514,5 +513,5 @@ def test_rank_0_keeps_the_store_until_the_others_have_its_answer(linger, tmp_pat
     ]
     said = [run.communicate(timeout=60)[1] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], said  # without the answer it looks itself
-    assert ("recvValue" in said[1]) == (linger == 0.0), said
+    assert "recvValue" not in said[1], said  # which torch says where the store is gone
     assert len(complete(tmp_path / "run")) == 1
