@@ -211,3 +211,12 @@ def test_without_fsspec_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "fsspec.core", None)
     with pytest.raises(ImportError, match=r'pip install "manyhands\[cloud\]"'):
         mh.save(URL, value=1)
+
+
+def test_a_commit_that_is_there_and_not_seen_is_an_error(bucket, monkeypatch):
+    def taken(self, *args, **kwargs):
+        raise FileExistsError("it is there")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", taken)
+    with pytest.raises(FileExistsError):
+        mh.save(URL, value=1)

@@ -91,7 +91,8 @@ class Bucket(Folder):
         try:
             self._fs.pipe_file(self._url(name, COMMIT), commit, mode="create")
         except FileExistsError:
-            self.check_ours(name, token)
+            self.check_ours(name, token)  # says whose it is
+            raise
 
 
 class Ranges:

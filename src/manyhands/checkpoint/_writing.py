@@ -40,12 +40,18 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.optim import Optimizer
 
-from manyhands._core import tensor_parts
 from manyhands._core.agreement import NAMED, describe_error, raise_if_different, to_error
 from manyhands._core.dry_run import DryGroup, dry_group
 from manyhands._core.random_state import random_state
 from manyhands._core.ranks import RankGroup
-from manyhands._core.tensor_parts import Savers, Table, own_share, stored_slices, table_of
+from manyhands._core.tensor_parts import (
+    Savers,
+    Table,
+    find_tensors,
+    own_share,
+    stored_slices,
+    table_of,
+)
 from manyhands.checkpoint import _format
 from manyhands.checkpoint._folder import DryFolder, Folder, new_token
 from manyhands.checkpoint._format import OWN, Commit, Contents, TensorEntry, file_name
@@ -245,9 +251,7 @@ class Save:
                 return []
             files = [each["file"] for each in receipts]
             table = merge_tables([Table(**each["table"]) for each in receipts])
-            tensor_parts.find_tensors(
-                table, len(files)
-            )  # raises unless every element is there once
+            find_tensors(table, len(files))  # raises unless every element is there once
             self._wait_for_files({self._file(rank): file[0] for rank, file in enumerate(files)})
             text = self._to_commit(files, table).to_text().encode()
             with self._explain_no_room(len(text)):
