@@ -35,7 +35,7 @@ MEASURED = re.compile(
 )
 NO_FIGURES = re.compile(  # code, targets of links, versions
     r"`[^`\n]*`|<!--.*?-->|\]\([^)\s]*\)|arXiv:\S+|\b\d+\.\d+\.\d+\b"
-    r"|\b(?:torch|fairscale|adaptdl|fairseq|accelerate|transformers|Ray|Lightning) \d+\.\d+",
+    r"|\b(?:Python|torch|fairscale|adaptdl|fairseq|accelerate|transformers|Ray|Lightning) \d+\.\d+",
     re.DOTALL | re.IGNORECASE,
 )
 

@@ -1,6 +1,7 @@
 """Every example in the documentation, done: see pages.py."""
 
 import re
+import runpy
 
 import pytest
 
@@ -41,6 +42,19 @@ def test_the_navigation_has_every_page():
     listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     pages = (str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
     assert sorted(listed) == sorted(pages)
+
+
+def test_the_files_made_from_pages_are_those_that_the_program_writes():
+    made = runpy.run_path(str(ROOT / "tools" / "pages.py"))["made"]()
+    scripts = {path for path in made if path.suffix == ".py"}
+    assert scripts == set((ROOT / "docs" / "tutorial").glob("*.py"))
+    for path, text in made.items():
+        assert path.read_text(encoding="utf-8") == text, f"{path}: run `python tools/pages.py`"
+
+
+def test_readme_and_landing_page_begin_with_the_same_script():
+    readme, landing = (list(blocks(ROOT / page)) for page in ("README.md", "docs/index.md"))
+    assert [block.code for block in readme[:5]] == [block.code for block in landing]
 
 
 def test_every_script_on_a_page_is_also_run():

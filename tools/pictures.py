@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the pictures of docs/index.md, docs/ramp.md and docs/how-a-block-survives.md, as SVG files.
+"""Draw the pictures of README.md and the pages in docs/, as SVG files.
 
     python tools/pictures.py            writes them into docs/figures/
 
@@ -11,6 +11,7 @@ dark one (tests/test_pictures.py measures the contrast).
 from __future__ import annotations
 
 import math
+import runpy
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "figures"
@@ -261,7 +262,35 @@ def a_death() -> str:
     )
 
 
+# -- steps that a batch needs --------------------------------------------------------------------
+
+
+def steps() -> str:
+    """Steps and accuracies of the benchmark of quality, as tools/figures.py reads them."""
+    cell = runpy.run_path(str(Path(__file__).with_name("figures.py")))["Cell"]
+    rows = (
+        ("small batch", "plain", 1, "base", TEXT),
+        ("8 times, AdaScale", "AdaScale", 8, "steps", BLUE),
+        ("32 times, AdaScale", "AdaScale", 32, "steps", BLUE),
+        ("32 times, linear", "linear + warm-up", 32, "steps", ORANGE),
+    )
+    elements, said, longest = [], [], 3750.0
+    for row, (name, method, scale, budget, colour) in enumerate(rows):
+        found = cell("mnist-sgd", method, scale, budget)
+        y, width = 36.0 + 34.0 * row, 300.0 * float(found.steps.replace(",", "")) / longest
+        elements += [label(178, y + 17, name, "end"), box(190, y, width, 24, colour)]
+        elements.append(label(200 + width, y + 17, f"{found.steps} steps, {found.shown} %"))
+        said.append(f"{name}: {found.steps} steps, {found.shown} % right.")
+    return picture(
+        "Steps to train at larger batches",
+        "An MLP on MNIST with SGD, mean of three seeds. " + " ".join(said),
+        180,
+        [label(190, 22, "steps of training, and test accuracy at the end", bold=True), *elements],
+    )
+
+
 PICTURES = {
+    "steps.svg": steps,
     "how-far.svg": how_far,
     "who-holds.svg": who_holds,
     "when-to-talk.svg": when_to_talk,

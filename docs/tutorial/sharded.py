@@ -1,0 +1,45 @@
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import manyhands as mh
+
+dist.init_process_group("gloo")  # "nccl" with GPUs
+rank = dist.get_rank()
+torch.manual_seed(0)
+hidden = torch.randn(4, 1)
+
+
+def draw(samples, generator):
+    x = torch.randn(samples, 4, generator=generator)
+    noise = torch.randn(samples, 1, generator=generator)
+    return x, torch.sin(x @ hidden / 2) + noise / 2
+
+
+def test_loss():
+    x, y = draw(10_000, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return mse_loss(model(x), y).item()
+
+
+model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
+shards = mh.OSS(model.parameters(), optim=torch.optim.SGD, lr=0.02, momentum=0.8)
+model = mh.ShardedDataParallel(model, shards)
+optimizer = mh.AdaScale(shards)
+
+generator = torch.Generator().manual_seed(1 + rank)  # each rank draws other samples
+while optimizer.progress < 240:
+    x, y = draw(16, generator)
+    optimizer.zero_grad()
+    mse_loss(model(x), y).backward()
+    optimizer.step()
+
+loss = test_loss()
+if rank == 0:
+    steps = optimizer.snapshot()["step"]
+    print(f"{steps} steps of 32 samples: gain {optimizer.gain():.2f}, loss {loss:.3f}")
+    held = sum(state["momentum_buffer"].numel() for state in shards.optim.state.values())
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{parameters} parameters, {held} momenta on this rank")
+dist.destroy_process_group()
