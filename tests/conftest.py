@@ -13,6 +13,7 @@ import torch
 
 from helpers import huge_pages
 from helpers.lightning_runs import import_lightning
+from manyhands import AdaScale  # noqa: F401  # with all names, so that no rank imports them
 from manyhands.engines._stopping import listener
 
 # The same examples in every run, and as much time as a busy machine needs for one.

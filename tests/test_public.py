@@ -67,6 +67,7 @@ import sys, time
 import torch
 before, start = set(sys.modules), time.process_time()
 import manyhands
+manyhands.AdaScale  # imports all names
 elapsed = time.process_time() - start
 import manyhands.adaptdl, manyhands.fairscale, manyhands.fairseq
 new = {name.split(".")[0] for name in set(sys.modules) - before}

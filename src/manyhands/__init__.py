@@ -9,38 +9,13 @@
 - `manyhands.errors`: the errors that a correct script can meet.
 """
 
-from manyhands._core.dry_run import dry_run
-from manyhands._version import __version__ as __version__
-from manyhands.blocks._methods import BMUF, DiLoCo, LocalSGD, SlowMo
-from manyhands.blocks._optimizer import Blocks
-from manyhands.blocks._schedule import Seconds
-from manyhands.blocks.crew._crew import Crew
-from manyhands.checkpoint import load, save
-from manyhands.data._cursor import Cursor
-from manyhands.data._order import DataShards
-from manyhands.engines._job import start
-from manyhands.engines._stopping import stopping
-from manyhands.planning import plan, shard
-from manyhands.ramp import Ramp, largest_micro_batch
-from manyhands.record import Record, StepTiming, read_record
-from manyhands.scaling._noise_scale import NoiseScale
-from manyhands.scaling._progress import ProgressScheduler
-from manyhands.scaling._rules import (
-    AdamScale,
-    AdaScale,
-    LEGWScale,
-    LinearScale,
-    SqrtScale,
-)
-from manyhands.scaling._weighted_mean import WeightedMean
-from manyhands.sharding._gradients import ShardedGradScaler
-from manyhands.sharding.fsdp._whole_tensors import WholeTensorOptimizer
-from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
-from manyhands.sharding.zero._ddp import ShardedDataParallel
-from manyhands.sharding.zero._oss import OSS
-from manyhands.weights import load_weights, save_weights
+import importlib
+import typing
 
-FSDP = FullyShardedDataParallel
+from manyhands._version import __version__ as __version__
+
+if typing.TYPE_CHECKING:
+    from manyhands._names import *
 
 __all__ = [
     "BMUF",
@@ -82,6 +57,18 @@ __all__ = [
     "stopping",
 ]
 
-for _name in __all__:  # tracebacks and help() show manyhands.AdaScale
-    globals()[_name].__module__ = __name__
-del _name
+if not typing.TYPE_CHECKING:
+
+    def __getattr__(name):
+        """Import all names with the first that is used: `manyhands --help` runs without torch."""
+        if name[0] != "_":
+            names = importlib.import_module("manyhands._names")
+            for each in __all__:
+                globals()[each] = found = getattr(names, each)
+                found.__module__ = __name__  # tracebacks and help() show manyhands.AdaScale
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *__all__})

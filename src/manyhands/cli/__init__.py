@@ -10,7 +10,7 @@
 Each command is a module with a function of the same name (or a `typer.Typer` with several), and one
 entry in `COMMANDS`. typer reads the command's arguments off the function and its help off the
 docstring. `CONTEXT_SETTINGS`, if a module has them, are passed to click.
-No command is imported before `main` runs, so `import manyhands` needs no typer.
+`main` imports only the command that is called: `manyhands --help` needs no torch.
 
 `stop`, `printable` and `import_object` are for the commands.
 """
@@ -18,21 +18,25 @@ No command is imported before `main` runs, so `import manyhands` needs no typer.
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from manyhands._version import __version__
+
 if TYPE_CHECKING:
     import typer
 
-COMMANDS = [
-    "checkpoint",
-    "demo",
-    "plan",
-    "report",
-    "run",
-    "watch",
-]
+COMMANDS = {  # as each docstring begins
+    "checkpoint": "Show what a checkpoint of mh.save contains, or turn it into plain files.",
+    "demo": "Train a small network with a batch and with 32 times that batch, and compare.",
+    "plan": "Compare ways to train a model on several workers: bytes held, bytes sent, what fits.",
+    "report": "Compare recorded runs on one page with figures. The page opens without a network.",
+    "run": "Run a script in several workers, which may die and come back.",
+    "watch": "Watch running jobs by their records: on a live page of this machine, or in the "
+    "terminal.",
+}
 
 
 def main() -> None:
@@ -45,11 +49,11 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(1)
-    app()()
+    app(loaded=sys.argv[1:2])()
 
 
-def app() -> typer.Typer:
-    """Return the program, with every command."""
+def app(loaded: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
+    """Return the program, with every command. Those that are not `loaded` can only be listed."""
     import typer
 
     program = typer.Typer(
@@ -57,11 +61,19 @@ def app() -> typer.Typer:
     )
 
     # Without a callback, typer would not ask for the name of a program's only command.
-    @program.callback()
-    def manyhands() -> None:
-        """More workers for the PyTorch training loop you have."""
+    asked = typer.Option(False, "--version", help="Print the version.")
 
-    for name in COMMANDS:
+    @program.callback(invoke_without_command=True)
+    def manyhands(version: bool = asked) -> None:
+        """More workers for the PyTorch training loop you have."""
+        if version:
+            typer.echo(f"manyhands {__version__}")
+            raise typer.Exit
+
+    for name, summary in COMMANDS.items():
+        if name not in loaded:
+            program.command(name, help=summary)(lambda: None)
+            continue
         module = import_module(f"manyhands.cli.{name}")
         found = getattr(module, name)
         if isinstance(found, typer.Typer):  # has commands of its own

@@ -1,0 +1,5 @@
+"""`python -m manyhands`: the program `manyhands`."""
+
+from manyhands.cli import main
+
+main()
