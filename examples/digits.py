@@ -60,6 +60,7 @@ parser.add_argument("--max-scale", type=int, help="let the batch grow so far, as
 parser.add_argument("--batch-size", type=int, default=4, help="images in a batch")
 parser.add_argument("--lr", type=float, default=0.2, help="learning rate of the baseline")
 parser.add_argument("--steps", type=int, default=4800, help="steps of the baseline")
+parser.add_argument("--in-steps", type=int, help="take so many, by a rule without a gain")
 parser.add_argument("--warmup", type=float, default=0.0, help="part of the training, 0 to 1")
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--record", default="runs/digits.jsonl", help="where to write the record")
@@ -107,8 +108,9 @@ def schedule(step):
 if args.rule == "adascale":  # a step counts as much as it is worth: the gain
     scheduler = LambdaLR(optimizer, schedule)
     scheduler = mh.ProgressScheduler(scheduler, optimizer, end=args.steps)
-else:  # a step counts as `scale` steps: the number of images is the baseline's
-    scheduler = LambdaLR(optimizer, lambda step: schedule(min(step * optimizer.scale, args.steps)))
+else:  # a step counts as `scale` steps, so the number of images is the baseline's: or --in-steps
+    worth = args.steps / args.in_steps if args.in_steps else optimizer.scale
+    scheduler = LambdaLR(optimizer, lambda step: schedule(min(step * worth, args.steps)))
 
 # -- training --------------------------------------------------------------------------------
 
@@ -147,7 +149,7 @@ with mh.Record(args.record, *sources, name=name, mode="overwrite") as record:
         scheduler.step()
 
         samples += scale * args.batch_size
-        baseline_steps = optimizer.progress if args.rule == "adascale" else step * optimizer.scale
+        baseline_steps = optimizer.progress if args.rule == "adascale" else step * worth
         done = baseline_steps / args.steps
         # The parameters are the same on every worker, so all of them stop, or none.
         stop = done >= 1 or not parameters_to_vector(network.parameters()).isfinite().all()

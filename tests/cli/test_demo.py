@@ -4,6 +4,7 @@ import importlib
 import os
 import runpy
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def digits(tmp_path, monkeypatch):
 def only_adascale(monkeypatch):
     """The baseline and AdaScale: starting workers takes seconds."""
     trainings = program._trainings
-    monkeypatch.setattr(program, "_trainings", lambda *size: trainings(*size)[:2])
+    monkeypatch.setattr(program, "_trainings", lambda *size: islice(trainings(*size), 2))
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def own_script(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_the_demo_trains_compares_and_draws(demo, only_adascale, tmp_path):
-    result = demo("--steps", "40")
+    result = demo("--steps", "40", "--step-cost", "500")
     assert result.exit_code == 0, result.output + result.stderr
     assert "\x1b" not in result.output  # no terminal, no control characters
     baseline, adascale = (read_record(tmp_path / f"{n}.jsonl") for n in ("baseline", "adascale"))
@@ -74,12 +75,11 @@ def test_the_demo_trains_compares_and_draws(demo, only_adascale, tmp_path):
     for run in (baseline, adascale):
         (row,) = (line for line in result.output.splitlines() if line.startswith(f"│ {run.name}"))
         last = run.lines[-1]
-        shown = [
-            f"{last['accuracy']:.1%}",
-            f"{last['step']}",
-            f"{last['progress'] / last['step']:.1f}",
-        ]
+        shown = [f"{last['accuracy']:.1%}", f"{last['step']}", f"{last['samples']:,.0f}"]
         assert all(value in row for value in shown), (row, shown)
+    alone = baseline.lines[-1]["time"] / 40
+    computed = adascale.lines[-1]["step"] * (alone + 0.5)  # half a second to average gradients
+    assert f" {computed:.1f} s │" in result.output
     assert "AdaScale ×4" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
@@ -108,6 +108,45 @@ def test_an_interrupt_stops_the_workers(demo, own_script, tmp_path, monkeypatch)
     for pid in tmp_path.glob("*.pid"):
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid.read_text()), 0)
+
+
+def test_an_interrupt_leaves_the_page_of_what_there_is(demo, own_script, tmp_path, monkeypatch):
+    """One training has ended, the second is under way, and an earlier demo had a third."""
+    own_script(
+        "import sys, time\n"
+        "import manyhands as mh\n"
+        "path, name = (option.split('=')[1] for option in sys.argv[-2:])\n"
+        "with mh.Record(path, name=name) as record:\n"
+        "    for _ in range(3):\n"
+        "        record.step(accuracy=0.5, samples=4)\n"
+        "    time.sleep(600 if name == 'second' else 0)\n"
+    )
+    both = [
+        program.Training(*names, 1, ()) for names in (("baseline", "first"), ("ramp", "second"))
+    ]
+    monkeypatch.setattr(program, "_trainings", lambda *size: both)
+    (tmp_path / "adascale.jsonl").write_text("an earlier demo's")
+    second = tmp_path / "ramp.jsonl"
+
+    def interrupt_once_it_has_three_steps(_):
+        if second.exists() and second.read_text().count('"accuracy"') == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(program.time, "sleep", interrupt_once_it_has_three_steps)
+    result = demo()
+    assert result.exit_code == 130
+    assert "│ first " in result.output and "│ second " in result.output
+    assert "AdaScale took" not in result.output  # it has no results to conclude from
+    assert "interrupted; the page has what there is" in result.stderr
+    assert "second" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_script_takes_as_many_steps_as_it_is_told(digits):
+    options = ("--rule", "linear", "--accumulate", "4", "--steps", "80")
+    assert len(digits(*options).lines) == 20
+    stretched = digits(*options, "--in-steps", "50", "--lr", "0.01")
+    assert len(stretched.lines) == 50
+    assert stretched.lines[24]["lr"] == [pytest.approx(0.005, rel=0.1)]  # half of the cosine
 
 
 @pytest.mark.parametrize("package", ["sklearn", "plotly"])

@@ -49,7 +49,10 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(1)
-    app(loaded=sys.argv[1:2])()
+    try:
+        app(loaded=sys.argv[1:2])()
+    except KeyboardInterrupt:  # while torch is imported: a command that runs sees it first
+        sys.exit(130)
 
 
 def app(loaded: Collection[str] = tuple(COMMANDS)) -> typer.Typer:

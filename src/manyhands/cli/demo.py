@@ -20,7 +20,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import manyhands
@@ -30,6 +30,7 @@ from manyhands.record._run import Line
 from manyhands.report import write_report
 
 BATCH = 4  # images in a small batch
+SILENCE = 10.0  # seconds between two lines, where there are no bars
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Training:
     name: str
     workers: int
     options: tuple[str, ...]
+    in_steps: int | None = None  # the schedule is stretched over so many
     counts_gain: bool = False  # a step moves the schedule by its gain, or else by the scale
 
 
@@ -49,6 +51,10 @@ def demo(
     accumulate: Annotated[int, typer.Option(min=1, help="Batches per worker and step.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the baseline.")] = 4800,
     seed: Annotated[int, typer.Option(help="For the network and the batches.")] = 0,
+    step_cost: Annotated[
+        float,
+        typer.Option(min=0, help="Milliseconds to average gradients once; assumed, for a column."),
+    ] = 1.0,
 ) -> None:
     """Train a small network with a batch and with 32 times that batch, and compare."""
     for package, module in (("plotly", "plotly"), ("scikit-learn", "sklearn")):
@@ -60,42 +66,53 @@ def demo(
             )
     console = Console(highlight=False)
     console.print(
-        f"Handwritten digits, {steps:,} steps of {BATCH} images: the baseline. Then batches "
-        f"{workers * accumulate} times as large, from {workers} workers with {accumulate} batches "
-        "each, with the same learning rate and schedule, adapted by a scaling rule. Ramp begins "
-        "with the small batch and lets it grow.\n"
+        f"How many steps does a batch of {workers * accumulate * BATCH} images save, over one of "
+        f"{BATCH}? Handwritten digits: {steps:,} steps of the small batch are the baseline. The "
+        f"others have {workers} workers with {accumulate} small batches each, and the baseline's "
+        "learning rate and schedule, adapted by a rule. Ramp lets the batch grow.\n"
     )
-    script = _script_path()
+    script = [str(_script_path()), f"--steps={steps}", f"--seed={seed}", f"--batch-size={BATCH}"]
     out.mkdir(parents=True, exist_ok=True)
-    shared = (f"--steps={steps}", f"--seed={seed}", f"--batch-size={BATCH}")
+    for record in (out / f"{name}.jsonl" for name in FILES):
+        record.unlink(missing_ok=True)  # an earlier demo's
+    runs: list[Run] = []
+    interrupted = False
     with _progress_bars(console) as bars:
-        runs = [
-            _train(training, [str(script), *shared], out, bars, steps)
-            for training in _trainings(workers, accumulate)
-        ]
-    page = write_report(runs, out / "report.html", title="manyhands demo")
-    console.print(_comparison_table(runs))
-    console.print(_verdict(runs, workers, accumulate))
-    console.print(f"\nThe curves: {page.resolve()}", soft_wrap=True)
+        try:
+            for training in _trainings(workers, accumulate, runs):
+                runs.append(_train(training, script, out, bars, steps))
+        except KeyboardInterrupt:
+            runs, interrupted = _records(out), True
+    if runs:
+        page = write_report(runs, out / "report.html", title="manyhands demo")
+        _print_comparison(console, runs, workers * accumulate, step_cost / 1000)
+        console.print(f"\nThe curves: {page.resolve()}", soft_wrap=True)
+    if interrupted:
+        left = "the page has what there is" if runs else "nothing was trained yet"
+        stop("demo", f"interrupted; {left}.", code=130)
 
 
-def _trainings(workers: int, accumulate: int) -> list[Training]:
-    """Return the baseline, and four ways to train with larger batches."""
+FILES = ("baseline", "adascale", "ramp", "linear-samples", "linear-steps")
+
+
+def _trainings(workers: int, accumulate: int, done: Sequence[Run]) -> Iterator[Training]:
+    """Yield the baseline, and four ways to train with larger batches. `done` has those before."""
     scale, several = workers * accumulate, f"--accumulate={accumulate}"
-    return [
-        Training("baseline", "baseline", 1, (), counts_gain=True),
-        Training("adascale", f"AdaScale ×{scale}", workers, (several,), counts_gain=True),
-        Training(
-            "ramp", f"Ramp, up to ×{scale}", workers, (f"--max-scale={scale}",), counts_gain=True
-        ),
-        Training("linear", f"linear ×{scale}", workers, (several, "--rule=linear")),
-        Training(
-            "linear-warmup",
-            f"linear ×{scale}, warm-up",
-            workers,
-            (several, "--rule=linear", "--warmup=0.2"),
-        ),
-    ]
+    yield Training(FILES[0], "baseline", 1, (), counts_gain=True)
+    yield Training(FILES[1], f"AdaScale ×{scale}", workers, (several,), counts_gain=True)
+    growing = (f"--max-scale={scale}",)
+    yield Training(FILES[2], f"Ramp, up to ×{scale}", workers, growing, counts_gain=True)
+    linear = (several, "--rule=linear", "--warmup=0.2")
+    yield Training(FILES[3], f"linear ×{scale}, equal samples", workers, linear)
+    as_many = _steps(done[1])
+    longer = (*linear, f"--in-steps={as_many}")
+    yield Training(FILES[4], f"linear ×{scale}, equal steps", workers, longer, as_many)
+
+
+def _records(out: Path) -> list[Run]:
+    """Return the runs of this demo that have taken a step."""
+    found = [out / f"{name}.jsonl" for name in FILES]
+    return [run for run in (read_record(path) for path in found if path.exists()) if run.lines]
 
 
 def _script_path() -> Path:
@@ -118,7 +135,6 @@ def _script_path() -> Path:
 def _train(training: Training, script: Sequence[str], out: Path, bars: Progress, steps: int) -> Run:
     """Run the script to its end. Meanwhile, show the newest values of its record."""
     record, log = (out / f"{training.file}.{kind}" for kind in ("jsonl", "log"))
-    record.unlink(missing_ok=True)  # an earlier demo's
     command = [sys.executable]
     if training.workers > 1:
         command += ["-m", "torch.distributed.run", "--standalone"]
@@ -126,6 +142,7 @@ def _train(training: Training, script: Sequence[str], out: Path, bars: Progress,
     command += [*script, *training.options, f"--record={record}", f"--name={training.name}"]
     bar = bars.add_task(training.name, total=steps, shown="starting")
     newest: Line = {}
+    said = time.monotonic()
     with _run_process(command, log) as process:
         lines = _follow_record(record)
         running = True
@@ -133,9 +150,11 @@ def _train(training: Training, script: Sequence[str], out: Path, bars: Progress,
             running = process.poll() is None
             for line in next(lines):
                 newest.update(line)
-            bars.update(
-                bar, completed=_schedule_position(training, newest), shown=_newest_accuracy(newest)
-            )
+            position = _schedule_position(training, newest, steps)
+            bars.update(bar, completed=position, shown=_newest_accuracy(newest))
+            if not bars.console.is_terminal and time.monotonic() > said + SILENCE:
+                said = time.monotonic()
+                bars.console.print(f"{training.name}: {position / steps:.0%} done")
             time.sleep(0.1 if running else 0.0)
     bars.stop_task(bar)
     if process.returncode:
@@ -184,10 +203,12 @@ def _follow_record(record: Path) -> Iterator[list[Line]]:
             yield [json.loads(line) for line in complete]
 
 
-def _schedule_position(training: Training, line: Line) -> float:
+def _schedule_position(training: Training, line: Line, steps: int) -> float:
     """Return the position in the schedule, in steps of the baseline."""
     if training.counts_gain:
         return float(line.get("progress", 0.0))
+    if training.in_steps:
+        return float(line.get("step", 0) * steps / training.in_steps)
     return float(line.get("step", 0) * line.get("scale", 0.0))
 
 
@@ -200,7 +221,7 @@ def _progress_bars(console: Console) -> Progress:
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
-        TimeElapsedColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
         TextColumn("{task.fields[shown]}"),
         console=console,
         disable=not console.is_terminal,
@@ -213,42 +234,44 @@ def _newest_accuracy(line: Line) -> str:
     return f"{line['accuracy']:.1%} right after {line['step']:,} steps"
 
 
-def _comparison_table(runs: Sequence[Run]) -> Table:
-    """Return the table of the trainings' results."""
+def _print_comparison(console: Console, runs: Sequence[Run], batches: int, cost: float) -> None:
+    """Print the table of the trainings, what its computed column means, and the conclusion."""
     table = Table("", title="On images that no run was trained on", title_justify="left")
-    for heading in ("accuracy", "steps", "samples", "time", "average gain"):
+    alone = runs[0].lines[-1]["time"] / _steps(runs[0])  # a pass and an update, measured
+    computed = f"{batches} workers*"
+    for heading in ("steps", computed, "accuracy", "samples", "this machine"):
         table.add_column(heading, justify="right")
-    for run in runs:
+    for number, run in enumerate(runs):
         last = run.lines[-1]
         table.add_row(
             run.name,
-            f"{last['accuracy']:.1%}",
             f"{_steps(run):,}",
+            f"{_steps(run) * (alone + (cost if number else 0)):.1f} s",
+            f"{last['accuracy']:.1%}" if "accuracy" in last else "",
             f"{_samples_seen(run):,.0f}",
             f"{last['time']:.1f} s",
-            f"{last['progress'] / last['step']:.1f}",
         )
-    return table
+    console.print(table)
+    console.print(
+        f"* Computed, not measured: one worker for each small batch. A step then takes as long as "
+        f"the baseline's, {1000 * alone:.2f} ms here, and {1000 * cost:g} ms to average gradients, "
+        "which is assumed (--step-cost). Here, "
+        f"{os.cpu_count() or 1} core(s) take turns with the {batches} batches of a step."
+    )
+    if len(runs) == len(FILES):
+        console.print(_conclusion(runs))
 
 
-def _verdict(runs: Sequence[Run], workers: int, accumulate: int) -> str:
-    """Return what the table says about AdaScale, good or bad, and what it does not say."""
-    baseline, adascale, *_ = runs
-    points = 100 * (adascale.lines[-1]["accuracy"] - baseline.lines[-1]["accuracy"])
-    lines = [
-        f"AdaScale against the baseline: {points:+.1f} points of accuracy (another --seed shows "
-        f"how much of that is chance), steps divided by {_steps(baseline) / _steps(adascale):.1f}, "
-        f"samples multiplied by {_samples_seen(adascale) / _samples_seen(baseline):.1f}.",
-        "Ramp chooses the batch of each step for the most progress in a second on this machine.",
-        "The linear runs see as many samples as the baseline.",
-    ]
-    cores, batches = os.cpu_count() or 1, workers * accumulate
-    if cores < batches:
-        lines.append(
-            f"The times are of this machine, whose {cores} core(s) take turns with the {batches} "
-            "batches of a step. With a worker for each batch, the number of steps decides."
-        )
-    return "\n".join(lines)
+def _conclusion(runs: Sequence[Run]) -> str:
+    """Return what the table says about AdaScale, good or bad."""
+    baseline, adascale, *_, linear = runs
+    right = [f"{run.lines[-1]['accuracy']:.1%}" for run in (adascale, baseline, linear)]
+    return (
+        f"\nAdaScale took {_steps(adascale):,} steps instead of {_steps(baseline):,}, read "
+        f"{_samples_seen(adascale) / _samples_seen(baseline):.1f} times the samples, and was "
+        f"right on {right[0]} instead of {right[1]}; linear scaling of the same learning "
+        f"rate in as many steps on {right[2]} (another --seed shows how much of that is chance)."
+    )
 
 
 def _steps(run: Run) -> int:
