@@ -82,3 +82,5 @@ def test_without_typer_the_way_out_is_said():
     assert result.returncode == 1
     assert 'pip install "manyhands[cli]"' in result.stderr
     assert result.stderr.count("\n") == 1
+    version = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True)
+    assert version.stdout.startswith(b"manyhands ")

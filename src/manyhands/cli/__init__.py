@@ -44,6 +44,8 @@ def main() -> None:
     try:
         import typer  # noqa: F401
     except ImportError:
+        if sys.argv[1:] == ["--version"]:
+            return print(f"manyhands {__version__}")
         print(
             'The command line needs typer, which is not installed: pip install "manyhands[cli]"',
             file=sys.stderr,
