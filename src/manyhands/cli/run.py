@@ -70,6 +70,18 @@ Restarts = Annotated[
     int, typer.Option(min=0, help="Restarts of a worker with an error, in an hour.")
 ]
 
+Fork = Annotated[
+    bool,
+    typer.Option(
+        "--fork/--no-fork",
+        help="Whether a worker that died is forked from a process that has torch imported (Linux).",
+    ),
+]
+Preload = Annotated[
+    list[str] | None,
+    typer.Option(metavar="MODULE", help="What that process imports in addition; may be repeated."),
+]
+
 
 def run(
     script: Script = None,
@@ -85,6 +97,8 @@ def run(
     processes: Processes = 1,
     restarts: Restarts = 3,
     grace: Grace = _launcher.STOP_GRACE,
+    fork: Fork = True,
+    preload: Preload = None,
 ) -> None:
     """Run a script in several workers, which may die and come back.
 
@@ -109,6 +123,8 @@ def run(
             processes=processes,
             restarts=restarts,
             grace=grace,
+            fork=fork,
+            preload=preload or (),
             environment={
                 "MANYHANDS_STALL": f"{stall:g}",
                 "MANYHANDS_PATIENCE": patience,

@@ -47,6 +47,7 @@ from torch import Tensor, nn
 
 from manyhands._core.agreement import describe_tensors, names_in
 from manyhands._core.ranks import RankGroup
+from manyhands.blocks.crew._kept import AFRESH, changed_since_the_start
 from manyhands.blocks.crew._roster import WATCHED, Member, Roster, Version, number_of
 from manyhands.blocks.crew._store import PREFIX, SharedRoster, parse_address
 from manyhands.blocks.crew._transport import FIRST_PAUSE, next_pause, own_address
@@ -211,6 +212,8 @@ class Enrollment:
         self.shared.id = self.id
         self.shared.client.start_heartbeat(f"{PREFIX}heartbeat/{self.id}")
         self.shared.monitor.reset()
+        if changed := changed_since_the_start():
+            self.shared.client.put(AFRESH, changed)
         if self._door is not None:
             self.shared.client.put(f"{PREFIX}door/{self.id}", self._door.address)
 

@@ -17,6 +17,9 @@ count.
 One thread does all this, between waiting for output. What the crew has to know (this worker died,
 this one is done) is in the store before a worker is restarted.
 
+A worker in place of one that died is forked from a process with torch imported (_kept.py), if that
+is safe.
+
 Each worker is a process group. However the launcher ends, no group is left behind: on Linux the
 system kills them when the launcher dies, and on every system a separate process, the guard, does
 (_processes.py). A launcher that cannot print goes on.
@@ -41,6 +44,7 @@ from typing import IO
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from manyhands.blocks.crew import _store
+from manyhands.blocks.crew._kept import AFRESH, ForkedProcess, KeptProcess, pipes_of
 from manyhands.blocks.crew._processes import Guard, OutputForwarder, die_with_parent, say
 from manyhands.blocks.crew._roster import Roster, number_of
 from manyhands.blocks.crew._store import (
@@ -71,7 +75,8 @@ class LaunchedWorker:
     """One worker: its number, and its present processes, if it runs."""
 
     number: int
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)  # all, or none
+    # all, or none
+    processes: list[subprocess.Popen[bytes] | ForkedProcess] = field(default_factory=list)
     began: float = 0.0
     due: float | None = 0.0  # when to start it; None: never again
     code: int = 0
@@ -94,6 +99,8 @@ class Launcher:
         processes: int = 1,
         restarts: int = 3,
         grace: float = STOP_GRACE,
+        fork: bool = True,
+        preload: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         serving: bool = True,
         secret: str | None = None,
@@ -128,6 +135,8 @@ class Launcher:
         self._last_check = 0.0  # for stopped workers
         self._output = OutputForwarder()
         self._guard = Guard()
+        kept = KeptProcess(self.command, self.environment, preload, self._output) if fork else None
+        self._kept = kept
 
     def run(self) -> int:
         """Run until all workers have ended; return the exit code."""
@@ -139,6 +148,8 @@ class Launcher:
                     self._serve_until_others_end()
             finally:
                 self._stop_all()
+                if self._kept is not None:
+                    self._kept.close()
                 self._with_roster(lambda s: s.change(lambda r: r.without_launcher(self.id)))
                 if self.shared is not None:
                     self.shared.client.close()
@@ -182,6 +193,9 @@ class Launcher:
             if not worker.processes and worker.due is not None and worker.due <= now:
                 self._start(worker)
         self._guard.watch()
+        if self._kept is not None and self.shared is not None and self.shared.roster.begun:
+            self._kept.watch()  # not before: the workers are starting
+            self._reap_strangers(self._kept)
         self._output.forward(POLL)
         for worker in self.workers:
             if (code := _exit_code_of(worker)) is not None:
@@ -195,28 +209,37 @@ class Launcher:
     def _start(self, worker: LaunchedWorker) -> None:
         """Start a worker's processes, with their output forwarded and a guard over them."""
         worker.began = time.monotonic()
+        self._with_roster(self._look_whether_to_fork)
         port = None
         if self.processes > 1:
             worker.store, name = serve_store("127.0.0.1")
             port = parse_address(name)[1]
         for inner_rank in range(self.processes):
-            process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={**self.environment, **self._own_environment(worker, inner_rank, port)},
-                # A process group: Ctrl-C reaches only us, and its children end with it.
-                start_new_session=True,
-                **die_with_parent(),
-            )
+            own = self._own_environment(worker, inner_rank, port)
+            process = (self._kept and self._kept.fork(own)) or self._start_fresh(own)
             worker.processes.append(process)
             self._guard.add(process.pid)
             name = f"{worker.number}.{inner_rank}" if self.processes > 1 else f"{worker.number}"
-            for pipe, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                assert pipe is not None
+            for pipe, target in zip(pipes_of(process), (sys.stdout, sys.stderr), strict=True):
                 worker.pipes.append(pipe)
                 self._output.add(pipe, name, target)
+
+    def _look_whether_to_fork(self, shared: SharedRoster) -> None:
+        found = shared.client.fetch(AFRESH)
+        if self._kept is not None and (names := shared.client.verify_or_ignore(AFRESH, found)):
+            self._kept.give_up(f"the script sets {names}")
+
+    def _start_fresh(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self.command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**self.environment, **environment},
+            # A process group: Ctrl-C reaches only us, and its children end with it.
+            start_new_session=True,
+            **die_with_parent(),
+        )
 
     def _own_environment(
         self, worker: LaunchedWorker, inner_rank: int, port: int | None
@@ -287,6 +310,15 @@ class Launcher:
             self._guard.remove(process.pid)
         self._output.finish(worker.pipes)
         worker.processes, worker.pipes, worker.store = [], [], None
+
+    def _reap_strangers(self, kept: KeptProcess) -> None:
+        """Reap what workers have left behind: with forked workers its parent is this process."""
+        running = [process.pid for worker in self.workers for process in worker.processes]
+        own = {*running, kept.pid, self._guard.pid}
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, flags)) and ended.si_pid not in own:
+                os.waitpid(ended.si_pid, 0)
 
     def _signal(self, worker: LaunchedWorker, number: int) -> None:
         """Send a signal to the worker's processes and their children."""

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from typing import IO, Any, TextIO
 
 LONGEST_LINE = 1 << 20  # bytes: a longer line is forwarded in several
@@ -131,6 +131,10 @@ class Guard:
             self._process.communicate()  # closes its input, so that it ends
 
     @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
     def _running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
@@ -169,19 +173,21 @@ def die_with_parent() -> dict[str, Any]:
     """
     if not sys.platform.startswith("linux"):
         return {}
+    end, _ = _lifeline()
+    return {"preexec_fn": partial(tie_group_to, end), "pass_fds": (end,)}
+
+
+def tie_group_to(end: int) -> None:
+    """Let the system kill this process group when the other end of the pipe closes."""
     import fcntl  # not on every system
 
-    end, _ = _lifeline()
-
-    def prepare() -> None:
-        with contextlib.suppress(OSError):  # a system that cannot: the guard is left
-            own = os.open(f"/proc/self/fd/{end}", os.O_RDONLY)  # its owner is this group alone
-            fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpid())
-            fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
-            fcntl.fcntl(own, fcntl.F_SETFL, os.O_ASYNC)
-            os.dup2(own, end)
-
-    return {"preexec_fn": prepare, "pass_fds": (end,)}
+    with contextlib.suppress(OSError):  # a system that cannot: the guard is left
+        own = os.open(f"/proc/self/fd/{end}", os.O_RDONLY)  # its owner is this group alone
+        fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpid())
+        fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(own, fcntl.F_SETFL, os.O_ASYNC)
+        os.dup2(own, end)
+        os.close(own)
 
 
 def kill_groups_left_behind() -> None:

@@ -1,0 +1,284 @@
+"""Fork workers from a process that has torch imported: a fresh one needs seconds for that.
+
+    kept = KeptProcess(command, environment, preload=["transformers"])    in the launcher
+    worker = kept.fork({"MANYHANDS_WORKER": "3"})    None: start a fresh process instead
+
+The kept process has one thread, and looks for others before each fork, since a fork copies only
+the thread that asks for it. It forks twice and does not wait for the worker, whose parent is then
+the launcher (a subreaper, prctl(2)). So the launcher reaps forked workers as it reaps fresh ones,
+with exit codes and signals, and whoever kills the kept process does nothing to a worker. The new
+worker waits until the launcher knows it: if the launcher has given up meanwhile, it ends.
+
+A forked worker runs the script as `python SCRIPT.py` does: in `__main__`, with its own arguments,
+environment, output, session and random numbers. Linux only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import importlib.machinery
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from select import select
+from typing import IO
+
+from manyhands.blocks.crew._processes import OutputForwarder, die_with_parent, say, tie_group_to
+from manyhands.blocks.crew._store import PREFIX
+
+ANSWER = 1.0  # seconds in which the kept process forks, or is given up
+REPLACE = 10.0  # seconds from the start of a kept process until another may take its place
+SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
+REQUEST = 1 << 17  # bytes of a request at most
+# Libraries read such variables when they are imported: the kept process has done so already.
+AFRESH = f"{PREFIX}afresh"  # key in the store: which variables a worker's script has set itself
+AT_IMPORT = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "PYTHON", "TORCH_", "GLOO_")
+
+
+class ForkedProcess:
+    """A child of this process that it did not start: what the launcher needs of a `Popen`."""
+
+    def __init__(self, pid: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
+        self.pid, self.stdout, self.stderr = pid, stdout, stderr
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._wait(0)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _wait(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
+def changed_since_the_start() -> str:
+    """Return which variables the script has set that libraries read when they are imported."""
+    try:
+        pairs = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:  # not Linux: nothing is forked
+        return ""
+    before = dict(os.fsdecode(pair).partition("=")[::2] for pair in pairs)
+    names = (name for name in os.environ if name.startswith(AT_IMPORT))
+    return ", ".join(sorted(name for name in names if os.environ[name] != before.get(name)))
+
+
+def pipes_of(process: subprocess.Popen[bytes] | ForkedProcess) -> tuple[IO[bytes], IO[bytes]]:
+    """Return the ends from which a process's output and errors are read."""
+    assert process.stdout is not None and process.stderr is not None
+    return process.stdout, process.stderr
+
+
+class KeptProcess:
+    """The launcher's side: the process that forks, and is replaced when it dies."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        preload: Iterable[str],
+        output: OutputForwarder,
+    ) -> None:
+        self._command, self._environment = list(command), environment
+        self._preload, self._output = list(preload), output
+        self._began = -REPLACE
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._ready = False
+        # Otherwise a forked worker's parent would be the system's first process.
+        linux = sys.platform.startswith("linux")
+        self._works = linux and ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0) == 0
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id, while there is one."""
+        return None if self._process is None else self._process.pid
+
+    def watch(self) -> None:
+        """Start the process if there is none, and learn whether it is ready."""
+        if self._process is None:
+            if self._works and time.monotonic() - self._began > REPLACE:
+                self._start()
+        elif self._process.poll() is not None:
+            if not self._ready:
+                self.give_up(f"it ended with exit code {self._process.returncode}")
+            self.close()  # another one takes its place
+        elif self._socket is not None and select([self._socket], [], [], 0.0)[0]:
+            self._ready = self._socket.recv(16) == b"ready"
+
+    def fork(self, environment: Mapping[str, str]) -> ForkedProcess | None:
+        """Fork a worker with these variables in addition; None if that cannot be done."""
+        if not self._ready or self._socket is None:
+            return None
+        (out, out_end), (err, err_end), (go, begin) = (os.pipe() for _ in range(3))
+        theirs = [out_end, err_end, go]
+        answer = b""
+        try:
+            socket.send_fds(self._socket, [json.dumps(dict(environment)).encode()], theirs)
+            answer = self._socket.recv(1024)
+            pid = int(answer)
+            os.write(begin, b".")
+            return ForkedProcess(pid, os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0))
+        except (OSError, ValueError) as error:
+            os.close(out)
+            os.close(err)
+            if isinstance(error, ValueError) and answer:
+                self.give_up(answer.decode())
+            self.close()
+            return None
+        finally:
+            for end in (*theirs, begin):  # a worker that was forked too late ends
+                os.close(end)
+
+    def close(self) -> None:
+        """End the kept process. Its workers go on."""
+        if self._process is not None and self._socket is not None:
+            self._process.kill()
+            self._process.wait()
+            self._output.finish(pipes_of(self._process))
+            self._socket.close()
+        self._process, self._socket, self._ready = None, None, False
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(ANSWER)
+        tie = die_with_parent()
+        (lifeline,) = tie["pass_fds"]
+        with theirs:
+            told = [theirs.fileno(), lifeline, self._command, self._preload]
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import serve; serve()", json.dumps(told)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=self._environment,
+                start_new_session=True,
+                preexec_fn=tie["preexec_fn"],
+                pass_fds=(lifeline, theirs.fileno()),
+            )
+        self._began = time.monotonic()
+        for pipe, target in zip(pipes_of(process), (sys.stdout, sys.stderr), strict=True):
+            self._output.add(pipe, "kept", target)
+
+    def give_up(self, why: str) -> None:
+        """End the kept process for good; say so once."""
+        if self._works:
+            say(f"no worker is forked from now on ({why}): they are started afresh.")
+        self._works = False
+        self.close()
+
+
+# -- in the kept process, and in the workers that it forks -----------------------------------------
+
+
+def serve() -> None:
+    """Import what workers need, and fork one at each request; return in a worker, when it is done.
+
+    The launcher ends the kept process.
+    """
+    number, lifeline, command, preload = json.loads(sys.argv[1])
+    requests, launcher = socket.socket(fileno=number), os.getppid()
+    sys.path[0] = os.getcwd() if command[1] == "-m" else str(Path(command[1]).resolve().parent)
+    for module in ("torch", "manyhands", *preload):
+        importlib.import_module(module)
+    gc.freeze()  # or each worker copies the pages of all objects at its first collection
+    requests.send(b"ready")
+    while True:
+        request, ends, _, _ = socket.recv_fds(requests, REQUEST, 3)
+        if not request:
+            sys.exit()  # the launcher is gone
+        if problem := _find_problem():
+            requests.send(problem.encode())
+        elif (between := os.fork()) != 0:
+            os.waitpid(between, 0)
+        elif os.fork() != 0:
+            os._exit(0)
+        else:
+            while os.getppid() != launcher:
+                time.sleep(0.001)
+            os.setsid()
+            tie_group_to(lifeline)
+            requests.send(str(os.getpid()).encode())
+            requests.close()
+            _take_over(json.loads(request), *ends)
+            return run_as_main(command)
+        for end in ends:
+            os.close(end)
+
+
+def _find_problem() -> str | None:
+    """Return why this process must not be forked."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        return "CUDA is in use in it"
+    threads = len(os.listdir("/proc/self/task"))
+    return f"it has {threads} threads" if threads > 1 else None
+
+
+def _take_over(environment: Mapping[str, str], out: int, err: int, begin: int) -> None:
+    """Take the output, environment and random numbers of a worker of one's own."""
+    import torch
+
+    for number, end in enumerate((out, err), 1):
+        os.dup2(end, number)
+        os.close(end)
+    if not os.read(begin, 1):
+        os._exit(1)  # the launcher has given up this process
+    os.close(begin)
+    os.environ.update(environment)
+    random.seed()
+    torch.seed()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+
+
+def run_as_main(command: Sequence[str]) -> None:
+    """Run `python SCRIPT.py ...` or `python -m MODULE ...` in this process's `__main__`."""
+    main = sys.modules["__main__"]
+    for name in vars(main).keys() - {"__name__", "__builtins__"}:
+        delattr(main, name)
+    main.__annotations__ = {}
+    sys.orig_argv, sys.argv = [*command], [*command[1:]]
+    try:
+        if command[1] == "-m":
+            sys.argv = ["-m", *command[3:]]
+            runpy._run_module_as_main(command[2])  # type: ignore[attr-defined]
+            return
+        path = os.path.abspath(command[1])
+        loader = importlib.machinery.SourceFileLoader("__main__", path)
+        vars(main).update(
+            __file__=path,
+            __loader__=loader,
+            __spec__=None,
+            __package__=None,
+            __cached__=None,
+            __doc__=None,
+        )
+        code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+        exec(code, vars(main))
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next  # shown as if this file were not there
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(1)
