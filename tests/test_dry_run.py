@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
@@ -272,3 +273,21 @@ def test_the_first_rank_holds_what_the_plan_says_and_writes_what_it_says(tmp_pat
 def written():
     """The bytes that this process has written."""
     return int(re.search(r"wchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
+@pytest.mark.parametrize("rule", [None, "AdaScale", "AdamScale"])
+def test_the_plan_of_a_mesh_is_what_a_step_sends(rule):
+    kind = SGD if rule == "AdaScale" else AdamW
+    row = mh.plan(make_model, kind, rule=rule, mesh=(64, 16)).rows[4]
+    with mh.dry_run(1024) as counted:
+        mesh = init_device_mesh("cpu", (64, 16), mesh_dim_names=("copies", "shards"))
+        model = make_model()
+        optimizer = kind(model.parameters(), lr=0.01)
+        model, optimizer = mh.shard(model, optimizer, 3, mesh=mesh)
+        train(model, getattr(mh, rule)(optimizer) if rule else optimizer, counted)
+        held = sum(param.to_local().nbytes for param in model.parameters())
+    assert row.collectives == counted.calls.total()
+    assert row.sent == pytest.approx(counted.sent.total(), abs=row.collectives)
+    assert row.parameters == held
+    assert row.code.endswith("level=3, mesh=mesh)  # of 64 x 16")
+    assert mh.plan(make_model, mesh=(64, 16)).workers == 1024

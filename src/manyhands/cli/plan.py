@@ -54,6 +54,14 @@ Network = Annotated[
     typer.Option(metavar="RATE", help="Bandwidth of each worker, such as 50Mbit or 10Gbit/s."),
 ]
 Latency = Annotated[float, typer.Option(metavar="SECONDS", help="Latency of a collective.")]
+Mesh = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COPIESxWORKERS",
+        help="Copies of the model, and workers that each is sharded over, such as 64x16: plans "
+        "level 3 on this mesh, too.",
+    ),
+]
 PassSeconds = Annotated[
     float,
     typer.Option(metavar="SECONDS", help="Time of one forward and backward pass on one worker."),
@@ -73,6 +81,7 @@ def plan(
     network: Network = None,
     latency: Latency = 0.0,
     pass_seconds: PassSeconds = 0.0,
+    mesh: Mesh = None,
 ) -> None:
     """Compare ways to train a model on several workers: bytes held, bytes sent, what fits.
 
@@ -97,6 +106,7 @@ def plan(
                 latency=latency,
                 pass_seconds=pass_seconds,
                 rule=rule,
+                mesh=None if mesh is None else _parse_mesh(mesh),
                 **options,
             )
     except (TypeError, ValueError) as error:
@@ -143,6 +153,14 @@ def _parse_input(text: str) -> tuple[str, torch.Tensor]:
         stop("plan", f"--input takes a shape and a type, such as 8x128:int64, got {text!r}.")
     sizes = [int(size) for size in found[2].split("x")]
     return found[1] or "", torch.empty(sizes, dtype=_dtype(found[3] or "float32"), device="meta")
+
+
+def _parse_mesh(text: str) -> tuple[int, int]:
+    """Return the two sizes of a --mesh."""
+    sizes = text.split("x")
+    if len(sizes) != 2 or not all(size.isdecimal() for size in sizes):
+        stop("plan", f"--mesh takes copies and workers of each, such as 64x16, got {text!r}.")
+    return int(sizes[0]), int(sizes[1])
 
 
 def _print_plan(found: Plan) -> None:

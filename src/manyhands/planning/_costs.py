@@ -8,7 +8,9 @@ state:
     OSS + DDP             P           G          S / N   (2 G + P) (N-1)/N      and new parameters
     ShardedDataParallel   P           G / N      S / N   (G + P) (N-1)/N        slices, parameters
     FSDP                  P / N       G / N      S / N   (2 P + G) (N-1)/N      gathered twice
+    FSDP, C copies        P / M       G / M      S / M   (2 P + G) (M-1)/M + 2 G/M (C-1)/C
 
+On a mesh of N = C M workers each copy is sharded over M of them; the copies' gradients are summed.
 These are the formulas. The numbers come from the layout that the library uses
 (`sharding/zero/_layout.py`; for FSDP the rows of each parameter, in wraps), with its padding and
 its uneven shards, for the worker that holds most. `sent` is the mean over the workers.
@@ -153,13 +155,27 @@ def round_cost(sizes: ModelSizes, workers: int) -> tuple[int, int]:
 
 
 def costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int = 0) -> tuple[Cost, ...]:
-    """Return the costs of the four ways, in the order of the table above."""
+    """Return the costs of the first four ways, in the order of the table above."""
     ddp, *sharded, fsdp = _costs(sizes, workers, gloo, replicas)
     params = sizes.parameter_bytes
     return (
         replace(ddp, saved=_written(params + ddp.optimizer, workers)),
         *(replace(one, saved=_written(params, workers) + one.optimizer) for one in sharded),
         replace(fsdp, saved=fsdp.parameters + fsdp.optimizer),
+    )
+
+
+def hybrid_cost(sizes: ModelSizes, mesh: tuple[int, int], gloo: bool, replicas: int = 0) -> Cost:
+    """Return the cost of FSDP on a mesh of copies and shards: the last way of the table above."""
+    copies, shards = mesh
+    cost = _fsdp_cost(sizes, shards, gloo, copies)
+    held, sent, messages = _moments_under_fsdp(sizes, shards, gloo, replicas)
+    return replace(
+        cost,
+        scaling=held,
+        sent=cost.sent + sent,
+        collectives=cost.collectives + messages,
+        saved=_written(cost.parameters + cost.optimizer, copies),
     )
 
 
@@ -201,16 +217,23 @@ def _costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int) -> tuple[
     held = replicas * layout.bucket_bytes
     sent = _sent_per_worker(held + 2 * 4 * len(sizes.trained), workers)
     messages = 1 + replicas * layout.parameter_messages
-    shards = [param.shard_elements(workers) for param in sizes.trained]
-    padded = sum(n * p.itemsize for n, p in zip(shards, sizes.trained, strict=True)) * workers
-    of_fsdp = _sent_per_worker(replicas * padded, workers)
-    gathers = replicas * _moment_messages(shards) * (workers if gloo else 1)
-    buckets, wraps = (held, sent, messages), (replicas * alone.gradients, of_fsdp, gathers)
+    buckets, wraps = (held, sent, messages), _moments_under_fsdp(sizes, workers, gloo, replicas)
     more = (0, 0, 0), buckets, buckets, wraps
     return tuple(
         replace(one, scaling=a, sent=one.sent + b, collectives=one.collectives + c)
         for one, (a, b, c) in zip((ddp, oss, sharded, fsdp), more, strict=True)
     )
+
+
+def _moments_under_fsdp(
+    sizes: ModelSizes, workers: int, gloo: bool, replicas: int
+) -> tuple[int, int, int]:
+    """Return what AdamScale adds under FSDP: bytes held, bytes sent, and collectives."""
+    shards = [param.shard_elements(workers) for param in sizes.trained]
+    padded = sum(n * p.itemsize for n, p in zip(shards, sizes.trained, strict=True)) * workers
+    gathers = replicas * _moment_messages(shards) * (workers if gloo else 1)
+    held = replicas * sum(param.bytes for param in sizes.trained)
+    return held, _sent_per_worker(replicas * padded, workers), gathers
 
 
 def _moment_messages(shards: Sequence[int]) -> int:
@@ -414,8 +437,9 @@ class _Wrap:
     outer: int | None
 
 
-def _fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool) -> Cost:
+def _fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool, copies: int = 1) -> Cost:
     """Return what a worker holds and sends with FullyShardedDataParallel."""
+    # `workers` are those that one copy of the model is sharded over.
     state = sum(
         param.state_bytes(param.shard_elements(workers))
         for optimizer in sizes.optimizers
@@ -432,15 +456,17 @@ def _fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool) -> Cost:
     # one byte each, and eight that compare the order of the wraps
     used_flags = sum(len(wrap.params) for wrap in sizes.wraps) + 8
     most = _most_in_fsdp_backward(wraps, workers)
+    between = 2 * reduced // workers * (copies - 1) / copies
+    flags = 2 * used_flags * (workers * copies - 1) / (workers * copies)
     return Cost(
         parameters=gathered // workers,
         gradients=reduced // workers,
         optimizer=state + sum(one.optimizer for one in owned),
         in_flight=max(0, most - reduced // workers, *(one.in_flight for one in owned)),
-        sent=_sent_per_worker(2 * gathered - stays + reduced + 2 * used_flags, workers)
+        sent=round((2 * gathered - stays + reduced) * (workers - 1) / workers + flags + between)
         + sum(one.sent for one in owned),
         collectives=all_gathers * (workers if gloo else 1)  # on gloo N broadcasts
-        + sum(wrap.reduced > 0 for wrap in wraps)
+        + sum(wrap.reduced > 0 for wrap in wraps) * (1 + (copies > 1))
         + 1  # the flags
         + sum(one.collectives for one in owned),
     )

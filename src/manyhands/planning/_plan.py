@@ -6,6 +6,7 @@ it cannot be used, if there is one, and the line to paste.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ from manyhands._core.arguments import (
     whole,
 )
 from manyhands._core.wrappers import unwrap
-from manyhands.planning._costs import Cost, ModelSizes, costs, round_cost, rule_cost
+from manyhands.planning._costs import Cost, ModelSizes, costs, hybrid_cost, round_cost, rule_cost
 from manyhands.planning._model import (
     OneOptimizer,
     PlannedOptimizer,
@@ -175,6 +176,7 @@ def plan(
     latency: float = 0.0,
     pass_seconds: float = 0.0,
     rule: str | None = None,
+    mesh: tuple[int, int] | None = None,
     **options: object,
 ) -> Plan:
     """Compare the ways to train a model on N workers: bytes held, bytes sent, and which way fits.
@@ -208,16 +210,18 @@ def plan(
         pass_seconds: the seconds of one pass on one worker, forward and backward.
         rule: the scaling rule, such as "AdamScale", whose memory and collectives are counted then.
             That of an existing optimizer is found.
+        mesh: plan level 3 on a mesh, too: the number of copies of the model, and of workers that
+            each is sharded over. Their product is the number of workers.
         **options: options of the optimizer, such as momentum.
     """
+    if mesh is not None:
+        workers = math.prod(whole("mesh", each, least=2) for each in mesh)
     workers = whole("workers", workers, least=1)
     one_of("backend", backend, ("nccl", "gloo"))
     budget = None if memory is None else parse_bytes(memory)
     rate = None if network is None else parse_rate(network)
-    latency, pass_seconds = (
-        real("latency", latency, least=0),
-        real("pass_seconds", pass_seconds, least=0),
-    )
+    latency = real("latency", latency, least=0)
+    pass_seconds = real("pass_seconds", pass_seconds, least=0)
     around = _find_rule(rule, optimizer)
     module = build_module(model)
     optimizers = planned_optimizers(optimizer, options, module)
@@ -228,21 +232,20 @@ def plan(
     replicas = 1 + centered if around is not None and issubclass(around, AdamScale) else 0
     groups = sum(len(each.all_options) for each in optimizers)
     added = rule_cost(groups, workers, backend == "gloo") if around is not None else (0, 0)
-    found_costs = costs(sizes, workers, backend == "gloo", replicas)
-    obstacle = wrapping_obstacle(module, wrap_size)
+    ways = _ways(sizes, workers, mesh, backend == "gloo", replicas)
+    # On one worker FSDP shards nothing, and so has no obstacle.
+    obstacle = wrapping_obstacle(module, wrap_size) if workers > 1 else None
     made = "optimizers" if isinstance(optimizer, list | tuple) else "optimizer"
     rows = []
-    for level, cost in enumerate(found_costs):
+    for name, how, cost in ways:
         sent, collectives = cost.sent + added[0], cost.collectives + added[1]
-        seconds = rate and pass_seconds + 8 * sent / rate + latency * collectives
         row = Row(
-            name=NAMES[level],
-            code=f"model, {made} = mh.shard(model, {made}, level={level})",
+            name=name,
+            code=f"model, {made} = mh.shard(model, {made}, {how}",
             buffers=sizes.buffers,
             activations=activations,
-            seconds=seconds,
-            # On one worker FSDP shards nothing, and so has no obstacle.
-            obstacle=obstacle if level == 3 and workers > 1 else None,
+            seconds=rate and pass_seconds + 8 * sent / rate + latency * collectives,
+            obstacle=obstacle if FSDP_NAME in name else None,
             **{**vars(cost), "sent": sent, "collectives": collectives},
         )
         rows.append(replace(row, fits=None if budget is None else row.total <= budget))
@@ -256,6 +259,19 @@ def plan(
         network=rate,
         rule=None if around is None else around.__name__,
     )
+
+
+def _ways(
+    sizes: ModelSizes, workers: int, mesh: tuple[int, int] | None, gloo: bool, replicas: int
+) -> list[tuple[str, str, Cost]]:
+    """Return each way's name, the end of its line of code, and its cost."""
+    found = enumerate(zip(NAMES, costs(sizes, workers, gloo, replicas), strict=True))
+    ways = [(name, f"level={level})", cost) for level, (name, cost) in found]
+    if mesh is not None:
+        name = f"{FSDP_NAME}, {mesh[0]} copies"
+        how = f"level=3, mesh=mesh)  # of {mesh[0]} x {mesh[1]}"
+        ways.append((name, how, hybrid_cost(sizes, mesh, gloo, replicas)))
+    return ways
 
 
 def _find_rule(name: str | None, optimizer: object) -> type[ScalingRuleBase] | None:
