@@ -148,8 +148,8 @@ def test_members_ask_for_each_other_but_not_for_those_that_are_gone(monkeypatch)
         shared.change(lambda _: crew_of(5, run=shared.roster.run).without("4.1"))
         shared.change(lambda roster: roster.ask_to_join(Member("2.1", far)))
         for number in (1, 2, 4):
-            text = Roster(waiting=(Member(f"{number}.1", far),)).text
-            client.put(f"manyhands/asks/1/{number}.1", text)
+            client.append("manyhands/asks/1", Roster(waiting=(Member(f"{number}.1", far),)).text)
+        client.call("append", "manyhands/asks/1", "a stranger's line\n")
         shared.ask_to_join(Member("0.1", far))
         assert shared.roster.ended
         assert {m.id for m in shared.roster.waiting} == {"0.1", "1.1", "2.1"}

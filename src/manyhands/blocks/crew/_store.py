@@ -202,6 +202,10 @@ class StoreClient:
         """Store a text, signed."""
         self.call("set", key, self.signer.sign(key, text))
 
+    def append(self, key: str, text: str) -> None:
+        """Add a line to a stored text; each line is signed by itself."""
+        self.call("append", key, self.signer.sign(key, text) + "\n")
+
     def fetch(self, key: str) -> bytes | None:
         """Return the stored value, without a look at its signature; None if there is none."""
         # `get` would wait for a missing key. compare_set answers at once: it never matches
@@ -452,15 +456,16 @@ class SharedRoster:
         if len(before.ids) <= WATCHED or member.id not in before.ids:
             self.change(lambda roster: roster.ask_to_join(member))
             return
-        keys = [f"{PREFIX}asks/{before.generation}/{id}" for id in before.ids]
-        self.client.put(keys[before.ids.index(member.id)], Roster(waiting=(member,)).text)
+        key = f"{PREFIX}asks/{before.generation}"
+        self.client.append(key, Roster(waiting=(member,)).text)
         until = time.monotonic() + random.uniform(0.0, ASK_SPREAD * len(before.ids))
         while (now := self.refresh()).generation == before.generation and member not in now.waiting:
             if time.monotonic() > until:
-                texts = map(self.client.verify_or_ignore, keys, self.client.fetch_all(keys))
+                lines = (self.client.fetch(key) or b"").splitlines()
+                texts = (self.client.verify_or_ignore(key, line) for line in lines)
                 asking |= {m.id: m for text in texts if text for m in Roster.of(text).waiting}
                 self.change(ask)
-            time.sleep(ASK_PAUSE * len(keys))
+            time.sleep(ASK_PAUSE * len(before.ids))
 
     def _sign(self, roster: Roster) -> str:
         return self.client.signer.sign(ROSTER, roster.text)
