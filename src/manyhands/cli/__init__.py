@@ -1,5 +1,6 @@
 """Run the program `manyhands COMMAND ...`.
 
+    check.py        does a script train on ranks what it trains on one?
     plan.py         which sharding a model needs, before training
     run.py          start the workers of a crew
     demo.py         train a small network at two batch sizes, and compare
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import typer
 
 COMMANDS = {  # as each docstring begins
+    "check": "Run a script on several ranks and as one process with the same data, and compare.",
     "checkpoint": "Show what a checkpoint of mh.save contains, or turn it into plain files.",
     "demo": "Train a small network with a batch and with 32 times that batch, and compare.",
     "plan": "Compare ways to train a model on several workers: bytes held, bytes sent, what fits.",

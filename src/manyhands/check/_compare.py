@@ -1,0 +1,128 @@
+"""What is recorded of a run, and how far two runs are apart: step by step, gradients first.
+
+A distance is relative: of gradients to the largest gradient of the same parameter, of parameters to
+how far the step moved them. Where a gradient is nothing but rounding (a key's bias in attention, a
+bias before a norm), Adam makes a full step of it: these elements are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+ROUNDING = 1e-9  # a gradient this small, beside the largest, is rounding
+FLOOR = 1e-2  # a parameter's scale is at least this part of the largest; a gradient's, its square
+Tensors = dict[str, Tensor]
+
+
+@dataclass
+class SeenStep:
+    """One step of an optimizer."""
+
+    optimizer: int = 0
+    kind: str = ""  # its class, with the module
+    place: str = ""
+    passes: list[str] = field(default_factory=list)  # where backward is called
+    before: dict[str, Tensor] = field(default_factory=dict)  # gradients before they were clipped
+    grads: dict[str, Tensor] = field(default_factory=dict)  # those that the optimizer steps with
+    params: dict[str, Tensor] = field(default_factory=dict)  # after the step
+    rates: list[float] = field(default_factory=list)
+    schedules: int = 0  # how often schedules were stepped
+    clip_place: str = ""
+    carried: bool = False  # the first pass found gradients of the step before
+    samples: list[list[str]] = field(default_factory=list)  # hashes of each pass's samples
+
+    @property
+    def made(self) -> str:
+        """Return where the gradient was made."""
+        return self.passes[-1] if self.passes else self.place
+
+
+@dataclass
+class SeenLoader:
+    """What is known of a DataLoader."""
+
+    place: str
+    reshuffles: bool  # its sampler wants to know the epoch
+    length: int | None = None  # what len() said, if asked
+    trains: bool = False
+    epochs: list[list[list[str]]] = field(default_factory=list)  # hashes of what it gave
+
+
+@dataclass
+class Recording:
+    """All that one process writes."""
+
+    steps: list[SeenStep] = field(default_factory=list)
+    start: dict[str, Tensor] = field(default_factory=dict)
+    loaders: dict[str, SeenLoader] = field(default_factory=dict)
+    noise: list[str] = field(default_factory=list)
+    norms: bool = False  # batch norm with local statistics
+    complete: bool = False
+    accelerate: bool = False  # whose schedules step once for each process
+
+    def training_loaders(self) -> list[SeenLoader]:
+        return [loader for loader in self.loaders.values() if loader.trains]
+
+
+@dataclass
+class Difference:
+    """The first place where two runs differ."""
+
+    step: int
+    what: str  # "before" clipping, "grads" or "params"
+    distances: dict[str, float]  # of all parameters, relative
+    tolerance: float
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, far in self.distances.items() if far > self.tolerance]
+
+
+def compare(
+    ranks: Recording, one: Recording, tolerance: float
+) -> tuple[list[float], Difference | None]:
+    """Return the largest distance of each step, and the first difference."""
+    largest: list[float] = []
+    loose: Tensors = {}
+    last = one.start
+    for number, (a, b) in enumerate(zip(ranks.steps, one.steps, strict=False)):
+        largest.append(0.0)
+        for what in ("before", "grads", "params"):
+            x, y = getattr(a, what), getattr(b, what)
+            distances = apart(x, y, loose, last if what == "params" else None)
+            largest[-1] = max([largest[-1], *distances.values()])
+            if largest[-1] > tolerance:
+                return largest, Difference(number, what, distances, tolerance)
+        last = b.params
+    return largest, None
+
+
+def size(tensor: Tensor | None) -> float:
+    return float(tensor.abs().max()) if tensor is not None and tensor.numel() else 0.0
+
+
+def apart(a: Tensors, b: Tensors, loose: Tensors, last: Tensors | None = None) -> dict[str, float]:
+    """Return each gradient's distance; or each parameter's, if `last` is where they were before."""
+    if not a or not b:
+        return {}
+    moves = b if last is None else {name: b[name] - last[name] for name in b if name in last}
+    largest = max(map(size, moves.values()), default=0.0) or 1e-30
+    found = {}
+    for name in moves if last is not None else dict.fromkeys([*b, *a]):
+        x, y = a.get(name), b.get(name)
+        if x is None or y is None or x.shape != y.shape:
+            found[name] = 1.0 if size(x) or size(y) else 0.0
+            continue
+        far, grain, floor = x - y, 0.0, FLOOR * FLOOR
+        if last is None:
+            small = torch.maximum(x.abs(), y.abs()) < ROUNDING * largest
+            loose[name] = small | loose.get(name, small)
+        else:  # a rounding of the parameter itself is no difference either
+            far = far.masked_fill(loose.get(name, torch.tensor(False)), 0.0)
+            grain, floor = 4 * torch.finfo(y.dtype).eps * size(y), FLOOR
+        distance = max(size(far) - grain, 0.0) / max(size(moves[name]), floor * largest)
+        found[name] = distance if distance == distance else float("inf")
+    return found

@@ -1,0 +1,200 @@
+"""Give one process what the ranks were given, in a chosen arrangement.
+
+Each rank keeps the batches of its loaders, by epoch, and under the name "" the tensors of samples
+that went into the outermost modules and into the loss, by pass. A `Feed` reads those of all ranks.
+Its `FeedPlan` says which of the ranks' batches make up each batch of the one process.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.check._compare import Recording
+
+PADDING = {"labels": -100}  # of batches that are padded to different lengths; others get 0
+
+
+@dataclass(frozen=True)
+class FeedPlan:
+    """How the ranks' batches become those of one process.
+
+    joined: batch i of all ranks is one batch. split: batch i of rank 0, of rank 1, ...: the script
+    itself makes as many passes as all ranks. apart: the same, and the step waits for the last.
+    whole: each pass gets all samples of its step. natural: the process reads its own data.
+    """
+
+    how: str
+    order: tuple[int, ...]  # of the ranks
+    calls: bool = False  # tensors that go into modules are replaced, not loaders' batches
+    only: tuple[int, int, int] | None = None  # a step sees one rank's pass
+    rates: bool = False  # each step has the ranks' learning rates
+
+    @property
+    def times(self) -> int:
+        """Return how many batches of the process there are for one of a rank."""
+        return len(self.order) if self.how in ("split", "apart") else 1
+
+    def parts(self, number: int, bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the (rank, number of its batch) that make up a batch; steps have bounds.
+
+        >>> FeedPlan("joined", (0, 1)).parts(3, [])
+        [(0, 3), (1, 3)]
+        >>> FeedPlan("split", (0, 1)).parts(3, [])
+        [(1, 1)]
+        >>> FeedPlan("whole", (0, 1)).parts(1, [(0, 2)])
+        [(0, 0), (1, 0), (0, 1), (1, 1)]
+        """
+        own = number // self.times
+        first, last = next((b for b in bounds if b[0] <= own < b[1]), (own, own + 1))
+        if self.only is not None and bounds[self.only[0]] == (first, last):
+            return [(self.only[1], first + self.only[2])]
+        if self.times > 1:
+            return [(self.order[number % self.times], own)]
+        if self.how == "whole":
+            return [(rank, other) for other in range(first, last) for rank in self.order]
+        return [(rank, number) for rank in self.order]
+
+
+class Feed:
+    """What one process is given instead of its own batches."""
+
+    def __init__(self, plan: FeedPlan, folder: Path, ranks: Recording) -> None:
+        self.plan, self.folder, self.ranks = plan, folder, ranks
+        ends = accumulate((len(step.passes) for step in ranks.steps), initial=0)
+        self.bounds = list(pairwise(ends))
+        trains = {key: loader for key, loader in ranks.loaders.items() if loader.trains}
+        self.loaders = {} if plan.how == "natural" else trains
+        self.taken: Counter[str] = Counter()  # batches of each loader
+        self.epochs: Counter[str] = Counter()
+        self.sizes: list[int] = []
+        self.seen, self.given = -1, iter(())
+        self._sources: list[dict[str, list[list[Any]]]] = []
+
+    def waits(self, step: int, passes: int) -> bool:
+        """Whether batches go one after the other and this is not the last of the step."""
+        apart = self.plan.how == "apart" and step < len(self.bounds)
+        return apart and passes < self.bounds[step][1] * self.plan.times
+
+    def length(self, key: str, found: int) -> int:
+        """Return what len() of a loader says: that of one rank."""
+        own = self.loaders[key].length if key in self.loaders else None
+        return own * (self.plan.times if self.plan.how == "split" else 1) if own else found
+
+    def iterate(self, key: str) -> Iterator[Any]:
+        """Give one epoch."""
+        rows = self.loaders[key].epochs[self.epochs[key] :][:1]
+        self.epochs[key] += 1
+        for _ in range(sum(map(len, rows)) * self.plan.times):
+            self.taken[key] += 1
+            yield self._batch(key, self.taken[key] - 1)
+
+    def exchange(self, tensor: Tensor, number: int) -> Tensor:
+        """Return what the ranks gave in place of this tensor, in a pass."""
+        if number != self.seen:
+            self.seen, self.given = number, iter(self._batch("", number))
+        return next(self.given, tensor)
+
+    def _batch(self, key: str, number: int) -> Any:
+        if not self._sources:  # read when the script has defined the classes of its batches
+            files = [self.folder / f"source{rank}.pt" for rank in range(len(self.plan.order))]
+            self._sources = [torch.load(file, weights_only=False) for file in files]
+        parts = []
+        for rank, other in self.plan.parts(number, self.bounds):
+            batches = [batch for epoch in self._sources[rank][key] for batch in epoch]
+            parts.append(batches[min(other, len(batches) - 1)])
+        self.sizes = [size_of(part) for part in parts]
+        return join(parts)
+
+    def chunks(self, tensor: Tensor) -> list[Tensor]:
+        """Divide a joined batch as the ranks had it."""
+        total, rows = sum(self.sizes), len(tensor)
+        fits = total and rows % total == 0
+        return list(tensor.split([n * rows // total for n in self.sizes])) if fits else [tensor]
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a copy of nested values, with each tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    parts = parts_of(value)
+    if parts is None:
+        return value
+    return rebuilt(value, {key: map_tensors(part, change) for key, part in parts.items()})
+
+
+def parts_of(value: Any) -> dict[Any, Any] | None:
+    """Return what a container holds, by key or index."""
+    if isinstance(value, MutableMapping):
+        return dict(value)
+    return dict(enumerate(value)) if isinstance(value, list | tuple) else None
+
+
+def rebuilt(like: Any, parts: dict[Any, Any]) -> Any:
+    """Return a container of the same kind."""
+    if isinstance(like, MutableMapping):
+        new = copy.copy(like)
+        new.update(parts)
+        return new
+    return type(like)(*parts.values()) if hasattr(like, "_fields") else type(like)(parts.values())
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return all tensors of nested values."""
+    found: list[Tensor] = []
+    map_tensors(value, found.append)
+    return found
+
+
+def size_of(value: Any) -> int:
+    """Return how many samples a batch has: the first dimension of its first tensor."""
+    return next((len(t) for t in tensors_of(value) if t.dim()), 1)
+
+
+def row_hashes(value: Any) -> list[str]:
+    """Return one hash for each sample of a batch."""
+    size, hashes = size_of(value), []
+    rows = [t.detach().cpu() for t in tensors_of(value) if t.dim() and len(t) == size]
+    for index in range(size if rows else 0):
+        parts = [row[index].contiguous().reshape(-1).view(torch.uint8) for row in rows]
+        data = torch.cat(parts).numpy().tobytes()
+        hashes.append(hashlib.blake2b(data, digest_size=8).hexdigest())
+    return hashes
+
+
+def join(values: list[Any], padding: int | None = None) -> Any:
+    """Return one batch that has the samples of several, in order.
+
+    >>> join([{"x": torch.tensor([1, 2])}, {"x": torch.tensor([3])}])
+    {'x': tensor([1, 2, 3])}
+    """
+    first = values[0]
+    if isinstance(first, Tensor) and first.dim():
+        if padding is not None and first.dim() == 2:
+            width, pad = max(value.shape[1] for value in values), torch.nn.functional.pad
+            values = [pad(value, (0, width - value.shape[1]), value=padding) for value in values]
+        return torch.cat(values)
+    columns = [parts_of(value) for value in values]
+    parts = columns[0]
+    if parts is None:
+        if any(value != first for value in values):
+            raise ValueError(f"batches hold different values of the type {type(first).__name__}")
+        return first
+    if isinstance(first, list | tuple) and not any(tensors_of(value) for value in values):
+        return type(first)(one for value in values for one in value)  # names, say: one per sample
+    if any(other is None or other.keys() != parts.keys() for other in columns):
+        raise ValueError("the ranks' batches have different parts")
+    masked, joined = "attention_mask" in parts, {}
+    for key in parts:
+        column = [other[key] for other in columns if other is not None]
+        joined[key] = join(column, PADDING.get(key, 0) if masked else None)
+    return rebuilt(first, joined)

@@ -1,0 +1,234 @@
+"""Run a script on several ranks and as one process, compare them, and look for the cause.
+
+1  on ranks, under the recorder          hypotheses that need nothing else: drift, data, clearing
+2  one process with the ranks' batches   joined; else one after the other, and the step waits
+3  the same with every pass's batch the whole step's, if a step has several passes
+4  where they differ, with the batches in another order (rounding), with the ranks' learning rates,
+   and with one rank's one pass at a time (the weights of gradients)
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from manyhands.check import _causes
+from manyhands.check._compare import Recording, compare
+from manyhands.check._feed import Feed, FeedPlan
+from manyhands.check._processes import CheckedScript, CheckRun, run
+from manyhands.check._report import DIFFERS, EQUAL, UNKNOWN, Finding, Verdict
+
+TIGHT, NATIVE = 1e-6, 2e-4  # relative distances that are rounding: in float64, and else
+CAP = 3e-2  # if rounding is larger, nothing is judged
+
+
+class NotJudged(Exception):
+    """Why there is no verdict."""
+
+
+def check_script(
+    script: str,
+    arguments: Sequence[str] = (),
+    *,
+    ranks: int = 2,
+    steps: int = 5,
+    float64: bool | None = None,
+    seconds: float = 300.0,
+) -> Verdict:
+    """Return whether a script trains on several ranks what it trains on one."""
+    began = time.monotonic()
+    # The first optimizer imports half of torch: once, here, and not in every process.
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    with tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
+        job = CheckedScript(script, tuple(arguments), steps, float64 is not False)
+        check = Check(job, ranks, Path(folder), began + seconds)
+        try:
+            check.run_ranks(fall_back=float64 is None)
+            check.judge()
+        except NotJudged as reason:
+            check.verdict.code, check.verdict.reason = UNKNOWN, str(reason)
+    check.verdict.seconds = round(time.monotonic() - began, 1)
+    return check.verdict
+
+
+class Check:
+    """One script, its runs, and what they say."""
+
+    def __init__(self, job: CheckedScript, world: int, folder: Path, deadline: float) -> None:
+        self.job, self.world, self.folder, self.deadline = job, world, folder, deadline
+        self.verdict = Verdict(UNKNOWN, world)
+        self.plan = FeedPlan("joined", tuple(range(world)))
+        self.floor = TIGHT if job.float64 else NATIVE
+        self.case = _causes.Case([], self.gradient_of)
+        self.ranks: CheckRun
+
+    def run(self, job: CheckedScript, world: int, feed: Feed | None = None) -> CheckRun:
+        return run(job, world, self.folder, max(self.deadline - time.monotonic(), 1.0), feed)
+
+    def run_ranks(self, fall_back: bool) -> None:
+        self.ranks = self.run(self.job, self.world)
+        if self.ranks.errors and fall_back:
+            native = replace(self.job, float64=False)
+            again = self.run(native, self.world)
+            if not again.errors:
+                self.ranks, self.job, self.floor = again, native, NATIVE
+        if self.ranks.errors or self.ranks.late:
+            raise NotJudged(self.ranks.why(f"on {self.world} ranks"))
+        self.case.ranks = self.ranks.records
+
+    def replay(self, plan: FeedPlan, steps: int | None = None) -> CheckRun:
+        feed = Feed(plan, self.ranks.folder, [*self.case.ranks, Recording()][0])
+        return self.run(replace(self.job, steps=steps or self.job.steps), 1, feed)
+
+    def gradient_of(self, step: int, rank: int, number: int) -> dict[str, Tensor]:
+        """Return the gradient if a step sees only one rank's batch of one of its passes."""
+        made = self.replay(replace(self.plan, only=(step, rank, number)), step + 1)
+        found = [] if made.failed else made.records[0].steps[step:]
+        return found[0].before or found[0].grads if found else {}
+
+    def one_process(self) -> Recording:
+        """Return the record of one process that was given the ranks' batches."""
+        keys = [{k for k, x in r.loaders.items() if x.trains} for r in self.case.ranks]
+        loaders = [False] if keys[0] and all(other == keys[0] for other in keys) else []
+        plans = [(how, calls) for calls in (*loaders, True) for how in ("joined", "split")]
+        reasons = []
+        for how, calls in [*plans, *(("apart", calls) for calls in loaders)]:
+            self.plan = replace(self.plan, how=how, calls=calls)
+            made = self.replay(self.plan)
+            if not made.failed and self.fits(made.records[0]):
+                return made.records[0]
+            other = "one process makes another number of steps or passes"
+            reasons.append(made.why("as one process") if made.failed else other)
+        raise NotJudged(f"one process cannot be given what the ranks were given: {reasons[0]}")
+
+    def fits(self, record: Recording) -> bool:
+        """Whether each step has as many passes as the ranks' batches make."""
+        wanted = [len(step.passes) * self.plan.times for step in self.case.steps]
+        return wanted == [len(step.passes) for step in record.steps[: len(wanted)]]
+
+    def judge(self) -> None:
+        if self.ranks.hangs:
+            alone = self.replay(FeedPlan("natural", ()))
+            if alone.failed:
+                raise NotJudged("the ranks hang, and " + alone.why("as one process"))
+            return self.differs(
+                _causes.finding("hang", "ranks wait for ever, and one process does not")
+            )
+        if not any(record.steps for record in self.case.ranks):
+            raise NotJudged("no torch optimizer made a step in the processes that were started.")
+        self.note_what_is_off()
+        if self.find(_causes.ALONE):
+            return
+        one = self.one_process()
+        if self.plan.how == "apart":
+            self.verdict.untested.append("means weighted by tokens, as batches cannot be joined")
+        self.verdict.code = EQUAL
+        if self.compare(one):
+            self.floor = self.rounding(one)
+            if self.compare(one):
+                self.allow_rates(one)
+        self.say_steps()
+        if self.case.difference is None:
+            self.check_whole_steps()
+        else:
+            self.find(_causes.BESIDE)
+
+    def compare(self, one: Recording) -> bool:
+        """Whether the ranks and one process differ."""
+        self.largest, self.case.difference = compare(self.case.ranks[0], one, self.floor)
+        self.case.one = one
+        return self.case.difference is not None
+
+    def find(self, hypotheses: Sequence[_causes.Hypothesis]) -> bool:
+        for found in (found for test in hypotheses for found in test(self.case)):
+            self.differs(found)
+            return True
+        return False
+
+    def rounding(self, one: Recording) -> float:
+        """Return the distance that rounding explains, from the same run in another order."""
+        made = self.replay(replace(self.plan, order=self.plan.order[::-1]))
+        if made.failed:
+            return self.floor
+        largest, difference = compare(made.records[0], one, CAP)
+        if difference is not None:
+            why = "the loop draws random numbers, or its loss depends on the order"
+            raise NotJudged(f"the same batch in another order gives another gradient: {why}.")
+        return max(self.floor, 30 * max(largest, default=0.0))
+
+    def allow_rates(self, plain: Recording) -> None:
+        """If only the learning rate depends on the number of ranks, say so in a note."""
+        first = self.case.ranks[0]
+        pairs = list(zip(first.steps, plain.steps, strict=False))
+        ratios = {x / y for a, b in pairs for x, y in zip(a.rates, b.rates, strict=False) if y}
+        note = "the learning rate or its schedule depends on the number of ranks"
+        if any(a.schedules != b.schedules for a, b in pairs):
+            if not first.accelerate:
+                return
+            note = "Accelerate steps a schedule once for each process, so its length is that of one"
+        elif len(ratios) == 1 and not {round(x**2, 6) for x in ratios} & {
+            self.world,
+            self.world**2,
+        }:
+            return
+        made = self.replay(replace(self.plan, rates=True))
+        if not made.failed and compare(first, made.records[0], self.floor)[1] is None:
+            self.verdict.notes.append(f"{note}; all else was compared with the ranks' rates.")
+            self.compare(made.records[0])
+
+    def check_whole_steps(self) -> None:
+        """Compare a step of several passes with one whose every pass has all of the samples."""
+        passes = sum(len(step.passes) for step in self.case.steps)
+        seen = [sum(map(len, x.epochs)) for x in self.case.ranks[0].training_loaders()]
+        several = passes > len(self.case.steps) and all(batches >= passes for batches in seen)
+        if not several or self.plan.how == "apart":
+            return
+        self.plan = replace(self.plan, how="whole")
+        made = self.replay(self.plan)
+        if made.failed or not self.fits(made.records[0]):
+            self.verdict.untested.append("whether passes are weighted by their tokens or samples")
+            return
+        self.floor = max(self.floor, 1e-5)
+        if not self.compare(made.records[0]) or self.case.pair()[2].what == "params":
+            return
+        for found in _causes.weighted_otherwise(self.case):
+            if found.cause == "token weights":
+                self.verdict.steps.clear()
+                self.say_steps()
+            if found.cause in ("token weights", "uneven batches"):
+                self.differs(found)
+
+    def differs(self, found: Finding) -> None:
+        if found.cause == "uneven batches":
+            note = f"{found.text} ({found.place}); later steps were not compared."
+            self.verdict.notes.append(note)
+        else:
+            self.verdict.code, self.verdict.findings = DIFFERS, [found]
+
+    def note_what_is_off(self) -> None:
+        first, add = self.case.ranks[0], self.verdict.notes.append
+        if not self.job.float64:
+            add("compared in the script's own precision: it fails in float64.")
+        if first.noise:
+            add(f"{' and '.join(first.noise)}: switched off, or the same for every sample.")
+        if first.norms:
+            add("batch norm uses each rank's own samples, and so did the one process.")
+        if not first.complete:
+            add(f"the script ended after {len(first.steps)} steps.")
+
+    def say_steps(self) -> None:
+        difference = self.case.difference
+        for number, far in enumerate(self.largest):
+            text = f"equal (largest relative difference {far:.0e}, allowed {self.floor:.0e})"
+            if difference is not None and difference.step == number:
+                what = "parameters" if difference.what == "params" else "gradients"
+                worst = max(difference.names, key=lambda name: round(difference.distances[name], 4))
+                text = f"{what} differ: {min(difference.distances[worst], 9.99):.2%} in {worst}"
+                text += f" ({len(difference.names)} of {len(difference.distances)} differ)"
+            self.verdict.steps.append(f"step {number + 1}   {text}")

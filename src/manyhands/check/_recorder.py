@@ -1,0 +1,258 @@
+"""Record what a script does in each optimizer step, without a line in the script.
+
+Methods of torch's classes are replaced in this process: modules say which parameters train and
+what they are given, `backward` how many passes a step has, `Optimizer.step` the gradients and
+parameters, loaders their batches. In a replay, the same places give what a `Feed` holds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from manyhands.check._compare import Recording, SeenLoader, SeenStep
+from manyhands.check._feed import Feed, map_tensors, row_hashes, size_of, tensors_of
+from manyhands.check._machine import FrozenNoise, wrap
+
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module"}
+OUTSIDE = ("site-packages", "dist-packages", "/lib/python", "manyhands/check", "<")
+
+
+class Recorder:
+    """Watches one process, whose script is in a folder; `finish`, in the end, does not return."""
+
+    def __init__(
+        self, steps: int, float64: bool, folder: Path, feed: Feed | None, finish: Callable[[], None]
+    ) -> None:
+        self.wanted, self.float64, self.folder = steps, float64, folder
+        self.feed, self.finish = feed, finish
+        self.noise, self.record, self.now = FrozenNoise(), Recording(), SeenStep()
+        self.source: dict[str, list[list[Any]]] = {"": [[]]}
+        self.tensors: dict[str, Tensor] = {}
+        self.known: set[int] = set()  # of these
+        self.depth = self.stepping = self.passes = self.scheduled = self.roots = 0
+        self.size = 0  # of the samples of the latest outermost call
+        self.hashes: list[str] = []
+        self.latest: set[str] = set()  # loaders that gave a batch since the latest pass
+        self.held = False  # the latest step waits for batches of other ranks
+
+    def patch(self) -> None:
+        self.noise.patch()
+        optimizer, utils = torch.optim.Optimizer, torch.nn.utils
+        wrap(torch.nn.Module, "__call__", self._call)
+        wrap(torch.autograd, "backward", self._backward)
+        wrap(torch, "batch_norm", self._batch_norm)  # F.batch_norm would call its own replacement
+        wrap(optimizer, "__init__", self._new_optimizer)
+        wrap(optimizer, "zero_grad", self._zero_grad)
+        wrap(LRScheduler, "step", self._schedule_step)
+        for owner in (utils, utils.clip_grad):
+            wrap(owner, "clip_grad_norm_", self._clip)
+        wrap(DataLoader, "__init__", self._new_loader)
+        wrap(DataLoader, "__iter__", self._iterate)
+        wrap(DataLoader, "__len__", self._length)
+
+    def place(self) -> str:
+        """Return the file and line of the script's own code that is running now."""
+        frame, best = sys._getframe(1), ""
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if not any(part in name for part in OUTSIDE):
+                best = f"{Path(name).name}:{frame.f_lineno}"
+                if name.startswith(str(self.folder)):
+                    break
+            frame = frame.f_back  # type: ignore[assignment]
+        return best
+
+    def _call(self, call: Any, module: Any, *args: Any, **named: Any) -> Any:
+        outer = self.depth
+        if not outer and torch.is_grad_enabled():
+            args, named = self.enter(module, args, named)
+        frozen, self.noise.frozen = self.noise.frozen, 1
+        self.depth += 1
+        try:
+            return call(module, *args, **named)
+        finally:
+            self.depth, self.noise.frozen = outer, frozen
+
+    def enter(self, module: Any, args: Any, named: Any) -> tuple[Any, Any]:
+        """Note the outermost call of a module, and exchange what it is given."""
+        trains = [p for p in module.parameters() if p.requires_grad]
+        if any(id(p) not in self.known for p in trains):
+            self._add_root(module)
+        args, named = map_tensors((args, named), self.cast)
+        given = tensors_of((args, named))
+        attached = any(t.requires_grad for t in given)
+        if not given or not (attached or trains):
+            return args, named
+        if not attached:
+            self.size, self.hashes = size_of(given), [] if self.feed else row_hashes(given)
+        return map_tensors((args, named), self.exchange)
+
+    def _add_root(self, module: Any) -> None:
+        self.roots += 1
+        prefix = f"model {self.roots}: " if self.roots > 1 else ""
+        for name, p in [*module.named_parameters(), *module.named_buffers()]:
+            short = prefix + ".".join(part for part in name.split(".") if part not in WRAPPERS)
+            if id(p) not in self.known and self.tensors.setdefault(short, p) is p:
+                self.known.add(id(p))
+                if self.feed is not None and short in self.feed.ranks.start:
+                    whole = p.to_local() if hasattr(p, "to_local") else p  # of the only process
+                    whole.detach().copy_(self.feed.ranks.start[short])
+                self.record.start[short] = full(p)
+        for part in module.modules():
+            if isinstance(part, torch.nn.RNNBase) and part.dropout:
+                self.noise.used.add("dropout")
+                part.dropout = 0.0
+
+    def watch(self, args: Any, named: Any) -> tuple[Any, Any]:
+        """Exchange targets: what the loop brings together with the model's output."""
+        if self.depth or self.stepping or not self.size or not torch.is_grad_enabled():
+            return args, named
+        given = [t.requires_grad for t in tensors_of((args, named)) if t.dim()]
+        if all(given) or not any(given):
+            return args, named
+        return map_tensors((args, named), self.exchange)
+
+    def cast(self, tensor: Tensor) -> Tensor:
+        return tensor.double() if self.float64 and tensor.is_floating_point() else tensor
+
+    def exchange(self, tensor: Tensor) -> Tensor:
+        """Record a tensor of samples; or give the ranks', in a replay."""
+        if tensor.requires_grad or not tensor.dim() or len(tensor) != self.size:
+            return tensor
+        if self.feed is not None:
+            return self.feed.exchange(tensor, self.passes) if self.feed.plan.calls else tensor
+        calls = self.source[""][0]
+        calls += [[] for _ in range(self.passes + 1 - len(calls))]
+        calls[self.passes].append(self.cast(tensor.detach().clone()))
+        return tensor
+
+    def _batch_norm(self, norm: Any, x: Tensor, weight: Any, bias: Any, *rest: Any) -> Tensor:
+        mean, var, training, *others = rest
+        self.record.norms = self.record.norms or training
+        chunks = self.feed.chunks(x) if self.feed is not None and training else [x]
+        outs = []
+        for chunk in chunks:  # each rank's, with statistics of its own
+            outs.append(norm(chunk, weight, bias, mean, var, training, *others))
+            mean = var = None
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+    def _backward(self, backward: Any, tensors: Any, *args: Any, **named: Any) -> None:
+        if not self.now.passes:
+            grads = [p.grad for p in self.trained().values() if p.grad is not None]
+            self.now.carried = any(bool(full(g).any()) for g in grads)
+        self.now.passes.append(self.place())
+        while self.latest:
+            self.record.loaders[self.latest.pop()].trains = True
+        if self.feed is not None and self.feed.plan.how == "apart" and isinstance(tensors, Tensor):
+            tensors = tensors / self.feed.plan.times  # as the ranks' gradients are averaged
+        backward(tensors, *args, **named)
+        self.passes += 1
+        self.now.samples.append(self.hashes)
+
+    def trained(self) -> dict[str, Tensor]:
+        return {name: p for name, p in self.tensors.items() if p.requires_grad}
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {n: full(p.grad) for n, p in self.trained().items() if p.grad is not None}
+
+    def waiting(self) -> bool:
+        """Whether ranks' batches go one after the other, and the last is still to come."""
+        return self.feed is not None and self.feed.waits(len(self.record.steps), self.passes)
+
+    def _clip(self, clip: Any, parameters: Any, *args: Any, **named: Any) -> Tensor:
+        if self.waiting():
+            return torch.zeros(())
+        if not self.now.before:
+            self.now.before, self.now.clip_place = self.gradients(), self.place()
+        return clip(parameters, *args, **named)
+
+    def _zero_grad(self, clear: Any, optimizer: Any, *args: Any, **named: Any) -> None:
+        if not (self.waiting() and self.now.passes):
+            clear(optimizer, *args, **named)
+
+    def _schedule_step(self, step: Any, *args: Any, **named: Any) -> None:
+        if not self.held:  # it is called after the step
+            self.scheduled += 1
+            step(*args, **named)
+
+    def _new_optimizer(self, begin: Any, optimizer: Any, *args: Any, **named: Any) -> None:
+        begin(optimizer, *args, **named)
+        kind: Any = type(optimizer)
+        if not hasattr(kind.step, "of_check"):
+            wrap(kind, "step", self._step)
+            kind.step.of_check = kind.step.hooked = True  # torch's hooks are inside already
+
+    def _step(self, step: Any, optimizer: Any, *args: Any, **named: Any) -> Any:
+        self.held = self.waiting()
+        if self.stepping or self.held:
+            return step(optimizer, *args, **named) if self.stepping else None
+        now = self.now
+        for g, group in enumerate(optimizer.param_groups):  # also those that belong to no module
+            for i, p in enumerate(group["params"]):
+                if id(p) not in self.known:
+                    self.tensors.setdefault(f"parameter {i} of group {g}", p)
+        ahead = self.feed.ranks.steps[len(self.record.steps) :] if self.feed is not None else []
+        if self.feed is not None and self.feed.plan.rates and ahead:
+            for group, rate in zip(optimizer.param_groups, ahead[0].rates, strict=False):
+                group["lr"] = rate
+        now.optimizer, now.kind = id(optimizer), type(optimizer).__module__
+        now.place, now.schedules = self.place(), self.scheduled
+        now.rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
+        self.stepping += 1
+        result = step(optimizer, *args, **named)
+        self.stepping -= 1
+        now.grads = self.gradients()  # a step does not change them, and a closure makes them
+        now.params = {name: full(p) for name, p in self.trained().items()}
+        self.record.steps.append(now)
+        self.now, self.noise.step = SeenStep(), self.noise.step + 1
+        if min(Counter(step.optimizer for step in self.record.steps).values()) >= self.wanted:
+            self.record.complete = True
+            self.finish()
+        return result
+
+    def _new_loader(self, begin: Any, loader: Any, *args: Any, **named: Any) -> None:
+        begin(loader, *args, **named)
+        sampler, place = loader.sampler, self.place()
+        reshuffles = hasattr(sampler, "set_epoch") and getattr(sampler, "shuffle", False)
+        others = [other for other in self.record.loaders.values() if other.place == place]
+        loader.check_key = f"{place} {len(others)}"
+        self.record.loaders[loader.check_key] = SeenLoader(place, reshuffles)
+
+    def _iterate(self, iterate: Any, loader: Any) -> Iterator[Any]:
+        key, feed = loader.check_key, self.feed
+        fed = feed is not None and key in feed.loaders and not feed.plan.calls
+        self.noise.thaw()
+        batches = feed.iterate(key) if feed is not None and fed else iterate(loader)
+        epochs = self.record.loaders[key].epochs, self.source.setdefault(key, [])
+        for epoch in epochs:
+            epoch.append([])
+        while True:
+            self.noise.thaw()
+            batch = map_tensors(next(batches, self), self.cast)
+            if batch is self:
+                return
+            self.latest |= {key} if torch.is_grad_enabled() else set()
+            if feed is None:
+                epochs[0][-1].append(row_hashes(batch))
+                epochs[1][-1].append(map_tensors(batch, lambda t: t.detach().clone()))
+            self.noise.freeze()
+            yield batch
+
+    def _length(self, length: Any, loader: Any) -> int:
+        found = self.record.loaders[loader.check_key].length = length(loader)
+        return found if self.feed is None else self.feed.length(loader.check_key, found)
+
+
+def full(tensor: Any) -> Tensor:
+    """Return a copy of a tensor, distributed or not."""
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().clone()

@@ -1,0 +1,55 @@
+"""What a check found, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import asdict, dataclass, field
+
+EQUAL, DIFFERS, UNKNOWN = 0, 1, 2  # the command's exit codes
+WORDS = ("equal", "differs", "not judged")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that the ranks do otherwise than one process would."""
+
+    cause: str  # a short name, for programs
+    text: str
+    place: str = ""  # file:line
+    look: str = ""
+
+
+@dataclass
+class Verdict:
+    """The result of a check."""
+
+    code: int
+    ranks: int
+    steps: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    untested: list[str] = field(default_factory=list)
+    reason: str = ""  # why it could not be judged
+    seconds: float = 0.0
+
+    def as_json(self) -> str:
+        return json.dumps({"result": WORDS[self.code], **asdict(self)}, indent=2)
+
+    def as_text(self) -> str:
+        ending = (
+            f"{self.ranks} ranks train what one process trains, in these steps.",
+            f"{self.ranks} ranks do not train what one process trains.",
+            f"Could not judge: {self.reason}",
+        )
+        lines, indent = list(self.steps), " " * 9
+        for found in self.findings:
+            place = f" ({found.place})" if found.place else ""
+            look = f"  Look at: {found.look}." if found.look else ""
+            text = f"{indent}Likely cause: {found.text}{place}.{look}"
+            lines += textwrap.wrap(text, 96, subsequent_indent=indent)
+        told = [f"Note: {note}" for note in self.notes]
+        told += [f"Not tested: {text}." for text in self.untested]
+        for text in [*told, ending[self.code]]:
+            lines += textwrap.wrap(text, 96)
+        return "\n".join(lines)

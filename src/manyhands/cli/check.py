@@ -1,0 +1,98 @@
+"""`manyhands check`: does a script train on several ranks what it trains on one?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from manyhands.cli import printable, stop
+
+CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+
+# Options that may stand after the script, too, unless they were given before it.
+VALUES = {"--ranks": int, "--steps": int, "--timeout": float}
+FLAGS = {"--json": True, "--float64": True, "--native": True}
+
+
+def check(
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SCRIPT.py [ARGUMENTS]...", help="What is checked, with its arguments."
+        ),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=2, help="Processes, as torchrun would start them. [2]")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each optimizer. [5]")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=1, help="Seconds for all runs together. [300]")
+    ] = None,
+    float64: Annotated[
+        bool, typer.Option("--float64", help="Only in float64, or not at all.")
+    ] = False,
+    native: Annotated[
+        bool, typer.Option("--native", help="In the script's own precision.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run a script on several ranks and as one process with the same data, and compare.
+
+    Exit code 0: they train the same. 1: they differ, and the likely cause is said. 2: it could not
+    be judged, and why. The options may follow the script; one that the script has, too, is given
+    before it, or after `--`.
+    """
+    before = {"--ranks": ranks, "--steps": steps, "--timeout": timeout}
+    given = {key: value for key, value in before.items() if value is not None}
+    given |= {
+        k: True for k, v in (("--json", json), ("--float64", float64), ("--native", native)) if v
+    }
+    arguments, options = divide(list(script or []), given)
+    name = arguments.pop(0) if arguments else ""
+    if not Path(name).is_file():
+        stop("check", f"{name or 'nothing'} is not a file. Give a Python script.")
+    from manyhands.check import check_script
+
+    verdict = check_script(
+        name,
+        arguments,
+        ranks=int(options.get("--ranks", 2)),
+        steps=int(options.get("--steps", 5)),
+        float64=True if "--float64" in options else False if "--native" in options else None,
+        seconds=float(options.get("--timeout", 300.0)),
+    )
+    if "--json" in options:
+        typer.echo(verdict.as_json())
+    else:
+        typer.echo("\n".join(map(printable, verdict.as_text().splitlines())))
+    raise typer.Exit(verdict.code)
+
+
+def divide(arguments: list[str], given: dict[str, float]) -> tuple[list[str], dict[str, float]]:
+    """Take this command's options out of what follows the script.
+
+    >>> divide(["train.py", "--lr", "1", "--ranks", "4"], {})
+    (['train.py', '--lr', '1'], {'--ranks': 4})
+    >>> divide(["train.py", "--steps", "9"], {"--steps": 5})
+    (['train.py', '--steps', '9'], {'--steps': 5})
+    """
+    options = dict(given)
+    rest: list[str] = []
+    while arguments:
+        word = arguments.pop(0)
+        key, equals, value = word.partition("=")
+        if word == "--":
+            return rest + arguments, options
+        if key in VALUES and key not in given and (equals or arguments):
+            text = value if equals else arguments.pop(0)
+            try:
+                options[key] = VALUES[key](text)
+            except ValueError:
+                stop("check", f"{key} takes a number, got {text!r}.")
+        elif word in FLAGS and word not in given:
+            options[word] = True
+        else:
+            rest.append(word)
+    return rest, options

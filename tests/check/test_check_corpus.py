@@ -1,0 +1,84 @@
+"""Bugs that `manyhands check` has to find, and right scripts that it must not blame."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from manyhands.check import check_script
+
+sys.path.insert(0, str(Path(__file__).parent))  # as the other folders' tests do, by name
+from check_scripts import BUGS, RIGHT, SAME_SEED, fill, written
+
+QUICK_BUGS = {"loss divided by the world size", "not averaged at all", "mean of means of tokens"}
+QUICK_RIGHT = {"plain", "batch norm", "get_batch"}
+
+
+def few(names, quick):
+    return [
+        pytest.param(name, id=name, marks=() if name in quick else pytest.mark.long)
+        for name in names
+    ]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", few(BUGS, QUICK_BUGS))
+def test_a_bug_is_found_and_its_cause_named(name, tmp_path):
+    right, bug, causes = BUGS[name]
+    verdict = check_script(written(tmp_path, fill(**{**right, **bug})))
+    assert verdict.code == 1, verdict.as_text()
+    assert verdict.findings[0].cause in causes, verdict.as_text()
+
+
+@pytest.mark.parametrize("name", few([n for n in BUGS if BUGS[n][0]], ()))
+def test_the_version_without_the_bug_is_right(name, tmp_path):
+    verdict = check_script(written(tmp_path, fill(**BUGS[name][0])))
+    assert verdict.code == 0, verdict.as_text()
+
+
+@pytest.mark.parametrize("name", few(RIGHT, QUICK_RIGHT))
+def test_a_right_script_is_judged_right(name, tmp_path):
+    verdict = check_script(written(tmp_path, RIGHT[name]))
+    assert verdict.code == 0, verdict.as_text()
+
+
+def test_one_seed_on_all_ranks_is_found_in_a_loop_without_a_loader(tmp_path):
+    verdict = check_script(written(tmp_path, SAME_SEED))
+    assert [one.cause for one in verdict.findings] == ["not sharded"]
+
+
+def test_a_bug_names_factor_and_line(tmp_path):
+    text = fill(backward="(loss / world).backward()")
+    verdict = check_script(written(tmp_path, text))
+    line = text.splitlines().index("        (loss / world).backward()") + 1
+    assert verdict.findings[0].place == f"train.py:{line}"
+    assert "0.5000 times" in verdict.findings[0].text
+    found = json.loads(verdict.as_json())
+    assert (found["result"], found["code"]) == ("differs", 1)
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("import nothing_of_this_name", "nothing_of_this_name"),
+        ("print('no training')", "no torch optimizer made a step"),
+        ("raise SystemExit(3)", "exit code 3"),
+    ],
+)
+def test_what_cannot_be_judged_says_why(text, reason, tmp_path):
+    verdict = check_script(written(tmp_path, text))
+    assert verdict.code == 2
+    assert reason in verdict.reason
+
+
+def test_nothing_of_this_process_is_changed(tmp_path):
+    before = torch.nn.Module.__call__, torch.optim.Optimizer.__init__, torch.get_default_dtype()
+    check_script(written(tmp_path, fill()))
+    after = torch.nn.Module.__call__, torch.optim.Optimizer.__init__, torch.get_default_dtype()
+    assert after == before
