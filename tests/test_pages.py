@@ -52,6 +52,14 @@ def test_the_files_made_from_pages_are_those_that_the_program_writes():
         assert path.read_text(encoding="utf-8") == text, f"{path}: run `python tools/pages.py`"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_fits_into_a_page(page):
+    """A page of 1,400 pixels shows 102 columns: docs/wide.css. More is behind a scroll bar."""
+    for block in blocks(page):
+        lines = [line for line in block.code.splitlines() if block.language not in ("text", "json")]
+        assert [line for line in lines if len(line) > 102] == [], block.where
+
+
 def test_readme_and_landing_page_begin_with_the_same_script():
     readme, landing = (list(blocks(ROOT / page)) for page in ("README.md", "docs/index.md"))
     assert [block.code for block in readme[:5]] == [block.code for block in landing]
