@@ -22,6 +22,7 @@ import pages
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, AdamW
 
 import manyhands as mh
@@ -108,12 +109,22 @@ def in_blocks(model: nn.Module) -> Any:
     return model, mh.DiLoCo(SGD(model.parameters(), momentum=0.9), every=1)
 
 
+def in_copies(model: nn.Module) -> Any:
+    mesh = init_device_mesh("cpu", copies(dist.get_world_size()), mesh_dim_names=("copy", "shard"))
+    return mh.shard(model, AdamW(model.parameters()), level=3, mesh=mesh)
+
+
+def copies(size: int) -> tuple[int, int]:
+    return size // 8, 8
+
+
 PARTS = {
     "DDP + AdaScale": under_rule,
     "OSS + DDP": sharded(1),
     "ShardedDataParallel": sharded(2),
     "FSDP": sharded(3),
     "DiLoCo, a round": in_blocks,
+    "FSDP, 8 ranks a copy": in_copies,
 }
 
 
@@ -148,10 +159,11 @@ def dry(level: int, name: str, size: int, build: Any = build) -> list[str]:
         held = held_bytes() - before
     rule = {"rule": "AdaScale"} if level == 0 else {}
     inner = {"optimizer": "sgd", "momentum": 0.9} if level in (0, 4) else {}
-    plan = mh.plan(build, workers=size, **rule, **inner)
-    row = plan.rows[level % 4]
+    given = {"mesh": copies(size)} if level == 5 else {"workers": size}
+    plan = mh.plan(build, **given, **rule, **inner)
+    row = plan.rows[{4: 0, 5: 4}.get(level, level)]
     expected = row.parameters + row.gradients + row.optimizer
-    if level < 4:
+    if level != 4:
         collectives, sent = row.collectives, row.sent
     else:
         sizes = measure(build(), planned_optimizers("sgd", {}, build()), 500_000)
@@ -160,7 +172,7 @@ def dry(level: int, name: str, size: int, build: Any = build) -> list[str]:
     found = counted.calls.total(), counted.sent.total()
     assert found[0] == collectives and abs(found[1] - sent) <= collectives, (name, found, sent)
     # On top of the plan: every rank's claims or reports, and the newest bucket.
-    more = {0: 97 * size, 2: 5e6, 3: 8 * size, 4: 400 * size}.get(level, 0) + 1000
+    more = {0: 97 * size, 2: 5e6, 3: 8 * size, 4: 400 * size, 5: 8 * size}.get(level, 0) + 1000
     assert -1000 <= held - expected <= more, (name, size, held, expected)
     figures = f"{found[1] / 1e6:.1f}", f"{held / 1e6:.1f}", f"{expected / 1e6:.1f}"
     times = f"{made:.2f}", f"{1e3 * min(times):.0f}"
@@ -218,7 +230,12 @@ def main() -> None:
         if size <= PAIRED or start not in (eager, pairs)
     ]
     sizes = (8,) if args.quick else (8, 64, 1024, 8192)
-    steps = [dry(level, name, size) for level, name in enumerate(PARTS) for size in sizes]
+    steps = [
+        dry(level, name, size)
+        for level, name in enumerate(PARTS)
+        for size in sizes
+        if level < 5 or size > 8
+    ]
     head = "a step of | ranks | collectives, and MB sent | sent, MB | held, MB | planned, MB"
     head += " | requests | start, s | step, ms"
     saves = "what | ranks | collectives | requests | keys | messages, kB | MB moved | CPU, ms"
