@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
@@ -24,9 +24,11 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
         self.last = nn.Linear(6, 2)
+        self.register_buffer("passes", torch.zeros(()))
         self.double()
 
     def forward(self, x):
+        self.passes += self.training
         for block in self.blocks:
             x = block(x)
         return self.last(x)
@@ -57,12 +59,18 @@ def same_losses(ranks, expected):
 
 
 @any_level
-def test_a_moving_average_of_the_model(level):
+@pytest.mark.parametrize("buffers", (False, True))
+def test_a_moving_average_of_the_model(level, buffers):
     x = torch.ones(2, 6, dtype=torch.float64)
 
     def run(level=None):
         model = Net()
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        how = (
+            {"avg_fn": get_ema_avg_fn(0.9), "use_buffers": True}
+            if buffers
+            else {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}
+        )
+        average = AveragedModel(model, **how)
         optimizer = made(model)
         if level is not None:
             model, optimizer = mh.shard(model, optimizer, level=level)
@@ -70,7 +78,7 @@ def test_a_moving_average_of_the_model(level):
             average.module, _ = mh.shard(average.module, made(average.module), level=3)
         train(model, optimizer, lambda: average.update_parameters(model))
         with torch.no_grad():
-            return average(x)
+            return average(x), average.module.passes + 0.0
 
     for found in run_ranks(2, run, level):
         torch.testing.assert_close(found, run())
