@@ -193,3 +193,16 @@ def test_peft_loads_what_save_pretrained_wrote(level, tmp_path):
         with torch.no_grad():
             found = model(torch.arange(6)[None]).logits
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_pefts_generate_misses_the_wrap_of_level_3():
+    """docs/recipes.md says so. If this no longer raises, take it out of the page."""
+
+    def run():
+        model, _ = sharded(adapted(base()), 3)
+        with torch.no_grad():
+            model(torch.arange(6)[None])
+            with pytest.raises(RuntimeError, match="DTensor"):
+                model.generate(torch.arange(6)[None], max_new_tokens=2, pad_token_id=0)
+
+    run_ranks(2, run)

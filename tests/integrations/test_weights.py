@@ -148,3 +148,17 @@ def test_save_pretrained_on_rank_0_alone_is_told_at_level_3(tmp_path, monkeypatc
 
     with pytest.raises(AssertionError, match=r"\[1\] have not called state_dict\(\)"):
         run_ranks(2, save)
+
+
+@pytest.mark.parametrize("level", LEVELS[:-1])
+def test_every_rank_generates_as_the_plain_model_does(level):
+    asked = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    prompt = torch.arange(1, 7)[None]
+    expected = net(LLAMA, seed=1).generate(prompt, **asked)
+
+    def generate():
+        model = shard(net(LLAMA, seed=1), level)
+        return (model if level == 3 else model.module).generate(prompt, **asked)
+
+    for found in run_ranks(2, generate):
+        assert torch.equal(found, expected)
