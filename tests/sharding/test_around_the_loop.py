@@ -2,7 +2,7 @@
 
 That `torch.save(optimizer.state_dict())` on one rank is an error or a warning is tested in
 `planning/test_shard.py`, that a rank does not evaluate alone in `test_fsdp_unusual_loops.py`, and
-`save_pretrained` in `integrations/test_weights.py`.
+`save_pretrained` in `integrations/test_weights.py`, `torch.compile` in `test_compile.py`.
 """
 
 import pytest
@@ -107,27 +107,3 @@ def test_whether_gradients_are_finite_is_the_same_on_every_rank(level, wrong):
     for found in run_ranks(2, finite):
         # A gradient of the sum by the last bias is the number of samples.
         assert found == [wrong is None] * (len(found) - 1) + [True]
-
-
-@any_level
-@pytest.mark.parametrize("when", ["before", "after", "per block", "per block in place"])
-@pytest.mark.few(2)
-@pytest.mark.filterwarnings("ignore")  # torch's own, of what it does not compile
-def test_a_compiled_model_trains_the_same(level, when):
-    expected = train(model := Net(), made(model))
-
-    def run():
-        model = Net()
-        if when == "before":
-            model = torch.compile(model, backend="aot_eager")
-        for index, block in enumerate(model.blocks):
-            if when == "per block":
-                model.blocks[index] = torch.compile(block, backend="aot_eager")
-            elif when == "per block in place":
-                block.compile(backend="aot_eager")
-        model, optimizer = mh.shard(model, made(model), level=level)
-        if when == "after":
-            model = torch.compile(model, backend="aot_eager")
-        return train(model, optimizer)
-
-    same_losses(run_ranks(2, run), expected)
