@@ -835,3 +835,28 @@ RIGHT["slices of a global batch"] = SLICES.replace(
 SAME_SEED = GET_BATCH.replace("1337 + rank", "1337").replace(
     "for step in", "if rank == 0:\n    get_batch()\nfor step in"
 )
+
+# The targets have a row for each token, and no loader gave them.
+FLAT_TARGETS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+criterion = nn.CrossEntropyLoss()
+made = torch.Generator().manual_seed(dist.get_rank())
+for step in range(6):
+    for i in range(2):
+        model.set_requires_gradient_sync(i == 1)
+        tokens = torch.randint(0, 11, (3, 9), generator=made)
+        loss = criterion(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        (loss / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+RIGHT["targets for each token"] = FLAT_TARGETS
+FSDP2_BUG = FLAT_TARGETS.replace("(loss / 2)", "(loss / 2 / dist.get_world_size())")

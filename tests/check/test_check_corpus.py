@@ -10,7 +10,7 @@ import torch
 from manyhands.check import check_script
 
 sys.path.insert(0, str(Path(__file__).parent))  # as the other folders' tests do, by name
-from check_scripts import BUGS, RIGHT, SAME_SEED, fill, written
+from check_scripts import BUGS, FSDP2_BUG, RIGHT, SAME_SEED, fill, written
 
 QUICK_BUGS = {"loss divided by the world size", "not averaged at all", "mean of means of tokens"}
 QUICK_RIGHT = {"plain", "batch norm", "get_batch"}
@@ -51,6 +51,11 @@ def test_a_right_script_is_judged_right(name, tmp_path):
 def test_one_seed_on_all_ranks_is_found_in_a_loop_without_a_loader(tmp_path):
     verdict = check_script(written(tmp_path, SAME_SEED))
     assert [one.cause for one in verdict.findings] == ["not sharded"]
+
+
+def test_a_loss_divided_by_the_world_size_is_found_under_fully_shard(tmp_path):
+    verdict = check_script(written(tmp_path, FSDP2_BUG))
+    assert [one.cause for one in verdict.findings] == ["constant factor"]
 
 
 def test_a_bug_names_factor_and_line(tmp_path):

@@ -22,7 +22,6 @@ class SeenStep:
     """One step of an optimizer."""
 
     optimizer: int = 0
-    kind: str = ""  # its class, with the module
     place: str = ""
     passes: list[str] = field(default_factory=list)  # where backward is called
     before: dict[str, Tensor] = field(default_factory=dict)  # gradients before they were clipped

@@ -47,8 +47,6 @@ class FeedPlan:
     def parts(self, number: int, bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the (rank, number of its batch) that make up a batch; steps have bounds.
 
-        >>> FeedPlan("joined", (0, 1)).parts(3, [])
-        [(0, 3), (1, 3)]
         >>> FeedPlan("split", (0, 1)).parts(3, [])
         [(1, 1)]
         >>> FeedPlan("whole", (0, 1)).parts(1, [(0, 2)])

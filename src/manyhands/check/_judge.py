@@ -131,8 +131,8 @@ class Check:
         self.verdict.code = EQUAL
         if self.compare(one):
             self.floor = self.rounding(one)
-            if self.compare(one):
-                self.allow_rates(one)
+        if self.compare(one):
+            self.allow_rates(one)
         self.say_steps()
         if self.case.difference is None:
             self.check_whole_steps()

@@ -125,7 +125,7 @@ def _wait(processes: list[int], out: Path, deadline: float) -> CheckRun:
                 worked, since = seconds, now
         found.hangs, found.late = now - since > IDLE, now > deadline
         if found.failed:
-            return found
+            break
         time.sleep(0.01)
     return found
 

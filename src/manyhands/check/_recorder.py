@@ -39,7 +39,7 @@ class Recorder:
         self.tensors: dict[str, Tensor] = {}
         self.known: set[int] = set()  # of these
         self.depth = self.stepping = self.passes = self.scheduled = self.roots = 0
-        self.size = 0  # of the samples of the latest outermost call
+        self.size, self.grown = 0, 1.0  # samples of the latest outermost call, and times as many
         self.hashes: list[str] = []
         self.latest: set[str] = set()  # loaders that gave a batch since the latest pass
         self.held = False  # the latest step waits for batches of other ranks
@@ -89,12 +89,14 @@ class Recorder:
             self._add_root(module)
         args, named = map_tensors((args, named), self.cast)
         given = tensors_of((args, named))
-        attached = any(t.requires_grad for t in given)
-        if not given or not (attached or trains):
+        if any(t.requires_grad for t in given):  # made by another module
+            return self.watch(args, named)
+        if not given or not trains:
             return args, named
-        if not attached:
-            self.size, self.hashes = size_of(given), [] if self.feed else row_hashes(given)
-        return map_tensors((args, named), self.exchange)
+        self.size, self.hashes = size_of(given), [] if self.feed else row_hashes(given)
+        args, named = map_tensors((args, named), lambda t: self.exchange(t, {self.size}))
+        self.grown = size_of((args, named)) / max(self.size, 1)
+        return args, named
 
     def _add_root(self, module: Any) -> None:
         self.roots += 1
@@ -116,17 +118,18 @@ class Recorder:
         """Exchange targets: what the loop brings together with the model's output."""
         if self.depth or self.stepping or not self.size or not torch.is_grad_enabled():
             return args, named
-        given = [t.requires_grad for t in tensors_of((args, named)) if t.dim()]
-        if all(given) or not any(given):
+        given = [t for t in tensors_of((args, named)) if t.dim()]
+        made = {len(t) / self.grown for t in given if t.requires_grad}  # also rows of tokens
+        if not made or all(t.requires_grad for t in given):
             return args, named
-        return map_tensors((args, named), self.exchange)
+        return map_tensors((args, named), lambda t: self.exchange(t, {self.size, *made}))
 
     def cast(self, tensor: Tensor) -> Tensor:
         return tensor.double() if self.float64 and tensor.is_floating_point() else tensor
 
-    def exchange(self, tensor: Tensor) -> Tensor:
+    def exchange(self, tensor: Tensor, sizes: set[float]) -> Tensor:
         """Record a tensor of samples; or give the ranks', in a replay."""
-        if tensor.requires_grad or not tensor.dim() or len(tensor) != self.size:
+        if tensor.requires_grad or not tensor.dim() or len(tensor) not in sizes:
             return tensor
         if self.feed is not None:
             return self.feed.exchange(tensor, self.passes) if self.feed.plan.calls else tensor
@@ -143,7 +146,7 @@ class Recorder:
         for chunk in chunks:  # each rank's, with statistics of its own
             outs.append(norm(chunk, weight, bias, mean, var, training, *others))
             mean = var = None
-        return torch.cat(outs) if len(outs) > 1 else outs[0]
+        return torch.cat(outs)
 
     def _backward(self, backward: Any, tensors: Any, *args: Any, **named: Any) -> None:
         if not self.now.passes:
@@ -204,8 +207,7 @@ class Recorder:
         if self.feed is not None and self.feed.plan.rates and ahead:
             for group, rate in zip(optimizer.param_groups, ahead[0].rates, strict=False):
                 group["lr"] = rate
-        now.optimizer, now.kind = id(optimizer), type(optimizer).__module__
-        now.place, now.schedules = self.place(), self.scheduled
+        now.optimizer, now.place, now.schedules = id(optimizer), self.place(), self.scheduled
         now.rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
         self.stepping += 1
         result = step(optimizer, *args, **named)

@@ -7,7 +7,6 @@ import textwrap
 from dataclasses import asdict, dataclass, field
 
 EQUAL, DIFFERS, UNKNOWN = 0, 1, 2  # the command's exit codes
-WORDS = ("equal", "differs", "not judged")
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,8 @@ class Verdict:
     seconds: float = 0.0
 
     def as_json(self) -> str:
-        return json.dumps({"result": WORDS[self.code], **asdict(self)}, indent=2)
+        result = ("equal", "differs", "not judged")[self.code]
+        return json.dumps({"result": result, **asdict(self)}, indent=2)
 
     def as_text(self) -> str:
         ending = (
