@@ -66,7 +66,6 @@ class Check:
         self.plan = FeedPlan("joined", tuple(range(world)))
         self.floor = TIGHT if job.float64 else NATIVE
         self.case = _causes.Case([], self.gradient_of)
-        self.ranks: CheckRun
 
     def run(self, job: CheckedScript, world: int, feed: Feed | None = None) -> CheckRun:
         return run(job, world, self.folder, max(self.deadline - time.monotonic(), 1.0), feed)
@@ -98,7 +97,7 @@ class Check:
         loaders = [False] if keys[0] and all(other == keys[0] for other in keys) else []
         plans = [(how, calls) for calls in (*loaders, True) for how in ("joined", "split")]
         reasons = []
-        for how, calls in [*plans, *(("apart", calls) for calls in loaders)]:
+        for how, calls in [*plans, *(("apart", calls) for calls in (*loaders, True))]:
             self.plan = replace(self.plan, how=how, calls=calls)
             made = self.replay(self.plan)
             if not made.failed and self.fits(made.records[0]):
@@ -117,27 +116,40 @@ class Check:
             alone = self.replay(FeedPlan("natural", ()))
             if alone.failed:
                 raise NotJudged("the ranks hang, and " + alone.why("as one process"))
-            return self.differs(
-                _causes.finding("hang", "ranks wait for ever, and one process does not")
-            )
+            return self.differs(Finding("hang", "ranks wait for ever, where one process does not"))
         if not any(record.steps for record in self.case.ranks):
             raise NotJudged("no torch optimizer made a step in the processes that were started.")
         self.note_what_is_off()
         if self.find(_causes.ALONE):
             return
-        one = self.one_process()
-        if self.plan.how == "apart":
-            self.verdict.untested.append("means weighted by tokens, as batches cannot be joined")
+        one, stable = self.one_process(), True
         self.verdict.code = EQUAL
         if self.compare(one):
-            self.floor = self.rounding(one)
-        if self.compare(one):
+            stable = self.measure_rounding(one)
+        if stable and self.compare(one):
             self.allow_rates(one)
+        differs = self.case.difference is not None
+        if differs and not (stable and self.find(_causes.BESIDE)) and not self.coupled():
+            if not stable:
+                raise NotJudged("the same batch in another order gives another gradient.")
+            self.differs(Finding("unknown", "none that was tried"))
         self.say_steps()
         if self.case.difference is None:
             self.check_whole_steps()
-        else:
-            self.find(_causes.BESIDE)
+        if self.plan.how == "apart":
+            self.verdict.untested.append("means weighted by tokens, as batches cannot be joined")
+
+    def coupled(self) -> bool:
+        """Whether it can be judged with the ranks' batches one after the other."""
+        joined, self.plan = self.plan, replace(self.plan, how="apart")
+        made = self.replay(self.plan)
+        if joined == self.plan or made.failed or not self.fits(made.records[0]):
+            return False
+        if self.compare(made.records[0]):
+            self.allow_rates(made.records[0])
+        if self.case.difference is None:
+            self.verdict.notes.append("the loss depends on which samples share a batch.")
+        return self.case.difference is None or self.find(_causes.BESIDE)
 
     def compare(self, one: Recording) -> bool:
         """Whether the ranks and one process differ."""
@@ -151,16 +163,13 @@ class Check:
             return True
         return False
 
-    def rounding(self, one: Recording) -> float:
-        """Return the distance that rounding explains, from the same run in another order."""
+    def measure_rounding(self, one: Recording) -> bool:
+        """Measure how far another order of the batches goes, and return whether it is rounding."""
         made = self.replay(replace(self.plan, order=self.plan.order[::-1]))
-        if made.failed:
-            return self.floor
-        largest, difference = compare(made.records[0], one, CAP)
-        if difference is not None:
-            why = "the loop draws random numbers, or its loss depends on the order"
-            raise NotJudged(f"the same batch in another order gives another gradient: {why}.")
-        return max(self.floor, 30 * max(largest, default=0.0))
+        largest, difference = compare(made.records[0], one, CAP) if made.records else ([], None)
+        if difference is None:
+            self.floor = max(self.floor, 30 * max(largest, default=0.0))
+        return difference is None
 
     def allow_rates(self, plain: Recording) -> None:
         """If only the learning rate depends on the number of ranks, say so in a note."""
@@ -198,11 +207,9 @@ class Check:
         if not self.compare(made.records[0]) or self.case.pair()[2].what == "params":
             return
         for found in _causes.weighted_otherwise(self.case):
-            if found.cause == "token weights":
-                self.verdict.steps.clear()
-                self.say_steps()
             if found.cause in ("token weights", "uneven batches"):
                 self.differs(found)
+                self.say_steps()
 
     def differs(self, found: Finding) -> None:
         if found.cause == "uneven batches":
@@ -223,7 +230,7 @@ class Check:
             add(f"the script ended after {len(first.steps)} steps.")
 
     def say_steps(self) -> None:
-        difference = self.case.difference
+        difference, self.verdict.steps = self.case.difference, []
         for number, far in enumerate(self.largest):
             text = f"equal (largest relative difference {far:.0e}, allowed {self.floor:.0e})"
             if difference is not None and difference.step == number:

@@ -65,8 +65,9 @@ class Machine(TorchFunctionMode):
 
     def here(self, value: Any, key: str = "") -> Any:
         """Return the device or precision that is used in place of the one asked for."""
-        cuda = isinstance(value, str | torch.device) and str(value).startswith("cuda")
-        if cuda or (key == "device" and type(value) is int):
+        if isinstance(value, str) and value.startswith("cuda"):
+            return "cpu"
+        if getattr(value, "type", "") == "cuda" or (key == "device" and type(value) is int):
             return torch.device("cpu")
         low = self.float64 and isinstance(value, torch.dtype) and value in LOW
         return torch.float64 if low else value

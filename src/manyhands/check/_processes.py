@@ -1,8 +1,7 @@
 """Fork the processes of one run, wait for them, and read what they recorded.
 
-Processes are forked from this one, which has imported torch already: a run takes as long as the
-script's own few steps. A run ends when all processes have recorded enough, when one fails, or when
-none of them computes any more.
+They are forked from this one, which has imported torch already. A run ends when all processes have
+recorded enough, when one fails, or when none of them computes any more.
 """
 
 from __future__ import annotations
