@@ -5,7 +5,7 @@ import runpy
 
 import pytest
 
-from helpers.pages import ROOT, Block, blocks, has_examples, run_page
+from helpers.pages import ROOT, Block, blocks, has_examples, run_command, run_page
 
 # tests/record/test_record_page.py looks at what it made, tests/test_lightning.py has Lightning, and
 # tests/test_tutorial.py and tests/planning/test_plan.py compare what is printed with what the page
@@ -63,6 +63,18 @@ def test_code_fits_into_a_page(page):
 def test_readme_and_landing_page_begin_with_the_same_script():
     readme, landing = (list(blocks(ROOT / page)) for page in ("README.md", "docs/index.md"))
     assert [block.code for block in readme[:5]] == [block.code for block in landing]
+
+
+@pytest.mark.parametrize(("rate", "loss"), [("0.004", 2.04), ("0.016", 1.70)])
+def test_the_old_loop_of_the_readme_ends_where_it_says(rate, loss, tmp_path, monkeypatch):
+    page, steps = ROOT / "README.md", "291"
+    script, *_, shown = (block for block in blocks(page) if block.language in ("diff", "text"))
+    assert f"{steps} steps, test loss 1.722" in shown.code and f"{loss:.2f}" in page.read_text()
+    old = script.side(old=True).replace("range(1000)", f"range({steps})")
+    (tmp_path / "old.py").write_text(old.replace("lr=0.004", f"lr={rate}"))
+    monkeypatch.chdir(tmp_path)
+    printed = run_command("torchrun --standalone --nproc-per-node 4 old.py", script)
+    assert float(printed.split()[-1]) == pytest.approx(loss, rel=0.03)
 
 
 def test_every_script_on_a_page_is_also_run():
