@@ -126,6 +126,7 @@ def test_the_exit_code_says_that_nothing_fits(manyhands):
         (["planned_here"], "is not MODULE:FUNCTION"),
         (["planned_there:build_model"], "no module 'planned_there'"),
         (["planned_here:build"], "planned_here has no 'build'"),
+        (["planned_here:build_modle"], "Did you mean 'build_model'?"),
         (["planned_here:number"], "model must be a torch.nn.Module, or a function"),
         (["planned_here:tokens", "--optimizer", "adamm"], "'adam', "),
         (["planned_here:tokens", "--optimizer-option", "momentum"], "takes NAME=VALUE"),

@@ -18,4 +18,5 @@ state_parts.py    the layers of an optimizer, and their state in parts, for chec
 tensor_parts.py  the slices of tensors on this rank, and where slices are stored
 random_state.py   the random generators of this rank, saved and restored
 trees.py          tensors in nested containers
+warn.py           warnings that name the user's line
 """

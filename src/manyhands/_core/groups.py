@@ -36,7 +36,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -48,6 +47,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
 from manyhands._core.dry_run import DryGroup, dry_group
+from manyhands._core.warn import warn
 
 Gather: TypeAlias = Callable[[list[float]], list[list[float]]]  # numbers, over some ranks
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 1.0  # seconds between two looks at who still holds a group
@@ -170,7 +170,7 @@ class RollCall:
                 raise RuntimeError(f"{who} have not called {call} within {waited:.3g} s. {CALL}")
             if waited > self.warn_after and not warned:
                 who, warned = self._find_missing(earlier, here, first), True
-                warnings.warn(f"{call} waits: {who} have not called it. {CALL}", stacklevel=3)
+                warn(f"{call} waits: {who} have not called it. {CALL}")
             time.sleep(pause)
             pause = min(2 * pause, 0.05 if waited < self.look_after else LONGEST_PAUSE)
             count = self.store.add(self.prefix, 0)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-import warnings
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from manyhands._core.dry_run import DryGroup
 from manyhands._core.flat import is_dtensor
 from manyhands._core.groups import Lease, RollCall, connect, name_of_ranks, new_prefix
 from manyhands._core.slices import PendingReduceScatter, SharedMemory, SharedMemoryReduceScatter
+from manyhands._core.warn import warn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -392,10 +392,9 @@ def _warn_if_alone(has_group: bool) -> None:
     size = os.environ.get("WORLD_SIZE", "")
     alone = not has_group and size.isdecimal() and int(size) > 1
     if alone and not _settled:
-        warnings.warn(
+        warn(
             f"WORLD_SIZE={size} in the environment, but there is no process group: each of the "
             f"{size} processes trains a model of its own. {JOIN}",
-            stacklevel=3,
         )
     _settled = _settled or has_group or alone
 

@@ -23,7 +23,6 @@ and give the names of their class: for `BMUF` these two are `global_sync_iter` a
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 
@@ -39,6 +38,7 @@ from manyhands._core.modules import modules_holding
 from manyhands._core.ranks import RankGroup
 from manyhands._core.slices import check_on_cpu
 from manyhands._core.state_parts import ShardedOptimizer
+from manyhands._core.warn import warn
 from manyhands._core.wrappers import unwrap
 from manyhands.blocks._anchor import Outer
 from manyhands.blocks.averaging._codec import Codec
@@ -157,7 +157,7 @@ def check_not_averaged(
         gc.collect()  # a wrapper that nothing holds any more must not cause a warning
         for kind in sorted(_averaging_modules(params, workers)):
             text = f"the parameters are in a {kind} that averages gradients, too. {way_out}"
-            warnings.warn(text, RuntimeWarning, stacklevel=5)
+            warn(text, RuntimeWarning)
 
 
 def moved_identically(squares: Sequence[float], cosine: float, codec: Codec) -> bool:
@@ -170,12 +170,11 @@ def moved_identically(squares: Sequence[float], cosine: float, codec: Codec) -> 
 
 def warn_identical_moves(workers: int) -> None:
     """After the first block: warn that workers went the same way, as if they were not apart."""
-    warnings.warn(
+    warn(
         f"in the first block all {workers} workers have taken the same steps. Either the model is "
         "in DistributedDataParallel or ShardedDataParallel (unwrap it), or all workers draw the "
         f"same samples.{advice('no DDP')}",
         RuntimeWarning,
-        stacklevel=6,
     )
 
 

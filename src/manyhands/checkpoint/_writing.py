@@ -22,7 +22,6 @@ import json
 import math
 import threading
 import time
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,6 +51,7 @@ from manyhands._core.tensor_parts import (
     stored_slices,
     table_of,
 )
+from manyhands._core.warn import warn
 from manyhands.checkpoint import _format
 from manyhands.checkpoint._folder import DryFolder, Folder, new_token
 from manyhands.checkpoint._format import OWN, Commit, Contents, TensorEntry, file_name
@@ -506,7 +506,7 @@ class Post:
             raise RuntimeError(f"{text} within {patience:g} s. Call it on every rank.")
         if waited > SAY_AFTER and not self._warned:
             self._warned = True
-            warnings.warn(f"{text} for {waited:.0f} s. Call it on every rank.", stacklevel=2)
+            warn(f"{text} for {waited:.0f} s. Call it on every rank.")
 
     # -- the store -----------------------------------------------------------------------------
 

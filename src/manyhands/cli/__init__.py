@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -134,6 +135,8 @@ def import_object(command: str, name: str) -> Any:
         sys.path.pop(0)
     for part in attribute.split("."):
         if not hasattr(found, part):
-            stop(command, f"{module} has no {attribute!r}.")
+            like = get_close_matches(part, dir(found), 1)
+            meant = f" Did you mean {like[0]!r}?" if like else ""
+            stop(command, f"{module} has no {attribute!r}.{meant}")
         found = getattr(found, part)
     return found

@@ -6,6 +6,8 @@ import os
 import re
 import secrets
 import sys
+from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Annotated
 
@@ -154,6 +156,10 @@ def _check_patience(patience: str, stall: float) -> None:
 def _check_script(arguments: list[str], module: str | None) -> None:
     if module is None and not (arguments and Path(arguments[0]).is_file()):
         given = arguments[0] if arguments else "nothing"
+        if given.startswith("-"):
+            like = get_close_matches(given, [f"--{name}" for name in signature(run).parameters], 1)
+            meant = f" Did you mean {like[0]}?" if like else ""
+            stop("run", f"there is no option {given}.{meant} Options come before the script.")
         stop("run", f"{given} is not a file. Give a Python script, or a module with -m.")
 
 

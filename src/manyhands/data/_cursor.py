@@ -15,7 +15,6 @@ There are two kinds of run:
 
 from __future__ import annotations
 
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -29,6 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from manyhands._core.agreement import agree
 from manyhands._core.ranks import RankGroup
+from manyhands._core.warn import warn
 from manyhands._core.wrappers import gradient_ranks, unwrap
 from manyhands.data._account import Account
 from manyhands.data._ledger import Ledger
@@ -357,12 +357,10 @@ class Cursor:
         now = self._now
         if self._mean_due and now is not None and now.uneven and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"a step of {now.step_samples} samples is divided unevenly (a pass of this rank "
                 f"has {now.samples}). Write cursor.mean(sum of the losses).backward(), or choose a "
                 "batch_size that all ranks divide evenly, and drop_last=True.",
-                UserWarning,
-                stacklevel=3,
             )
 
     def _end_epoch(self) -> None:

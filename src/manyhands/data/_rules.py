@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, TypedDict, cast
 
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from manyhands._core.agreement import agree
 from manyhands._core.arguments import one_of, whole
@@ -107,6 +108,8 @@ def _find_mistake(
     dataset: MapDataset, arguments: Arguments, options: Mapping[str, object], ranks: int
 ) -> ValueError | TypeError | None:
     """Return what is wrong with a cursor's arguments, if anything is."""
+    if isinstance(dataset, DataLoader):
+        return TypeError("Cursor makes the batches itself: give it the loader's dataset.")
     if len(dataset) == 0:
         return ValueError("Cursor needs a dataset with samples, and got one of length 0.")
     for name in OWN_OPTIONS:

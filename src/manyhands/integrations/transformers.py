@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -49,6 +48,7 @@ from transformers.trainer_utils import has_length
 from transformers.training_args import ParallelMode
 
 from manyhands._core.modules import ModuleWrapper
+from manyhands._core.warn import warn
 from manyhands._core.wrappers import find_layer
 from manyhands.blocks._optimizer import Blocks
 from manyhands.integrations.accelerate import expect_slices, prepare_without_ddp
@@ -370,10 +370,9 @@ class Attachment(TrainerCallback):
         schedule = self._trainer.lr_scheduler
         if self._by_progress and not schedule.done:
             assert self.rule is not None
-            warnings.warn(
+            warn(
                 f"training has ended at a progress of {self.rule.progress:.1f} small-batch steps "
                 f"of {args.max_steps}: something else than the progress has stopped it.",
-                stacklevel=2,
             )
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

@@ -161,6 +161,9 @@ def _ranks_of_mesh(
 def _check_optimizers(model: nn.Module, optimizer: Any, level: object) -> list[Optimizer]:
     """Return the optimizers in a list. Raise if one is sharded, wrapped or in use already."""
     one_of("level", level, ("auto", 0, 1, 2, 3))
+    if not isinstance(model, nn.Module):
+        given = type(model).__name__
+        raise TypeError(f"shard() takes the model, and then the optimizer; got {given} as model.")
     _check_not_in_use(model)
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     for one in optimizers:

@@ -17,7 +17,6 @@ All ranks end an epoch together, with the last whole step (`_micro_batches.py`).
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from torch.optim.optimizer import StateDict
 from manyhands._core.arguments import one_of, real, whole
 from manyhands._core.modules import modules_holding
 from manyhands._core.state_parts import SavedEntries, SavedState
+from manyhands._core.warn import warn
 from manyhands.data._cursor import Cursor
 from manyhands.ramp._decision import GROWTH, Decision, Goal, Limits, StepTime, decide, efficiency
 from manyhands.ramp._micro_batches import MicroBatches, StepLoader, StepSize, Supply
@@ -506,10 +506,9 @@ def _warn_of_batch_norm(
     else:
         names = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     if names:
-        warnings.warn(
+        warn(
             f"the statistics of {names[0] or type(model).__name__} "
             f"({len(names)} layer(s) of batch normalisation) are those of a micro-batch, which may "
             f"grow from {smallest} to {largest} samples on each rank. Leave max_local_batch_size "
             "out to keep micro-batches as they are: then only their number grows.",
-            stacklevel=2,
         )

@@ -43,6 +43,7 @@ from torch.optim import Optimizer
 from manyhands._core.arguments import one_of, real, whole
 from manyhands._core.backward import BackwardPasses, current_task
 from manyhands._core.ranks import RankGroup
+from manyhands._core.warn import warn
 from manyhands.record._run import (
     FORMAT_VERSION,
     HEADER,
@@ -196,6 +197,8 @@ class Record:
         # A source's own "step" replaces the count of calls: a loaded checkpoint has its own.
         for source in self._sources:
             line.update(source.snapshot())
+        if line["step"] == 0 and self._calls == self._every:
+            warn("record.step() comes after optimizer.step(), or each line is of the step before.")
         for key, value in values.items():
             line[key] = value if type(value) is float else to_number(value)
         self._waiting.append(line)

@@ -8,7 +8,6 @@ second moments the standard error of the ratio follows.
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -24,6 +23,7 @@ from manyhands._core.arguments import explained, real, whole
 from manyhands._core.foreign import PreparedOptimizer, find_prepared
 from manyhands._core.ranks import RankGroup, rank_group_of
 from manyhands._core.state_parts import BELOW, SavedEntries, SavedState
+from manyhands._core.warn import warn
 from manyhands._core.wrappers import LossScale, LossScaler, unwrap
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._noise import NoiseMoments, estimate
@@ -102,6 +102,8 @@ class NoiseScale:
             "smoothing": Option(0.99, smoothing, check=check_smoothing),
         }
         passes, loop = passes_and_loop(num_gradients_to_accumulate)
+        if isinstance(parameters, nn.Module):
+            raise TypeError("NoiseScale measures parameters: give it model.parameters().")
         optimizer = parameters if isinstance(parameters, Optimizer) else None
         prepared = None if optimizer is None else find_prepared(optimizer)
         if prepared is not None:
@@ -218,7 +220,7 @@ class NoiseScale:
         """Warn once: a measurement must not stop a training run."""
         if not self._warned:
             self._warned = True
-            warnings.warn(f"NoiseScale leaves a step out: {problem}", stacklevel=2)
+            warn(f"NoiseScale leaves a step out: {problem}")
 
     def _receive(self, sent: SentStep) -> None:
         """Start to copy a step's numbers to the host, and add those of the step before."""
@@ -349,7 +351,7 @@ class NoiseScale:
         self._options, self._moments, self._consecutive = options, moments, consecutive
         self._steps, self._nonfinite = steps, nonfinite
         if mismatches:
-            warnings.warn(describe_mismatches(mismatches, "NoiseScale"), stacklevel=2)
+            warn(describe_mismatches(mismatches, "NoiseScale"))
 
     def snapshot(self) -> dict[str, float | None]:
         """Return the measurement in plain numbers, for `Record`."""

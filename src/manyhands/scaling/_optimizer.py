@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import gc
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -34,6 +33,7 @@ from manyhands._core.arguments import real
 from manyhands._core.foreign import advice, report_skip
 from manyhands._core.ranks import RankGroup
 from manyhands._core.stop_notice import stop_notice
+from manyhands._core.warn import warn
 from manyhands._core.wrappers import (
     LossScale,
     OptimizerWrapper,
@@ -304,11 +304,10 @@ class RuleCore:
         if over < EXPLODED:
             return
         self._warned = True
-        warnings.warn(
+        warn(
             f"a gradient has exploded: its noise was {over:.0f} times the most that counts. "
             "The gain stays what it was. If the loss rises, clip the gradients or lower the rate. "
             "(Said once.)",
-            stacklevel=2,
         )
 
 
@@ -609,12 +608,11 @@ class ScheduleWatch:
             return
         self.done = True  # the search is slow
         if STEPS_IN_A_ROW <= _most_scheduler_steps(optimizer) <= steps:
-            warnings.warn(
+            warn(
                 f"the learning rate schedule counts optimizer steps, and the last {self.in_a_row} "
                 f"of them were worth {self.worth:.0f} of the small batch. A schedule that was made "
                 "for the small batch then lasts too long: step it by progress, with "
                 "mh.ProgressScheduler(scheduler, optimizer, end=...).",
-                stacklevel=3,
             )
 
 

@@ -159,8 +159,9 @@ def _check_averaged(shared_squares: list[float]) -> None:
     if largest - smallest > SQUARE_TOLERANCE * abs(largest):
         raise_if_different(
             [{"gradients (norms after backward())": max(v, 0.0) ** 0.5} for v in shared_squares],
-            "Was the step's last backward() inside no_sync()? If the model is averaged in another "
-            "group, pass process_group=...; if each worker trains on its own, world_size=1.",
+            "Is the model in DistributedDataParallel, and was the step's last backward() outside "
+            "no_sync()? If it is averaged in another group, pass process_group=...; if each worker "
+            "trains on its own, world_size=1.",
         )
 
 

@@ -10,7 +10,6 @@ is parsed and checked before anything is changed.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +30,7 @@ from manyhands._core.state_parts import (
     SavedState,
     plain_optimizer,
 )
+from manyhands._core.warn import warn
 from manyhands._core.wrappers import LossScale, LossScaler, ParamGroup, find_layer, unwrap
 from manyhands.scaling._binding import KEY, check_bindable, check_ranks_agree
 from manyhands.scaling._noise import VAR_FLOOR, History, NoiseAverage, ratio_of_squares
@@ -680,7 +680,7 @@ class ScalingRuleBase(ScaledOptimizer):
             core.observer.after_load()
         if state.mismatches:
             message = describe_mismatches(state.mismatches, type(self).__name__)
-            warnings.warn(message, stacklevel=3)
+            warn(message)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ in `_noise.py`. The classes apply them to an optimizer.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,6 +27,7 @@ from torch.optim.optimizer import ParamsT
 
 from manyhands._core.arguments import flag, real
 from manyhands._core.state_parts import SavedState, plain_optimizer
+from manyhands._core.warn import warn
 from manyhands._core.wrappers import ParamGroup, unwrap
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._preconditioned import PreconditionedNorm
@@ -97,7 +97,7 @@ class AdaScale(ScalingRuleBase):
 
     def _make_norm(self, optimizer: Optimizer) -> PlainNorm:
         if type(plain_optimizer(unwrap(optimizer)[-1])).__name__ == "Muon":
-            warnings.warn("Around Muon, take SqrtScale instead (docs/scaling.md).", stacklevel=5)
+            warn("Around Muon, take SqrtScale instead (docs/scaling.md).")
         return super()._make_norm(optimizer)
 
     def scale_lr(self, scale: float) -> Sequence[float]:

@@ -47,7 +47,6 @@ import atexit
 import math
 import os
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable
 from statistics import median
@@ -57,6 +56,7 @@ import torch.distributed as dist
 
 from manyhands._core.arguments import real, whole
 from manyhands._core.ranks import RankGroup
+from manyhands._core.warn import warn
 from manyhands.blocks.crew._enrollment import NO_FACTS, Enrollment, MemberFacts, check_not_failed
 from manyhands.blocks.crew._roster import NO_VERSION, WATCHED, Roster, Version
 from manyhands.blocks.crew._store import (
@@ -490,12 +490,11 @@ class Crew:
             roster = enrollment.wait_for_generation(version, after=self.generation)
             self._take_place(roster)
             if roster.all_lost:
-                warnings.warn(
+                warn(
                     "all workers of this run were lost at once, and with them all that they had "
                     "agreed on. Training begins again with what this script starts from: let it "
                     "load the last checkpoint, if there is one.",
                     RuntimeWarning,
-                    stacklevel=2,
                 )
             if not self._connect():
                 shared.change(lambda roster: roster.undo(self.generation, 0))

@@ -16,7 +16,6 @@ too, because until torch 2.12 the engine does not cast those of a recomputation:
 
 from __future__ import annotations
 
-import warnings
 import weakref
 import zlib
 from collections import Counter
@@ -37,6 +36,7 @@ from manyhands._core.flat import check_own_shards, is_dtensor
 from manyhands._core.optimizers import fused_problem, problem_on_shards
 from manyhands._core.ranks import RankGroup
 from manyhands._core.trees import as_type, tensors_in, tree_map_tensors
+from manyhands._core.warn import warn
 from manyhands.sharding.fsdp._collectives import AllGather, ReduceQueue, ReduceScatter
 from manyhands.sharding.fsdp._options import FSDPOptions, Precision
 from manyhands.sharding.fsdp._places import (
@@ -547,11 +547,10 @@ class _StateDictCalls:
         self._compared = self._calls
         here = dist.distributed_c10d._get_default_store().add(self._key, 0)
         if here < self._calls * self._size:
-            warnings.warn(
+            warn(
                 f"{self._kind}.state_dict() was called on this rank and not on every other: it has "
                 f"this rank's shard of {self._size}, and loads on no other. Save with "
                 "mh.save(folder, model=model, optimizer=optimizer) on every rank.",
-                stacklevel=5,
             )
 
 

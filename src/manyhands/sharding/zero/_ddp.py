@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from manyhands._core.arguments import whole
 from manyhands._core.modules import ModuleWrapper, check_not_averaged_inside, inside_ddp
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
+from manyhands._core.warn import warn
 from manyhands._core.wrappers import wrapped_attribute
 from manyhands.sharding._agreement import ADVICE, Facts, GroupLike, facts_of_model
 from manyhands.sharding.zero._oss import OSS, find_oss
@@ -163,10 +163,9 @@ class ShardedDataParallel(ModuleWrapper):
             return
         if self.auto_refresh_trainable and reducer.trained_changed:
             if self.warn_on_trainable_params_changed:
-                warnings.warn(
+                warn(
                     "parameters were frozen or have thawed; their gradients' buckets are laid "
                     "out anew. (warn_on_trainable_params_changed=False silences this.)",
-                    stacklevel=3,
                 )
             self.refresh_trainable()
 

@@ -12,7 +12,6 @@ Saving and loading are in `_state.py`.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from manyhands._core.arguments import flag, whole
 from manyhands._core.flat import is_dtensor, norm
 from manyhands._core.ranks import RankGroup
 from manyhands._core.state_parts import OptimizerStatePart, SavedState, ShardedOptimizer, options_of
+from manyhands._core.warn import warn
 from manyhands._core.wrappers import ParamGroup, YieldingProperty, find_layer
 from manyhands.sharding._agreement import (
     ADVICE,
@@ -191,11 +191,10 @@ class OSS(ShardedOptimizer):
     def _is_accelerate_prepared(self) -> bool:
         """Warn, as Accelerate's own `prepare` asks for this; ours sets it on the instance."""
         if self.world_size > 1:  # one worker's parameters stay where they are
-            warnings.warn(
+            warn(
                 "accelerator.save_state() and save_model() leave out parameters that share memory, "
                 "as OSS's do. Use manyhands.integrations.accelerate.prepare(accelerator, ...), "
                 "with gather_state=True of OSS, or save with mh.save.",
-                stacklevel=3,
             )
         return False
 
