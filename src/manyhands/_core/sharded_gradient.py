@@ -275,7 +275,8 @@ class ShardedGradient(Tensor):
             return None
         raise RuntimeError(
             f"{packet.__name__} needs the whole gradient, and this one is sharded over the "
-            "workers. Clip with torch.nn.utils.clip_grad_norm_, scale with ShardedGradScaler."
+            "workers. Step the optimizer that shard() returned, clip with "
+            "torch.nn.utils.clip_grad_norm_, and scale with ShardedGradScaler."
         )
 
     def local_norm(self, power: float) -> LocalNorm:
