@@ -860,3 +860,6 @@ for step in range(6):
 """
 RIGHT["targets for each token"] = FLAT_TARGETS
 FSDP2_BUG = FLAT_TARGETS.replace("(loss / 2)", "(loss / 2 / dist.get_world_size())")
+
+# Each sample is compared with the others of its batch.
+COUPLED = fill(loss="out = model(x)\nloss = F.cross_entropy(out @ out.T, torch.arange(len(x)))")

@@ -10,7 +10,7 @@ import torch
 from manyhands.check import check_script
 
 sys.path.insert(0, str(Path(__file__).parent))  # as the other folders' tests do, by name
-from check_scripts import BUGS, FSDP2_BUG, RIGHT, SAME_SEED, fill, written
+from check_scripts import BUGS, COUPLED, FSDP2_BUG, RIGHT, SAME_SEED, fill, written
 
 QUICK_BUGS = {"loss divided by the world size", "not averaged at all", "mean of means of tokens"}
 QUICK_RIGHT = {"plain", "batch norm", "get_batch"}
@@ -53,8 +53,48 @@ def test_one_seed_on_all_ranks_is_found_in_a_loop_without_a_loader(tmp_path):
     assert [one.cause for one in verdict.findings] == ["not sharded"]
 
 
+PARTS = {
+    "AdaScale": """
+        model = DDP(model)
+        optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
+    """,
+    "ShardedDataParallel": """
+        optimizer = mh.OSS(model.parameters(), optim=torch.optim.AdamW, lr=0.01)
+        model = mh.ShardedDataParallel(model, optimizer)
+    """,
+    "FSDP": """
+        model = mh.FSDP(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    """,
+    "DiLoCo": "optimizer = mh.DiLoCo(torch.optim.AdamW(model.parameters(), lr=0.01), every=3)",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_of_this_library_are_judged_right_and_blocks_are_not_judged(part, tmp_path):
+    slots = dict(wrap="import manyhands as mh", optimizer=PARTS[part])
+    verdict = check_script(written(tmp_path, fill(**slots)))
+    assert verdict.code == (2 if part == "DiLoCo" else 0), verdict.as_text()
+    assert ("in blocks" in verdict.reason) == (part == "DiLoCo")
+    if part != "DiLoCo":
+        verdict = check_script(
+            written(tmp_path, fill(backward="(loss / world).backward()", **slots))
+        )
+        assert [one.cause for one in verdict.findings] == ["constant factor"], verdict.as_text()
+
+
 def test_a_loss_divided_by_the_world_size_is_found_under_fully_shard(tmp_path):
     verdict = check_script(written(tmp_path, FSDP2_BUG))
+    assert [one.cause for one in verdict.findings] == ["constant factor"]
+
+
+def test_a_loss_that_couples_samples_is_judged_with_batches_one_after_the_other(tmp_path):
+    verdict = check_script(written(tmp_path, COUPLED))
+    assert verdict.code == 0, verdict.as_text()
+    assert "share a batch" in verdict.notes[-1]
+    bug = COUPLED.replace("loss.backward()", "(loss / world).backward()")
+    verdict = check_script(written(tmp_path, bug))
     assert [one.cause for one in verdict.findings] == ["constant factor"]
 
 

@@ -182,6 +182,15 @@ class ShardedGradient(Tensor):
         """Return all tensors that this rank holds of the gradient."""
         return [*self.slices, *([] if self.local is None else [self.local])]
 
+    def full_tensor(self) -> Tensor:
+        """Return the averaged gradient with all ranks' slices, on each rank; as a DTensor does."""
+        whole = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        for start, piece in zip(self.starts, self.slices, strict=True):
+            whole.view(-1)[start : start + piece.numel()] = piece
+        if self.group is not None:
+            dist.all_reduce(whole, group=self.group)
+        return whole
+
     def twin(
         self,
         change: Callable[[Tensor], Tensor],

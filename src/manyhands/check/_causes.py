@@ -28,8 +28,6 @@ LOOK = {
     "factor of some": "parameters that are averaged twice, summed, left out, or scaled by hand",
     "token weights": "dividing the summed loss by the tokens of all ranks and all passes",
     "passes weighted": "averaging again on every pass, and what each pass is divided by",
-    "ranks weighted": "factors that depend on the rank, and what each rank's loss is divided by",
-    "schedule": "how often the scheduler is stepped for one step of the optimizer",
     "other update": "weight decay, momentum and other settings; parameters changed outside step()",
 }
 
@@ -111,7 +109,7 @@ def own_gradients(case: Case) -> Found:
             text = f"in step {number + 1} only some ranks have a gradient of {some(missing, 0)}"
             yield finding("used by some ranks", text, step.made)
         elif step.before and not case.apart("before", number):
-            yield finding("clipping norm", "each rank clips by a norm of its own", step.clip_place)
+            yield finding("clipping norm", "each rank clips by a norm of its own", step.place)
         else:
             which = "" if every else f" of {some(names, len(step.params))}"
             text = f"in step {number + 1} each rank steps with a gradient{which} of its own"
@@ -123,7 +121,7 @@ def clipped_early(case: Case) -> Found:
     for number, step in enumerate(case.steps):
         if case.apart("before", number) and not case.apart("grads", number):
             text = "each rank clips a gradient of its own, before the average"
-            yield finding("clipping norm", text, step.clip_place)
+            yield finding("clipping norm", text, step.place)
 
 
 def drift(case: Case) -> Found:
@@ -187,15 +185,15 @@ def clipped_otherwise(case: Case) -> Found:
     a, b, difference = case.pair()
     if difference.what == "grads" and a.before and b.before:
         text = "the gradients are equal before they are clipped, and differ afterwards"
-        yield finding("clipping norm", text, a.clip_place)
+        yield finding("clipping norm", text, a.place)
 
 
 def rates_differ(case: Case) -> Found:
     a, b, difference = case.pair()
-    if a.rates != b.rates and a.schedules != b.schedules:
-        text = f"schedules are stepped {a.schedules} times before step {difference.step + 1}"
-        yield finding("schedule", f"{text}, and {b.schedules} times in one process", a.place)
-    if a.rates != b.rates:
+    if difference.what == "params" and a.rates != b.rates:
+        if a.schedules != b.schedules:
+            text = f"schedules are stepped {a.schedules} times before step {difference.step + 1}"
+            yield finding("schedule", f"{text}, and {b.schedules} times in one process", a.place)
         text = f"the learning rates are {a.rates}, and {b.rates} in one process"
         yield finding("learning rate differs", text, a.place)
 
@@ -289,7 +287,7 @@ def weighted_otherwise(case: Case) -> Found:
         text = "the mean of the ranks' and passes' means is not that over all samples or tokens"
         text += f": their weights are {shown}, and in one process {theirs}"
         yield finding("token weights", text, a.made)
-    else:
+    elif not one(here):
         who = "passes" if several and one(1 + here.std(0, unbiased=False)) else "ranks"
         text = f"the {who} have the weights {shown}, and in one process all count alike"
         yield finding(f"{who} weighted", text, a.made)

@@ -29,7 +29,6 @@ class SeenStep:
     params: dict[str, Tensor] = field(default_factory=dict)  # after the step
     rates: list[float] = field(default_factory=list)
     schedules: int = 0  # how often schedules were stepped
-    clip_place: str = ""
     carried: bool = False  # the first pass found gradients of the step before
     samples: list[list[str]] = field(default_factory=list)  # hashes of each pass's samples
 
@@ -60,6 +59,7 @@ class Recording:
     noise: list[str] = field(default_factory=list)
     norms: bool = False  # batch norm with local statistics
     complete: bool = False
+    blocks: bool = False  # ranks step on their own, and synchronize now and then
     accelerate: bool = False  # whose schedules step once for each process
 
     def training_loaders(self) -> list[SeenLoader]:

@@ -120,6 +120,8 @@ class Check:
         if not any(record.steps for record in self.case.ranks):
             raise NotJudged("no torch optimizer made a step in the processes that were started.")
         self.note_what_is_off()
+        if self.case.ranks[0].blocks:
+            raise NotJudged("in blocks, ranks step on their own: one process has no such steps.")
         if self.find(_causes.ALONE):
             return
         one, stable = self.one_process(), True

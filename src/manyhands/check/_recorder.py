@@ -46,14 +46,13 @@ class Recorder:
 
     def patch(self) -> None:
         self.noise.patch()
-        optimizer, utils = torch.optim.Optimizer, torch.nn.utils
         wrap(torch.nn.Module, "__call__", self._call)
         wrap(torch.autograd, "backward", self._backward)
         wrap(torch, "batch_norm", self._batch_norm)  # F.batch_norm would call its own replacement
-        wrap(optimizer, "__init__", self._new_optimizer)
-        wrap(optimizer, "zero_grad", self._zero_grad)
+        wrap(torch.optim.Optimizer, "__init__", self._new_optimizer)
+        wrap(torch.optim.Optimizer, "zero_grad", self._zero_grad)
         wrap(LRScheduler, "step", self._schedule_step)
-        for owner in (utils, utils.clip_grad):
+        for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             wrap(owner, "clip_grad_norm_", self._clip)
         wrap(DataLoader, "__init__", self._new_loader)
         wrap(DataLoader, "__iter__", self._iterate)
@@ -64,6 +63,7 @@ class Recorder:
         frame, best = sys._getframe(1), ""
         while frame is not None:
             name = frame.f_code.co_filename
+            self.record.blocks |= "/manyhands/blocks/" in name  # of a step
             if not any(part in name for part in OUTSIDE):
                 best = f"{Path(name).name}:{frame.f_lineno}"
                 if name.startswith(str(self.folder)):
@@ -175,7 +175,7 @@ class Recorder:
         if self.waiting():
             return torch.zeros(())
         if not self.now.before:
-            self.now.before, self.now.clip_place = self.gradients(), self.place()
+            self.now.before = self.gradients()
         return clip(parameters, *args, **named)
 
     def _zero_grad(self, clear: Any, optimizer: Any, *args: Any, **named: Any) -> None:
