@@ -287,7 +287,7 @@ def weighted_otherwise(case: Case) -> Found:
         text = "the mean of the ranks' and passes' means is not that over all samples or tokens"
         text += f": their weights are {shown}, and in one process {theirs}"
         yield finding("token weights", text, a.made)
-    elif not one(here):
+    elif unsolved < limit and not one(here):
         who = "passes" if several and one(1 + here.std(0, unbiased=False)) else "ranks"
         text = f"the {who} have the weights {shown}, and in one process all count alike"
         yield finding(f"{who} weighted", text, a.made)
