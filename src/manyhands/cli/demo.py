@@ -154,7 +154,7 @@ def _train(training: Training, script: Sequence[str], out: Path, bars: Progress,
             bars.update(bar, completed=position, shown=_newest_accuracy(newest))
             if not bars.console.is_terminal and time.monotonic() > said + SILENCE:
                 said = time.monotonic()
-                bars.console.print(f"{training.name}: {position / steps:.0%} done")
+                bars.console.print(f"{training.name}: {min(position / steps, 1):.0%} done")
             time.sleep(0.1 if running else 0.0)
     bars.stop_task(bar)
     if process.returncode:
