@@ -483,6 +483,12 @@ def fsdp_memory() -> Figures:
     )
 
 
+def lora_memory() -> Figures:
+    for row in stored("lora-memory.json")["rows"]:
+        megabytes = (f"{row[part] / 1e6:.1f}" for part in ("base", "trained", "most"))
+        yield figure("docs/recipes.md", f"| {row['level']} | {{}} | {{}} | {{}} |", *megabytes)
+
+
 # -- blocks, crews -------------------------------------------------------------------------------
 
 
@@ -726,6 +732,7 @@ BENCHMARKS: tuple[Callable[[], Figures], ...] = (
     compiled,
     fsdp_speed,
     fsdp_memory,
+    lora_memory,
     codecs,
     blocks_quality,
     short_runs,
