@@ -1,6 +1,9 @@
 """The command, as docs/check.md shows it."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -35,3 +38,16 @@ def test_the_right_script_ends_with_0(tmp_path, monkeypatch):
 @pytest.mark.parametrize("arguments", [["check"], ["check", "missing.py"]])
 def test_a_script_that_is_not_there_ends_with_2(arguments, tmp_path, monkeypatch):
     assert run(arguments, tmp_path, monkeypatch).exit_code == 2
+
+
+def test_a_sitecustomize_of_the_user_still_runs(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['OF_THE_USER'] = '1'\n")
+    (tmp_path / "train.py").write_text("import os\nos.environ['OF_THE_USER']\n" + SCRIPT)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), *sys.path])
+    command = "from manyhands.cli import main; main()"
+    made = subprocess.run(
+        [sys.executable, "-c", command, "check", "train.py", "--steps", "2"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert made.returncode == 1, made.stdout + made.stderr
+    assert "0.5000 times" in made.stdout
