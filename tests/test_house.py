@@ -143,3 +143,15 @@ def test_no_trainer_is_mentioned_or_imported(package):
     ]
     assert len(lines) > 1000
     assert [f"{where}: {line}" for where, line in lines if words.search(line)] == []
+
+
+def test_nothing_is_unpickled_but_tensors_and_named_types():
+    """`torch.load` has weights_only=True everywhere, and `pickle` loads nothing."""
+    for module, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner, name = ast.unparse(node.func.value), node.func.attr
+                if (owner, name) == ("torch", "load"):
+                    safe = {k.arg: ast.unparse(k.value) for k in node.keywords}
+                    assert safe.get("weights_only") == "True", module
+                assert owner != "pickle" or name not in ("load", "loads", "Unpickler"), module

@@ -127,3 +127,51 @@ def test_nothing_of_this_process_is_changed(tmp_path):
     check_script(written(tmp_path, fill()))
     after = torch.nn.Module.__call__, torch.optim.Optimizer.__init__, torch.get_default_dtype()
     assert after == before
+
+
+OWN_BATCHES = """
+KIND = "<kind>"
+import collections
+import dataclasses
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+Pair = collections.namedtuple("Pair", "x y")
+class Bag(collections.UserDict): pass
+@dataclasses.dataclass
+class Item:
+    x: torch.Tensor
+    y: torch.Tensor
+    name: str = "a"
+class Data(Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, i):
+        g = torch.Generator().manual_seed(i)
+        return torch.randn(4, generator=g), torch.randn(2, generator=g)
+def collate(rows):
+    x, y = (torch.stack(p) for p in zip(*rows))
+    if KIND == "pair": return Pair(x, y)
+    if KIND == "bag": return Bag(x=x, y=y, ids=["s"] * len(x), n=np.arange(len(x)))
+    if KIND == "item": return Item(x, y)
+    return {"x": x, "y": y, "n": np.float32(3), "a": np.arange(len(x))}
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(4, 2)); opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+data = Data(); loader = DataLoader(data, 4, sampler=DistributedSampler(data), collate_fn=collate)
+for b in loader:
+    x, y = (b.x, b.y) if KIND in ("pair", "item") else (b["x"], b["y"])
+    opt.zero_grad(); ((model(x) - y) ** 2).mean().backward(); opt.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(k, marks=pytest.mark.long if k != "bag" else ())
+        for k in ("pair", "bag", "item", "")
+    ],
+)
+def test_batches_of_the_scripts_own_classes_are_given_again(kind, tmp_path):
+    verdict = check_script(written(tmp_path, OWN_BATCHES.replace("<kind>", kind)))
+    assert verdict.code == 0, verdict.as_text()

@@ -7,7 +7,6 @@ _compare.py _causes.py      how far two runs are apart; hypotheses, one function
 _report.py                  the verdict as text and as JSON
 """
 
-from manyhands.check._judge import check_script
-from manyhands.check._report import Finding, Verdict
-
-__all__ = ["Finding", "Verdict", "check_script"]
+from manyhands.check._judge import check_script as check_script
+from manyhands.check._report import Finding as Finding
+from manyhands.check._report import Verdict as Verdict

@@ -8,13 +8,25 @@ bias before a norm), Adam makes a full step of it: these elements are left out.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
+from pydoc import locate
+from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 ROUNDING = 1e-9  # a gradient this small, beside the largest, is rounding
 FLOOR = 1e-2  # a parameter's scale is at least this part of the largest; a gradient's, its square
 Tensors = dict[str, Tensor]
+
+
+def read(file: Path) -> Any:
+    """Load what a process of a run has written, batches of the script's own classes included."""
+    kinds: list[Any] = [type(numpy.dtype(code)) for code in numpy.typecodes["All"]]
+    kinds += map(locate, torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    with torch.serialization.safe_globals(kinds):
+        return torch.load(file, weights_only=True)
 
 
 @dataclass

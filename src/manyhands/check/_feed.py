@@ -19,9 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.check._compare import Recording
-
-PADDING = {"labels": -100}  # of batches that are padded to different lengths; others get 0
+from manyhands.check._compare import Recording, read
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,7 @@ class Feed:
         self.bounds = list(pairwise(ends))
         trains = {key: loader for key, loader in ranks.loaders.items() if loader.trains}
         self.loaders = {} if plan.how == "natural" else trains
-        self.taken: Counter[str] = Counter()  # batches of each loader
-        self.epochs: Counter[str] = Counter()
+        self.taken, self.epochs = Counter[str](), Counter[str]()  # batches of each loader
         self.sizes: list[int] = []
         self.seen, self.given = -1, iter(())
         self._sources: list[dict[str, list[list[Any]]]] = []
@@ -104,8 +101,8 @@ class Feed:
 
     def _batch(self, key: str, number: int) -> Any:
         if not self._sources:  # read when the script has defined the classes of its batches
-            files = [self.folder / f"source{rank}.pt" for rank in range(len(self.plan.order))]
-            self._sources = [torch.load(file, weights_only=False) for file in files]
+            ranks = range(len(self.plan.order))
+            self._sources = [read(self.folder / f"source{rank}.pt") for rank in ranks]
         parts = []
         for rank, other in self.plan.parts(number, self.bounds):
             batches = [batch for epoch in self._sources[rank][key] for batch in epoch]
@@ -194,5 +191,5 @@ def join(values: list[Any], padding: int | None = None) -> Any:
     masked, joined = "attention_mask" in parts, {}
     for key in parts:
         column = [other[key] for other in columns if other is not None]
-        joined[key] = join(column, PADDING.get(key, 0) if masked else None)
+        joined[key] = join(column, (-100 if key == "labels" else 0) if masked else None)
     return rebuilt(first, joined)

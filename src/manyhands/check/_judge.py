@@ -74,8 +74,7 @@ class Check:
         self.ranks = self.run(self.job, self.world)
         if self.ranks.errors and fall_back:
             native = replace(self.job, float64=False)
-            again = self.run(native, self.world)
-            if not again.errors:
+            if not (again := self.run(native, self.world)).errors:
                 self.ranks, self.job, self.floor = again, native, NATIVE
         if self.ranks.errors or self.ranks.late:
             raise NotJudged(self.ranks.why(f"on {self.world} ranks"))
@@ -124,10 +123,9 @@ class Check:
             raise NotJudged("in blocks, ranks step on their own: one process has no such steps.")
         if self.find(_causes.ALONE):
             return
-        one, stable = self.one_process(), True
+        one = self.one_process()
         self.verdict.code = EQUAL
-        if self.compare(one):
-            stable = self.measure_rounding(one)
+        stable = not self.compare(one) or self.measure_rounding(one)
         if stable and self.compare(one):
             self.allow_rates(one)
         differs = self.case.difference is not None
@@ -178,15 +176,13 @@ class Check:
         first = self.case.ranks[0]
         pairs = list(zip(first.steps, plain.steps, strict=False))
         ratios = {x / y for a, b in pairs for x, y in zip(a.rates, b.rates, strict=False) if y}
+        powers = {self.world, self.world**2}
         note = "the learning rate or its schedule depends on the number of ranks"
         if any(a.schedules != b.schedules for a, b in pairs):
             if not first.accelerate:
                 return
             note = "Accelerate steps a schedule once for each process, so its length is that of one"
-        elif len(ratios) == 1 and not {round(x**2, 6) for x in ratios} & {
-            self.world,
-            self.world**2,
-        }:
+        elif len(ratios) == 1 and not powers & {round(x**2, 6) for x in ratios}:
             return
         made = self.replay(replace(self.plan, rates=True))
         if not made.failed and compare(first, made.records[0], self.floor)[1] is None:
@@ -215,8 +211,7 @@ class Check:
 
     def differs(self, found: Finding) -> None:
         if found.cause == "uneven batches":
-            note = f"{found.text} ({found.place}); later steps were not compared."
-            self.verdict.notes.append(note)
+            self.verdict.notes.append(f"{found.text} ({found.place}); later steps were left out.")
         else:
             self.verdict.code, self.verdict.findings = DIFFERS, [found]
 

@@ -23,7 +23,7 @@ from typing import NoReturn
 import torch
 
 from manyhands.check import _machine
-from manyhands.check._compare import Recording
+from manyhands.check._compare import Recording, read
 from manyhands.check._feed import Feed
 from manyhands.check._recorder import Recorder
 
@@ -102,8 +102,7 @@ def run(
         os.close(reading)
         os.close(writing)
     if not found.failed:
-        files = [out / f"record{rank}.pt" for rank in range(world)]
-        found.records = [torch.load(file, weights_only=False) for file in files]
+        found.records = [read(out / f"record{rank}.pt") for rank in range(world)]
     return found
 
 
@@ -165,7 +164,6 @@ def run_rank(
         new.write_text(value) if isinstance(value, str) else torch.save(value, new)
         new.rename(out / name)
         sys.stdout.flush()
-        sys.stderr.flush()
         os.read(ends, 1)  # returns when the parent has gone, too
         os._exit(0)
 

@@ -48,8 +48,7 @@ class Verdict:
             look = f"  Look at: {found.look}." if found.look else ""
             text = f"{indent}Likely cause: {found.text}{place}.{look}"
             lines += textwrap.wrap(text, 96, subsequent_indent=indent)
-        told = [f"Note: {note}" for note in self.notes]
-        told += [f"Not tested: {text}." for text in self.untested]
+        told = [*(f"Note: {x}" for x in self.notes), *(f"Not tested: {x}." for x in self.untested)]
         for text in [*told, ending[self.code]]:
             lines += textwrap.wrap(text, 96)
         return "\n".join(lines)
