@@ -175,3 +175,37 @@ for b in loader:
 def test_batches_of_the_scripts_own_classes_are_given_again(kind, tmp_path):
     verdict = check_script(written(tmp_path, OWN_BATCHES.replace("<kind>", kind)))
     assert verdict.code == 0, verdict.as_text()
+
+
+GROUP_OF_SEVERAL = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+torch.manual_seed(0)
+model, sampler = torch.nn.Linear(4, 2), None
+data = TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
+if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    dist.init_process_group("gloo")
+    model, sampler = DDP(model), DistributedSampler(data)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+for x, y in DataLoader(data, 4, sampler=sampler):
+    optimizer.zero_grad()
+    <backward>
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("backward", "cause"),
+    [
+        ("((model(x) - y) ** 2).mean().backward()", None),
+        ("(((model(x) - y) ** 2).mean() / dist.get_world_size()).backward()", "constant factor"),
+        ("with model.no_sync(): ((model(x) - y) ** 2).mean().backward()", "not averaged"),
+    ],
+)
+def test_a_group_that_one_process_would_not_make(backward, cause, tmp_path):
+    verdict = check_script(written(tmp_path, GROUP_OF_SEVERAL.replace("<backward>", backward)))
+    assert [one.cause for one in verdict.findings] == ([cause] if cause else [])
+    assert verdict.code == (1 if cause else 0), verdict.as_text()

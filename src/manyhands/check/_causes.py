@@ -37,7 +37,6 @@ def finding(cause: str, text: str, place: str = "") -> Finding:
 
 
 def some(names: list[str], of: int) -> str:
-    """Say which parameters."""
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return "all parameters" if len(names) == of > 1 else "".join(names[:1]) + others
 
@@ -95,7 +94,6 @@ def own_rates(case: Case) -> Found:
 
 
 def own_gradients(case: Case) -> Found:
-    """Each rank steps with a gradient of its own."""
     for number, step in enumerate(case.steps):
         names, moved = case.apart("grads", number), case.apart("params", number)
         if moved and not names:
@@ -173,8 +171,7 @@ def same_order(case: Case) -> Found:
         first, second = [*filter(None, loader.epochs), [], []][:2]
         different = len({h for batch in first for h in batch})
         if loader.reshuffles and second and first[: len(second)] == second and different > 2:
-            text = "the samples come in the same order in each epoch"
-            yield finding("same order", text, loader.place)
+            yield finding("same order", "all epochs have the samples in one order", loader.place)
 
 
 ALONE: list[Hypothesis] = [unequal_steps, unequal_start, own_rates, own_gradients, clipped_early]

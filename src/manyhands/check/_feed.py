@@ -45,8 +45,6 @@ class FeedPlan:
     def parts(self, number: int, bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the (rank, number of its batch) that make up a batch; steps have bounds.
 
-        >>> FeedPlan("split", (0, 1)).parts(3, [])
-        [(1, 1)]
         >>> FeedPlan("whole", (0, 1)).parts(1, [(0, 2)])
         [(0, 0), (1, 0), (0, 1), (1, 1)]
         """
@@ -135,7 +133,6 @@ def parts_of(value: Any) -> dict[Any, Any] | None:
 
 
 def rebuilt(like: Any, parts: dict[Any, Any]) -> Any:
-    """Return a container of the same kind."""
     if isinstance(like, MutableMapping):
         new = copy.copy(like)
         new.update(parts)
@@ -144,7 +141,6 @@ def rebuilt(like: Any, parts: dict[Any, Any]) -> Any:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return all tensors of nested values."""
     found: list[Tensor] = []
     map_tensors(value, found.append)
     return found

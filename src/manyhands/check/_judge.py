@@ -82,7 +82,11 @@ class Check:
 
     def replay(self, plan: FeedPlan, steps: int | None = None) -> CheckRun:
         feed = Feed(plan, self.ranks.folder, [*self.case.ranks, Recording()][0])
-        return self.run(replace(self.job, steps=steps or self.job.steps), 1, feed)
+        job = replace(self.job, steps=steps or self.job.steps)
+        made = self.run(job, 1, feed)
+        if any("process group" in why or "no_sync" in why for why in made.errors.values()):
+            made = self.run(replace(job, grouped=True), 1, feed)
+        return made
 
     def gradient_of(self, step: int, rank: int, number: int) -> dict[str, Tensor]:
         """Return the gradient if a step sees only one rank's batch of one of its passes."""

@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -42,6 +42,7 @@ class CheckedScript:
     arguments: tuple[str, ...] = ()
     steps: int = 5
     float64: bool = True
+    grouped: bool = False  # the script makes a group for several ranks only: there is one already
 
 
 @dataclass
@@ -110,7 +111,8 @@ def _wait(processes: list[int], out: Path, deadline: float) -> CheckRun:
     """Wait until every process has written a record, or one of them an error."""
     found = CheckRun(out)
     worked, since, asked = -1.0, time.monotonic(), 0.0
-    while not all((out / f"record{rank}.pt").exists() for rank in range(len(processes))):
+    files = [out / f"record{rank}.pt" for rank in range(len(processes))]
+    while not (found.failed or all(file.exists() for file in files)):
         for rank, process in enumerate(processes):
             if (out / f"error{rank}.txt").exists():
                 found.errors[rank] = (out / f"error{rank}.txt").read_text()
@@ -122,8 +124,6 @@ def _wait(processes: list[int], out: Path, deadline: float) -> CheckRun:
             if running or seconds > worked + 0.05:
                 worked, since = seconds, now
         found.hangs, found.late = now - since > IDLE, now > deadline
-        if found.failed:
-            break
         time.sleep(0.01)
     return found
 
@@ -179,6 +179,9 @@ def run_rank(
     try:
         mode = _machine.patch(rank, world, job.float64)
         recorder.patch()
+        if job.grouped:
+            torch.distributed.init_process_group()
+            torch.nn.Module.no_sync = lambda _: nullcontext()  # type: ignore[attr-defined]
         mode.watch = recorder.watch
         torch.manual_seed(0)  # a script that sets no seed begins alike in all runs
         sys.argv = [job.script, *job.arguments]
