@@ -8,5 +8,4 @@ _report.py                  the verdict as text and as JSON
 """
 
 from manyhands.check._judge import check_script as check_script
-from manyhands.check._report import Finding as Finding
 from manyhands.check._report import Verdict as Verdict

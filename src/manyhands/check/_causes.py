@@ -4,8 +4,6 @@ To add one, write a function and add it to `ALONE` (it looks at the ranks only) 
 looks at the ranks beside one process), and add a script with the bug to tests/check.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -176,6 +174,19 @@ def same_order(case: Case) -> Found:
 
 ALONE: list[Hypothesis] = [unequal_steps, unequal_start, own_rates, own_gradients, clipped_early]
 ALONE += [drift, shared_samples, carried_over, same_order]
+
+
+def part_of_the_model_left_out(case: Case) -> Found:
+    """After a sync round of blocks, ranks are equal in some parameters only."""
+    # Not after the first step, in which Adam moves by the gradient's sign.
+    different = [case.apart("params", number) for number in range(1, len(case.steps))]
+    least = min(different, key=len, default=[])
+    if 0 < len(least) < len(case.steps[0].params):
+        text = f"the ranks' {some(least, 0)} differ after every step, and others are equal at times"
+        yield finding("some not averaged", text, case.steps[0].place)
+
+
+IN_BLOCKS = [unequal_steps, shared_samples, same_order, part_of_the_model_left_out]
 
 
 def clipped_otherwise(case: Case) -> Found:

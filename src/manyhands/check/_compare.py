@@ -5,8 +5,6 @@ how far the step moved them. Where a gradient is nothing but rounding (a key's b
 bias before a norm), Adam makes a full step of it: these elements are left out.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc import locate

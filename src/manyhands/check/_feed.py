@@ -5,8 +5,6 @@ that went into the outermost modules and into the loss, by pass. A `Feed` reads 
 Its `FeedPlan` says which of the ranks' batches make up each batch of the one process.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from collections import Counter

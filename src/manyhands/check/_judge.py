@@ -3,11 +3,8 @@
 1  on ranks, under the recorder          hypotheses that need nothing else: drift, data, clearing
 2  one process with the ranks' batches   joined; else one after the other, and the step waits
 3  the same with every pass's batch the whole step's, if a step has several passes
-4  where they differ, with the batches in another order (rounding), with the ranks' learning rates,
-   and with one rank's one pass at a time (the weights of gradients)
+4  where they differ: another order (rounding), the ranks' learning rates, one pass of one rank
 """
-
-from __future__ import annotations
 
 import tempfile
 import time
@@ -42,18 +39,16 @@ def check_script(
     seconds: float = 300.0,
 ) -> Verdict:
     """Return whether a script trains on several ranks what it trains on one."""
-    began = time.monotonic()
     # The first optimizer imports half of torch: once, here, and not in every process.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     with tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
         job = CheckedScript(script, tuple(arguments), steps, float64 is not False)
-        check = Check(job, ranks, Path(folder), began + seconds)
+        check = Check(job, ranks, Path(folder), time.monotonic() + seconds)
         try:
             check.run_ranks(fall_back=float64 is None)
             check.judge()
         except NotJudged as reason:
             check.verdict.code, check.verdict.reason = UNKNOWN, str(reason)
-    check.verdict.seconds = round(time.monotonic() - began, 1)
     return check.verdict
 
 
@@ -124,7 +119,7 @@ class Check:
             raise NotJudged("no torch optimizer made a step in the processes that were started.")
         self.note_what_is_off()
         if self.case.ranks[0].blocks:
-            raise NotJudged("in blocks, ranks step on their own: one process has no such steps.")
+            return self.judge_blocks()
         if self.find(_causes.ALONE):
             return
         one = self.one_process()
@@ -142,6 +137,14 @@ class Check:
             self.check_whole_steps()
         if self.plan.how == "apart":
             self.verdict.untested.append("means weighted by tokens, as batches cannot be joined")
+
+    def judge_blocks(self) -> None:
+        """Ranks step on their own: look whether they are equal after a sync round."""
+        if not self.find(_causes.IN_BLOCKS):
+            if all(self.case.apart("params", number) for number in range(len(self.case.steps))):
+                raise NotJudged("in blocks, and no sync round ends in these steps: take more.")
+            self.verdict.code = EQUAL
+            self.verdict.notes.append("blocks: ranks step alone, and are equal after a round.")
 
     def coupled(self) -> bool:
         """Whether it can be judged with the ranks' batches one after the other."""

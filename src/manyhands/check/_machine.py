@@ -5,8 +5,6 @@ float64, where rounding is a thousand million times smaller. Noise must not depe
 are divided: dropout is off, and what is drawn for each sample is the same for every sample.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import random

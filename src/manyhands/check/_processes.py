@@ -4,8 +4,6 @@ They are forked from this one, which has imported torch already. A run ends when
 recorded enough, when one fails, or when none of them computes any more.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal

@@ -1,11 +1,8 @@
 """Record what a script does in each optimizer step, without a line in the script.
 
-Methods of torch's classes are replaced in this process: modules say which parameters train and
-what they are given, `backward` how many passes a step has, `Optimizer.step` the gradients and
-parameters, loaders their batches. In a replay, the same places give what a `Feed` holds.
+Methods of torch's classes are replaced: modules say what trains and what they are given, `backward`
+what passes there are, `step` gradients and parameters, loaders batches; a `Feed` replaces these.
 """
-
-from __future__ import annotations
 
 import sys
 from collections import Counter
@@ -38,11 +35,10 @@ class Recorder:
         self.source: dict[str, list[list[Any]]] = {"": [[]]}
         self.tensors: dict[str, Tensor] = {}
         self.known: set[int] = set()  # of these
-        self.depth = self.stepping = self.passes = self.scheduled = self.roots = 0
+        self.depth = self.stepping = self.passes = self.scheduled = self.roots = self.held = 0
         self.size, self.grown = 0, 1.0  # samples of the latest outermost call, and times as many
         self.hashes: list[str] = []
         self.latest: set[str] = set()  # loaders that gave a batch since the latest pass
-        self.held = False  # the latest step waits for batches of other ranks
 
     def patch(self) -> None:
         self.noise.patch()
@@ -195,7 +191,7 @@ class Recorder:
             kind.step.of_check = kind.step.hooked = True  # torch's hooks are inside already
 
     def _step(self, step: Any, optimizer: Any, *args: Any, **named: Any) -> Any:
-        self.held = self.waiting()
+        self.held = self.waiting()  # for batches of other ranks
         if self.stepping or self.held:
             return step(optimizer, *args, **named) if self.stepping else None
         now = self.now
@@ -208,6 +204,8 @@ class Recorder:
             for group, rate in zip(optimizer.param_groups, ahead[0].rates, strict=False):
                 group["lr"] = rate
         now.optimizer, now.place, now.schedules = id(optimizer), self.place(), self.scheduled
+        if self.record.blocks and self.record.steps:  # which a sync round has changed since
+            self.record.steps[-1].params = {n: full(p) for n, p in self.trained().items()}
         now.rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
         self.stepping += 1
         result = step(optimizer, *args, **named)

@@ -1,7 +1,5 @@
 """What a check found, as text and as JSON."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from dataclasses import asdict, dataclass, field
@@ -30,7 +28,6 @@ class Verdict:
     notes: list[str] = field(default_factory=list)
     untested: list[str] = field(default_factory=list)
     reason: str = ""  # why it could not be judged
-    seconds: float = 0.0
 
     def as_json(self) -> str:
         result = ("equal", "differs", "not judged")[self.code]
