@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from blocks.test_run_command import Command, gone
+from helpers.run_command import Command, gone
 from manyhands.blocks.crew import _kept
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forked workers need Linux")

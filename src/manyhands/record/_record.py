@@ -197,7 +197,8 @@ class Record:
         # A source's own "step" replaces the count of calls: a loaded checkpoint has its own.
         for source in self._sources:
             line.update(source.snapshot())
-        if line["step"] == 0 and self._calls == self._every:
+        first = self._calls == self._every and line["step"] == 0
+        if first and any(isinstance(source, Optimizer) for source in self._sources):
             warn("record.step() comes after optimizer.step(), or each line is of the step before.")
         for key, value in values.items():
             line[key] = value if type(value) is float else to_number(value)
