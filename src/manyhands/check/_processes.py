@@ -93,13 +93,13 @@ def run(
                     os._exit(70)
         found = _wait(processes, out, time.monotonic() + seconds)
     finally:
+        os.close(writing)  # ranks that are done end by themselves
         for process in filter(None, processes):
             with suppress(ProcessLookupError):
                 os.killpg(process, signal.SIGKILL)  # and what it started
             with suppress(ChildProcessError):
                 os.waitpid(process, 0)
         os.close(reading)
-        os.close(writing)
     if not found.failed:
         found.records = [read(out / f"record{rank}.pt") for rank in range(world)]
     return found
