@@ -77,7 +77,7 @@ def die(command):
     """Let worker 1 die and come back; return its new process number."""
     before = len(lives(command))
     (command.folder / "die").touch()
-    command.until(rf"(?s)(\[1\] in 1 .*){{{before + 1}}}")
+    command.until(rf"(?s)(\[1\] in 1 .*){{{before + 1}}}", 60)
     return lives(command)[-1]
 
 
@@ -87,7 +87,7 @@ def is_forked(pid):
 
 def die_until_forked(command):
     """Let worker 1 die until it is forked: the kept process needs a second at first."""
-    command.until(r"\[1\] in 1")
+    command.until(r"\[1\] in 1", 60)
     for _ in range(9):
         if is_forked(pid := die(command)):
             return pid
@@ -95,16 +95,21 @@ def die_until_forked(command):
     raise AssertionError(command.said())
 
 
-def kept_process(command):
+def kept_process(command, seconds=30.0):
     """The number of the kept process: a forked worker has its command line, and the same parent."""
     path = Path(f"/proc/{command.pid}/task/{command.pid}/children")
-    (pid,) = {pid for pid in path.read_text().split() if is_forked(pid)} - {*lives(command)}
-    return int(pid)
+    until = time.monotonic() + seconds
+    while True:
+        found = {pid for pid in path.read_text().split() if is_forked(pid)} - {*lives(command)}
+        if found or time.monotonic() > until:
+            (pid,) = found
+            return int(pid)
+        time.sleep(0.05)
 
 
 def finish(command):
     (command.folder / "enough").touch()
-    assert command.wait(30) == 0, command.said()
+    assert command.wait(60) == 0, command.said()
 
 
 @pytest.mark.parametrize("module", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -190,7 +195,7 @@ THREAD = """
 def test_where_forking_is_not_safe_workers_are_started_afresh(tmp_path, preload, why):
     (tmp_path / "thread.py").write_text(textwrap.dedent(THREAD))
     with Command(tmp_path, script(), "--workers", "2", "--preload", preload) as command:
-        command.until(r"\[1\] in 1")
+        command.until(r"\[1\] in 1", 60)
         while "no worker is forked" not in command.said():
             assert not is_forked(die(command))
         assert not is_forked(die(command))
@@ -202,7 +207,7 @@ def test_where_forking_is_not_safe_workers_are_started_afresh(tmp_path, preload,
 def test_a_script_that_sets_what_torch_reads_at_its_import_is_not_forked(tmp_path):
     setting = "os.environ['OMP_NUM_THREADS'] = '2'"
     with Command(tmp_path, script(setting), "--workers", "2") as command:
-        command.until(r"\[1\] in 1")
+        command.until(r"\[1\] in 1", 60)
         time.sleep(3.0)
         assert not is_forked(die(command))
         finish(command)
@@ -212,11 +217,11 @@ def test_a_script_that_sets_what_torch_reads_at_its_import_is_not_forked(tmp_pat
 @pytest.mark.long
 def test_no_fork_keeps_no_process(tmp_path):
     with Command(tmp_path, script(), "--workers", "2", "--no-fork") as command:
-        command.until(r"\[1\] in 1")
+        command.until(r"\[1\] in 1", 60)
         time.sleep(2.0)
         assert not is_forked(die(command))
         with pytest.raises(ValueError):
-            kept_process(command)
+            kept_process(command, 0.0)
         finish(command)
 
 

@@ -120,7 +120,7 @@ class KeptProcess:
             if not self._ready:
                 self.give_up(f"it ended with exit code {self._process.returncode}")
             self.close()  # another one takes its place
-        elif self._socket is not None and select([self._socket], [], [], 0.0)[0]:
+        elif self._socket and not self._ready and select([self._socket], [], [], 0.0)[0]:
             self._ready = self._socket.recv(16) == b"ready"
 
     def fork(self, environment: Mapping[str, str]) -> ForkedProcess | None:
