@@ -112,7 +112,8 @@ def finish(command):
     assert command.wait(60) == 0, command.said()
 
 
-@pytest.mark.parametrize("module", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("module", [False, True])
 def test_a_forked_worker_sees_what_a_fresh_one_sees(tmp_path, module):
     options = ["--workers", "2", *(["-m", "train"] if module else [])]  # or the script's path
     with Command(tmp_path, script(SEEN), *options, arguments=["a", "--b"]) as command:

@@ -113,7 +113,9 @@ def compilers_files(tmp_path_factory):
 @pytest.mark.few(3)
 @pytest.mark.usefixtures("compilers_files")
 @pytest.mark.filterwarnings("ignore")  # torch's own, of what it does not compile
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=inductor)])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[inductor, pytest.mark.long])]
+)
 @pytest.mark.parametrize("level", [0, 1, 2, 3, "3"], ids=["0", "1", "2", "3", "3 by size"])
 def test_a_compiled_model_trains_the_same_under_ramp(level, backend):
     def run():
