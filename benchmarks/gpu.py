@@ -35,7 +35,17 @@ import pages
 import torch
 import torch.distributed as dist
 from rounds import Ratio, ratio, restored, shuffled
-from sharding.contenders import BARE, BARE_KEPT, CONTROL, DDP, FSDP, FSDP_KEPT, OURS
+from sharding.contenders import (
+    BARE,
+    BARE_KEPT,
+    CONTROL,
+    DDP,
+    FAIRSCALE,
+    FSDP,
+    FSDP_KEPT,
+    OURS,
+    Trained,
+)
 from sharding.models import Size
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -62,7 +72,7 @@ class Variant:
     """One way to train, and the one that its time is divided by."""
 
     name: str
-    make: Callable[[nn.Module], tuple[nn.Module, Any]]
+    make: Callable[[nn.Module], Trained]
     base: str
     warm_up: int = WARM_UP  # steps before it is timed
 
@@ -90,13 +100,17 @@ def adamw(model: nn.Module) -> Any:
     return AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def ddp(optimizer: Any) -> Callable[[nn.Module], tuple[nn.Module, Any]]:
-    return lambda model: (DistributedDataParallel(model), optimizer(model))
+def ddp(optimizer: Any) -> Callable[[nn.Module], Trained]:
+    def make(model: nn.Module) -> Trained:
+        made = optimizer(model)
+        return Trained(DistributedDataParallel(model), made, made.zero_grad)
+
+    return make
 
 
-def ruled(rule: Any, optimizer: Any, passes: int, **options: Any) -> Any:
+def ruled(rule: Any, optimizer: Any, passes: int, **options: Any) -> Callable[[nn.Module], Trained]:
     given = {"num_gradients_to_accumulate": passes, **options}
-    return lambda model: (DistributedDataParallel(model), rule(optimizer(model), **given))
+    return ddp(lambda model: rule(optimizer(model), **given))
 
 
 def rules(settled: bool) -> list[Variant]:
@@ -123,7 +137,7 @@ def cost(device: str, quick: bool, out: Path) -> Found:
         if quick:
             size, rounds = TINY, 2
         title = f"{size.batch * size.context:,} tokens a pass, {PASSES} passes a step"
-        variants = rules(settled=size is LONG)  # a smoke test has no time to settle
+        variants = rules(settled=not quick)  # a smoke test has no time to settle
         yield title, measured(variants, size, PASSES, device, rounds, steps)
 
 
@@ -135,17 +149,17 @@ def sharding(device: str, quick: bool, out: Path) -> Found:
     base = {FSDP: BARE, FSDP_KEPT: BARE_KEPT}
     names = (DDP, CONTROL, OURS, contenders.WHOLE_GRADIENTS, BARE, FSDP, BARE_KEPT, FSDP_KEPT)
     known = {**contenders.CONTENDERS, **contenders.FSDP_CONTENDERS}
-    zero = "torch ZeroRedundancyOptimizer + DDP"
+    peers = ("torch ZeroRedundancyOptimizer + DDP", "fairscale, default buffer", FAIRSCALE)
     variants = []
-    for name in (*names, zero, contenders.FAIRSCALE):
+    for name in (*names, *peers):
         if not known[name].present:
             print(f"{name}: not installed")
             continue
 
-        def make(model: nn.Module, name: str = name) -> tuple[nn.Module, Any]:
+        def make(model: nn.Module, name: str = name) -> Trained:
             trained = known[name].make(model)
             trained.choose("fused")
-            return trained.model, trained.optimizer
+            return trained
 
         variants.append(Variant(name, make, base.get(name, DDP)))
     for size, rounds in ((GPT, 16), (SHORT, 24)):
@@ -208,7 +222,8 @@ def training(
         model = models.decoder(size)
     if tied:  # the GPT's logits are its embedding
         model.logits.weight = model.tokens.weight
-    wrapped, optimizer = variant.make(model)
+    trained = variant.make(model)
+    wrapped = trained.model
     batches = [tokens.to(device) for tokens in models.batches(size, rank=0)]
     no_sync = getattr(wrapped, "no_sync", nullcontext)
     done = 0
@@ -222,8 +237,8 @@ def training(
                     loss = wrapped(tokens[:1] if short else tokens)
                 (loss / passes).backward()
             done += 1
-        optimizer.step()
-        optimizer.zero_grad()
+        trained.optimizer.step()
+        trained.clear()
 
     return step
 
@@ -315,7 +330,11 @@ def trace(device: str, quick: bool, out: Path) -> Iterator[tuple[str, float]]:
     by = "self_cuda_time_total" if device == "cuda" else "self_cpu_time_total"
     print(profiler.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=60))
     waiting = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
-    yield from ((e.key, e.count / 4) for e in profiler.key_averages() if e.key in waiting)
+    events = profiler.key_averages()
+    yield from ((e.key, e.count / 4) for e in events if e.key in waiting)
+    if device == "cuda":
+        norms = [e for e in events if e.key.startswith("aten::_foreach")]
+        yield "norms, ms of the device", sum(e.self_device_time_total for e in norms) / 4e3
 
 
 PARTS = {1: tests, 2: cost, 3: sharding, 4: trace}
@@ -326,7 +345,8 @@ PARTS = {1: tests, 2: cost, 3: sharding, 4: trace}
 PAGE = """# On a GPU
 
 Measured on one {machine}, with {versions}: one process on one card, in a group of one rank on NCCL.
-Nothing has been measured on more than one GPU, and nothing about speed of sharding or blocks.
+Nothing has been measured on more than one GPU. So these figures say what the wrappers cost on a
+card, and nothing about what sharding or larger batches gain.
 
 ```bash
 make gpu PYTHON=/path/to/python PART=1   # then 2, 3 and 4; each takes a few minutes
@@ -336,7 +356,7 @@ make gpu PYTHON=/path/to/python PART=1   # then 2, 3 and 4; each takes a few min
 
 {tests} of `tests/gpu`: rules, `OSS`, `ShardedDataParallel`, FSDP, blocks, codecs, gradient scalers
 with an overflow in float16, checkpoints, `torch.compile`, and two ranks on one GPU through gloo.
-{first}
+
 ## What a scaling rule adds to a step
 
 A GPT of 124 million parameters on `DistributedDataParallel`, under `torch.autocast` to bfloat16.
@@ -349,14 +369,24 @@ often the host waits for the device in a step, as `torch.cuda.set_sync_debug_mod
 - By default one step in four is measured, once the averages have seen as many steps as they look
   back over (500, with two passes). The rows without `measure_every=1` show the steps after that.
 - A measured step waits for the device once, for the gain. Meanwhile nothing is queued, and the
-  optimizer's step starts late.
-- With 8,192 tokens the host is the limit: it needs about as long to launch a pass as the device to
-  compute it, and the rule's hooks add to that. In a first run, in which each
-  gradient was measured alone, AdamScale took 2.02 times the bare step, and AdaScale 1.09.
+  optimizer's step starts late. AdamScale waits once more in sixteen steps, for the least second
+  moments that count.
+- Of a measured step of AdamScale {norms:.1f} ms of the device's time are its norms (`PART=4`), each
+  pass's and the mean's.
+- With 8,192 tokens the host is the limit: it needs longer to launch a pass than the device to
+  compute it. The rule's hooks add to that, and times scatter.
 - Two passes on one card are the worst case: every pass is measured, and the mean. With one pass on
   each of N ranks it is one pass, and an N-th of the mean.
-- The figures for 16,384 tokens are from twenty minutes before the others, with the mistake above.
-  It did not change the work.
+
+## What sharding adds to a step
+
+The same GPT without accumulation, with AdamW (`fused=True`): all that a group of one rank leaves of
+sharding is what the wrappers themselves do. Ours leave out what has no use there: the copies into
+and out of buckets that nobody sends, while the others make them. On several ranks the differences
+will be others. The base of FSDP's rows is `fully_shard` with the same options. fairscale is version
+0.4.13; DeepSpeed was not installed.
+
+{sharding}
 """
 
 
@@ -376,21 +406,21 @@ def table(rows: list[dict[str, Any]]) -> str:
     )
 
 
-FIRST_RUN = """
-The machine was there for fifteen minutes, and those that failed are mended without having run on it
-again. Twelve had one cause: under DDP, a gradient that was held to be measured with others was
-measured after DDP had averaged it. A test on CPUs shows the same now
-(`tests/scaling/test_together.py`). Three had expected too much: a capturable Adam rounds its bias
-correction to float32, and `LinearScale` measures the gain as well.
-"""
-
-
 def write(result: dict[str, Any]) -> None:
+    def tables(part: str) -> str:
+        found = result[part].items()
+        return "\n\n".join(f"### {title}\n\n{table(rows)}" for title, rows in found)
+
     counted = result["tests"]
-    found = "\n\n".join(f"### {title}\n\n{table(rows)}" for title, rows in result["cost"].items())
-    said = f"{counted['passed']} passed and {counted['failed']} failed"
-    first = FIRST_RUN if counted["failed"] else ""  # a run without failures says all by itself
-    pages.write("gpu", PAGE, result, tests=said, cost=found, first=first)
+    pages.write(
+        "gpu",
+        PAGE,
+        result,
+        tests=f"{counted['passed']} passed and {counted['failed']} failed",
+        norms=result["trace"]["norms, ms of the device"],
+        cost=tables("cost"),
+        sharding=tables("sharding"),
+    )
 
 
 def main() -> None:
@@ -425,7 +455,11 @@ def main() -> None:
                 if kept:  # as results come: a later one may not come at all
                     stored.write_text(json.dumps(result, indent=1) + "\n")
         print(f"part {part}: {time.perf_counter() - start:.0f} s", flush=True)
-    if kept and {"tests", "cost"} <= result.keys() and args.out == pages.RESULTS:
+    if (
+        kept
+        and {part.__name__ for part in PARTS.values()} <= result.keys()
+        and args.out == pages.RESULTS
+    ):
         write(result)
 
 

@@ -218,10 +218,14 @@ def bare(module: nn.Module, **options: Any) -> nn.Module:
 
 
 def theirs(**options: Any) -> Callable[[Any], Trained]:
-    """fairscale's, made to run on a CPU as the tests make it; for good in this process."""
+    """fairscale's; on a CPU it is made to run as the tests make it, for good in this process."""
 
     def make(model: nn.Module) -> Trained:
         warnings.simplefilter("ignore")
+        if next(model.parameters()).is_cuda:
+            from fairscale.nn import FullyShardedDataParallel
+
+            return fully_sharded(FullyShardedDataParallel, **options)(model)
         sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
         from helpers.fairscale_on_cpu import fairscale_on_cpu
 

@@ -54,9 +54,9 @@ def assert_same(ours, theirs, rtol=1e-9, atol=1e-12):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_gpu_trains_as_a_cpu_does(rule, device):
-    """A capturable Adam computes its bias corrections in float32."""
+    """A capturable Adam computes its bias corrections in float32: 1e-3 to four digits at first."""
     ours, theirs = (train(rule, on, dtype=torch.float64) for on in (device, "cpu"))
-    rounding = {"rtol": 1e-6, "atol": 1e-7} if rule.endswith("capturable") else {}
+    rounding = {"rtol": 1e-5, "atol": 1e-6} if rule.endswith("capturable") else {}
     assert_same(ours, theirs, **rounding)
 
 
@@ -194,6 +194,7 @@ def test_a_record_has_the_values_of_its_steps(device, tmp_path):
     assert mh.read_record(tmp_path / "a.jsonl").column("loss") == [float(n) for n in range(10)]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_record_does_not_wait_for_the_device(cuda, tmp_path):
     loss = torch.ones((), device=cuda)
     with mh.Record(tmp_path / "a.jsonl") as record:

@@ -248,8 +248,10 @@ class PreconditionedNorm(PlainNorm):
                 period = int(count) // self.REFRESH
                 stale[index] = _second_moment(group, state, count)[0], period
         sums = torch._foreach_norm([second for second, _ in stale.values()], 1)  # none is below 0
-        for (index, (second, period)), total in zip(stale.items(), sums, strict=True):
-            least = float(total) / max(second.numel(), 1) * self.floor
+        device = sums[0].device
+        totals: list[float] = torch.stack([each.to(device) for each in sums]).tolist()
+        for (index, (second, period)), total in zip(stale.items(), totals, strict=True):
+            least = total / max(second.numel(), 1) * self.floor
             self._floors[index] = MomentFloor(period, self.floor, least, True)
 
     def one(
