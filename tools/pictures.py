@@ -118,7 +118,7 @@ HELD = (  # what one of four workers holds, in units of the parameters: Adam has
 
 
 def who_holds() -> str:
-    unit, left, elements = 98.0, 214.0, []
+    unit, left, elements = 98.0, 240.0, []
     for row, (name, *parts) in enumerate(HELD):
         x, y = left, 44.0 + 38.0 * row
         elements.append(label(left - 12, y + 18, name, "end"))
