@@ -13,9 +13,7 @@ from helpers.pages import ROOT, Block, blocks, has_examples, run_command, run_pa
 OF_THEIR_OWN = {"plan.md", "record.md", "trainers.md", "tutorial.md"}
 SLOW = {"crew.md", "watch.md"}  # tens of seconds each
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES = [
-    page for page in DOCUMENTS if page.parent in (ROOT, ROOT / "docs") and has_examples(page)
-]
+PAGES = [page for page in DOCUMENTS if page.parent in (ROOT, ROOT / "docs") and has_examples(page)]
 
 
 @pytest.mark.parametrize(
