@@ -228,6 +228,34 @@ def test_one_worker_may_be_left_and_others_join_it(store, tmp_path):
         assert {workers.events(n, "done")[-1]["value"] for n in range(3)} == {-steps}
 
 
+def test_a_worker_that_stops_in_the_last_block_is_left_behind_by_all_others_together(
+    store, tmp_path
+):
+    """Worker 0 sees first that it is lost, and the others hold the last round with it."""
+
+    def harm(number):
+        if number:
+            silent = property(lambda self: self.silent_for(3 * self.stall))
+            _store.HeartbeatMonitor.silent = silent
+        step = mh.LocalSGD.step
+
+        def stops(self):
+            step(self)
+            if number == 3 and self.steps == 22:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        mh.LocalSGD.step = stops
+
+    with BlockWorkers(store, tmp_path, expected=4, stall=0.8) as workers:
+        workers.start(range(4), 24, {"every": 10}, harm)
+        for number in range(3):
+            workers.until(lambda number=number: workers.events(number, "done"))
+        done = [workers.events(number, "done")[-1] for number in range(3)]
+        assert len({(e["state"], e["rounds"], e["steps"]) for e in done}) == 1
+        assert {e["value"] for e in done} == {-24.0} and {e["workers"] for e in done} == {3}
+        workers.kill(3, report=True)
+
+
 def test_alone_without_a_store_a_crew_is_one_worker_with_an_outer_step():
     param = nn.Parameter(torch.zeros(3))
     optimizer = mh.DiLoCo(SGD([param], lr=1.0), every=2, lr=0.5, momentum=0.0, crew=mh.Crew())

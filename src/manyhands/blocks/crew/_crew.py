@@ -368,10 +368,13 @@ class Crew:
             if roster.generation != generation or own not in closing:
                 return False
             all_known = {*closing, *roster.gone, *shared.silent} >= {*roster.ids}
-            if all_known and {*closing.values()} == {steps}:
+            # One that has seen before us who is lost has ended the generation, and asks for the next
+            # one, to hold the last round there. If one that trains on has ended it, we leave.
+            regrouping = {member.id for member in roster.waiting} & {*roster.ids}
+            if (all_known or regrouping & closing.keys()) and {*closing.values()} == {steps}:
                 return True
             others_took_more = max(closing.values()) > steps
-            if others_took_more or roster.ended or time.monotonic() - began > self.patience:
+            if others_took_more or regrouping or time.monotonic() - began > self.patience:
                 return False
             time.sleep(pause)
             pause = next_pause(pause, self.size)
