@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from manyhands._core.agreement import describe_tensors, names_in
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks.crew._kept import AFRESH, changed_since_the_start
-from manyhands.blocks.crew._roster import WATCHED, Member, Roster, Version, number_of
+from manyhands.blocks.crew._roster import Member, Roster, Version, number_of
 from manyhands.blocks.crew._store import PREFIX, SharedRoster, parse_address
 from manyhands.blocks.crew._transport import FIRST_PAUSE, next_pause, own_address
 from manyhands.errors import CrewFinished, JoinRefused, StoreLost
@@ -250,7 +250,7 @@ class Enrollment:
                 self._siblings = frozenset(
                     id for id in roster.ids if roster.worker_of(id) == self.number and id != self.id
                 )
-                if len(roster.here) > WATCHED + 1 and self._watch.ident is None:
+                if self._watch.ident is None:
                     self._watch.start()
                 return roster
             check_not_failed(roster, after, self.number)
@@ -296,7 +296,7 @@ class Enrollment:
             pause = next_pause(pause, len(roster.ids))
 
     def _watch_others(self) -> None:
-        """Read heartbeats while this process trains: in a large crew few others read the same."""
+        """Read heartbeats while this process trains: at its next round it knows who is silent."""
         while not self._closed.wait(self.shared.monitor.interval):
             try:
                 self.shared.observe_heartbeats()

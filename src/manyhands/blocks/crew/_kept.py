@@ -42,7 +42,7 @@ SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 REQUEST = 1 << 17  # bytes of a request at most
 # Libraries read such variables when they are imported: the kept process has done so already.
 AFRESH = f"{PREFIX}afresh"  # key in the store: which variables a worker's script has set itself
-AT_IMPORT = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "PYTHON", "TORCH_", "GLOO_")
+AT_IMPORT = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "PYTHON", "TORCH", "GLOO_")
 
 
 class ForkedProcess:
@@ -196,7 +196,8 @@ def serve() -> None:
     number, lifeline, command, preload = json.loads(sys.argv[1])
     requests, launcher = socket.socket(fileno=number), os.getppid()
     sys.path[0] = os.getcwd() if command[1] == "-m" else str(Path(command[1]).resolve().parent)
-    for module in ("torch", "manyhands", *preload):
+    # The first optimizer of a process imports torch._dynamo, which takes as long as torch itself.
+    for module in ("torch", "torch._dynamo", "manyhands", *preload):
         importlib.import_module(module)
     gc.freeze()  # or each worker copies the pages of all objects at its first collection
     requests.send(b"ready")
