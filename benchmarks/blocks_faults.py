@@ -31,7 +31,7 @@ from faults import harm, model  # noqa: E402
 from faults.harm import KINDS, Fault, LogLine, Plan, Trial  # noqa: E402
 
 FULL = Plan(
-    workers=8, steps=3200, every=16, batch=8, pace=0.09, lr=4e-3, stall=2.0, jitter=2.0, asleep=10.0
+    workers=8, steps=3200, every=16, batch=8, pace=0.09, lr=4e-3, stall=1.0, jitter=2.0, asleep=10.0
 )
 QUICK = Plan(
     workers=4, steps=800, every=16, batch=4, pace=0.03, lr=4e-3, stall=1.0, jitter=1.0, asleep=3.0
@@ -314,7 +314,7 @@ PAGE = """# Workers that are killed and stopped
 
 {workers} workers train an LSTM (93,000 parameters) on the characters of Shakespeare's plays, with
 AdamW inside `mh.DiLoCo` (H = {every}, int8) in a `mh.Crew`, started by `manyhands run --workers
-{workers} --stall {stall:g}`. A block takes {usual:.2f} s without faults. At set times a random
+{workers} --stall {stall:g} --preload quality.workloads`. A block takes {usual:.2f} s without faults. At set times a random
 worker is killed (SIGKILL; the command starts it again) or stopped (SIGSTOP, for {asleep:g} s).
 Each run is of {steps:,} steps, {minutes:.1f} minutes without faults. Measured on {machine}, with
 {versions}; load average {load}.

@@ -107,8 +107,10 @@ class _Harm:
         if self._began is None:
             self._began = next((line["time"] for line in log if line["event"] == "round"), None)
             return
-        if now - self._began < self._due or any(line["event"] == "left" for line in log):
+        if now - self._began < self._due:
             return
+        if max(line["steps"] for line in log) >= self.plan.steps - 2 * self.plan.every:
+            return  # nobody is hit who could not count again
         here = self._here(log)
         if len(here) > self.plan.workers // 2:
             number, kind = self._dice.choice(sorted(here)), next(self._kinds)
@@ -143,7 +145,8 @@ def run(plan: Plan, data: Path) -> Trial:
     with tempfile.TemporaryDirectory() as name:
         log, output = Path(name, "log.jsonl"), Path(name, "output")
         began, cpu, harm = time.monotonic(), _cpu_of_children(), _Harm(plan)
-        words = ["--workers", str(plan.workers), "--stall", str(plan.stall), "-m", "faults.worker"]
+        words = ["--workers", str(plan.workers), "--stall", str(plan.stall)]
+        words += ["--preload", "quality.workloads", "-m", "faults.worker"]
         words += ["--log", str(log), "--plan", json.dumps(asdict(plan))]
         words += ["--data", str(data.resolve())]
         with output.open("wb") as file:
