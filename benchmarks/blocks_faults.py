@@ -314,10 +314,10 @@ PAGE = """# Workers that are killed and stopped
 
 {workers} workers train an LSTM (93,000 parameters) on the characters of Shakespeare's plays, with
 AdamW inside `mh.DiLoCo` (H = {every}, int8) in a `mh.Crew`, started by `manyhands run --workers
-{workers} --stall {stall:g} --preload quality.workloads`. A block takes {usual:.2f} s without faults. At set times a random
-worker is killed (SIGKILL; the command starts it again) or stopped (SIGSTOP, for {asleep:g} s).
-Each run is of {steps:,} steps, {minutes:.1f} minutes without faults. Measured on {machine}, with
-{versions}; load average {load}.
+{workers} --stall {stall:g} --preload quality.workloads`. A block takes {usual:.2f} s without
+faults. At set times a random worker is killed (SIGKILL; the command starts it again) or stopped
+(SIGSTOP, for {asleep:g} s). Each run is of {steps:,} steps, {minutes:.1f} minutes without faults.
+Measured on {machine}, with {versions}; load average {load}.
 
 ```bash
 python benchmarks/blocks_faults.py --data FOLDER

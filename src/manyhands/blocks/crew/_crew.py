@@ -368,7 +368,7 @@ class Crew:
             if roster.generation != generation or own not in closing:
                 return False
             all_known = {*closing, *roster.gone, *shared.silent} >= {*roster.ids}
-            # One that has seen before us who is lost has ended the generation, and asks for the next
+            # One that saw before us who is lost has ended the generation, and asks for the next
             # one, to hold the last round there. If one that trains on has ended it, we leave.
             regrouping = {member.id for member in roster.waiting} & {*roster.ids}
             if (all_known or regrouping & closing.keys()) and {*closing.values()} == {steps}:
