@@ -42,7 +42,7 @@ SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 REQUEST = 1 << 17  # bytes of a request at most
 # Libraries read such variables when they are imported: the kept process has done so already.
 AFRESH = f"{PREFIX}afresh"  # key in the store: which variables a worker's script has set itself
-AT_IMPORT = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "PYTHON", "TORCH", "GLOO_")
+AT_IMPORT = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "PYTHON", "TORCH_", "GLOO_")
 
 
 class ForkedProcess:
