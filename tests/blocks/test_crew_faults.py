@@ -413,9 +413,10 @@ def test_a_crew_cut_in_two_goes_on_in_the_half_with_the_quorum(store, tmp_path):
 
         reach, send = _enrollment.unreachable, _round._SyncRound._send
 
-        def unreachable(addresses):
+        def unreachable(addresses, find_silent):
             far = tuple(id for id in addresses if beyond(number_of(id)))
-            return far + reach({id: a for id, a in addresses.items() if id not in far})
+            near = {id: a for id, a in addresses.items() if id not in far}
+            return far + reach(near, find_silent)
 
         def send_nothing(self, *args, **kwargs):
             if cut.exists() and self.workers.size > 3:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import manyhands as mh
 from manyhands.blocks.crew import _enrollment
 from manyhands.blocks.crew._crew import SHORTEST, GraceWindow
+from manyhands.blocks.crew import _enrollment
 from manyhands.blocks.crew._enrollment import Door, unreachable
 from manyhands.blocks.crew._roster import Member, Roster, Version
 
@@ -181,6 +182,18 @@ def test_a_door_answers_until_it_is_closed():
         door.close()
     assert unreachable({"0.1": door.address}) == ("0.1",)
     assert unreachable({}) == ()
+
+
+def test_a_door_that_does_not_answer_is_not_waited_for_when_its_process_is_silent(monkeypatch):
+    """A cut line: each member would wait 2 s for each process beyond it."""
+    monkeypatch.setattr(_enrollment, "_door_answers", lambda door: door == "open" or time.sleep(1))
+    doors = {"0.1": "open", "1.1": "beyond", "2.1": "beyond"}
+    silent = iter([frozenset(), frozenset({"1.1", "2.1"})])
+    began = time.monotonic()
+    assert unreachable(doors, lambda: next(silent)) == ("1.1", "2.1")
+    assert time.monotonic() - began < 0.9
+    assert unreachable(doors, lambda: frozenset({"1.1"})) == ("1.1", "2.1")
+    assert time.monotonic() - began > 1.2  # the other one is waited for
 
 
 PASSING = [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS, errno.ENOMEM]

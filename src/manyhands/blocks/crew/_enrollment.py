@@ -37,7 +37,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypedDict
@@ -235,7 +235,12 @@ class Enrollment:
         ids = sorted(others - self.shared.silent)
         keys = [f"{PREFIX}door/{id}" for id in ids]
         texts = map(client.verify_or_ignore, keys, client.fetch_all(keys))
-        return unreachable({id: text for id, text in zip(ids, texts, strict=True) if text})
+        doors = {id: text for id, text in zip(ids, texts, strict=True) if text}
+        return unreachable(doors, self._find_silent)
+
+    def _find_silent(self) -> frozenset[str]:
+        self.shared.refresh()
+        return self.shared.silent
 
     def wait_for_generation(self, version: Version, after: int) -> Roster:
         """Wait until a generation later than `after` includes this process, or begin it."""
@@ -458,13 +463,22 @@ class Door:
         self._listening.close()
 
 
-def unreachable(addresses: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the ids whose doors do not answer; `addresses` has the door of each id."""
+def unreachable(
+    addresses: Mapping[str, str], find_silent: Callable[[], frozenset[str]] = frozenset
+) -> tuple[str, ...]:
+    """Return the ids whose doors do not answer; `addresses` has the door of each id.
+
+    Doors of processes that are silent are not waited for: a cut line shows in both.
+    """
     if not addresses:
         return ()
-    with ThreadPoolExecutor(len(addresses)) as threads:
-        answers = threads.map(_door_answers, addresses.values())
-        return tuple(id for id, answered in zip(addresses, answers, strict=True) if not answered)
+    threads = ThreadPoolExecutor(len(addresses))
+    asked = {threads.submit(_door_answers, address): id for id, address in addresses.items()}
+    threads.shutdown(wait=False)
+    _, left = wait(asked, PAUSE)
+    while left and not {asked[each] for each in left} <= find_silent():
+        _, left = wait(asked, PAUSE)
+    return tuple(id for each, id in asked.items() if each in left or not each.result())
 
 
 def _door_answers(address: str) -> bool:
