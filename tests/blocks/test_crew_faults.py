@@ -171,7 +171,7 @@ OPTIONS = [
 def test_killed_at_any_moment_in_a_crew_of_hundreds_no_two_ever_differ(
     store, tmp_path, monkeypatch
 ):
-    for module in (_crew, _enrollment, _roster, _store):
+    for module in (_crew, _roster, _store):
         monkeypatch.setattr(module, "WATCHED", 1)
     test_killed_at_any_moment_no_two_ever_differ(store, tmp_path, mh.DiLoCo, {"every": 6})
 
@@ -197,7 +197,7 @@ def test_killed_at_any_moment_no_two_ever_differ(store, tmp_path, make, options)
 @pytest.mark.long
 @pytest.mark.parametrize("watched", [64, 1])  # 1: as a crew of hundreds
 def test_a_stopped_worker_is_done_without_and_comes_back(store, tmp_path, monkeypatch, watched):
-    for module in (_crew, _enrollment, _roster, _store):
+    for module in (_crew, _roster, _store):
         monkeypatch.setattr(module, "WATCHED", watched)
     with BlockWorkers(store, tmp_path, expected=3, stall=0.6) as workers:
         workers.start(range(3), None, {"every": 5}, pause=0.005)

@@ -13,7 +13,7 @@ import manyhands as mh
 from helpers.crew_workers import Store
 from helpers.data_workers import DataWorkers
 from helpers.networks import Networks, NoNetworks
-from manyhands.blocks.crew import _crew, _enrollment, _roster, _store
+from manyhands.blocks.crew import _crew, _roster, _store
 
 pytestmark = pytest.mark.long
 
@@ -47,7 +47,7 @@ def networks(monkeypatch):
 def test_the_half_with_the_quorum_goes_on_and_the_other_comes_back(
     networks, tmp_path, monkeypatch, cut, mend, make, watched
 ):
-    for module in (_crew, _enrollment, _roster, _store):  # 1: as a crew of hundreds
+    for module in (_crew, _roster, _store):  # 1: as a crew of hundreds
         monkeypatch.setattr(module, "WATCHED", watched)
     options = {"make": make, "every": OWN, "pause": 0.005}
     with (

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.crew_workers import SECRET, Store
-from manyhands.blocks.crew import _crew, _enrollment, _roster, _store
+from manyhands.blocks.crew import _crew, _roster, _store
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import WATCHED, Member, Roster, Version
 from manyhands.blocks.crew._store import (
@@ -114,7 +114,7 @@ def test_all_learn_within_the_stall_time_and_that_it_was_heard_again(monkeypatch
 
 
 def test_a_stopped_member_is_known_to_all_before_anyone_waits_for_it(monkeypatch):
-    for module in (_crew, _enrollment, _roster, _store):
+    for module in (_crew, _roster, _store):
         monkeypatch.setattr(module, "WATCHED", 1)
     monkeypatch.setattr(Crew, "_connect", lambda self: True)
     with Store() as store, ThreadPoolExecutor() as threads:
