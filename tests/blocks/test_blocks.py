@@ -733,7 +733,11 @@ def test_the_anchor_on_the_host_and_an_inner_group():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: mh.BMUF(nn.Linear(1, 1)), TypeError, "wraps an optimizer, got Linear"),
+        (
+            lambda: mh.BMUF(nn.Linear(1, 1)),
+            TypeError,
+            "wraps an optimizer, or a list of them, got Linear",
+        ),
         (lambda: mh.LocalSGD(mh.LocalSGD(SGD(parameters()))), TypeError, "in blocks already"),
         (
             lambda: mh.LocalSGD(SGD(parameters()), every=0),

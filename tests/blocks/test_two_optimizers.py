@@ -1,15 +1,26 @@
-"""Two optimizers of one model, each in blocks: Muon for the matrices, AdamW for the rest."""
+"""Several optimizers of one model, such as Muon for the matrices and AdamW for the rest.
+
+They go into one list, or each into blocks of its own.
+"""
+
+import math
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import SGD, AdamW, Muon
+from torch.optim import LBFGS, SGD, Adagrad, AdamW, Muon
+from torch.optim.lr_scheduler import LambdaLR
 
 import manyhands as mh
 from helpers.blocks_plain import gradient, outer_step, train
+from helpers.crew_workers import Log, Store, Workers, fork, limit
 from helpers.ranks import run_ranks
 from manyhands.blocks.averaging._codec import CODECS
+from manyhands.errors import RanksDisagree
+from manyhands.record import read_record
+from manyhands.report._panels import describe_column
 
 LR, STEPS = 0.1, 17
 OUTER = {"lr": 0.7, "momentum": 0.9}
@@ -20,23 +31,33 @@ def start(size):
     return torch.linspace(-1, 1, size, dtype=torch.float64)
 
 
-def step_both(**options):
+def in_one_list(optimizers, **options):
+    return [mh.DiLoCo(optimizers, **options)]
+
+
+def each_by_itself(optimizers, **options):
+    return [mh.DiLoCo(each, **options) for each in optimizers]
+
+
+def step_both(wrap, **options):
     params = [nn.Parameter(start(size)) for size in SIZES]
-    optimizers = [mh.DiLoCo(SGD([param], lr=LR), **OUTER, **options) for param in params]
+    optimizers = wrap([SGD([param], lr=LR) for param in params], **OUTER, **options)
     seen = []
     for step in range(1, STEPS + 1):
-        for param, optimizer in zip(params, optimizers, strict=True):
+        for param in params:
             param.grad = gradient(param.detach(), dist.get_rank(), step)
+        for optimizer in optimizers:
             optimizer.step()
         seen.append(torch.cat([param.detach() for param in params]))
     return torch.stack(seen)
 
 
+@pytest.mark.parametrize("wrap", [in_one_list, each_by_itself])
 @pytest.mark.parametrize("shared_memory", [None, False])
 @pytest.mark.parametrize(("every", "overlap", "fragments"), [(4, 0, 1), (4, 2, 1), (6, 1, 3)])
-def test_the_rounds_of_two_optimizers_never_meet(every, overlap, fragments, shared_memory):
+def test_overlap_and_fragments_equal_the_plain_loop(every, overlap, fragments, shared_memory, wrap):
     lengths = {"every": every, "overlap": overlap, "fragments": fragments}
-    results = run_ranks(3, step_both, **lengths, shared_memory=shared_memory)
+    results = run_ranks(3, step_both, wrap, **lengths, shared_memory=shared_memory)
     plain = [
         train(start(size), gradient, 3, STEPS, LR, "DiLoCo", OUTER, **lengths) for size in SIZES
     ]
@@ -59,28 +80,44 @@ class Model(nn.Module):
         return self.out(self.hidden(self.symbol(x)).tanh())
 
 
+def matrices(model):
+    return [model.hidden.weight, model.out.weight]
+
+
+def rest(model):
+    return [model.symbol.weight, model.hidden.bias, model.out.bias]
+
+
 def inner_optimizers(model):
-    matrices = [model.hidden.weight, model.out.weight]
-    rest = [model.symbol.weight, model.hidden.bias, model.out.bias]
-    return [Muon(matrices, lr=0.02), AdamW(rest, lr=0.02)]
+    return [Muon(matrices(model), lr=0.02), AdamW(rest(model), lr=0.02)]
 
 
-def step_alone(model, optimizers, rank, step):
+def backward(model, rank, step):
     generator = torch.Generator().manual_seed(100 * rank + step)
     x, y = torch.randint(11, (2, 6), generator=generator)
     model.zero_grad()
-    nn.functional.cross_entropy(model(x), y).backward()
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+
+
+def step_alone(model, optimizers, rank, step):
+    backward(model, rank, step)
     for optimizer in optimizers:
         optimizer.step()
 
 
+def flatten(params):
+    return torch.cat([param.detach().flatten() for param in params])
+
+
 def flat_of(model):
-    return torch.cat([param.detach().flatten() for param in model.parameters()])
+    return flatten(model.parameters())
 
 
-def learn(steps, **options):
+def learn(steps, wrap, **options):
     model = Model()
-    optimizers = [mh.DiLoCo(each, **OUTER, **options) for each in inner_optimizers(model)]
+    optimizers = wrap(inner_optimizers(model), **OUTER, **options)
     seen = []
     for step in range(1, steps + 1):
         step_alone(model, optimizers, dist.get_rank(), step)
@@ -106,19 +143,21 @@ def learn_plainly(workers, steps, every):
     return torch.stack(seen)
 
 
-def test_muon_and_adamw_in_blocks_equal_the_plain_loop():
-    results, plain = run_ranks(2, learn, 9, every=3), learn_plainly(2, 9, 3)
+@pytest.mark.parametrize("wrap", [in_one_list, each_by_itself])
+def test_muon_and_adamw_in_blocks_equal_the_plain_loop(wrap):
+    results, plain = run_ranks(2, learn, 9, wrap, every=3), learn_plainly(2, 9, 3)
     for rank, ours in enumerate(results):
         torch.testing.assert_close(ours, plain[:, rank], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("wrap", [in_one_list, each_by_itself])
 @pytest.mark.parametrize("codec", CODECS)
-def test_with_every_codec_fragments_and_a_warmup_all_workers_end_equal(codec):
+def test_with_every_codec_fragments_and_a_warmup_all_workers_end_equal(codec, wrap):
     def ends():
         model = Model()
         before = flat_of(model)
         options = {"every": 4, "fragments": 2, "warmup": 3, "codec": codec}
-        optimizers = [mh.DiLoCo(each, **OUTER, **options) for each in inner_optimizers(model)]
+        optimizers = wrap(inner_optimizers(model), **OUTER, **options)
         for step in range(1, 12):
             step_alone(model, optimizers, dist.get_rank(), step)
         for optimizer in optimizers:
@@ -130,12 +169,400 @@ def test_with_every_codec_fragments_and_a_warmup_all_workers_end_equal(codec):
     assert 0.01 < moved < 100
 
 
-def test_a_crew_carries_one_optimizer_and_the_second_is_refused_with_the_way_out():
+# -- one list: what a step and a sync round are ----------------------------------------------------
+
+
+def test_alone_a_list_is_bitwise_its_optimizers():
+    ours, plain = Model(), Model()
+    optimizer, both = mh.DiLoCo(inner_optimizers(ours)), inner_optimizers(plain)
+    for step in range(5):
+        step_alone(ours, [optimizer], 0, step)
+        step_alone(plain, both, 0, step)
+    assert torch.equal(flat_of(ours), flat_of(plain))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.02]
+    assert "Muon" in repr(optimizer) and "AdamW" in repr(optimizer)
+    assert set(optimizer.state) == set(ours.parameters())
+
+
+WAYS_TO_SEND = [({}, 1e-9), ({"shared_memory": False}, 1e-9), ({"codec": "bfloat16"}, 0.01)]
+
+
+@pytest.mark.parametrize(("options", "tolerance"), WAYS_TO_SEND)
+@pytest.mark.parametrize("sizes", [(23, 40), (600_000, 900_000)])  # of one chunk, and of several
+def test_each_optimizer_has_a_drift_and_together_they_have_one(sizes, options, tolerance):
+    def drifts():
+        params = [nn.Parameter(start(size)) for size in sizes]
+        before = [param.detach().clone() for param in params]
+        optimizer = mh.LocalSGD([SGD([p], lr=LR) for p in params], every=9, **options)
+        assert all(map(math.isnan, drift_of(optimizer.snapshot(), "_SGD_1")))
+        for step in range(1, 4):
+            for number, param in enumerate(params):
+                param.grad = gradient(param.detach(), dist.get_rank(), step) / (1 + 9 * number)
+            optimizer.step()
+        moved = [(p.detach() - b) for p, b in zip(params, before, strict=True)]
+        optimizer.synchronize()
+        seen = optimizer.snapshot()
+        return moved, [drift_of(seen, name) for name in ("_SGD_0", "_SGD_1", "")]
+
+    results = run_ranks(3, drifts)
+    moved = [[*moved, torch.cat(moved)] for moved, _ in results]
+    plain = [drift_by_hand(*each) for each in zip(*moved, strict=True)]
+    for _, found in results:
+        for ours, expected in zip(found, plain, strict=True):
+            assert ours == pytest.approx(expected, rel=tolerance)
+
+
+def drift_of(seen, name=""):
+    return [seen[f"{field}{name}"] for field in ("distance", "spread", "cosine")]
+
+
+def drift_by_hand(*moved):
+    """Return distance, spread and cosine of workers that moved by these vectors."""
+    moved = torch.stack(moved)
+    mean, products, n = moved.mean(dim=0), moved @ moved.T, len(moved)
+    cosine = (products.sum() - products.trace()) / (n - 1) / products.trace()
+    spread = (moved - mean).square().sum(dim=1).mean().sqrt()
+    return [mean.norm().item(), spread.item(), cosine.item()]
+
+
+def test_a_page_shows_the_drift_of_each(tmp_path):
+    model = Model()
+    optimizer = mh.DiLoCo(inner_optimizers(model))
+    with mh.Record(tmp_path / "run.jsonl", optimizer) as record:
+        for step in range(1, 4):
+            step_alone(model, [optimizer], 0, step)
+            record.step(loss=1.0)
+    keys = read_record(tmp_path / "run.jsonl").header["keys"]
+    assert [key for key in keys if key.startswith("cosine")] == [
+        "cosine",
+        "cosine_Muon",
+        "cosine_AdamW",
+    ]
+    assert describe_column("cosine_Muon", own=False)["title"] == "Agreement of the workers: Muon"
+
+
+def test_the_parameters_of_one_of_them_may_be_frozen_for_a_while():
+    def train_in_turns():
+        model = Model()
+        optimizer = mh.DiLoCo(inner_optimizers(model), every=3)
+        for step in range(1, 10):
+            for param in rest(model):
+                param.requires_grad_(step > 4)
+            step_alone(model, [optimizer], dist.get_rank(), step)
+        return flat_of(model), drift_of(optimizer.snapshot(), "_AdamW")
+
+    (first, drift), (second, same) = run_ranks(2, train_in_turns)
+    assert torch.equal(first, second)
+    assert drift == same and drift[0] > 0
+
+
+@pytest.mark.parametrize("state", ["average", "reset"])
+def test_the_state_of_all_of_them_is_averaged_or_reset(state):
+    """Adagrad has some before its first step, to which it goes back."""
+
+    def states():
+        model = Model()
+        both = [Muon(matrices(model)), Adagrad(rest(model), initial_accumulator_value=0.5)]
+        optimizer = mh.LocalSGD(both, every=3, state=state)
+        for step in range(1, 3):
+            step_alone(model, [optimizer], dist.get_rank(), step)
+        before = [dict(optimizer.state[param]) for param in matrices(model)]
+        before = [entries["momentum_buffer"].clone() for entries in before]
+        step_alone(model, [optimizer], dist.get_rank(), 3)
+        after = [optimizer.state.get(p, {}).get("momentum_buffer") for p in matrices(model)]
+        return before, after, [optimizer.state[param]["sum"] for param in rest(model)]
+
+    (first, *ends), (second, *same) = run_ranks(2, states)
+    assert not torch.equal(first[0], second[0])
+    if state == "reset":
+        assert ends[0] == [None, None]
+        assert all(bool((each == 0.5).all()) for each in ends[1])
+    for ours, theirs in zip([*ends[0], *ends[1]], [*same[0], *same[1]], strict=True):
+        assert ours is theirs is None or torch.equal(ours, theirs)
+
+
+def test_a_closure_is_evaluated_once_in_the_first_ones_step():
+    ours, plain = Model(), Model()
+    optimizer, (muon, adamw) = mh.DiLoCo(inner_optimizers(ours)), inner_optimizers(plain)
+    calls = []
+
+    def closure():
+        calls.append(1)
+        return backward(ours, 0, len(calls))
+
+    for step in range(1, 4):
+        loss = optimizer.step(closure)
+        assert torch.equal(loss, muon.step(lambda step=step: backward(plain, 0, step)))
+        adamw.step()
+    assert len(calls) == 3
+    assert torch.equal(flat_of(ours), flat_of(plain))
+
+
+def test_a_warmup_with_a_closure_averages_all_gradients():
+    def warm():
+        model = Model()
+        optimizer = mh.LocalSGD(inner_optimizers(model), every=4, warmup=8)
+        for step in range(1, 5):
+            optimizer.step(lambda step=step: backward(model, dist.get_rank(), step))
+        return flat_of(model)
+
+    first, second = run_ranks(2, warm)
+    assert torch.equal(first, second)
+
+
+def of_each(optimizer):
+    return [LambdaLR(each, lambda n: 1 / (1 + n)) for each in optimizer.optimizer.optimizers]
+
+
+def of_all(optimizer):
+    return [LambdaLR(optimizer, lambda n: 1 / (1 + n))]
+
+
+@pytest.mark.parametrize("make_schedulers", [of_each, of_all])
+def test_schedulers_scalers_and_hooks_are_as_with_one_optimizer(make_schedulers):
+    ours, plain = Model(), Model()
+    optimizer, alike = mh.DiLoCo(inner_optimizers(ours)), inner_optimizers(plain)
+    schedulers = make_schedulers(optimizer)
+    schedulers += [LambdaLR(each, lambda n: 1 / (1 + n)) for each in alike]
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(1, 4):
+        backward(ours, 0, step)
+        for param in ours.parameters():
+            scaler.scale(param.grad)  # what it returns for a loss
+            param.grad *= 1024.0
+        if step == 2:  # it overflows, so the step is left out
+            ours.out.bias.grad[0] = math.inf
+        scaler.step(optimizer)
+        scaler.update(1024.0)
+        step_alone(plain, alike if step != 2 else [], 0, step)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02 / 4] * 2
+    torch.testing.assert_close(flat_of(ours), flat_of(plain))
+    assert calls == ["before", "after"] * 2
+
+
+# -- one list: saved, and continued ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"every": 4}, {"every": 4, "overlap": 2, "codec": "int8"}])
+def test_a_run_that_is_continued_in_mid_block_is_bitwise_the_same(options, tmp_path):
+    def learn_on(stop, steps):
+        model = Model()
+        optimizer = mh.DiLoCo(inner_optimizers(model), **OUTER, **options)
+        scheduler = LambdaLR(optimizer.optimizer.optimizers[0], lambda n: 1 / (1 + n))
+        if stop == 0:
+            file = tmp_path / f"{dist.get_rank()}.pt"
+            saved = torch.load(file, weights_only=True)
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            scheduler.load_state_dict(saved["scheduler"])
+        begun = optimizer.steps
+        for step in range(begun + 1, steps + 1):
+            step_alone(model, [optimizer], dist.get_rank(), step)
+            scheduler.step()
+            if step == stop:
+                states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+                states = {name: each.state_dict() for name, each in states.items()}
+                torch.save(states, tmp_path / f"{dist.get_rank()}.pt")
+        drift = {name: drift_of(optimizer.snapshot(), name) for name in ("_Muon", "_AdamW")}
+        return begun, flat_of(model), drift
+
+    for stop in (5, 6):  # with the overlap, a round is in flight after step 5
+        whole = run_ranks(2, learn_on, stop, 11)
+        for (_, ours, drift), (begun, again, same) in zip(
+            whole, run_ranks(2, learn_on, 0, 11), strict=True
+        ):
+            assert begun == stop
+            assert torch.equal(ours, again)
+            assert drift == same
+
+
+def test_a_checkpoint_is_continued_bitwise_and_knows_the_drift_of_each(tmp_path):
+    def learn_on(begin, end):
+        model = Model()
+        optimizer = mh.DiLoCo(inner_optimizers(model), every=3, **OUTER)
+        if begin:
+            mh.load(tmp_path / str(begin), model=model, optimizer=optimizer)
+        seen = optimizer.snapshot()
+        drift = [drift_of(seen, name) for name in ("", "_Muon", "_AdamW")]
+        for step in range(begin + 1, end + 1):
+            step_alone(model, [optimizer], dist.get_rank(), step)
+            if step == 6:
+                mh.save(tmp_path / "6", model=model, optimizer=optimizer)
+                seen = optimizer.snapshot()
+                drift = [drift_of(seen, name) for name in ("", "_Muon", "_AdamW")]
+        return flat_of(model), drift
+
+    whole = run_ranks(2, learn_on, 0, 11)
+    for (ours, drift), (again, same) in zip(whole, run_ranks(2, learn_on, 6, 11), strict=True):
+        assert torch.equal(ours, again)
+        assert drift == same
+    with pytest.raises(ValueError, match=r"has the state of Muon and AdamW, and the .* is AdamW"):
+        mh.load(
+            tmp_path / "6", model=(model := Model()), optimizer=mh.DiLoCo(AdamW(model.parameters()))
+        )
+
+
+def test_a_state_of_other_optimizers_is_refused_and_changes_nothing():
+    model = Model()
+    one = mh.DiLoCo(AdamW(model.parameters()))
+    both, turned = mh.DiLoCo(inner_optimizers(model)), mh.DiLoCo(inner_optimizers(model)[::-1])
+    step_alone(model, [both], 0, 1)
+    before = {param: dict(entries) for param, entries in both.state.items()}
+    for optimizer, state, message in (
+        (both, one.state_dict(), "this state dict is of one optimizer, and the optimizer here is"),
+        (both, AdamW(model.parameters()).state_dict(), "of one optimizer"),
+        (one, both.state_dict(), r"of Muon \(parameters: \[2\]\) and AdamW \(parameters: \[3\]\)"),
+        (both, turned.state_dict(), "of AdamW .* and Muon .*, and the optimizer here is Muon"),
+        (both, {**both.state_dict(), "several": 3}, "entry 'several' makes no sense"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(state)
+    assert {param: dict(entries) for param, entries in both.state.items()} == before
+
+
+def test_a_list_of_one_is_that_optimizer():
+    model = Model()
+    adamw = AdamW(model.parameters())
+    optimizer = mh.DiLoCo([adamw])
+    assert optimizer.optimizer is adamw
+    assert not any("_AdamW" in name for name in optimizer.snapshot())
+    mh.DiLoCo(AdamW(model.parameters())).load_state_dict(optimizer.state_dict())
+
+
+# -- one list: in a crew ---------------------------------------------------------------------------
+
+
+class Learners(Workers):
+    """Workers of a crew with Muon and AdamW: `train` of this file instead of the module's."""
+
+    def start(self, numbers, steps=None, turned=False, **options):
+        for number in numbers:
+            incarnation = self.incarnations[number] = self.incarnations.get(number, 0) + 1
+            log_file = self.folder / f"{number}.{incarnation}.jsonl"
+
+            def work(number=number, log_file=log_file):
+                crew = mh.Crew(self.store.address, number=number, **self.options)
+                learn_in_crew(
+                    crew, Log(log_file), limit(self.folder, steps), turned=turned, **options
+                )
+
+            self.pids[number] = fork(work, self.folder / f"{number}.errors")
+
+
+def learn_in_crew(crew, log, steps, turned, **options):
+    model = Model()
+    optimizers = inner_optimizers(model)
+    optimizer = mh.DiLoCo(
+        optimizers[::-1] if turned else optimizers, crew=crew, model=model, **OUTER, **options
+    )
+    log("in", steps=optimizer.steps)
+    while optimizer.steps < steps():
+        step_alone(model, [optimizer], crew.number, optimizer.steps + 1)
+        if crew.size == 1:  # slow: until others come
+            time.sleep(0.02)
+        log("step", steps=optimizer.steps, size=crew.size)
+    optimizer.finish()
+    seen = optimizer.snapshot()
+    drift = [drift_of(seen, name) for name in ("_Muon", "_AdamW")]
+    log("done", values=flat_of(model).tolist(), drift=drift, dropped=seen["dropped"])
+
+
+@pytest.fixture
+def store():
+    with Store() as store:
+        yield store
+
+
+def test_in_a_crew_muon_and_adamw_equal_the_plain_loop(store, tmp_path):
+    with Learners(store, tmp_path, expected=2, stall=5.0) as workers:
+        workers.start([0, 1], steps=9, every=3)
+        workers.finish(60.0)
+        done = [workers.events(number, "done")[-1] for number in range(2)]
+    plain = learn_plainly(2, 9, 3)[-1, 0]
+    for event in done:
+        ours = torch.tensor(event["values"])
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+        assert event["drift"] == done[0]["drift"]
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_joiner_has_what_the_others_have_of_all_optimizers(overlap, store, tmp_path):
+    with Learners(store, tmp_path, expected=2, stall=5.0) as workers:
+        workers.start([0, 1], every=3, overlap=overlap)
+        workers.until(lambda: (workers.last(0, "step", "steps") or 0) > 20)
+        workers.kill(1, report=True)
+        workers.until(lambda: workers.last(0, "step", "size") == 1)
+        workers.start([1, 2], every=3, overlap=overlap)
+        workers.until(lambda: workers.last(0, "step", "size") == 3)
+        workers.finish_together(10, 60.0)
+        assert workers.events(2, "in")[-1]["steps"] > 20
+        done = [workers.events(number, "done")[-1] for number in range(3)]
+    for event in done:
+        assert event["values"] == done[0]["values"]
+        assert event["drift"] == done[0]["drift"]
+        assert event["drift"][0] != event["drift"][1]
+
+
+def test_a_worker_with_the_optimizers_in_another_order_is_not_let_in(store, tmp_path):
+    with Learners(store, tmp_path, expected=2, stall=5.0) as workers:
+        workers.start([0], every=3)
+        workers.until(lambda: workers.shared.refresh().waiting != ())
+        workers.start([1], every=3, turned=True)
+        workers.until(lambda: workers.ended() == {1: 1})
+        assert "optimizers: AdamW (parameters: [3]) and Muon" in workers.errors(1)
+
+
+def test_a_second_optimizer_is_refused_by_a_crew_with_the_way_out():
     crew = mh.Crew()
     muon, adamw = inner_optimizers(Model())
     first = mh.DiLoCo(muon, every=4, crew=crew)
-    with pytest.raises(
-        RuntimeError, match="A crew carries one optimizer: for a model that has several"
-    ):
+    with pytest.raises(RuntimeError, match=r"in one list: mh.DiLoCo\(\[muon, adamw\], crew=crew"):
         mh.DiLoCo(adamw, every=4, crew=crew)
     first.finish()
+
+
+# -- one list: what is refused ---------------------------------------------------------------------
+
+
+def test_what_cannot_be_in_a_list_is_refused():
+    model = Model()
+    muon, adamw = inner_optimizers(model)
+    for given, kind, message in (
+        ([], ValueError, "DiLoCo got an empty list"),
+        ([muon, "adamw"], TypeError, "wraps an optimizer, or a list of them, got str"),
+        ([muon, mh.DiLoCo(adamw)], TypeError, "in blocks already"),
+        ([muon, mh.AdaScale(adamw, world_size=1)], TypeError, "plain .* got AdaScale in one"),
+        ([muon, mh.OSS(rest(model), optim=SGD, lr=0.1)], TypeError, "plain .* got OSS in one"),
+        ([muon, LBFGS(rest(model))], TypeError, "LBFGS needs to do so several times"),
+        (
+            [muon, AdamW(model.parameters())],
+            ValueError,
+            "is in optimizers 0 and 1 of",
+        ),
+    ):
+        with pytest.raises(kind, match=message):
+            mh.DiLoCo(given)
+    with pytest.raises(RuntimeError, match=r"any of the optimizers \(Muon, AdamW\)"):
+        mh.DiLoCo([muon, adamw]).add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def test_ranks_with_other_lists_are_refused_on_all_of_them():
+    def refused():
+        model = Model()
+        both = inner_optimizers(model)
+        with pytest.raises(RanksDisagree, match="optimizers"):
+            mh.DiLoCo(both if dist.get_rank() else both[::-1])
+
+    run_ranks(2, refused)
+
+
+def test_a_plan_knows_the_optimizers_of_a_list():
+    model = Model()
+    plain = mh.plan(model, inner_optimizers(model), workers=4, backend="gloo")
+    blocks = mh.plan(model, mh.DiLoCo(inner_optimizers(model)), workers=4, backend="gloo")
+    assert blocks.optimizer == plain.optimizer == "Muon and AdamW"

@@ -11,6 +11,7 @@ backward.py       when a backward pass begins and ends
 flat.py           tensors as flat ranges, and their norm; which part of a DTensor is on this rank
 sharded_gradient.py  gradients of which each rank holds slices, and their norm
 wrappers.py       optimizers around optimizers, and what a gradient scaler leaves on them
+several.py        several optimizers as one
 foreign.py        objects of other libraries: our integration with theirs
 modules.py        modules around a model, and the names in it
 stop_notice.py    whether this process was asked to stop

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from manyhands._core.arguments import flag, real, whole
+from manyhands._core.several import optimizers_in
 from manyhands._core.wrappers import OptimizerWrapper, ParamGroup, unwrap
 
 Value = TypeVar("Value")
@@ -338,7 +339,7 @@ class OptimizerLayers:
 
     @property
     def class_name(self) -> str:
-        return type(self.plain).__name__
+        return " and ".join(type(each).__name__ for each in optimizers_in(self.plain))
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:

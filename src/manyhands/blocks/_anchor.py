@@ -67,6 +67,7 @@ class AnchorBucket:
     residual: Tensor | None  # on the parameters' device
     device: torch.device  # of the parameters
     span: tuple[int, int]  # the slice of all the parameters' elements that this rank owns
+    part: int = 0  # which of several optimizers steps the parameters
 
     @property
     def vector(self) -> FlatTensors:
@@ -112,7 +113,7 @@ class AnchorDifference:
         self.dtype, self.device, self.codec = bucket.anchor.dtype, bucket.device, codec
         self.residual = None if bucket.residual is None else bucket.residual[start:stop]
         self.params = bucket.vector
-        self.outer = outer
+        self.outer, self.part = outer, bucket.part
         self.param_dtype = local_shard(bucket.params[0]).real.dtype
 
     @property
@@ -237,8 +238,8 @@ class Anchor:
     inner: RankGroup = field(default_factory=RankGroup)
     buckets: list[AnchorBucket] = field(default_factory=list)
 
-    def extend(self, params: Sequence[Tensor]) -> None:
-        """Add parameters, whose values are equal on all workers now."""
+    def extend(self, params: Sequence[Tensor], part: int = 0) -> None:
+        """Add parameters of one optimizer, whose values are equal on all workers now."""
         for same in group_by_type(params):
             vector, device = FlatTensors(same), same[0].device
             span = even_range(len(vector), self.inner.rank, self.inner.size)
@@ -250,7 +251,8 @@ class Anchor:
             residual = None
             if self.codec.rounds:
                 residual = torch.zeros(anchor.numel(), dtype=dtype, device=device)
-            self.buckets.append(AnchorBucket(same, anchor, memories, residual, device, span))
+            bucket = AnchorBucket(same, anchor, memories, residual, device, span, part)
+            self.buckets.append(bucket)
 
     def begin(self) -> None:
         """Set the anchor to the parameters, which are equal on all workers now."""

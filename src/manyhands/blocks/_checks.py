@@ -28,7 +28,7 @@ from dataclasses import is_dataclass
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors, names_in
 from manyhands._core.arguments import flag
@@ -36,10 +36,11 @@ from manyhands._core.flat import is_dtensor
 from manyhands._core.foreign import advice, find_prepared
 from manyhands._core.modules import modules_holding
 from manyhands._core.ranks import RankGroup
+from manyhands._core.several import SeveralOptimizers
 from manyhands._core.slices import check_on_cpu
 from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.warn import warn
-from manyhands._core.wrappers import unwrap
+from manyhands._core.wrappers import OptimizerWrapper, unwrap
 from manyhands.blocks._anchor import Outer
 from manyhands.blocks.averaging._codec import Codec
 
@@ -53,10 +54,48 @@ Options = Mapping[str, Value]
 # -- options -------------------------------------------------------------------------------------
 
 
-def check_optimizer(class_name: str, optimizer: object, blocks: type[Optimizer]) -> Optimizer:
+def check_optimizers(class_name: str, given: object, blocks: type[Optimizer]) -> Optimizer:
+    """Return the optimizer, or those of a list as one, if it can be wrapped; or raise."""
+    if not isinstance(given, list | tuple):
+        return _check_optimizer(class_name, given, blocks)
+    if not given:
+        raise ValueError(f"{class_name} got an empty list. Give it at least one optimizer.")
+    optimizers = [_check_optimizer(class_name, each, blocks) for each in given]
+    if len(optimizers) == 1:
+        return optimizers[0]
+    owners: dict[int, int] = {}
+    for number, each in enumerate(optimizers):
+        _check_plain(class_name, each)
+        for param in (param for group in each.param_groups for param in group["params"]):
+            if (owner := owners.setdefault(id(param), number)) != number:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is in optimizers {owner} and "
+                    f"{number} of the list. Give each parameter to one of them."
+                )
+    return SeveralOptimizers(optimizers)
+
+
+def _check_plain(class_name: str, optimizer: Optimizer) -> None:
+    """Raise if an optimizer cannot be one of a list."""
+    for layer in unwrap(optimizer, every_layer=True):
+        if isinstance(layer, OptimizerWrapper | ShardedOptimizer):
+            raise TypeError(
+                f"{class_name} takes a list of plain optimizers, and got {type(layer).__name__} in "
+                "one. Wrap that by itself, not in a list."
+            )
+        if isinstance(layer, LBFGS):
+            raise TypeError(
+                f"{class_name} evaluates a closure once for all optimizers of a list, and LBFGS "
+                "needs to do so several times. Wrap it by itself, not in a list."
+            )
+
+
+def _check_optimizer(class_name: str, optimizer: object, blocks: type[Optimizer]) -> Optimizer:
     """Return the optimizer if it can be wrapped, or raise."""
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"{class_name} wraps an optimizer, got {type(optimizer).__name__}.")
+        raise TypeError(
+            f"{class_name} wraps an optimizer, or a list of them, got {type(optimizer).__name__}."
+        )
     if any(isinstance(each, blocks) for each in unwrap(optimizer)):
         raise TypeError(f"{class_name} got an optimizer that is in blocks already: wrap it once.")
     if find_prepared(optimizer) is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import astuple, dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -24,7 +25,13 @@ from manyhands.blocks.averaging._round import RoundStats
 from manyhands.data._account import SavedAccount
 
 
-class Counters(BlockPlan):
+class DriftOfEach(TypedDict, total=False):
+    """With several optimizers: the drift of each."""
+
+    drifts: list[list[float]]  # the fields of `Drift`
+
+
+class Counters(BlockPlan, DriftOfEach):
     """The plain numbers that are equal on every worker."""
 
     steps: int
@@ -65,7 +72,12 @@ class CommonParts:
             "block": [self.schedule.start, self.schedule.length],
             "drift": [*astuple(self.stats.drift), self.stats.seconds],
             **self.schedule.to_state(),
+            **self._drift_of_each(),
         }
+
+    def _drift_of_each(self) -> DriftOfEach:
+        drifts = [list(astuple(drift)) for drift in self.stats.drifts]
+        return {"drifts": drifts} if len(drifts) > 1 else {}
 
     def common_state(self, state: BlockState) -> CommonState:
         """Return the state that is equal on every worker."""
@@ -78,6 +90,7 @@ class CommonParts:
         self.schedule.load_state(saved, self.samples.number)
         *drift, self.stats.seconds = saved["drift"]
         self.stats.drift = Drift(*drift)
+        self.stats.drifts = [Drift(*each) for each in saved.get("drifts", [])]
 
     # -- state transfer ------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypedDict, TypeVar
 
 import torch.distributed as dist
@@ -94,7 +94,11 @@ class LocalSGD(Blocks):
     """
 
     def __init__(
-        self, optimizer: Optimizer, *, every: int | Every = 16, **options: Unpack[BlockOptions]
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        every: int | Every = 16,
+        **options: Unpack[BlockOptions],
     ) -> None:
         super().__init__(optimizer, Average(), every=every, **options)
 
@@ -123,7 +127,7 @@ class DiLoCo(Blocks):
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         lr: float = 0.7,
         momentum: float = 0.9,
@@ -160,7 +164,7 @@ class SlowMo(Blocks):
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         slow_lr: float = 1.0,
         slow_momentum: float = 0.5,
@@ -217,7 +221,7 @@ class BMUF(Blocks):
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         block_lr: float = 1.0,
         block_momentum: float = 0.875,

@@ -8,8 +8,10 @@ step, followed by `Sync.after_step` (`_sync.py`), which decides what is sent and
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import chain, repeat
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +22,7 @@ from torch.optim import Optimizer
 from manyhands._core.arguments import explained, flag, one_of, whole
 from manyhands._core.flat import local_shard
 from manyhands._core.ranks import RankGroup
+from manyhands._core.several import SeveralOptimizers, check_same_optimizers, optimizers_in
 from manyhands._core.stop_notice import stop_notice
 from manyhands._core.wrappers import (
     OptimizerWrapper,
@@ -36,14 +39,14 @@ from manyhands.blocks._checks import (
     check_agreement,
     check_groups,
     check_not_averaged,
-    check_optimizer,
+    check_optimizers,
     check_shared_memory,
     describe_outer,
     rename_options,
     split_overrides,
 )
 from manyhands.blocks._samples import SampleRounds
-from manyhands.blocks._schedule import Every, check_schedule, make_schedule
+from manyhands.blocks._schedule import Drift, Every, check_schedule, make_schedule
 from manyhands.blocks._sync import Sync
 from manyhands.blocks.averaging._codec import find_codec
 from manyhands.blocks.averaging._payload import STATES, Buffers, Extras, trainable_params
@@ -68,7 +71,7 @@ class Blocks(OptimizerWrapper):
     >>> model(torch.ones(4, 2)).sum().backward()
     >>> optimizer.step()
 
-    It wraps any optimizer, and takes its place. Do not wrap the model in
+    It wraps any optimizer, or a list of several, and takes its place. Do not wrap the model in
     `DistributedDataParallel`: each worker follows its own gradients, and parameters differ until
     the next sync round. `LocalSGD`, `BMUF`, `SlowMo` and `DiLoCo` are this class with the outer
     step of that name. One worker without a crew is bitwise the bare optimizer.
@@ -88,7 +91,8 @@ class Blocks(OptimizerWrapper):
     >>> optimizer = mh.Blocks(optimizer.optimizer, Signs(), every=16)
 
     Args:
-        optimizer: the inner optimizer, with which each worker steps.
+        optimizer: the inner optimizer, with which each worker steps. Or a list of several, such as
+            Muon and AdamW, each with parameters of its own: `step` steps all of them.
         outer: the outer step, from the workers' mean to the next anchor. By default the mean is
             the next anchor.
         every: steps from one sync round to the next, or `Seconds`.
@@ -124,7 +128,7 @@ class Blocks(OptimizerWrapper):
     @explained
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         outer: Outer | None = None,
         *,
         every: int | Every = 16,
@@ -143,7 +147,7 @@ class Blocks(OptimizerWrapper):
         shared_memory: bool | None = None,
     ) -> None:
         outer = Average() if outer is None else outer
-        self._inner = check_optimizer(type(self).__name__, optimizer, Blocks)
+        self._inner = check_optimizers(type(self).__name__, optimizer, Blocks)
         interval = every if isinstance(every, Every) else Every(every)
         one_of("buffers", buffers, BUFFERS)
         overlap, fragments = whole("overlap", overlap), whole("fragments", fragments, 1)
@@ -157,8 +161,8 @@ class Blocks(OptimizerWrapper):
         self._inner_ranks: RankGroup = inner_of_crew or inner
         ranks = check_groups(type(self).__name__, process_group, inner, inner_of_crew)
         check_schedule(interval, overlap, fragments, ranks_per_worker=ranks)
-        self._shared_memory = check_shared_memory(shared_memory, codec, crew, optimizer)
-        self._supports_amp = supports_amp(optimizer)
+        self._shared_memory = check_shared_memory(shared_memory, codec, crew, self._inner)
+        self._supports_amp = supports_amp(self._inner)
         self._options: dict[str, Value] = {
             **describe_outer(self._described or outer),
             "every": repr(interval),
@@ -170,15 +174,15 @@ class Blocks(OptimizerWrapper):
             "warmup": warmup,
             "local_warmup": local_warmup,
         }
-        self._model = found = Buffers(optimizer, model)
+        self._model = found = Buffers(self._inner, model)
         self._sync = Sync(
-            optimizer,
+            self._inner,
             FixedMembers(RankGroup.of(process_group)) if crew is None else ElasticMembers(crew),
             Anchor(outer, encoding, fragments, anchor_on_host, inner),
             interval,
             make_schedule(interval, fragments, overlap, warmup),
             BlockState.begin(warmup, local_warmup),
-            Extras(optimizer, found, buffers, state),
+            Extras(self._inner, found, buffers, state),
             self._options,
         )
         self._begin(model)
@@ -197,9 +201,10 @@ class Blocks(OptimizerWrapper):
         buffers = sync.extras.buffer_tensors()
         everything = [param for group in self.param_groups for param in group["params"]]
         self._known = {id(param) for param in params}
-        sync.anchor.extend(params)
+        self._extend_anchor(params)
         if isinstance(sync.members, ElasticMembers):
-            facts = MemberFacts.of(self._options, everything, buffers, self._model.modules)
+            options = self._compared_options()
+            facts = MemberFacts.of(options, everything, buffers, self._model.modules)
             sync.members.join(NO_VERSION, facts)
             sync.transfer_state()
             sync.regroup()
@@ -223,11 +228,19 @@ class Blocks(OptimizerWrapper):
             type(self).__name__,
             self._all_workers,
             self._sync.anchor.inner,
-            {**rename_options(self._options, self._names), "shared_memory": self._shared_memory},
+            {
+                **rename_options(self._compared_options(), self._names),
+                "shared_memory": self._shared_memory,
+            },
             params,
             buffers,
             self._model.modules,
         )
+
+    def _compared_options(self) -> dict[str, Value]:
+        """Return what all workers must have in common: options, and which optimizers are a list."""
+        several = isinstance(self._inner, SeveralOptimizers)
+        return {**self._options, **({"optimizers": str(self._inner)} if several else {})}
 
     # -- what a user can read --------------------------------------------------------------------
 
@@ -293,6 +306,18 @@ class Blocks(OptimizerWrapper):
             "undone": stats.undone,
             "dropped": sync.state.dropped,  # steps of this worker that are in no mean
             "waited": stats.waited,
+            **self._drift_of_each(),
+        }
+
+    def _drift_of_each(self) -> dict[str, float]:
+        """Return the drift of each optimizer of a list: "distance_AdamW" and so on."""
+        if not isinstance(self._inner, SeveralOptimizers):
+            return {}
+        drifts = chain(self._sync.stats.drifts, repeat(Drift()))  # before the first round: NaN
+        return {
+            f"{field}_{name}": value
+            for name, drift in zip(self._inner.names, drifts, strict=False)
+            for field, value in asdict(drift).items()
         }
 
     # -- stepping ------------------------------------------------------------------------------
@@ -313,7 +338,8 @@ class Blocks(OptimizerWrapper):
             if not self.alone:
                 self._add_unfrozen_params()
             result = self._step_inner(signals, closure, *args, **kwargs)
-        vars(self._inner)["_opt_called"] = True  # torch's schedulers warn without it
+        for each in {self._inner, *optimizers_in(self._inner)}:
+            vars(each)["_opt_called"] = True  # torch's schedulers warn without it
         sync.count_step()
         if not self.alone:
             began = time.perf_counter()
@@ -369,7 +395,13 @@ class Blocks(OptimizerWrapper):
             with torch.no_grad():
                 # What is in flight was laid out without the new parameters: merge it first.
                 self._sync.merge_pending()
-                self._sync.anchor.extend(new)
+                self._extend_anchor(new)
+
+    def _extend_anchor(self, params: Sequence[Tensor]) -> None:
+        """Give these parameters an anchor, apart for each optimizer, so that each has a drift."""
+        for number, each in enumerate(optimizers_in(self._inner)):
+            own = {id(param) for group in each.param_groups for param in group["params"]}
+            self._sync.anchor.extend([p for p in params if id(p) in own], number)
 
     def count_samples(self, samples: int) -> None:
         """Weight the next step by this many samples (or tokens); calls before one step add up.
@@ -523,6 +555,7 @@ class Blocks(OptimizerWrapper):
         error otherwise. Options of the blocks have the names of this class. (`lr` and `momentum`
         always mean the parameter groups: DiLoCo's own are `outer_lr` and `outer_momentum` here.)
         """
+        check_same_optimizers(self._inner, state_dict)
         groups = [*self.param_groups, *state_dict.get("param_groups", ())]
         overrides = self._to_engine_values(optimizer_overrides or {})
         changed, for_groups = split_overrides(

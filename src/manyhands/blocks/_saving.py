@@ -23,7 +23,13 @@ from manyhands.blocks._block_state import Work
 from manyhands.blocks._checks import Names, Options, check_options
 from manyhands.blocks._common_state import CommonState
 from manyhands.blocks._sync import Pending, Sync
-from manyhands.blocks.averaging._payload import REPORT, ArrivedMean, RoundResult, WorkerReport
+from manyhands.blocks.averaging._payload import (
+    REPORT,
+    ArrivedMean,
+    RoundResult,
+    Squares,
+    WorkerReport,
+)
 from manyhands.blocks.averaging._round import BackgroundSync
 
 KEY = "blocks"
@@ -142,6 +148,10 @@ def _check_counters(saved: SavedEntries) -> None:
         raise saved.wrong("block[1]", "above 0", 0)
     if not 0.0 <= (seconds := saved.floats("drift", 4)[3]) < math.inf:
         raise saved.wrong("drift[3]", "finite and not negative", seconds)
+    if "drifts" in saved:
+        each = saved.each("drifts")
+        for drift in each:
+            each.floats(drift, 3)
     if "plan" in saved:
         saved.reals("pace", 2, least=-BELOW)
         if any(steps < 1 or steps % 1 for _, steps in saved.pairs("plan")):
@@ -278,6 +288,7 @@ def save_round(pending: Pending) -> dict[str, object]:
         # `Cursor` that is loaded hands out the samples of this round again.
         "reports": [astuple(replace(report, stop=0.0, drawn=0.0)) for report in result.reports],
         "squares": [*result.squares, result.square_of_mean],
+        "parts": [[*part.by_rank, part.of_mean] for part in result.parts],
     }
 
 
@@ -289,10 +300,10 @@ def restore_round(saved: SavedEntries, anchor: Anchor) -> Pending:
     differences = [OverlappedDifference(d) for f in fragments for d in anchor.differences(f)]
     report = WorkerReport(*saved.reals("report", REPORT - 2, least=-BELOW))
     reports = [WorkerReport(*row) for row in saved.rows("reports", REPORT - 2, least=-BELOW)]
-    *squares, square_of_mean = saved.floats("squares", len(reports) + 1)
-    if min(squares, default=0.0) < 0.0 or square_of_mean < 0.0:
-        raise saved.wrong("squares", "not negative", squares)
-    result = RoundResult(reports, squares, square_of_mean=square_of_mean)
+    total = _restore_squares(saved, "squares", len(reports))
+    rows = saved.each("parts") if "parts" in saved else None
+    parts = [_restore_squares(rows, row, len(reports)) for row in rows] if rows is not None else []
+    result = RoundResult(reports, total.by_rank, square_of_mean=total.of_mean, parts=parts)
     for name, used in (("held", report.included), ("arrived", bool(result.included))):
         values = saved.each(name, len(differences))
         for difference, value in zip(differences, values, strict=True):
@@ -301,6 +312,13 @@ def restore_round(saved: SavedEntries, anchor: Anchor) -> Pending:
     buffers, state = (list(map(_restore_mean, saved.parts(n))) for n in ("buffers", "state"))
     done = BackgroundSync.already_done(result)
     return Pending(fragments, saved.whole("merge_at"), differences, buffers, state, report, done)
+
+
+def _restore_squares(saved: SavedEntries, name: str, workers: int) -> Squares:
+    *by_rank, of_mean = squares = saved.floats(name, workers + 1)
+    if min(squares) < 0.0:
+        raise saved.wrong(name, "not negative", squares)
+    return Squares(by_rank, of_mean)
 
 
 def _restore_mean(saved: SavedEntries) -> ArrivedMean:

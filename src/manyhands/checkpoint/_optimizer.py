@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from manyhands._core import tensor_parts
 from manyhands._core.flat import is_dtensor
+from manyhands._core.several import optimizers_in
 from manyhands._core.state_parts import (
     BlocksParts,
     OptimizerLayers,
@@ -535,7 +536,7 @@ class BlocksLoader:
 
 def has_foreign_loading(optimizer: Optimizer) -> bool:
     """Return whether code that is neither torch's nor ours runs when its state is loaded."""
-    for each in (optimizer, plain_optimizer(optimizer)):  # both of them load
+    for each in _that_load(optimizer):
         if each._optimizer_load_state_dict_pre_hooks or each._optimizer_load_state_dict_post_hooks:
             return True
         for name in ("load_state_dict", "__setstate__"):
@@ -548,6 +549,12 @@ def has_foreign_loading(optimizer: Optimizer) -> bool:
     return False
 
 
+def _that_load(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that load a state: a sharded one, the one in it, or each of several."""
+    plain = plain_optimizer(optimizer)
+    return optimizers_in(optimizer) if plain is optimizer else [optimizer, plain]
+
+
 class OptimizerSnapshot:
     """A copy of optimizers, and of the tensors that are about to be filled."""
 
@@ -557,8 +564,7 @@ class OptimizerSnapshot:
         ]
         self._optimizers = []
         for optimizer in optimizers:
-            # By id, so that an optimizer that is not sharded comes once.
-            for each in {id(o): o for o in (optimizer, plain_optimizer(optimizer))}.values():
+            for each in _that_load(optimizer):
                 groups = [(group, dict(group)) for group in each.param_groups]
                 state = {param: dict(entries) for param, entries in each.state.items()}
                 self._optimizers.append((each, dict(vars(each)), groups, state))

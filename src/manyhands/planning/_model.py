@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from manyhands._core.arguments import one_of
 from manyhands._core.optimizers import StateSizes, traits_of
 from manyhands._core.ranks import SENT_ALONE
+from manyhands._core.several import optimizers_in
 from manyhands._core.state_parts import ShardedOptimizer, options_of
 from manyhands._core.trees import tree_map_tensors
 from manyhands._core.wrappers import unwrap
@@ -96,7 +97,8 @@ def planned_optimizers(
     several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     made = [one for one in several if isinstance(one, Optimizer)]
     if len(made) == len(several):
-        existing = [PlannedOptimizer.of(one) for one in made]
+        plain = [each for one in made for each in optimizers_in(unwrap(one)[-1])]
+        existing = [PlannedOptimizer.of(one) for one in plain]
         check_covers(existing, model)
         return existing
     if isinstance(optimizer, str):

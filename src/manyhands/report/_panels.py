@@ -234,6 +234,11 @@ def _own_panel(key: str, runs: Sequence[Run]) -> Panel:
 
 
 def _unknown_panel(key: str) -> Panel:
+    # The drift of one of several optimizers, such as cosine_Muon.
+    measure, _, optimizer = key.partition("_")
+    for panel in _WELL_KNOWN:
+        if optimizer and panel.key == measure in ("distance", "spread", "cosine"):
+            return replace(panel, key=key, title=f"{panel.title}: {optimizer}")
     return Panel(key, key.replace("_", " ").capitalize(), key)
 
 

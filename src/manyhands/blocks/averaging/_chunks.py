@@ -8,7 +8,7 @@ Three kinds of chunks do the same work:
 
 With an all_reduce, or in pairs, each of N workers sends 2 (N-1)/N of the encoded payload. A report
 travels with each chunk, but in an all_reduce, where it has a place for every worker, only with the
-first and the last.
+first and the last (with several optimizers: the last of each one's).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Waitable(Protocol):
 class PayloadChunk(Protocol):
     """A range of a payload in flight. The four methods are called in this order."""
 
+    payload: Payload
     measured: bool  # whether its squared length is part of the drift: differences only
     has_mean: bool  # whether `send_mean` has nothing to send: all is here to compute the mean from
 
@@ -77,8 +78,11 @@ def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> list[Pay
                 chunks.append(summed[-1])
             else:
                 chunks.append(PairwiseChunk(payload, start, stop, workers))
+    after = {id(chunk): following for chunk, following in pairwise(chunks)}
     for chunk in summed[1:-1]:
-        chunk.reports_in = 0
+        # The last chunk of a part has them too: they say the part's squared length.
+        if chunk.payload.part == after[id(chunk)].payload.part:
+            chunk.reports_in = 0
     return chunks
 
 

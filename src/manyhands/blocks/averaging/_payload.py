@@ -111,6 +111,7 @@ class Payload(Protocol):
     codec: Codec
     residual: Tensor | None  # (length,): what rounding has cut off so far; None without rounding
     first_only: bool  # broadcast the first worker's values instead of averaging
+    part: int  # payloads of one part are measured together
 
     def read(self, start: int, out: Tensor) -> None:
         """Fill `out` with the elements from `start` on."""
@@ -129,6 +130,14 @@ def fingerprint(options: object) -> float:
 
 
 @dataclass
+class Squares:
+    """Squared lengths of the differences of one part of the payloads."""
+
+    by_rank: list[float]
+    of_mean: float = 0.0
+
+
+@dataclass
 class RoundResult:
     """What all workers know after a sync round. Equal on all of them, bit for bit."""
 
@@ -136,6 +145,7 @@ class RoundResult:
     squares: list[float] = field(default_factory=list)  # |difference|² by rank, finite ones only
     exact_squares: list[float] = field(default_factory=list)  # the same before rounding; not saved
     square_of_mean: float = 0.0
+    parts: list[Squares] = field(default_factory=list)  # squares of each optimizer's parameters
 
     @property
     def included(self) -> list[int]:
@@ -195,6 +205,7 @@ class TensorPayload:
     """Tensors of one type on one device, read and written in place."""
 
     residual: Tensor | None = None
+    part = 0
     codec: Codec = CODECS["float32"]
 
     def __init__(self, tensors: Mapping[str, Tensor], first_only: bool = False) -> None:
@@ -268,6 +279,7 @@ class SnapshotPayload(ArrivedMean):
     """
 
     residual: Tensor | None = None
+    part = 0
 
     def __init__(self, payload: TensorPayload) -> None:
         copy = torch.empty(payload.length, dtype=payload.dtype, device=payload.device)
@@ -419,5 +431,5 @@ class InitialState:
         bare = self._bare()
         bare.state.clear()
         if self.state:
-            groups = bare.state_dict()["param_groups"]
-            bare.load_state_dict({"state": copy.deepcopy(self.state), "param_groups": groups})
+            now = bare.state_dict()
+            bare.load_state_dict({**now, "state": copy.deepcopy(self.state)})

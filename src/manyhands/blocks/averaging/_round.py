@@ -43,6 +43,7 @@ from manyhands.blocks.averaging._payload import (
     SAMPLES_INCOMPLETE,
     Payload,
     RoundResult,
+    Squares,
     WorkerReport,
 )
 from manyhands.blocks.crew._crew import Crew
@@ -250,6 +251,7 @@ class RoundStats:
     """What the last sync rounds have shown, for `snapshot`."""
 
     drift: Drift = field(default_factory=Drift)
+    drifts: list[Drift] = field(default_factory=list)  # the same for each optimizer
     workers: int = 0  # in the last round
     members: tuple[int, ...] = ()  # their numbers
     left_out: list[int] = field(default_factory=list)  # of the last round: not finite
@@ -263,7 +265,12 @@ class RoundStats:
         """Take in a round's result; `numbers` are the numbers of its workers, in rank order."""
         included, reports = result.included, result.reports
         squares = [result.squares[rank] for rank in included]
-        self.drift = Drift.of(squares, result.square_of_mean, result.weights(included))
+        weights = result.weights(included)
+        self.drift = Drift.of(squares, result.square_of_mean, weights)
+        self.drifts = [
+            Drift.of([part.by_rank[rank] for rank in included], part.of_mean, weights)
+            for part in result.parts
+        ]
         self.workers = len(reports)
         if len(numbers) != len(reports):  # a round that was restored from a checkpoint
             numbers = range(len(reports))
@@ -363,8 +370,10 @@ class _SyncRound:
             self.result.reports = [WorkerReport(*numbers[: REPORT - 2]) for numbers in reports]
             _check_reports(self.result.reports)
         if chunk.measured and reports:  # the squared lengths of this chunk, and all before it
+            part, before = self._part_of(chunk), self.result.squares.copy()
             for rank in self.result.included:
                 self.result.squares[rank], self.result.exact_squares[rank] = reports[rank][-2:]
+                part.by_rank[rank] += self.result.squares[rank] - before[rank]
         chunk.send_mean(self.result)
         if chunk.has_mean:
             self._finish(chunk)
@@ -375,6 +384,14 @@ class _SyncRound:
         square = chunk.write_mean(self.result)
         if chunk.measured:
             self.result.square_of_mean += square
+            self._part_of(chunk).of_mean += square
+
+    def _part_of(self, chunk: PayloadChunk) -> Squares:
+        """Return the squared lengths of the part that a chunk belongs to."""
+        parts, number = self.result.parts, chunk.payload.part
+        while len(parts) <= number:
+            parts.append(Squares([0.0] * self.workers.size))
+        return parts[number]
 
 
 def _check_reports(reports: Sequence[WorkerReport]) -> None:

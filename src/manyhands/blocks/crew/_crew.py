@@ -82,9 +82,8 @@ SHORTEST = 1.0  # seconds; on a busy host living members may be late by less tha
 KNOWN = 3  # waits that are needed to say what is usual
 REGROUP = 1.0  # seconds that a regrouping is assumed to take until one was timed
 JOINED_ALREADY = (
-    "this worker has joined the crew already. A crew carries one optimizer: for a model that has "
-    "several, such as Muon and AdamW, use one that takes both kinds of steps. To change the "
-    "members, call regroup()."
+    "this worker has joined the crew already. Wrap several optimizers, such as Muon and AdamW, in "
+    "one list: mh.DiLoCo([muon, adamw], crew=crew). To change the members, call regroup()."
 )
 
 Number = TypeVar("Number", int, float)
