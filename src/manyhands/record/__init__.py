@@ -2,6 +2,7 @@
 
     _record.py   sources, numbers and tensors → lines of a file, without waiting for a GPU
     _run.py      a file, perhaps of several starts → one run; whether its process still runs
+    _tally.py    the files of a crew's workers → what their seconds went into
 
 A record is a text file of JSON lines. A header says what the file is; each further line is one
 optimizer step:
@@ -25,7 +26,18 @@ in the file, and floats again when it is read.
 
 from manyhands.record._record import Record, StepTiming
 from manyhands.record._run import Run, read_record
+from manyhands.record._tally import CAUSES, Tally, WorkerTime, tally, tally_faults
 
-__all__ = ["Record", "Run", "StepTiming", "read_record"]
+__all__ = [
+    "CAUSES",
+    "Record",
+    "Run",
+    "StepTiming",
+    "Tally",
+    "WorkerTime",
+    "read_record",
+    "tally",
+    "tally_faults",
+]
 
 Run.__module__ = __name__  # what tracebacks and help() show

@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
+from manyhands.record import WorkerTime, tally_faults
 from manyhands.record._run import HEADER, GrowingRecord, Header, Line, is_alive, to_positive
 from manyhands.watch._points import MOST, Curves, Points
 
@@ -138,6 +139,7 @@ class WatchedJob:
         self._earlier = 0.0  # seconds of the starts before this one
         self._samples = 0.0
         self._new_start = False  # whether no line has come since the last header
+        self.worker_time = WorkerTime()
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -162,7 +164,9 @@ class WatchedJob:
         """Take in one line of the record: its values, its events, and where the run is."""
         if HEADER in line:
             self._take_header(line[HEADER])
+            self.worker_time.take_header(line[HEADER])
             return
+        self.worker_time.take(line)
         step = line["step"]
         before = self._last
         if before is not None and step <= before["step"]:
@@ -405,6 +409,11 @@ class Jobs:
         for job in jobs:
             job.read(seconds / max(1, len(jobs)))
         return jobs
+
+    def lost(self) -> dict[str, str]:
+        """Return what the time of each crew went into, by folder, if it has lost any worker."""
+        crews = tally_faults({job.path: job.worker_time for job in self.all})
+        return {str(folder): str(found) for folder, found in crews.items()}
 
 
 # -- plain arithmetic -----------------------------------------------------------------------------
