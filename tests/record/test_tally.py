@@ -10,7 +10,9 @@ import time
 import pytest
 
 import manyhands as mh
-from manyhands.record import CAUSES, WorkerTime, read_record, tally, tally_faults
+from manyhands.record import CAUSES, WorkerTime, _record, read_record, tally, tally_faults
+from manyhands.report import write_report
+from manyhands.watch import Jobs, serve
 
 NOW = 1_700_000_000.0  # when the first processes begin
 
@@ -50,7 +52,7 @@ def steps(worker, numbers, seconds=1.0, **last):
 
 
 def nonzero(seconds):
-    return {cause: round(value, 6) for cause, value in seconds.items() if value}
+    return {cause: round(value, 6) for cause, value in seconds.items() if value > 1e-6}
 
 
 def test_every_cause_has_the_seconds_that_it_took():
@@ -168,6 +170,55 @@ def test_a_strangers_numbers_change_nothing():
     found = tally({"0": time}).workers["0"]
     assert found.keys() == CAUSES.keys()
     assert nonzero(found) == {"useful": 1.0}
+
+
+class Member:
+    """A member of a crew in which a worker was lost in the second round."""
+
+    lost = False
+
+    def __init__(self):
+        self.values = {"step": 0, "rounds": 0, "own_steps": 0, "dropped": 0}
+
+    def snapshot(self):
+        spent = {"joining": 0.001, **({"waiting": 0.002} if self.lost else {})}
+        return {**self.values, "crew_seconds": spent}
+
+    def train(self, path):
+        with mh.Record(path, self) as record:
+            for step in range(1, 9):
+                self.values |= {"step": step, "rounds": step // 4, "own_steps": step}
+                self.lost = step == 8
+                time.sleep(0.001)
+                record.step()
+
+
+def test_report_and_watch_show_what_a_crew_has_lost(tmp_path, monkeypatch):
+    for package in ("typer", "rich", "plotly"):
+        pytest.importorskip(package, reason=f'{package} is missing: pip install "manyhands[cli]"')
+    from typer.testing import CliRunner
+
+    from manyhands.cli import app
+
+    monkeypatch.setattr(_record, "time_of_start", lambda: None)  # not that of this test
+    paths = [str(tmp_path / f"worker{number}.jsonl") for number in range(2)]
+    for path in paths:
+        Member().train(path)
+    with mh.Record(tmp_path / "alone" / "plain.jsonl") as record:
+        record.step(loss=1.0)
+    alone = str(tmp_path / "alone" / "plain.jsonl")
+    page = tmp_path / "report.html"
+    said = CliRunner().invoke(app(), ["report", *paths, alone, "--out", str(page)]).output
+    assert said.count("time of the workers in") == 1 and "rounds with a lost worker " in said
+    table = page.read_text("utf-8").partition('<section class="table faults">')[2]
+    assert [f'<th scope="row">{name}</th>' in table for name in ("all", "worker0", "worker1")]
+    assert "rounds with a lost worker" in table and "<td>0.002 s</td>" in table
+    told = CliRunner().invoke(app(), ["watch", "--once", *paths, alone]).output
+    assert told.count("time of the workers in") == 1
+    with serve(Jobs([tmp_path]), 0) as server:
+        crews = json.loads(server.answer("/jobs")[0])["crews"]
+    assert [*crews] == [str(tmp_path)] and "rounds with a lost worker " in crews[str(tmp_path)]
+    assert 'class="table faults"' not in write_report(alone, page).read_text("utf-8")
 
 
 SCRIPT = """

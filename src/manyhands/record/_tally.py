@@ -69,6 +69,7 @@ class WorkerTime:
     _replaces: bool = False  # whether this process is the successor of one that was lost
     _opened: float | None = None  # when the record was opened the last time; None: unknown
     _before: dict[str, float] | None = None  # the numbers of the line before; None: of a new start
+    _known: tuple[dict[str, Any], object] = ({}, None)  # which the line before had
     _begun: tuple[float, float] = (0.0, 0.0)  # steps taken and dropped when the block began
 
     def take_header(self, header: Mapping[str, Any]) -> None:
@@ -94,6 +95,12 @@ class WorkerTime:
         spent = line.get("crew_seconds")
         if not isinstance(spent, dict) or self._opened is None:
             return
+        if self._before is not None and (spent, line.get("rounds")) == self._known:
+            time = _to_number(line["time"]) or 0.0  # inside a block: only time has passed
+            self.block += time - self._before["time"]
+            self._before["time"], self.end = time, self._opened + time
+            return
+        self._known = (spent, line.get("rounds"))
         keys = ("time", "rounds", "own_steps", "dropped")
         now = {key: _to_number(line.get(key)) or 0.0 for key in keys}
         now |= {key: _to_number(spent.get(key)) or 0.0 for key in ("sync", *_COUNTED)}
