@@ -30,7 +30,7 @@ os.environ["PYTHONPATH"] += os.pathsep + str(Path(__file__).resolve().parent)  #
 from faults import harm, model  # noqa: E402
 from faults.harm import KINDS, Fault, LogLine, Plan, Trial  # noqa: E402
 
-from manyhands.record import CAUSES  # noqa: E402
+from manyhands.record._tally import CAUSES  # noqa: E402
 
 FULL = Plan(
     workers=8, steps=3200, every=16, batch=8, pace=0.09, lr=4e-3, stall=2.0, jitter=2.0, asleep=10.0

@@ -27,7 +27,8 @@ from typing import Any
 import pages
 
 from manyhands.blocks.crew._processes import die_with_parent
-from manyhands.record import Tally, read_record, tally
+from manyhands.record import read_record
+from manyhands.record._tally import Tally, tally
 
 COMMAND = (sys.executable, "-c", "from manyhands.cli import main; main()", "run")
 HANGS = 90.0  # seconds without a line in the log, after which the benchmark gives up

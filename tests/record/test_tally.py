@@ -10,7 +10,8 @@ import time
 import pytest
 
 import manyhands as mh
-from manyhands.record import CAUSES, WorkerTime, _record, read_record, tally, tally_faults
+from manyhands.record import _record, read_record
+from manyhands.record._tally import CAUSES, WorkerTime, tally, tally_faults
 from manyhands.report import write_report
 from manyhands.watch import Jobs, serve
 

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from manyhands.cli import printable, stop
-from manyhands.record import Run, read_record, tally_faults
+from manyhands.record import Run, read_record
+from manyhands.record._tally import tally_faults
 from manyhands.report import write_report
 
 

@@ -26,18 +26,7 @@ in the file, and floats again when it is read.
 
 from manyhands.record._record import Record, StepTiming
 from manyhands.record._run import Run, read_record
-from manyhands.record._tally import CAUSES, Tally, WorkerTime, tally, tally_faults
 
-__all__ = [
-    "CAUSES",
-    "Record",
-    "Run",
-    "StepTiming",
-    "Tally",
-    "WorkerTime",
-    "read_record",
-    "tally",
-    "tally_faults",
-]
+__all__ = ["Record", "Run", "StepTiming", "read_record"]
 
 Run.__module__ = __name__  # what tracebacks and help() show

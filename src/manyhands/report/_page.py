@@ -16,7 +16,8 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-from manyhands.record import CAUSES, Run, read_record, tally_faults
+from manyhands.record import Run, read_record
+from manyhands.record._tally import CAUSES, tally_faults
 from manyhands.report._curves import WINDOW, WINDOWS, batch_size, numbers, samples
 from manyhands.report._panels import Panel, axes, panels
 

@@ -27,8 +27,8 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from manyhands.record import WorkerTime, tally_faults
 from manyhands.record._run import HEADER, GrowingRecord, Header, Line, is_alive, to_positive
+from manyhands.record._tally import WorkerTime, tally_faults
 from manyhands.watch._points import MOST, Curves, Points
 
 State = Literal["waiting", "running", "silent", "died", "failed", "ended", "damaged"]
