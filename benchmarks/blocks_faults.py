@@ -30,6 +30,8 @@ os.environ["PYTHONPATH"] += os.pathsep + str(Path(__file__).resolve().parent)  #
 from faults import harm, model  # noqa: E402
 from faults.harm import KINDS, Fault, LogLine, Plan, Trial  # noqa: E402
 
+from manyhands.record._tally import CAUSES  # noqa: E402
+
 FULL = Plan(
     workers=8, steps=3200, every=16, batch=8, pace=0.09, lr=4e-3, stall=1.0, jitter=2.0, asleep=10.0
 )
@@ -55,7 +57,7 @@ def main() -> None:
         plans[AGAIN] = replace(plan, seed=1)
     conditions = {**pages.conditions(), "cores": os.cpu_count(), "plan": asdict(plan)}
     rows = run(plans, args.data)
-    print(table(rows))
+    print(table(rows), spent(rows), sep="\n\n")
     result = {**conditions, "rows": rows}
     if not args.quick:
         more = {NONE: SIXTEEN, "every 30 s": replace(SIXTEEN, interval=30.0)}
@@ -79,8 +81,8 @@ def run(plans: dict[str, Plan], data: Path) -> Rows:
 
 def is_sound(row: dict[str, Any]) -> bool:
     """Return whether no worker differs, no survivor has lost a step, and the run has ended well."""
-    lost = row["missing"]["survivors"] or row["thrown_away"]
-    return not lost and not row["differing"] and row["finals"] == 1 and row["code"] == 0
+    lost = row["missing"]["survivors"] or row["differing"]
+    return not lost and row["finals"] == 1 and row["code"] == 0
 
 
 # -- what a run has kept and lost, from its log and the list of its faults ------------------------
@@ -141,7 +143,6 @@ def tally(trial: Trial, usual: float) -> dict[str, Any]:
         "rounds": len(held),
         "rate": sum(m.length * len(m.counted) for m in held[1:]) / seconds,
         "missing": {"victims": victims, "survivors": survivors},
-        "thrown_away": thrown_away(log, trial.faults),
         "compared": sum(line["event"] != "loss" for line in log),
         "differing": differing(log),
         "finished": len({line["number"] for line in left}),
@@ -149,6 +150,7 @@ def tally(trial: Trial, usual: float) -> dict[str, Any]:
         "loss": next((line["loss"] for line in log if line["event"] == "loss"), None),
         "code": trial.code,
         "cores": trial.cpu / trial.seconds,
+        "spent": trial.spent.shares(),
     }
     for kind in KINDS:
         faults = [fault for fault in trial.faults if fault.kind == kind]
@@ -175,13 +177,6 @@ def missing(held: list[KeptRound], faults: list[Fault], workers: int) -> tuple[f
             else:
                 survivors += kept.length / full
     return victims, survivors
-
-
-def thrown_away(log: list[LogLine], faults: list[Fault]) -> int:
-    """Return the steps that workers lost without having been hit."""
-    hit = {(fault.number, fault.pid) for fault in faults}
-    restored = [line for line in log if line["event"] == "in" and line["own"] > 0]
-    return sum(line["own"] for line in restored if (line["number"], line["pid"]) not in hit)
 
 
 def differing(log: list[LogLine]) -> int:
@@ -224,7 +219,6 @@ def table(rows: Rows) -> str:
         "throughput kept, %": lambda r: f"{100 * r['rate'] / rows[NONE]['rate']:.1f}",
         "sync rounds kept": lambda r: r["rounds"],
         "survivors' blocks missing": lambda r: f"{r['missing']['survivors']:.0f}",
-        "survivors' steps thrown away": lambda r: r["thrown_away"],
         "delay after a kill, s": lambda r: _spread(r["kill"]["delays"]),
         "delay after a stop, s": lambda r: _spread(r["stop"]["delays"]),
         "a killed worker counts again after, s": lambda r: _spread(r["kill"]["back"]),
@@ -236,6 +230,15 @@ def table(rows: Rows) -> str:
     }
     cells = ([what, *map(form, rows.values())] for what, form in lines.items())
     return pages.table(" | ".join(["", *rows]), cells)
+
+
+def spent(rows: Rows) -> str:
+    """What the seconds of all workers went into, in percent."""
+    cells = (
+        [what, *(f"{100 * row['spent'][cause]:.2f}" for row in rows.values())]
+        for cause, what in CAUSES.items()
+    )
+    return pages.table(" | ".join(["% of all workers' seconds", *rows]), cells)
 
 
 def _spread(values: list[float]) -> str:
@@ -327,6 +330,11 @@ python benchmarks/blocks_faults.py --data FOLDER
 
 {table}
 
+Where the time of all workers went, from the start of their processes to their last step, as
+[`manyhands report`](../crew.md#what-else-costs) shows it for any crew:
+
+{spent}
+
 - **Throughput** is the number of worker-steps in the mean of a kept round, over the time from the
   first round to the last. Restarts are included.
 - Each step is padded by a sleep to {pace_ms:.0f} ms, so that a dead worker's share of the {cores}
@@ -364,7 +372,7 @@ def draw(result: dict[str, Any]) -> None:
     rows, plan = result["rows"], result["plan"]
     base = rows[NONE]
     measured = {"minutes": base["seconds"] / 60, "usual": base["usual"], "used": base["cores"]}
-    parts = {"verdict": verdict(rows), "table": table(rows), "again": AGAIN}
+    parts = {"verdict": verdict(rows), "table": table(rows), "again": AGAIN, "spent": spent(rows)}
     parts = {**plan, **measured, **parts, "pace_ms": 1e3 * plan["pace"]}
     parts |= {**larger(result), "regroup_ms": 1e3 * REGROUP}
     pages.write("blocks-faults", PAGE, result, **parts)

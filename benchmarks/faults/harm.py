@@ -27,6 +27,8 @@ from typing import Any
 import pages
 
 from manyhands.blocks.crew._processes import die_with_parent
+from manyhands.record import read_record
+from manyhands.record._tally import Tally, tally
 
 COMMAND = (sys.executable, "-c", "from manyhands.cli import main; main()", "run")
 HANGS = 90.0  # seconds without a line in the log, after which the benchmark gives up
@@ -73,6 +75,7 @@ class Trial:
     code: int
     cpu: float  # seconds, of all processes
     seconds: float  # from the start of the command to its end
+    spent: Tally  # what each worker's seconds went into
 
 
 class _Harm:
@@ -160,7 +163,9 @@ def run(plan: Plan, data: Path) -> Trial:
             if process.returncode:
                 print("\n".join(output.read_text(errors="replace").splitlines()[-40:]))
         seconds, cpu = time.monotonic() - began, _cpu_of_children() - cpu
-        return Trial(plan, pages.read_rows(log), harm.faults, process.returncode, cpu, seconds)
+        spent = tally({path.stem: read_record(path).worker_time for path in log.parent.glob("w*")})
+        rows = pages.read_rows(log)
+        return Trial(plan, rows, harm.faults, process.returncode, cpu, seconds, spent)
 
 
 def _watch(process: subprocess.Popen[bytes], log: Path, harm: _Harm) -> None:

@@ -51,15 +51,17 @@ def main() -> None:
     diary.note("in")
     seed = 1_000_000 * plan.seed + 1_000 * optimizer.steps + crew.number
     batches = data.batches(seed, plan.batch)
-    while optimizer.steps < plan.steps:
-        begin = time.monotonic()
-        for group in optimizer.param_groups:
-            group["lr"] = plan.lr * lr_at(optimizer.steps, plan.steps)
-        optimizer.zero_grad()
-        loss_of(model, *batches.take(1)).backward()
-        optimizer.step()
-        diary.after_step()
-        time.sleep(max(0.0, begin + plan.pace - time.monotonic()))
+    with mh.Record(args.log.parent / f"worker{crew.number}.jsonl", optimizer) as record:
+        while optimizer.steps < plan.steps:
+            begin = time.monotonic()
+            for group in optimizer.param_groups:
+                group["lr"] = plan.lr * lr_at(optimizer.steps, plan.steps)
+            optimizer.zero_grad()
+            loss_of(model, *batches.take(1)).backward()
+            optimizer.step()
+            record.step()
+            diary.after_step()
+            time.sleep(max(0.0, begin + plan.pace - time.monotonic()))
     optimizer.finish()
     diary.note("left", final=sha1(model.parameters()))
     if _is_first(args.log.with_suffix(".first")):

@@ -289,11 +289,11 @@ class Blocks(OptimizerWrapper):
     def snapshot(self) -> dict[str, Any]:
         """Return what the last sync rounds have shown, in plain numbers, for logs and `Record`."""
         sync, stats = self._sync, self._sync.stats
-        inner = self._inner
-        return {
+        inner, members = self._inner, self._sync.members
+        seen = {
             **(inner.snapshot() if hasattr(inner, "snapshot") else {}),
             "step": sync.state.steps,
-            "workers": stats.workers or sync.members.workers.size,  # in the last round
+            "workers": stats.workers or members.workers.size,  # in the last round
             "members": " ".join(map(str, stats.members)),
             "rounds": sync.state.rounds,
             "every": sync.schedule.length,
@@ -319,6 +319,9 @@ class Blocks(OptimizerWrapper):
             for name, drift in zip(self._inner.names, drifts, strict=False)
             for field, value in asdict(drift).items()
         }
+        if isinstance(members, ElasticMembers):
+            seen["crew_seconds"] = members.crew.spent.seconds
+        return seen
 
     # -- stepping ------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from manyhands.record._tally import WorkerTime
+
 if TYPE_CHECKING:
     import pandas
 
@@ -49,6 +51,8 @@ class Header(_CheckedHeader, total=False):
     until: float | None  # progress at which training ends
     config: object  # the user's: a dict, unless a stranger wrote the file
     sources: list[str]  # the sources' texts: a rule with its options
+    opened: float  # `time.time()` when the record was opened,
+    began: float | None  # and when the process began, if that is known
     process: dict[str, object]  # that writes, so that a reader may know whether it still runs
     ended: str  # the date
     error: str | None  # the exception that ended it
@@ -76,6 +80,7 @@ class Run:
     name: str
     header: Header = field(repr=False)
     lines: list[Line] = field(repr=False)
+    worker_time: WorkerTime = field(default_factory=WorkerTime, repr=False)  # for `tally`
 
     @cached_property
     def columns(self) -> list[str]:
@@ -128,6 +133,7 @@ def read_record(path: str | os.PathLike[str]) -> Run:
     path = Path(path)
     header: Header | None = None
     lines: list[Line] = []
+    worker_time = WorkerTime()
     earlier, resumed = 0.0, False  # seconds of all starts before this one
     with open(open_file(path), "rb") as file:
         for number, raw in enumerate(file, start=1):
@@ -136,7 +142,9 @@ def read_record(path: str | os.PathLike[str]) -> Run:
             line = parse_line(raw, path, number)
             if HEADER in line:
                 header, resumed = line[HEADER], True
+                worker_time.take_header(line[HEADER])
                 continue
+            worker_time.take(line)
             # The run went back to a checkpoint, so the later lines do not count any more.
             while lines and lines[-1]["step"] >= line["step"]:
                 lines.pop()
@@ -146,7 +154,7 @@ def read_record(path: str | os.PathLike[str]) -> Run:
             lines.append(line)
     if header is None:
         raise ValueError(not_a_record(path))
-    return Run(path, header["name"], header, lines)
+    return Run(path, header["name"], header, lines, worker_time)
 
 
 # -- a file that is being written ------------------------------------------------------------------
@@ -346,6 +354,15 @@ def is_alive(process: object) -> bool | None:
     if any(process.get(key) != value for key, value in here.items()):
         return None  # on another machine, in another container, or before this machine's start
     return _start_of_process(pid) == started
+
+
+def time_of_start() -> float | None:
+    """Return when this process began, as `time.time()`; None if that is unknown."""
+    started = _start_of_process(os.getpid())
+    if started is None:
+        return None
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
 
 
 def _pid_space() -> dict[str, str | None]:
