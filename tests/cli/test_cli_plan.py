@@ -1,5 +1,6 @@
 """`manyhands plan`, as it is called from a shell."""
 
+import subprocess
 import sys
 
 import pytest
@@ -65,7 +66,7 @@ def test_it_prints_the_table_and_the_lines_for_the_cheapest_that_fits(manyhands)
     assert result.exit_code == 0
     said = words(result)
     assert "25,190,400 parameters, AdamW, 4 workers" in said
-    for name in ("OSS +", "FullySharded", "optimizer state", "in flight", "collectives", "fits"):
+    for name in ("OSS +", "Fully", "optimizer state", "in flight", "collectives", "fits"):
         assert name in said
     assert "Activations are not counted" in said
     assert "The cheapest that fits 250 MiB: OSS + ShardedDataParallel" in said
@@ -99,6 +100,25 @@ def test_inputs_by_name_types_rules_and_blocks_are_taken(manyhands):
     more = manyhands(*model, *ids, "--rule", "AdamScale")
     assert more.exit_code == 0
     assert "AdamScale" in words(more)
+
+
+def test_rules_have_names_in_a_process_of_their_own(manyhands):
+    command = [sys.executable, "-m", "manyhands", "plan", "planned_here:tokens", "--rule"]
+    done = subprocess.run([*command, "AdamScale"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "AdamScale" in done.stdout
+    done = subprocess.run([*command, "Ada"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "'AdaScale', " in done.stderr
+
+
+@pytest.mark.parametrize(("columns", "more"), [(50, ()), (60, ()), (80, ("--mesh", "2x4"))])
+def test_a_narrow_window_cuts_no_heading(columns, more, manyhands, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    table = manyhands("planned_here:build_model", *more).output.split("\nAdamW updates")[0]
+    assert "\u2026" not in table
+    assert columns == 50 or table.count("Parallel") == 2 + len(more) // 2
+    assert max(map(len, table.splitlines()[1:])) <= columns
 
 
 def test_a_class_and_a_module_do_as_well(manyhands):

@@ -902,7 +902,7 @@ def test_sizes_are_written_with_three_digits(size):
         ({"network": True}, ValueError, "network must be"),
         ({"network": "1Gbit", "pass_seconds": -1}, ValueError, "at least 0, got -1"),
         ({"network": "1Gbit", "latency": "1s"}, ValueError, "latency must be a finite number"),
-        ({"rule": "AdaScala"}, ValueError, "rule must be one of 'AdaScale', .*'AdamScale', got"),
+        ({"rule": "AdaScala"}, ValueError, "rule must be one of 'AdaScale', 'AdamScale', .*, got"),
         ({"model": 3}, TypeError, "torch.nn.Module, or a function"),
         ({"model": lambda: 3}, TypeError, "a function of one, got 3"),
         ({"optimizer": "adamm"}, ValueError, "one of 'adadelta', .*'adam', .*got 'adamm'"),

@@ -168,11 +168,11 @@ def _print_plan(found: Plan) -> None:
     console = Console(highlight=False)
     heading, *lines = found.cells
     table = Table(title=found.title, title_justify="left")
-    table.add_column("", no_wrap=True)
+    table.add_column("", overflow="fold")
     best = found.cheapest
     for row, name in zip(found.rows, heading[1:], strict=True):
         style = "bold" if row is best else "" if row.available else "dim"
-        table.add_column(_break_heading(name), justify="right", style=style)
+        table.add_column(_break_heading(name), justify="right", style=style, overflow="fold")
     for line in lines:
         table.add_row(*line, end_section=line[0] in ("bytes per worker", "collectives"))
     console.print(table)
@@ -184,5 +184,5 @@ def _print_plan(found: Plan) -> None:
 
 
 def _break_heading(name: str) -> str:
-    """Return a heading on several lines, so that the table fits a narrow window."""
-    return re.sub(r"(?<=Sharded)(?=Data)|(?<=\+) ", "\n", name)
+    """Return a heading with a word on each line, so that the table fits a narrow window."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[+,]) ", "\n", name)
