@@ -198,7 +198,7 @@ batch's learning rate and schedule, and end at the progress of the small batch's
 over {seeds} seeds, and the range of the scores: accuracy in %, or loss on Shakespeare.
 
 ```bash
-python benchmarks/ramp.py --data ../shared/data
+python benchmarks/ramp.py --data FOLDER
 ```
 
 {table}
