@@ -28,14 +28,16 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.8)
 optimizer = mh.DiLoCo(optimizer, every=20, momentum=0.7)
 
 generator = torch.Generator().manual_seed(1 + rank)  # each rank draws other samples
-while optimizer.steps < 120:
+steps = 0
+while steps < 120:
     x, y = draw(16, generator)
     optimizer.zero_grad()
     mse_loss(model(x), y).backward()
     optimizer.step()
+    steps += 1
 
 optimizer.synchronize()
 loss = test_loss()
 if rank == 0:
-    print(f"{optimizer.steps} steps, {optimizer.rounds} sync rounds: loss {loss:.3f}")
+    print(f"{steps} steps, {optimizer.rounds} sync rounds: loss {loss:.3f}")
 dist.destroy_process_group()

@@ -32,18 +32,20 @@ try:
         print(f"continue after {optimizer.steps} steps: loss {test_loss():.3f}")
 except FileNotFoundError:
     pass  # the first run
+steps = optimizer.steps  # loaded, or 0
+end = steps + 120
 
-generator = torch.Generator().manual_seed(1 + rank + optimizer.steps)
-end = optimizer.steps + 120
-while optimizer.steps < end:
+generator = torch.Generator().manual_seed(1 + rank + steps)  # new samples
+while steps < end:
     x, y = draw(16, generator)
     optimizer.zero_grad()
     mse_loss(model(x), y).backward()
     optimizer.step()
+    steps += 1
 
 optimizer.synchronize()
-mh.save("run", model=model, optimizer=optimizer, step=optimizer.steps)
+mh.save("run", model=model, optimizer=optimizer, step=steps)
 loss = test_loss()
 if rank == 0:
-    print(f"{optimizer.steps} steps, {optimizer.rounds} sync rounds: loss {loss:.3f}")
+    print(f"{steps} steps, {optimizer.rounds} sync rounds: loss {loss:.3f}")
 dist.destroy_process_group()

@@ -29,14 +29,17 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.8)
 optimizer = mh.AdaScale(optimizer)
 
 generator = torch.Generator().manual_seed(1 + rank)  # each rank draws other samples
+steps = 0
 while optimizer.progress < 240:
     x, y = draw(16, generator)
     optimizer.zero_grad()
     mse_loss(model(x), y).backward()
     optimizer.step()
+    steps += 1
 
 loss = test_loss()
 if rank == 0:
-    steps = optimizer.snapshot()["step"]
-    print(f"{steps} steps of 32 samples: gain {optimizer.gain():.2f}, loss {loss:.3f}")
+    print(f"{steps} steps of 32 samples: gain {optimizer.progress / steps:.2f}, loss {loss:.3f}")
+    held = sum(p.to_local().numel() for p in model.parameters())
+    print(f"{held} parameters on this rank")
 dist.destroy_process_group()

@@ -31,17 +31,24 @@ optimizer = mh.AdaScale(optimizer)
 ramp = mh.Ramp(optimizer, max_scale=16, goal="samples", efficiency=0.5, model=model)
 
 generator = torch.Generator().manual_seed(1 + rank)  # each rank draws other samples
-endless = iter(lambda: draw(16, generator), None)
-for micro_batches in ramp.over(endless):
+
+def batches():
+    while True:
+        yield draw(16, generator)
+
+
+steps = samples = 0
+for micro_batches in ramp.over(batches()):
     optimizer.zero_grad()
     for x, y in micro_batches:
         (mse_loss(model(x), y) / len(micro_batches)).backward()
     optimizer.step()
+    steps += 1
+    samples += 2 * 16 * len(micro_batches)
     if optimizer.progress >= 240:
         break
 
 loss = test_loss()
 if rank == 0:
-    steps = optimizer.snapshot()["step"]
-    print(f"{steps} steps, the last of {16 * ramp.scale:.0f} samples: loss {loss:.3f}")
+    print(f"{steps} steps, {samples} samples: loss {loss:.3f}")
 dist.destroy_process_group()

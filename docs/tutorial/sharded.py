@@ -29,16 +29,17 @@ model = mh.ShardedDataParallel(model, shards)
 optimizer = mh.AdaScale(shards)
 
 generator = torch.Generator().manual_seed(1 + rank)  # each rank draws other samples
+steps = 0
 while optimizer.progress < 240:
     x, y = draw(16, generator)
     optimizer.zero_grad()
     mse_loss(model(x), y).backward()
     optimizer.step()
+    steps += 1
 
 loss = test_loss()
 if rank == 0:
-    steps = optimizer.snapshot()["step"]
-    print(f"{steps} steps of 32 samples: gain {optimizer.gain():.2f}, loss {loss:.3f}")
+    print(f"{steps} steps of 32 samples: gain {optimizer.progress / steps:.2f}, loss {loss:.3f}")
     held = sum(state["momentum_buffer"].numel() for state in shards.optim.state.values())
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters} parameters, {held} momenta on this rank")

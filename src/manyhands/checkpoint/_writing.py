@@ -506,7 +506,10 @@ class Post:
             raise RuntimeError(f"{text} within {patience:g} s. Call it on every rank.")
         if waited > SAY_AFTER and not self._warned:
             self._warned = True
-            warn(f"{text} for {waited:.0f} s. Call it on every rank.")
+            warn(
+                f"{text} for {waited:.0f} s. Call it on every rank, not under `if rank == 0`. "
+                f"(This rank waits for {self._patience:g} s in all.)"
+            )
 
     # -- the store -----------------------------------------------------------------------------
 

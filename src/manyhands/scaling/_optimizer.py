@@ -52,6 +52,8 @@ NONFINITE_LIMIT = 10
 EXPLODED = 10.0  # a step's noise over the limit of its average, of which the user should know
 STEPS_IN_A_ROW = 20  # a rate that changes in so many follows a schedule
 AHEAD = 1.5  # progress per step at which a schedule in steps is clearly behind
+EQUAL_STEPS = 5  # measured steps in a row whose small batches all had the same gradient
+EQUAL = 1e-6  # a part of the sum of squares: how far rounding may move it
 
 
 class Preview(NamedTuple):
@@ -91,6 +93,7 @@ class RuleCore:
         self._preview: Preview | None = None
         self._last_sent: SentStep | None = None
         self._warned = False
+        self._equal_steps = 0  # measured steps in a row; it stays at `EQUAL_STEPS`
 
     def start(self, inner: Optimizer, norms: PlainNorm, average: NoiseAverage) -> None:
         """Begin to measure this optimizer, and keep its own methods (`Binding`)."""
@@ -261,6 +264,7 @@ class RuleCore:
         self.reports = sent.reports
         if not skipped:
             self._warn_if_exploded(sums)
+            self._warn_if_equal(sums)
         self.history.add(sums, self._weight(sums), skipped=skipped)
         self._preview, self._last_sent = None, sent
         self.measurement.finish_step(self._period())
@@ -309,6 +313,20 @@ class RuleCore:
             "The gain stays what it was. If the loss rises, clip the gradients or lower the rate. "
             "(Said once.)",
         )
+
+    def _warn_if_equal(self, sums: NormSums | None) -> None:
+        """Warn, once in a run, if the ranks' gradients are equal: they seem to draw alike."""
+        if sums is None or self.ranks.size == 1 or self._equal_steps == EQUAL_STEPS:
+            return
+        small, mean = sum(sums.small_squares), sums.small_batches * sum(sums.mean_square)
+        equal = small > 0.0 and abs(small - mean) <= EQUAL * small  # not if they are not finite
+        self._equal_steps = self._equal_steps + 1 if equal else 0
+        if self._equal_steps == EQUAL_STEPS and self.ranks.rank == 0:
+            warn(
+                f"the ranks have computed the same gradients in {EQUAL_STEPS} measured steps, so "
+                "that a larger batch gains nothing. Do they draw the same samples? Give each rank "
+                "its own: a DistributedSampler, a mh.Cursor, or another seed. (Said once.)"
+            )
 
 
 def _check_loss_scale_known(signals: ScalerSignals, previewed: bool) -> None:
