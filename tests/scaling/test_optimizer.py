@@ -458,6 +458,41 @@ def test_a_schedule_driven_by_progress_passes_for_one_of_torchs():
     assert plain.state_dict() == schedule.state_dict()
 
 
+@pytest.mark.parametrize("name", sorted(set(SCHEDULERS) - {"ReduceLROnPlateau"}))
+def test_a_run_saved_before_it_was_wrapped_continues_bit_for_bit(name):
+    """As docs/checkpoints.md says: load both states, then wrap, then schedule what is left."""
+
+    def begin():
+        model = make_model()
+        optimizer = torch.optim.SGD(two_groups(model), lr=0.1, momentum=0.9)
+        return model, optimizer, SCHEDULERS[name](optimizer)
+
+    def train(model, optimizer, schedule, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            schedule.step()
+
+    x, y = make_batches(7, 1)
+    batches = list(zip(x[:, 0], y[:, 0], strict=True))
+    old = begin()
+    train(*old, batches[:3])
+    states = copy.deepcopy([part.state_dict() for part in old])
+    train(*old, batches[3:])
+
+    model, inner, schedule = begin()
+    for part, state in zip((model, inner, schedule), states, strict=True):
+        part.load_state_dict(state)
+    optimizer = mh.AdaScale(inner)
+    schedule = mh.ProgressScheduler(schedule, optimizer, end=7 - 3)
+    train(model, optimizer, schedule, batches[3:])
+    assert schedule.done
+    assert inner.param_groups[0]["lr"] == old[1].param_groups[0]["lr"]
+    for ours, theirs in zip(model.parameters(), old[0].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_a_schedule_driven_by_progress_finds_the_rule_and_needs_one():
     inner = torch.optim.SGD(make_model().parameters(), lr=0.1)
     cosine = schedulers.CosineAnnealingLR(inner, T_max=10)
