@@ -308,6 +308,9 @@ class Blocks(OptimizerWrapper):
             "waited": stats.waited,
             **self._drift_of_each(),
         }
+        if isinstance(members, ElasticMembers):
+            seen["crew_seconds"] = members.crew.spent.seconds
+        return seen
 
     def _drift_of_each(self) -> dict[str, float]:
         """Return the drift of each optimizer of a list: "distance_AdamW" and so on."""
@@ -319,9 +322,6 @@ class Blocks(OptimizerWrapper):
             for name, drift in zip(self._inner.names, drifts, strict=False)
             for field, value in asdict(drift).items()
         }
-        if isinstance(members, ElasticMembers):
-            seen["crew_seconds"] = members.crew.spent.seconds
-        return seen
 
     # -- stepping ------------------------------------------------------------------------------
 
@@ -455,7 +455,11 @@ class Blocks(OptimizerWrapper):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Synchronize now; call it on every worker. All have the same parameters afterwards."""
+        """Synchronize now; call it on every worker. All have the same parameters afterwards.
+
+        In a crew, call it at the same `steps` on every worker. A worker that has joined at that
+        step takes part.
+        """
         if not self.alone:
             self._sync.sync_now()
 
