@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import manyhands
 from manyhands._core.arguments import (
     format_bytes,
     format_rate,
@@ -36,9 +35,16 @@ from manyhands.planning._model import (
     wrap_params,
     wrap_size_of,
 )
-from manyhands.scaling import _rules
 from manyhands.scaling._rule_base import ScalingRuleBase
+from manyhands.scaling._rules import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
 
+RULES: tuple[type[ScalingRuleBase], ...] = (
+    AdaScale,
+    AdamScale,
+    LinearScale,
+    SqrtScale,
+    LEGWScale,
+)
 FSDP_NAME = "FullyShardedDataParallel"
 NAMES = ("DDP", "OSS + DDP", "OSS + ShardedDataParallel", FSDP_NAME)  # by level
 
@@ -230,7 +236,7 @@ def plan(
     centered = any(one.get("centered") for each in optimizers for one in each.all_options)
     sizes = measure(module, optimizers, wrap_size)
     activations = None if input is None else activation_bytes(module, input)
-    replicas = 1 + centered if around is not None and issubclass(around, _rules.AdamScale) else 0
+    replicas = 1 + centered if around is not None and issubclass(around, AdamScale) else 0
     groups = sum(len(each.all_options) for each in optimizers)
     added = rule_cost(groups, workers, backend == "gloo") if around is not None else (0, 0)
     ways = _ways(sizes, workers, mesh, backend == "gloo", replicas)
@@ -280,9 +286,9 @@ def _find_rule(name: str | None, optimizer: object) -> type[ScalingRuleBase] | N
     if name is None:
         layers = unwrap(optimizer, every_layer=True) if isinstance(optimizer, Optimizer) else []
         return next((type(one) for one in layers if isinstance(one, ScalingRuleBase)), None)
-    ours = {known: rule for known, rule in vars(_rules).items() if known in manyhands.__all__}
-    one_of("rule", name, list(ours))
-    return ours[name]
+    rules = {rule.__name__: rule for rule in RULES}
+    one_of("rule", name, list(rules))
+    return rules[name]
 
 
 def _notes(
