@@ -86,6 +86,14 @@ def test_a_joiner_contributes_from_its_first_step_on():
     assert not BlockState.begin(9, True).join(7, 0, diverged=True, retry=[]).has_anchor
 
 
+def test_a_joiner_is_a_newcomer_until_it_has_held_a_round():
+    joined = BlockState().join(7, 1, diverged=True, retry=[]).step()
+    assert joined.version == Version(1, False, 8)
+    assert joined.send(ALL).undo(ALL).regroup().newcomer
+    held = joined.send(ALL).commit(complete=True, overlaps=False)
+    assert held.version == Version(2, True, 8) and not joined.load(8, 1).newcomer
+
+
 @pytest.mark.parametrize("local", [False, True])
 def test_one_that_joins_as_a_warm_up_ends_holds_the_round_that_ends_it(local):
     source = BlockState.begin(2, local).step().step().end_warmup()
@@ -95,7 +103,7 @@ def test_one_that_joins_as_a_warm_up_ends_holds_the_round_that_ends_it(local):
     assert joined.regroup() == joined  # undone, and repeated
     begun = joined.begin_anchor()
     assert flags(begun) == flags(source.begin_anchor()) == (True, False, True)
-    assert begun.step().diverged
+    assert begun.step().diverged and not begun.newcomer
     # One that comes back when the others have held it has nothing left to hold.
     late = source.join(7, 1, diverged=True, retry=[])
     assert not late.ends_warmup and flags(late) == (True, True, True)

@@ -75,17 +75,25 @@ class Joiners(Workers):
 
 def train(crew, log, steps, options, params, slow):
     options = dict(options)
-    calls_at = options.pop("calls_at", lambda steps: False)  # of synchronize()
+    calls_at = options.pop("calls_at", lambda steps: False)  # of synchronize(), after a step
+    calls_before = options.pop("calls_before", lambda steps: False)
     model = Net()
     optimizer = mh.LocalSGD(SGD(params(model), lr=1.0), model=model, crew=crew, **options)
     log("in", steps=optimizer.steps, size=crew.size)
+
+    def synchronize():
+        optimizer.synchronize()
+        log("together", steps=optimizer.steps, first=model.first.tolist())
+
     while optimizer.steps < steps:
+        if calls_before(optimizer.steps):
+            synchronize()
         model.first.grad = torch.ones_like(model.first)
         model.second.grad = 2 * torch.ones_like(model.second)
         model.wide.grad = torch.ones_like(model.wide)
         optimizer.step()
         if calls_at(optimizer.steps):
-            optimizer.synchronize()
+            synchronize()
         log("step", steps=optimizer.steps, size=crew.size)
         time.sleep(0.1 if slow.exists() else 0.002)
     optimizer.finish()
@@ -182,6 +190,50 @@ def test_one_that_comes_while_the_others_synchronize_takes_part(store, tmp_path)
         assert workers.events(2, "in")[0]["steps"] % 6 in (1, 4)  # let in by synchronize()
         for e in done:
             assert e["first"] == close_to(-STEPS) and e["undone"] == 0
+
+
+OVERLAP = {"every": 6, "overlap": 3}
+FRAGMENTS = {"every": 6, "fragments": 2}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("call", ["calls_at", "calls_before"])
+@pytest.mark.parametrize("looks", [True, False], ids=["looks", "does not look"])
+@pytest.mark.parametrize("options", [OVERLAP, FRAGMENTS], ids=str)
+def test_one_that_a_step_lets_in_takes_part_when_the_others_synchronize_after_it(
+    store, tmp_path, options, looks, call
+):
+    """It is in a step of its own by then, unless its script synchronizes before a step."""
+    go = tmp_path / "go"
+
+    def harm(number):
+        if number == 0 and not looks:  # it finds out only in its next round
+            _sync.Sync._is_awaited = lambda self: False
+        original = _sync.Sync.count_step
+
+        def count_step(self):  # the round after this step lets the joiner in
+            while self.state.steps == 14 and not go.exists():
+                time.sleep(0.01)
+            original(self)
+
+        _sync.Sync.count_step = count_step
+
+    options = {**options, call: lambda n: n == 15}
+    with Joiners(store, tmp_path, expected=2, stall=5.0) as workers:
+        workers.start([1, 2], steps=60, options=options, harm=harm)
+        workers.step(1, 14)
+        workers.start([0], steps=60, options=options, harm=harm)
+        workers.until(lambda: workers.shared.refresh().waiting != (), 30.0)
+        go.touch()
+        workers.finish(60.0)
+        assert workers.events(0, "in")[0]["steps"] == 15
+        for number in range(3):
+            at = workers.events(number, "together")
+            assert [(e["steps"], e["first"]) for e in at] == [(15, [[-15.0] * 3] * 3)]
+            e = workers.events(number, "done")[-1]
+            assert (e["first"], e["second"]) == ([-60] * 2, [-120] * 2)
+            assert e["dropped"] == 0 or (number == 0 and call == "calls_at")
+            assert e["dropped"] <= 6
 
 
 def test_one_that_is_too_late_for_synchronize_holds_no_round_of_its_own(store, tmp_path):

@@ -59,6 +59,22 @@ def test_source_is_the_first_rank_with_the_highest_version_and_joiners_are_those
     assert generation_of("0.1", "1.1").joiners == ()
 
 
+@pytest.mark.parametrize(("steps", "joiners"), [(15, ()), (18, (0,))])
+def test_the_steps_of_a_newcomer_set_no_other_worker_forward(steps, joiners):
+    roster = (
+        Roster()
+        .ask_to_join(Member("0.1", Version(3, False, steps)))
+        .ask_to_join(Member("1.1", Version(3, True, 15)))
+        .ask_to_join(Member("2.1", Version(3, True, 15)))
+        .next(NONE_SILENT)
+    )
+    assert (roster.source, roster.joiners) == (1, joiners)
+    # Without an established worker the steps decide: one that has just started sets nobody back.
+    lost = roster.undo(1, 0).without("1.1", "2.1").ask_to_join(Member("1.2", Version(3)))
+    lost = lost.ask_to_join(Member("0.1", Version(3, False, steps))).next(NONE_SILENT)
+    assert (lost.source, lost.joiners) == (0, (1,))
+
+
 def test_keep_and_undo_change_nothing_once_a_round_is_settled():
     roster = generation_of("0.1", "1.1")
     assert roster.settled(1, 0, "0.1") is None

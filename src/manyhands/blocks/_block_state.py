@@ -10,6 +10,7 @@
                   still to be held, before anything else; a worker that joins meanwhile holds it too
     diverged      parameters may differ from the anchor
     just_joined   no step was taken since the state transfer, so there is nothing to contribute
+    newcomer      no round was held since the start, or since the state transfer
     retry         fragments that the members synchronize as soon as they have regrouped: those of
                   an undone round, or those that `synchronize()` was about to send
     in_flight     rounds that were sent, and neither merged nor undone yet
@@ -87,6 +88,7 @@ class BlockState:
     ends_warmup: bool = False
     diverged: bool = False
     just_joined: bool = False
+    newcomer: bool = True
     retry: tuple[int, ...] = ()
     in_flight: int = 0
     own: int = 0
@@ -113,7 +115,8 @@ class BlockState:
     @property
     def version(self) -> Version:
         """How far this worker is; its state is the anchor."""
-        return Version(self.rounds if self.has_anchor else -1, self.steps, not self.ends_warmup)
+        rounds = self.rounds if self.has_anchor else -1
+        return Version(rounds, not self.newcomer, self.steps, not self.ends_warmup)
 
     @property
     def contributes(self) -> bool:
@@ -159,6 +162,7 @@ class BlockState:
             self.has_anchor,
             diverged=diverged,
             just_joined=False,
+            newcomer=self.newcomer,
             in_flight=self.in_flight,
             own=self.own + 1,
             work=self.work.plus(samples),
@@ -187,7 +191,9 @@ class BlockState:
     def begin_anchor(self) -> BlockState:
         """Make the parameters, which are equal on all workers now, the first anchor."""
         assert self.ends_warmup, f"no warm-up ends: {self}"
-        return replace(self, has_anchor=True, ends_warmup=False, diverged=False, work=NO_WORK)
+        return replace(
+            self, has_anchor=True, ends_warmup=False, diverged=False, newcomer=False, work=NO_WORK
+        )
 
     # -- a sync round --------------------------------------------------------------------------
 
@@ -206,6 +212,7 @@ class BlockState:
             rounds=self.rounds + 1,
             diverged=overlaps or not complete,
             just_joined=False,
+            newcomer=False,
             in_flight=self.in_flight - 1,
             work=self.work.minus(work),
         )
@@ -254,13 +261,14 @@ class BlockState:
             ends_warmup=False,
             diverged=diverged,
             just_joined=True,
+            newcomer=True,
             retry=tuple(retry),
         )
         return state._at(steps, rounds, ends_warmup)
 
     def forget_rounds(self) -> BlockState:
         """Give up what is in flight, because other values are loaded."""
-        return replace(self, in_flight=0, ends_warmup=False, just_joined=False)
+        return replace(self, in_flight=0, ends_warmup=False, just_joined=False, newcomer=False)
 
     def load(
         self,

@@ -420,7 +420,11 @@ class Blocks(OptimizerWrapper):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Synchronize now; call it on every worker. All have the same parameters afterwards."""
+        """Synchronize now; call it on every worker. All have the same parameters afterwards.
+
+        In a crew, call it at the same `steps` on every worker. A worker that has joined at that
+        step takes part.
+        """
         if not self.alone:
             self._sync.sync_now()
 

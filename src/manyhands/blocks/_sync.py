@@ -137,6 +137,7 @@ class Sync:
         self._options_checksum = fingerprint(options)
         self.regroups = 0  # how often the members have changed
         self.joins = 0  # how often this worker has received the others' state
+        self._let_in_at = -1  # own steps when others have received the state
         self._due_after_merges: Sequence[int] = ()  # fragments that `sync_now` is about to send
         self._state_dropped_at = -1  # own steps when a state that was not finite was dropped
         self._compared = False  # whether the first block was searched for identical moves
@@ -169,6 +170,9 @@ class Sync:
             self.regroup()
             return
         due = self.schedule.due(step)
+        if self.state.newcomer and not due and self._is_awaited():
+            self.regroup()
+            return
         if self.schedule.ends(step):
             self.schedule.begin_next(step, self.every, self.stats.seconds)
         while self.pending and self.pending[0].merge_at <= self.now:
@@ -203,13 +207,17 @@ class Sync:
         start = self.every.first_start(max(self.state.steps, self.state.warmup))
         self.schedule.begin(start, self.schedule.length)
 
-    def sync_now(self) -> None:
+    def sync_now(self, *, closing: bool = False) -> None:
         """Merge all that is in flight, and then synchronize all fragments if any has diverged."""
+        # `closing`: all members have said that they are here.
         # Joiners that come as something is merged take part in the round that follows. This worker
         # does not if it came too late: the others have held theirs, and train on.
+        fragments = range(self.schedule.fragments if self.anchor.buckets else 0)
+        if self._let_in_at == self.state.own and self.state.diverged and fragments and not closing:
+            self._call_joiners(fragments)
+            return
         joins = self.joins
         self.end_block()
-        fragments = range(self.schedule.fragments if self.anchor.buckets else 0)
         self._due_after_merges = fragments
         try:
             self.merge_pending()
@@ -227,7 +235,7 @@ class Sync:
         self.merge_pending()
         while self.state.diverged and self.anchor.buckets:
             if self.members.close(self.state.steps):
-                self.sync_now()
+                self.sync_now(closing=True)
             elif self.members.regroup_due:  # it was cut off meanwhile, and is back
                 self.regroup()
                 continue
@@ -533,14 +541,36 @@ class Sync:
             self.anchor.reset_residuals()
             self.transfer_state()
 
+    def _call_joiners(self, fragments: Sequence[int]) -> None:
+        """Synchronize with joiners that the last step has let in, and that train already."""
+        # They cannot know of this round. So the generation ends, which they notice in their next
+        # steps (`_is_awaited`), and the next one begins with the round.
+        assert isinstance(self.members, ElasticMembers)
+        self.members.crew.settle(False)
+        self._due_after_merges = fragments
+        try:
+            self.regroup()
+        finally:
+            self._due_after_merges = range(0)
+
+    def _is_awaited(self) -> bool:
+        """Return whether the others hold a round at the step at which this worker was let in."""
+        # (The processes of one worker may see it after different steps: they come when their next
+        # round is due.) It gets the others' state again, and gives up its steps.
+        assert isinstance(self.members, ElasticMembers)
+        return self._inner.size == 1 and self.members.crew.is_awaited(self.state.steps)
+
     def transfer_state(self) -> None:
         """Send joiners the common state; all members agree that the joiners have it."""
         assert isinstance(self.members, ElasticMembers)
         if not self.members.crew.joiners:
             return
         transfer = StateTransfer(self.members, lambda: self.common.pack(self.state))
-        took_place = self._commit(transfer.background, moves_anchor=False) is not None
-        if took_place and transfer.received is not None:
+        if self._commit(transfer.background, moves_anchor=False) is None:
+            return
+        if transfer.received is None:
+            self._let_in_at = self.state.own
+        else:
             before = self.state
             self.state = self.common.take_over(transfer.received, before)
             if self.state.anchor_in_use and not before.anchor_in_use:

@@ -171,6 +171,7 @@ class Crew:
         self._cut_off = False  # from the store
         # When the last round was settled, and when this worker arrived at the present one.
         self._settled = self._arrived = 0.0
+        self._looked = 0.0  # when a newcomer last looked whether the others await it
         self._facts = NO_FACTS
         self._enrollment: Enrollment | None = None  # None before join() and after leaving
         if self.store is not None:
@@ -333,6 +334,23 @@ class Crew:
             if hindrance := self._find_hindrance(roster, began):
                 raise WorkerLost(*hindrance)
             pause = next_pause(pause, self.size)
+
+    def is_awaited(self, steps: int) -> bool:
+        """Return whether the others regroup, at fewer steps than this newcomer has taken.
+
+        They hold a round that it does not know of. Then `regroup_due` is set.
+        """
+        shared, now = self._joined().shared, time.monotonic()
+        if now - self._looked < shared.monitor.interval:
+            return False
+        self._looked = now
+        try:
+            roster = shared.refresh()
+        except StoreLost:
+            return False  # the next round finds it lost, too
+        behind = (m.id in roster.ids and m.version.steps < steps for m in roster.waiting)
+        self.regroup_due = roster.generation != self.generation or any(behind)
+        return self.regroup_due
 
     def begin_blocks(self) -> None:
         """Forget how long rounds took: those of a warm-up come after each step."""

@@ -59,10 +59,12 @@ class Version(NamedTuple):
 
     If no worker has a state, the steps decide, so that a joiner, which has taken none, sets no
     other worker back. A worker that ends a warm-up is further than one before its last step, and
-    not as far as one that has held the round.
+    not as far as one that has held the round. A newcomer's steps set nobody forward: the others may
+    hold a round at the step that let it in.
     """
 
     rounds: int = -1  # sync rounds that its state is the result of; negative: it has no state
+    established: bool = False  # it has held a round since it was let in
     steps: int = 0
     settled: bool = True  # False: the round that ends a warm-up is still to be held
 
@@ -211,11 +213,13 @@ class Roster:
     @property
     def joiners(self) -> tuple[int, ...]:
         """The ranks that need the state. If no rank holds any state: all but the source."""
-        best, source = max(self._versions), self.source
+        versions = [version._replace(established=True) for version in self._versions]
+        source = self.source
+        best = versions[source]
         return tuple(
             rank
-            for rank, version in enumerate(self._versions)
-            if version < best or not (best.has_state or rank == source)
+            for rank, version in enumerate(versions)
+            if version != best or not (best.has_state or rank == source)
         )
 
     def ends_with(self, generation: int, round_index: int, id: str) -> bool:
