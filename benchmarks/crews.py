@@ -248,11 +248,11 @@ def measure_roster(size: int) -> dict[str, Any]:
     """How long the text of a roster is, and how many changes a second one process makes of it."""
     server, address = _store.serve_store("127.0.0.1")
     shared = SharedRoster(StoreClient(address, 60.0, Signer(SECRET)), HeartbeatMonitor(5.0))
-    members = tuple(Member(f"{number}.1", Version(30, 500)) for number in range(size))
+    members = tuple(Member(f"{number}.1", Version(30, True, 500)) for number in range(size))
     shared.change(lambda roster: replace(roster, generation=5, members=members))
     row, began, made = {"workers": size, "text": len(shared.roster.text)}, time.perf_counter(), 0
     while time.perf_counter() < began + 1.0:
-        asking = Member(f"{made % size}.1", Version(31, made))
+        asking = Member(f"{made % size}.1", Version(31, True, made))
         shared.change(lambda roster, asking=asking: roster.ask_to_join(asking))
         made += 1
     shared.client.close()

@@ -69,6 +69,10 @@ def test_the_steps_of_a_newcomer_set_no_other_worker_forward(steps, joiners):
         .next(NONE_SILENT)
     )
     assert (roster.source, roster.joiners) == (1, joiners)
+    # Without an established worker the steps decide: one that has just started sets nobody back.
+    lost = roster.undo(1, 0).without("1.1", "2.1").ask_to_join(Member("1.2", Version(3)))
+    lost = lost.ask_to_join(Member("0.1", Version(3, False, steps))).next(NONE_SILENT)
+    assert (lost.source, lost.joiners) == (0, (1,))
 
 
 def test_keep_and_undo_change_nothing_once_a_round_is_settled():

@@ -64,7 +64,7 @@ class Version(NamedTuple):
     """
 
     rounds: int = -1  # sync rounds that its state is the result of; negative: it has no state
-    established: bool = True  # False: it has held no round since it was let in
+    established: bool = False  # it has held a round since it was let in
     steps: int = 0
     settled: bool = True  # False: the round that ends a warm-up is still to be held
 
