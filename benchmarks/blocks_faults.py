@@ -81,7 +81,7 @@ def run(plans: dict[str, Plan], data: Path) -> Rows:
 
 def is_sound(row: dict[str, Any]) -> bool:
     """Return whether no worker differs, no survivor has lost a step, and the run has ended well."""
-    lost = row["missing"]["survivors"] or row["differing"]
+    lost = row["missing"] or row["differing"]
     return not lost and row["finals"] == 1 and row["code"] == 0
 
 
@@ -135,14 +135,13 @@ def tally(trial: Trial, usual: float) -> dict[str, Any]:
     log = trial.log
     held = kept_rounds(log)
     seconds = held[-1].time - held[0].time
-    victims, survivors = missing(held, trial.faults, trial.plan.workers)
     left = [line for line in log if line["event"] == "left"]
     result: dict[str, Any] = {
         "interval": trial.plan.interval,
         "seconds": seconds,
         "rounds": len(held),
         "rate": sum(m.length * len(m.counted) for m in held[1:]) / seconds,
-        "missing": {"victims": victims, "survivors": survivors},
+        "missing": missing(held, trial.faults, trial.plan.workers),
         "compared": sum(line["event"] != "loss" for line in log),
         "differing": differing(log),
         "finished": len({line["number"] for line in left}),
@@ -162,21 +161,19 @@ def tally(trial: Trial, usual: float) -> dict[str, Any]:
     return result
 
 
-def missing(held: list[KeptRound], faults: list[Fault], workers: int) -> tuple[float, float]:
-    """Return the blocks that do not count: of workers that were hit, and of others."""
+def missing(held: list[KeptRound], faults: list[Fault], workers: int) -> float:
+    """Return the blocks of survivors that do not count."""
     full = max(m.length for m in held)
-    victims = survivors = 0.0
+    found = 0.0
     for place, kept in enumerate(held):
         for number in set(range(workers)) - kept.counted:
             before = [p for p in range(place) if number in held[p].counted]
             since = held[max(before[-1] - 1, 0)].time if before else 0.0
             later = (m.time for m in held[place:] if number in m.counted)
             until = next(later, float("inf"))
-            if any(f.number == number and since <= f.time <= until for f in faults):
-                victims += kept.length / full
-            else:
-                survivors += kept.length / full
-    return victims, survivors
+            if not any(f.number == number and since <= f.time <= until for f in faults):
+                found += kept.length / full
+    return found
 
 
 def differing(log: list[LogLine]) -> int:
@@ -218,7 +215,7 @@ def table(rows: Rows) -> str:
         "worker-steps that count, a second": lambda r: f"{r['rate']:.1f}",
         "throughput kept, %": lambda r: f"{100 * r['rate'] / rows[NONE]['rate']:.1f}",
         "sync rounds kept": lambda r: r["rounds"],
-        "survivors' blocks missing": lambda r: f"{r['missing']['survivors']:.0f}",
+        "survivors' blocks missing": lambda r: f"{r['missing']:.0f}",
         "delay after a kill, s": lambda r: _spread(r["kill"]["delays"]),
         "delay after a stop, s": lambda r: _spread(r["stop"]["delays"]),
         "a killed worker counts again after, s": lambda r: _spread(r["kill"]["back"]),
@@ -331,7 +328,7 @@ python benchmarks/blocks_faults.py --data FOLDER
 {table}
 
 Where the time of all workers went, from the start of their processes to their last step, as
-[`manyhands report`](../crew.md#what-else-costs) shows it for any crew:
+[`manyhands report`](../crew.md#what-one-death-costs) shows it for any crew:
 
 {spent}
 
