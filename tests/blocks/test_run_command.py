@@ -110,6 +110,25 @@ def test_an_error_at_the_start_ends_the_run_with_it(tmp_path):
     assert "worker 1 ended (exit code 1) before the first sync round." in command.err.read_text()
 
 
+def test_a_script_of_ddp_is_told_how_it_is_started(tmp_path):
+    script = """
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+        torch.distributed.init_process_group("gloo")
+        model = DistributedDataParallel(torch.nn.Linear(2, 1))
+        print("of", torch.distributed.get_world_size())
+        torch.distributed.destroy_process_group()
+    """
+    with Command(tmp_path, script, "--workers", "1") as command:
+        assert command.wait() == 1
+    said = command.err.read_text()
+    assert "before the first sync round.\nmanyhands run: no worker has joined the crew." in said
+    options = re.search("`manyhands run (.*)`", said).group(1).split()
+    with Command(tmp_path, script, *options) as command:
+        assert command.wait() == 0
+    assert command.out.read_text().count("of 2") == 2
+
+
 def test_a_killed_worker_is_started_again(tmp_path):
     script = """
         import os, signal
@@ -182,6 +201,7 @@ def test_an_error_before_the_first_sync_round_ends_the_run(tmp_path, monkeypatch
         assert command.wait(60) == 1
     assert command.out.read_text().count("came 2") == 2
     assert "ended (exit code 1) before the first sync round." in command.err.read_text()
+    assert "no worker has joined" not in command.err.read_text()
     assert "[1] no such data" in command.err.read_text()
 
 

@@ -51,6 +51,8 @@ def test_a_right_script_is_judged_right(name, tmp_path):
 def test_one_seed_on_all_ranks_is_found_in_a_loop_without_a_loader(tmp_path):
     verdict = check_script(written(tmp_path, SAME_SEED))
     assert [one.cause for one in verdict.findings] == ["not sharded"]
+    # no step was compared
+    assert verdict.as_text().startswith("Found: the ranks see the same samples")
 
 
 PARTS = {
@@ -82,6 +84,42 @@ def test_parts_of_this_library_are_judged_right(part, tmp_path):
             written(tmp_path, fill(backward="(loss / world).backward()", **slots))
         )
         assert [one.cause for one in verdict.findings] == ["constant factor"], verdict.as_text()
+
+
+RULE = dict(  # a schedule and a clipping norm that follow the gain, as docs/scaling.md has them
+    wrap="import manyhands as mh\nmodel = DDP(model)",
+    optimizer="""
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+        optimizer = mh.AdaScale(optimizer)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        schedule = mh.ProgressScheduler(schedule, optimizer, end=40)
+    """,
+    clip="nn.utils.clip_grad_norm_(model.parameters(), 0.1 / optimizer.gain() ** 0.5)",
+    step="optimizer.step()\nschedule.step()",
+)
+
+
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.long), 5])
+def test_rates_gains_and_schedules_of_a_scaling_rule_are_taken_as_they_are(steps, tmp_path):
+    verdict = check_script(written(tmp_path, fill(**RULE)), steps=steps)
+    assert verdict.code == 0, verdict.as_text()
+    assert len(verdict.steps) == steps
+    assert "the ranks' rates" in verdict.notes[-1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("right", "wrong", "cause"),
+    [
+        ("loss.backward()", "(loss / world).backward()", "constant factor"),
+        ("weight_decay=0.01", "weight_decay=0.1 * world", "other update"),
+        ("/ optimizer.gain() ** 0.5", "/ world", "clipping norm"),
+    ],
+)
+def test_bugs_beside_a_scaling_rule_are_found(right, wrong, cause, tmp_path):
+    assert right in fill(**RULE)
+    verdict = check_script(written(tmp_path, fill(**RULE).replace(right, wrong)))
+    assert [one.cause for one in verdict.findings] == [cause], verdict.as_text()
 
 
 def test_a_loss_divided_by_the_world_size_is_found_under_fully_shard(tmp_path):

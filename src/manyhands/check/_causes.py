@@ -87,8 +87,7 @@ def own_rates(case: Case) -> Found:
     for number, step in enumerate(case.steps):
         rates = [record.steps[number].rates for record in case.ranks]
         if any(other != rates[0] for other in rates):
-            text = f"the ranks step with different learning rates: {rates}"
-            yield finding("learning rate differs", text, step.place)
+            yield finding("learning rate differs", f"the ranks' rates are {rates}", step.place)
 
 
 def own_gradients(case: Case) -> Found:
@@ -116,8 +115,7 @@ def clipped_early(case: Case) -> Found:
     """Gradients are clipped while each rank still has its own, and averaged afterwards."""
     for number, step in enumerate(case.steps):
         if case.apart("before", number) and not case.apart("grads", number):
-            text = "each rank clips a gradient of its own, before the average"
-            yield finding("clipping norm", text, step.place)
+            yield finding("clipping norm", "each rank clips before the average", step.place)
 
 
 def drift(case: Case) -> Found:
@@ -192,8 +190,7 @@ IN_BLOCKS = [unequal_steps, shared_samples, same_order, part_of_the_model_left_o
 def clipped_otherwise(case: Case) -> Found:
     a, b, difference = case.pair()
     if difference.what == "grads" and a.before and b.before:
-        text = "the gradients are equal before they are clipped, and differ afterwards"
-        yield finding("clipping norm", text, a.place)
+        yield finding("clipping norm", "equal gradients are clipped differently", a.place)
 
 
 def rates_differ(case: Case) -> Found:

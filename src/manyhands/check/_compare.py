@@ -39,6 +39,7 @@ class SeenStep:
     params: dict[str, Tensor] = field(default_factory=dict)  # after the step
     rates: list[float] = field(default_factory=list)
     schedules: int = 0  # how often schedules were stepped
+    gains: dict[int | None, float] = field(default_factory=dict)  # of a scaling rule, if asked
     carried: bool = False  # the first pass found gradients of the step before
     samples: list[list[str]] = field(default_factory=list)  # hashes of each pass's samples
 
@@ -70,6 +71,7 @@ class Recording:
     norms: bool = False  # batch norm with local statistics
     complete: bool = False
     blocks: bool = False  # ranks step on their own, and synchronize now and then
+    rule: bool = False  # a scaling rule of this library multiplies the learning rates
     accelerate: bool = False  # whose schedules step once for each process
 
     def training_loaders(self) -> list[SeenLoader]:
@@ -94,8 +96,7 @@ def compare(
     ranks: Recording, one: Recording, tolerance: float
 ) -> tuple[list[float], Difference | None]:
     """Return the largest distance of each step, and the first difference."""
-    largest: list[float] = []
-    loose: Tensors = {}
+    largest, loose = list[float](), dict[str, Tensor]()
     last = one.start
     for number, (a, b) in enumerate(zip(ranks.steps, one.steps, strict=False)):
         largest.append(0.0)

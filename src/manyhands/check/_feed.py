@@ -33,7 +33,7 @@ class FeedPlan:
     order: tuple[int, ...]  # of the ranks
     calls: bool = False  # tensors that go into modules are replaced, not loaders' batches
     only: tuple[int, int, int] | None = None  # a step sees one rank's pass
-    rates: bool = False  # each step has the ranks' learning rates
+    rates: bool = False  # each step has the ranks' learning rates, and gains of a scaling rule
 
     @property
     def times(self) -> int:
@@ -52,9 +52,8 @@ class FeedPlan:
             return [(self.only[1], first + self.only[2])]
         if self.times > 1:
             return [(self.order[number % self.times], own)]
-        if self.how == "whole":
-            return [(rank, other) for other in range(first, last) for rank in self.order]
-        return [(rank, number) for rank in self.order]
+        others = range(first, last) if self.how == "whole" else [number]
+        return [(rank, other) for other in others for rank in self.order]
 
 
 class Feed:
@@ -67,8 +66,7 @@ class Feed:
         trains = {key: loader for key, loader in ranks.loaders.items() if loader.trains}
         self.loaders = {} if plan.how == "natural" else trains
         self.taken, self.epochs = Counter[str](), Counter[str]()  # batches of each loader
-        self.sizes: list[int] = []
-        self.seen, self.given = -1, iter(())
+        self.seen, self.given, self.sizes = -1, iter(()), list[int]()
         self._sources: list[dict[str, list[list[Any]]]] = []
 
     def waits(self, step: int, passes: int) -> bool:
@@ -97,8 +95,7 @@ class Feed:
 
     def _batch(self, key: str, number: int) -> Any:
         if not self._sources:  # read when the script has defined the classes of its batches
-            ranks = range(len(self.plan.order))
-            self._sources = [read(self.folder / f"source{rank}.pt") for rank in ranks]
+            self._sources = [read(self.folder / f"source{r}.pt") for r in sorted(self.plan.order)]
         parts = []
         for rank, other in self.plan.parts(number, self.bounds):
             batches = [batch for epoch in self._sources[rank][key] for batch in epoch]

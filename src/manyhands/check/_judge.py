@@ -124,12 +124,11 @@ class Check:
             return
         one = self.one_process()
         self.verdict.code = EQUAL
-        stable = not self.compare(one) or self.measure_rounding(one)
-        if stable and self.compare(one):
+        sure = not self.compare(one) or self.measure_rounding(one)
+        if sure and self.compare(one):
             self.allow_rates(one)
-        differs = self.case.difference is not None
-        if differs and not (stable and self.find(_causes.BESIDE)) and not self.coupled():
-            if not stable:
+        if self.case.difference and not (sure and self.find(_causes.BESIDE)) and not self.coupled():
+            if not sure:
                 raise NotJudged("the same batch in another order gives another gradient.")
             self.differs(Finding("unknown", "none that was tried"))
         self.say_steps()
@@ -152,7 +151,7 @@ class Check:
         made = self.replay(self.plan)
         if joined == self.plan or made.failed or not self.fits(made.records[0]):
             return False
-        if self.compare(made.records[0]):
+        if self.compare(made.records[0]) and not self.plan.rates:
             self.allow_rates(made.records[0])
         if self.case.difference is None:
             self.verdict.notes.append("the loss depends on which samples share a batch.")
@@ -185,14 +184,16 @@ class Check:
         ratios = {x / y for a, b in pairs for x, y in zip(a.rates, b.rates, strict=False) if y}
         powers = {self.world, self.world**2}
         note = "the learning rate or its schedule depends on the number of ranks"
-        if any(a.schedules != b.schedules for a, b in pairs):
+        if not first.rule and any(a.schedules != b.schedules for a, b in pairs):
             if not first.accelerate:
                 return
             note = "Accelerate steps a schedule once for each process, so its length is that of one"
-        elif len(ratios) == 1 and not powers & {round(x**2, 6) for x in ratios}:
+        elif len(ratios) == 1 and not (first.rule or powers & {round(x**2, 6) for x in ratios}):
             return
-        made = self.replay(replace(self.plan, rates=True))
-        if not made.failed and compare(first, made.records[0], self.floor)[1] is None:
+        plan = replace(self.plan, rates=True)
+        made = self.replay(plan)
+        if not made.failed and (first.rule or not compare(first, made.records[0], self.floor)[1]):
+            self.plan = plan
             self.verdict.notes.append(f"{note}; all else was compared with the ranks' rates.")
             self.compare(made.records[0])
 

@@ -156,9 +156,8 @@ class FrozenNoise:
         for name in [name for name in dir(F) if "dropout" in name]:
             wrap(F, name, self._no_dropout)
         wrap(F, "scaled_dot_product_attention", self._attention)
-        for owner, names in ((torch, DRAWS), (torch.Tensor, FILLS)):
-            for name in names:
-                wrap(owner, name, self._draw)
+        for name in (*DRAWS, *FILLS):
+            wrap(torch.Tensor if name in FILLS else torch, name, self._draw)
         wrap(torch, "bernoulli", lambda _, p, **__: (torch.rand_like(p) < p).to(p.dtype))
 
     def freeze(self) -> None:

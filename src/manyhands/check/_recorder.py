@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from manyhands.check._compare import Recording, SeenLoader, SeenStep
 from manyhands.check._feed import Feed, map_tensors, row_hashes, size_of, tensors_of
 from manyhands.check._machine import FrozenNoise, wrap
+from manyhands.scaling import ScalingRuleBase
 
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module"}
 OUTSIDE = ("site-packages", "dist-packages", "/lib/python", "manyhands/check", "<")
@@ -32,13 +33,13 @@ class Recorder:
         self.wanted, self.float64, self.folder = steps, float64, folder
         self.feed, self.finish = feed, finish
         self.noise, self.record, self.now = FrozenNoise(), Recording(), SeenStep()
+        self.given = iter(feed.ranks.steps if feed is not None and feed.plan.rates else [])
+        self.theirs = next(self.given, SeenStep())  # of the ranks, whose rates and gains count
         self.source: dict[str, list[list[Any]]] = {"": [[]]}
-        self.tensors: dict[str, Tensor] = {}
-        self.known: set[int] = set()  # of these
+        self.tensors, self.known = dict[str, Tensor](), set[int]()  # by name, and their ids
         self.depth = self.stepping = self.passes = self.scheduled = self.roots = self.held = 0
         self.size, self.grown = 0, 1.0  # samples of the latest outermost call, and times as many
-        self.hashes: list[str] = []
-        self.latest: set[str] = set()  # loaders that gave a batch since the latest pass
+        self.hashes, self.latest = list[str](), set[str]()  # that gave a batch since a pass
 
     def patch(self) -> None:
         self.noise.patch()
@@ -48,6 +49,7 @@ class Recorder:
         wrap(torch.optim.Optimizer, "__init__", self._new_optimizer)
         wrap(torch.optim.Optimizer, "zero_grad", self._zero_grad)
         wrap(LRScheduler, "step", self._schedule_step)
+        wrap(ScalingRuleBase, "gain", self._gain)
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             wrap(owner, "clip_grad_norm_", self._clip)
         wrap(DataLoader, "__init__", self._new_loader)
@@ -60,6 +62,7 @@ class Recorder:
         while frame is not None:
             name = frame.f_code.co_filename
             self.record.blocks |= "/manyhands/blocks/" in name  # of a step
+            self.record.rule |= "/manyhands/scaling/" in name
             if not any(part in name for part in OUTSIDE):
                 best = f"{Path(name).name}:{frame.f_lineno}"
                 if name.startswith(str(self.folder)):
@@ -68,11 +71,10 @@ class Recorder:
         return best
 
     def _call(self, call: Any, module: Any, *args: Any, **named: Any) -> Any:
-        outer = self.depth
+        outer, frozen = self.depth, self.noise.frozen
         if not outer and torch.is_grad_enabled():
             args, named = self.enter(module, args, named)
-        frozen, self.noise.frozen = self.noise.frozen, 1
-        self.depth += 1
+        self.depth, self.noise.frozen = outer + 1, 1
         try:
             return call(module, *args, **named)
         finally:
@@ -170,8 +172,7 @@ class Recorder:
     def _clip(self, clip: Any, parameters: Any, *args: Any, **named: Any) -> Tensor:
         if self.waiting():
             return torch.zeros(())
-        if not self.now.before:
-            self.now.before = self.gradients()
+        self.now.before = self.now.before or self.gradients()
         return clip(parameters, *args, **named)
 
     def _zero_grad(self, clear: Any, optimizer: Any, *args: Any, **named: Any) -> None:
@@ -182,6 +183,10 @@ class Recorder:
         if not self.held:  # it is called after the step
             self.scheduled += 1
             step(*args, **named)
+
+    def _gain(self, read: Any, rule: Any, group: int | None = None) -> float:
+        self.now.gains[group] = gain = read(rule, group)
+        return self.theirs.gains.get(group, gain)
 
     def _new_optimizer(self, begin: Any, optimizer: Any, *args: Any, **named: Any) -> None:
         begin(optimizer, *args, **named)
@@ -199,10 +204,8 @@ class Recorder:
             for i, p in enumerate(group["params"]):
                 if id(p) not in self.known:
                     self.tensors.setdefault(f"parameter {i} of group {g}", p)
-        ahead = self.feed.ranks.steps[len(self.record.steps) :] if self.feed is not None else []
-        if self.feed is not None and self.feed.plan.rates and ahead:
-            for group, rate in zip(optimizer.param_groups, ahead[0].rates, strict=False):
-                group["lr"] = rate
+        for group, rate in zip(optimizer.param_groups, self.theirs.rates, strict=False):
+            group["lr"] = rate
         now.optimizer, now.place, now.schedules = id(optimizer), self.place(), self.scheduled
         if self.record.blocks and self.record.steps:  # which a sync round has changed since
             self.record.steps[-1].params = {n: full(p) for n, p in self.trained().items()}
@@ -213,7 +216,8 @@ class Recorder:
         now.grads = self.gradients()  # a step does not change them, and a closure makes them
         now.params = {name: full(p) for name, p in self.trained().items()}
         self.record.steps.append(now)
-        self.now, self.noise.step = SeenStep(), self.noise.step + 1
+        self.now, self.theirs = SeenStep(), next(self.given, SeenStep())
+        self.noise.step += 1
         if min(Counter(step.optimizer for step in self.record.steps).values()) >= self.wanted:
             self.record.complete = True
             self.finish()

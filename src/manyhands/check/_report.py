@@ -40,10 +40,11 @@ class Verdict:
             f"Could not judge: {self.reason}",
         )
         lines, indent = list(self.steps), " " * 9
+        head = f"{indent}Likely cause" if lines else "Found"  # without a step that was compared
         for found in self.findings:
             place = f" ({found.place})" if found.place else ""
             look = f"  Look at: {found.look}." if found.look else ""
-            text = f"{indent}Likely cause: {found.text}{place}.{look}"
+            text = f"{head}: {found.text}{place}.{look}"
             lines += textwrap.wrap(text, 96, subsequent_indent=indent)
         told = [*(f"Note: {x}" for x in self.notes), *(f"Not tested: {x}." for x in self.untested)]
         for text in [*told, ending[self.code]]:

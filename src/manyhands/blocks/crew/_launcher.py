@@ -67,6 +67,10 @@ ERROR_WINDOW = 3600.0  # seconds in which errors are counted against `restarts`
 SHORT_LIFE = 10.0  # seconds: a worker that lives no longer is restarted after a pause
 LONGEST_RESTART_PAUSE = 30.0  # seconds before a restart
 POLL = 0.05  # seconds between two looks at the processes
+FOR_DDP = (
+    "no worker has joined the crew. A script of DistributedDataParallel is started by torchrun, or "
+    "by `manyhands run --workers 1 --processes 2`."
+)
 CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGSYS", "SIGTRAP"}
 
 
@@ -290,6 +294,8 @@ class Launcher:
             if not roster.begun:
                 self._exit_code = worker.code
                 say(f"worker {worker.number} ended ({how}) before the first sync round.")
+                if not roster.incarnations and self.processes == 1:
+                    say(FOR_DDP)
                 return
             if len(worker.errors) > self.restarts:
                 say(f"worker {worker.number} ended ({how}), too often: it is not started again.")
