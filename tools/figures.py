@@ -561,7 +561,7 @@ def blocks_quality() -> Figures:
         "run sends only {} times less**: its first quarter was a synchronous warm-up, as in DDP. "
         "On 8 workers a transformer of 0.6 M parameters ended at {} % more loss than synchronous "
         "training with AdamW (mean of three seeds), above our target of 0.5 %. With Muon for the "
-        "matrices it ended at {} % more ({} to {} %):",
+        "matrices, [as below](#several-optimizers), it ended at {} % more ({} to {} %).",
         *(after, whole, f"{adamw:.1f}", f"{muon:.1f}"),
         *(f"{min(seeds):+.1f}", f"{max(seeds):+.1f}"),
     )

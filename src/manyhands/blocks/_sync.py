@@ -557,8 +557,9 @@ class Sync:
         """Return whether the others hold a round at the step at which this worker was let in."""
         # (The processes of one worker may see it after different steps: they come when their next
         # round is due.) It gets the others' state again, and gives up its steps.
-        assert isinstance(self.members, ElasticMembers)
-        return self._inner.size == 1 and self.members.crew.is_awaited(self.state.steps)
+        if self._inner.size > 1 or not isinstance(self.members, ElasticMembers):
+            return False
+        return self.members.crew.is_awaited(self.state.steps)
 
     def transfer_state(self) -> None:
         """Send joiners the common state; all members agree that the joiners have it."""

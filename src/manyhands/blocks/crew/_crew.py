@@ -345,7 +345,10 @@ class Crew:
 
         They hold a round that it does not know of. Then `regroup_due` is set.
         """
-        shared, now = self._joined().shared, time.monotonic()
+        now = time.monotonic()
+        if self._enrollment is None:
+            return False
+        shared = self._enrollment.shared
         if now - self._looked < shared.monitor.interval:
             return False
         self._looked = now
