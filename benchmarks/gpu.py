@@ -382,9 +382,8 @@ often the host waits for the device in a step, as `torch.cuda.set_sync_debug_mod
 
 The same GPT without accumulation, with AdamW (`fused=True`): all that a group of one rank leaves of
 sharding is what the wrappers themselves do. Ours leave out what has no use there: the copies into
-and out of buckets that nobody sends, while the others make them. On several ranks the differences
-will be others. The base of FSDP's rows is `fully_shard` with the same options. fairscale is version
-0.4.13; DeepSpeed was not installed.
+and out of buckets that nobody sends, while the others make them. The base of FSDP's rows is
+`fully_shard` with the same options. fairscale is version 0.4.13; DeepSpeed was not installed.
 
 {sharding}
 """
