@@ -42,8 +42,14 @@ for epoch in range(3):
             "optimizer, loader = accelerator.prepare(",
             ["not averaged"],
         ),
+        (
+            "schedule = accelerator.prepare(schedule)",
+            "step = schedule.step\n"
+            "schedule.step = lambda: [step() for _ in range(accelerator.num_processes)]",
+            ["schedule"],
+        ),
     ],
-    ids=["right", "divided twice", "model not prepared"],
+    ids=["right", "divided twice", "model not prepared", "schedule stepped by every rank"],
 )
 def test_accelerate(old, new, causes, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT.replace(old, new))

@@ -167,7 +167,6 @@ def run_rank(
 
     def finish() -> NoReturn:
         recorder.record.noise = sorted(recorder.noise.used)
-        recorder.record.accelerate = "accelerate.scheduler" in sys.modules
         if feed is None:
             torch.save(recorder.source, out / f"source{rank}.pt")
         leave(f"record{rank}.pt", recorder.record)

@@ -63,6 +63,7 @@ class Recorder:
             name = frame.f_code.co_filename
             self.record.blocks |= "/manyhands/blocks/" in name  # of a step
             self.record.rule |= "/manyhands/scaling/" in name
+            self.record.accelerate |= "/accelerate/scheduler" in name
             if not any(part in name for part in OUTSIDE):
                 best = f"{Path(name).name}:{frame.f_lineno}"
                 if name.startswith(str(self.folder)):
@@ -182,6 +183,7 @@ class Recorder:
     def _schedule_step(self, step: Any, *args: Any, **named: Any) -> None:
         if not self.held:  # it is called after the step
             self.scheduled += 1
+            self.place()  # notes whether Accelerate steps it
             step(*args, **named)
 
     def _gain(self, read: Any, rule: Any, group: int | None = None) -> float:
@@ -227,8 +229,7 @@ class Recorder:
         begin(loader, *args, **named)
         sampler, place = loader.sampler, self.place()
         reshuffles = hasattr(sampler, "set_epoch") and getattr(sampler, "shuffle", False)
-        others = [other for other in self.record.loaders.values() if other.place == place]
-        loader.check_key = f"{place} {len(others)}"
+        loader.check_key = f"{place} {sum(x.place == place for x in self.record.loaders.values())}"
         self.record.loaders[loader.check_key] = SeenLoader(place, reshuffles)
 
     def _iterate(self, iterate: Any, loader: Any) -> Iterator[Any]:
