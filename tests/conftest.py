@@ -15,6 +15,7 @@ from helpers import huge_pages
 from helpers.lightning_runs import import_lightning
 from manyhands import AdaScale  # noqa: F401  # with all names, so that no rank imports them
 from manyhands.engines._stopping import listener
+from manyhands.ramp import _adaptive_loader
 
 # The same examples in every run, and as much time as a busy machine needs for one.
 hypothesis.settings.register_profile("ours", deadline=None, derandomize=True)
@@ -91,6 +92,12 @@ def _signals() -> Iterator[None]:
     """A test that listens to stop notices must not leave this process deaf to SIGTERM."""
     yield
     listener.stop()
+
+
+@pytest.fixture(autouse=True)
+def _epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Epochs are counted for the process, as adaptdl does; a test begins with none."""
+    monkeypatch.setattr(_adaptive_loader, "_epochs", _adaptive_loader._Epochs())
 
 
 @pytest.fixture(scope="module")

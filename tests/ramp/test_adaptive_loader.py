@@ -35,11 +35,6 @@ def clock(monkeypatch):
     return clock
 
 
-@pytest.fixture(autouse=True)
-def no_epochs(monkeypatch):
-    monkeypatch.setattr(_adaptive_loader, "_epochs", _adaptive_loader._Epochs())
-
-
 def noisy(samples=4000, spread=8.0):
     """Samples (number, target) with noisy targets around 1, and a model of one weight."""
     generator = torch.Generator().manual_seed(0)
