@@ -11,7 +11,7 @@ from helpers.pages import ROOT, Block, blocks, has_examples, run_command, run_pa
 # tests/test_tutorial.py and tests/planning/test_plan.py compare what is printed with what the page
 # shows.
 OF_THEIR_OWN = {"plan.md", "record.md", "trainers.md", "tutorial.md"}
-SLOW = {"crew.md", "watch.md"}  # tens of seconds each
+SLOW = {"crew.md", "watch.md", "index.md"}  # tens of seconds; index.md has the script of README.md
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [page for page in DOCUMENTS if page.parent in (ROOT, ROOT / "docs") and has_examples(page)]
 
@@ -61,6 +61,7 @@ def test_readme_and_landing_page_begin_with_the_same_script():
     assert [block.code for block in readme[:5]] == [block.code for block in landing]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("rate", "loss"), [("0.016", 1.72), ("0.064", 1.51)])
 def test_the_old_loop_of_the_readme_ends_where_it_says(rate, loss, tmp_path, monkeypatch):
     page = ROOT / "README.md"

@@ -110,6 +110,7 @@ def test_an_error_at_the_start_ends_the_run_with_it(tmp_path):
     assert "worker 1 ended (exit code 1) before the first sync round." in command.err.read_text()
 
 
+@pytest.mark.long
 def test_a_script_of_ddp_is_told_how_it_is_started(tmp_path):
     script = """
         import torch

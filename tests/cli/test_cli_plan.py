@@ -102,6 +102,7 @@ def test_inputs_by_name_types_rules_and_blocks_are_taken(manyhands):
     assert "AdamScale" in words(more)
 
 
+@pytest.mark.long
 def test_rules_have_names_in_a_process_of_their_own(manyhands):
     command = [sys.executable, "-m", "manyhands", "plan", "planned_here:tokens", "--rule"]
     done = subprocess.run([*command, "AdamScale"], capture_output=True, text=True)

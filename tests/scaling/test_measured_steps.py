@@ -313,7 +313,7 @@ def sharded(how, rule, passes=1):
     return torch.tensor(seen, dtype=torch.float64), [p.detach().clone() for p in params]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("how", ["OSS", "fully_shard", "FSDP"])
 @pytest.mark.parametrize("rule", [mh.AdaScale, mh.AdamScale])

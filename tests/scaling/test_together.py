@@ -52,6 +52,7 @@ def test_gradients_that_are_held_have_the_norms_of_those_that_are_not(rule, toge
 DDP = {"": {}, "views": {"gradient_as_bucket_view": True}, "static graph": {"static_graph": True}}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("options", DDP.values(), ids=DDP)
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("rule", RULES)

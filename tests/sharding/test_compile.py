@@ -110,7 +110,7 @@ def compilers_files(tmp_path_factory):
         yield
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("compilers_files")
 @pytest.mark.filterwarnings("ignore")  # torch's own, of what it does not compile
 @pytest.mark.parametrize(

@@ -86,6 +86,7 @@ def on_meta():
     return model
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("level", [*LEVELS, "fully_shard"])
 def test_a_model_on_meta_gets_memory_and_trains_like_one_that_had_it(level, tmp_path):
     path = write("folder", tmp_path)
