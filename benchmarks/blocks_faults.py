@@ -1,19 +1,24 @@
 """What do killed and stopped workers cost the others?
 
-    python benchmarks/blocks_faults.py --data FOLDER    30 minutes; writes the page
+    python benchmarks/blocks_faults.py --data FOLDER --part 1    30 minutes; writes the page
+    python benchmarks/blocks_faults.py --data FOLDER --part 2    an hour; writes the page
     python benchmarks/blocks_faults.py --data FOLDER --quick    a smoke test of a minute
 
 8 workers, started by `manyhands run`, train an LSTM on the characters of tinyshakespeare.txt.xz
 (which FOLDER holds) inside `mh.DiLoCo` in a `mh.Crew`, without faults. Then they take the same
 number of steps with a random worker killed or stopped every 30 s, and every 15 s. The last run has
 no faults again, and other batches: how far apart two runs are by themselves. Then 16 workers with
-slower steps, without faults and with one every 30 s. `faults/` has the workers' script, the faults,
-and the model that tells from the measured recoveries what faults would cost thousands of workers.
+slower steps, without faults and with one every 30 s. Part 2 compares what is kept with what the
+faults themselves allow, three times each: 8 workers with a fault every 15 s, and 16 workers on two
+hosts between which the line is cut, too (network namespaces; needs root, `ip` and `nsenter`), every
+15 s and every 10 s. `faults/` has the workers' script, the faults, and the model that tells from
+the measured recoveries what faults would cost thousands of workers.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -25,10 +30,12 @@ import pages
 import peers
 
 peers.this_checkout()
-os.environ["PYTHONPATH"] += os.pathsep + str(Path(__file__).resolve().parent)  # for faults.worker
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "tests"))  # for helpers.networks
+os.environ["PYTHONPATH"] += f"{os.pathsep}{HERE}{os.pathsep}{HERE.parent / 'tests'}"  # of workers
 
 from faults import harm, model  # noqa: E402
-from faults.harm import KINDS, Fault, LogLine, Plan, Trial  # noqa: E402
+from faults.harm import KINDS, OF_ONE, Fault, LogLine, Plan, Trial  # noqa: E402
 
 from manyhands.record._tally import CAUSES  # noqa: E402
 
@@ -38,7 +45,14 @@ FULL = Plan(
 QUICK = Plan(
     workers=4, steps=800, every=16, batch=4, pace=0.03, lr=4e-3, stall=1.0, jitter=1.0, asleep=3.0
 )
-SIXTEEN = replace(FULL, workers=16, steps=960, pace=0.3)
+SIXTEEN = replace(FULL, workers=16, steps=1000, every=8, pace=0.2)
+CUT = replace(SIXTEEN, steps=3000, interval=15.0, far=6)
+ATTACKS = {
+    "8 workers, kill or stop every 15 s": replace(FULL, interval=15.0),
+    "16 workers, kill, stop or cut every 15 s": CUT,
+    "16 workers, kill, stop or cut every 10 s": replace(CUT, steps=1000, interval=10.0),
+}
+TIMES = 3  # with other faults
 NONE, AGAIN = "no faults", "no faults, other batches"
 CREWS, DAYS, BLOCKS = (16, 64, 256, 1024, 4096, 10_000), (1, 7, 30), (60.0, 300.0)  # of the model
 REGROUP = 0.001  # seconds for each worker
@@ -47,34 +61,54 @@ Rows = dict[str, dict[str, Any]]
 
 
 def main() -> None:
-    args = pages.parser(__doc__, data="tinyshakespeare.txt.xz").parse_args()
+    parser = pages.parser(__doc__, data="tinyshakespeare.txt.xz")
+    parser.add_argument("--part", type=int, choices=(1, 2), default=1)
+    args = parser.parse_args()
     if args.draw:
         draw(pages.read("blocks-faults"))
-        return
-    plan, intervals = (QUICK, (5.0,)) if args.quick else (FULL, (30.0, 15.0))
-    plans = {NONE: plan, **{f"every {s:g} s": replace(plan, interval=s) for s in intervals}}
-    if not args.quick:
-        plans[AGAIN] = replace(plan, seed=1)
-    conditions = {**pages.conditions(), "cores": os.cpu_count(), "plan": asdict(plan)}
-    rows = run(plans, args.data)
-    print(table(rows), spent(rows), sep="\n\n")
-    result = {**conditions, "rows": rows}
-    if not args.quick:
+    elif args.quick:
+        rows = run({NONE: QUICK, "every 5 s": replace(QUICK, interval=5.0)}, args.data)
+        print(table(rows), spent(rows), sep="\n\n")
+        say_unsound(rows)
+    elif args.part == 1:
+        plans = {f"every {s:g} s": replace(FULL, interval=s) for s in (30.0, 15.0)}
+        plans = {NONE: FULL, **plans, AGAIN: replace(FULL, seed=1)}
+        conditions = {**pages.conditions(), "cores": os.cpu_count(), "plan": asdict(FULL)}
         more = {NONE: SIXTEEN, "every 30 s": replace(SIXTEEN, interval=30.0)}
-        result["sixteen"] = run(more, args.data)
+        attacks = pages.read("blocks-faults").get("attacks", {})
+        rows, sixteen = run(plans, args.data), run(more, args.data)
+        result = {**conditions, "rows": rows, "sixteen": sixteen, "attacks": attacks}
         pages.store("blocks-faults", result)
         draw(result)
+        say_unsound({**rows, **sixteen})
+    else:
+        result = pages.read("blocks-faults")
+        bases = {8: result["rows"][NONE], 16: result["sixteen"][NONE]}
+        result["attacks"] = {f"{next(iter(ATTACKS))}, 1": result["rows"]["every 15 s"]}
+        for seed in range(TIMES):
+            for name, plan in ATTACKS.items():
+                if (number := f"{name}, {seed + 1}") in result["attacks"]:
+                    continue  # part 1 had it
+                plans = {number: replace(plan, seed=seed)}
+                result["attacks"] |= run(plans, args.data, bases[plan.workers]["usual"])
+                pages.store("blocks-faults", result)
+                print(attacked(result), flush=True)
+        draw(result)
+        say_unsound(result["attacks"])
+
+
+def say_unsound(rows: Rows) -> None:
     if wrong := [name for name, row in rows.items() if not is_sound(row)]:
         raise SystemExit(f"workers differ, work is lost or the exit code is not 0: {wrong}")
 
 
-def run(plans: dict[str, Plan], data: Path) -> Rows:
+def run(plans: dict[str, Plan], data: Path, usual: float = 0.0) -> Rows:
+    """Run all plans; without a `usual` time of a block, the first shows it."""
     rows: Rows = {}
     for name, plan in plans.items():
         print(f"{name}: {plan.workers} workers, {plan.steps} steps", flush=True)
         trial = harm.run(plan, data)
-        if not rows:  # the first shows how long a block takes without faults
-            usual = usual_block(kept_rounds(trial.log), plan.every)
+        usual = usual or usual_block(kept_rounds(trial.log), plan.every)
         rows[name] = {"usual": usual, **tally(trial, usual)}
     return rows
 
@@ -141,6 +175,7 @@ def tally(trial: Trial, usual: float) -> dict[str, Any]:
         "seconds": seconds,
         "rounds": len(held),
         "rate": sum(m.length * len(m.counted) for m in held[1:]) / seconds,
+        "allowed": harm.allowed(trial.plan, trial.faults, held[-1].time, seconds),
         "missing": missing(held, trial.faults, trial.plan.workers),
         "compared": sum(line["event"] != "loss" for line in log),
         "differing": differing(log),
@@ -171,7 +206,7 @@ def missing(held: list[KeptRound], faults: list[Fault], workers: int) -> float:
             since = held[max(before[-1] - 1, 0)].time if before else 0.0
             later = (m.time for m in held[place:] if number in m.counted)
             until = next(later, float("inf"))
-            if not any(f.number == number and since <= f.time <= until for f in faults):
+            if not any(number in f.numbers and since <= f.time <= until for f in faults):
                 found += kept.length / full
     return found
 
@@ -191,12 +226,12 @@ def delay(fault: Fault, held: list[KeptRound], usual: float) -> float | None:
 
 
 def back(fault: Fault, held: list[KeptRound]) -> float | None:
-    """Return the seconds until the worker counts again, if it has missed a round."""
+    """Return the seconds until all its workers count again, if one has missed a round."""
     after = [m for m in held if m.time > fault.time]
-    missed = next((p for p, m in enumerate(after) if fault.number not in m.counted), None)
+    missed = next((p for p, m in enumerate(after) if not fault.numbers <= m.counted), None)
     if missed is None:
         return None
-    counts = (m.time for m in after[missed:] if fault.number in m.counted)
+    counts = (m.time for m in after[missed:] if fault.numbers <= m.counted)
     until = next(counts, None)
     return None if until is None else until - fault.time
 
@@ -210,10 +245,11 @@ def _known(values: list[float | None]) -> list[float]:
 
 def table(rows: Rows) -> str:
     """One column for each run."""
+    base = next(iter(rows.values()))
     lines: dict[str, Any] = {
         "killed, stopped": lambda r: f"{r['kill']['count']}, {r['stop']['count']}",
         "worker-steps that count, a second": lambda r: f"{r['rate']:.1f}",
-        "throughput kept, %": lambda r: f"{100 * r['rate'] / rows[NONE]['rate']:.1f}",
+        "throughput kept, %": lambda r: f"{100 * r['rate'] / base['rate']:.1f}",
         "sync rounds kept": lambda r: r["rounds"],
         "survivors' blocks missing": lambda r: f"{r['missing']:.0f}",
         "delay after a kill, s": lambda r: _spread(r["kill"]["delays"]),
@@ -227,6 +263,23 @@ def table(rows: Rows) -> str:
     }
     cells = ([what, *map(form, rows.values())] for what, form in lines.items())
     return pages.table(" | ".join(["", *rows]), cells)
+
+
+def attacked(result: dict[str, Any]) -> str:
+    """A line for each attack: what is kept of what its faults allow."""
+    cells = []
+    for name, row in result["attacks"].items():
+        few = ATTACKS[name.rpartition(",")[0]].workers == FULL.workers
+        base = result["rows" if few else "sixteen"][NONE]["rate"]
+        count = ", ".join(f"{row[kind]['count']}" for kind in KINDS)
+        kept = row["rate"] / base
+        of_these = [100 * kept, 100 * row["allowed"], 100 * kept / row["allowed"]]
+        lost = f"{row['missing']:.0f}, {row['differing']}"
+        back = [median(row[kind]["back"]) if row[kind]["back"] else 0.0 for kind in KINDS]
+        back = ", ".join(f"{seconds:.1f}" for seconds in back)
+        cells.append([name, count, *(f"{share:.1f}" for share in of_these), back, lost])
+    head = "run | kills, stops, cuts | kept, % | allowed, % | kept of allowed, % | back after, s"
+    return pages.table(f"{head} | survivors' blocks missing, rounds that differ", cells)
 
 
 def spent(rows: Rows) -> str:
@@ -272,7 +325,7 @@ def verdict(rows: Rows) -> str:
 def modelled(rows: Rows, workers: int, name: str) -> tuple[float, float]:
     """The share of the throughput that a run has kept, and that its model keeps, in percent."""
     row, usual = rows[name], rows[NONE]["usual"]
-    kinds = [model.Recoveries.of(row[kind], usual) for kind in KINDS]
+    kinds = [model.Recoveries.of(row[kind], usual) for kind in OF_ONE]
     shares = (
         model.kept(workers, usual, row["interval"], kinds, rounds=row["rounds"], seed=seed)
         for seed in range(50)
@@ -288,7 +341,7 @@ def larger(result: dict[str, Any]) -> dict[str, str]:
     apart = max(abs(ran - told) for _, _, ran, told in shares)
     assert apart <= AGREES, f"the model is {apart:.1f} points off"
     row, usual = result["rows"]["every 30 s"], result["rows"][NONE]["usual"]
-    kinds = [model.Recoveries.of(row[kind], usual) for kind in KINDS]
+    kinds = [model.Recoveries.of(row[kind], usual) for kind in OF_ONE]
     cells = []
     for block in BLOCKS:
         for days in DAYS:
@@ -342,6 +395,20 @@ Where the time of all workers went, from the start of their processes to their l
 - **States** are SHA-1 sums of the anchor and the outer momentum, logged after each round.
 - "{again}" differs from the first run by chance only.
 
+## What the faults allow
+
+A worker that is killed has to be away for a moment, and one that is stopped or cut off for as long
+as that lasts. Allowed are {restart:g} s for each kill and stop, and the length of each stop and cut
+({asleep:g} s). `python benchmarks/blocks_faults.py --data FOLDER --part 2`, {times} runs each,
+kept in percent of the throughput without faults; 16 workers are on two hosts (network namespaces),
+10 and 6, a sync round needs 9 of them (`--quorum 9`), a block is {sixteen_every} steps of
+{sixteen_pace:g} s, and a cut drops all packets between the hosts. "Back after" is the median from a
+fault to the end of the first block that all its workers contribute:
+
+{attacked}
+
+{attacks_spent}
+
 ## Thousands of workers
 
 A model of discrete events takes from the runs how long a fault delays the others, and how long
@@ -350,7 +417,8 @@ percent, in the runs and in the model (mean of 50 seeds; at most {apart} points 
 
 {beside}
 
-The run with 16 workers has steps of 0.3 s, so that the cores suffice.
+The run with 16 workers has blocks of {sixteen_every} steps of {sixteen_pace:g} s, so that the cores
+suffice.
 
 **Simulated** with the recoveries of 8 workers and a fault every 30 s: throughput kept, in
 percent, of crews in which each worker is killed or stopped once in so many days. Each round in
@@ -372,6 +440,9 @@ def draw(result: dict[str, Any]) -> None:
     parts = {"verdict": verdict(rows), "table": table(rows), "again": AGAIN, "spent": spent(rows)}
     parts = {**plan, **measured, **parts, "pace_ms": 1e3 * plan["pace"]}
     parts |= {**larger(result), "regroup_ms": 1e3 * REGROUP}
+    parts |= {"attacked": attacked(result), "attacks_spent": spent(result["attacks"])}
+    parts |= {"restart": harm.RESTART, "times": TIMES, "sixteen_pace": SIXTEEN.pace}
+    parts["sixteen_every"] = SIXTEEN.every
     pages.write("blocks-faults", PAGE, result, **parts)
 
 

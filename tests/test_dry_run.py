@@ -86,6 +86,7 @@ def test_data_parallel_ranks_that_are_all_alike_train_as_one(size):
             train(model, optimizer)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("rule", [None, "AdaScale", "AdamScale"])
 @pytest.mark.parametrize("size", [8, 1024])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
@@ -109,6 +110,7 @@ PARTS = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.filterwarnings("ignore:in the first block all")
 @pytest.mark.parametrize("part", PARTS)
 def test_every_part_runs_among_a_thousand_and_as_the_last_of_them(part):
@@ -121,6 +123,7 @@ def test_every_part_runs_among_a_thousand_and_as_the_last_of_them(part):
     assert not dist.is_initialized()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_a_save_sends_one_receipt_and_leaves_nothing(level, tmp_path):
     for rank in (0, 999):

@@ -124,6 +124,7 @@ WRAPS = {
 ONE_WORKER_SHOWS = ("FSDP in bfloat16", "FSDP of float32 inputs")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("workers", "wrap"),
     [
@@ -242,7 +243,7 @@ HUGGING_FACE = {
 }
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("wrap", HUGGING_FACE)
 @pytest.mark.parametrize("reentrant", [None, True, False])

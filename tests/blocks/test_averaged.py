@@ -31,7 +31,7 @@ def train(module, optimizer, steps, seed):
         optimizer.step()
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("workers", [2, 3])

@@ -77,6 +77,7 @@ def run(name, options, every, steps, **more):
     return torch.stack(seen)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("workers", "more"),
     [
@@ -528,7 +529,7 @@ def continued(name, kill_at, steps, options, workers_after=None):
     return flat_of(params)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "options",
     [

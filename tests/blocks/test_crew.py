@@ -509,9 +509,9 @@ def test_a_connection_that_the_other_side_ends_while_it_is_given_up(monkeypatch)
         return ends
 
     transports = _transport.GlooTransport.__new__(_transport.GlooTransport)
-    transports._endpoints = {_transport._endpoints_of(end) for end in ours}
-    looked = _transport._endpoints_of
-    monkeypatch.setattr(_transport, "_endpoints_of", look)
+    transports._endpoints = {_transport.endpoints_of(end) for end in ours}
+    looked = _transport.endpoints_of
+    monkeypatch.setattr(_transport, "endpoints_of", look)
     transports.abort()
     for end in ours:
         with pytest.raises(OSError), closing(end):

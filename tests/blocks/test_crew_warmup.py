@@ -206,6 +206,7 @@ def come_after_step(step, folder):
     return harm
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SHARED)
 def test_one_that_comes_after_the_last_step_of_a_warm_up_takes_part_in_the_round_that_ends_it(
     store, tmp_path, name
@@ -313,7 +314,7 @@ def synchronize_at(step):
     return before_step
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("name", EACH)
 def test_the_round_that_ends_a_warm_up_is_repeated_when_a_member_dies_and_another_comes(

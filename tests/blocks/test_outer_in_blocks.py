@@ -65,6 +65,7 @@ class Run:
         ]
 
 
+@pytest.mark.few(3)
 @contract
 def test_blocks_equal_the_plain_loop(name):
     def all_cases():
@@ -80,6 +81,7 @@ def test_blocks_equal_the_plain_loop(name):
             )
 
 
+@pytest.mark.few(3)
 @contract
 def test_a_state_dict_continues_bitwise_in_mid_block(name):
     def go():

@@ -5,15 +5,17 @@ half with the quorum goes on, the other one waits and comes back, in the same pr
 sample is committed once, and no two workers ever differ.
 """
 
+import socket
 import time
 
 import pytest
 
 import manyhands as mh
-from helpers.crew_workers import Store
+from helpers.crew_workers import SECRET, Store
 from helpers.data_workers import DataWorkers
 from helpers.networks import Networks, NoNetworks
 from manyhands.blocks.crew import _crew, _roster, _store
+from manyhands.blocks.crew._sockets import TCP_RTO_MAX_MS
 
 pytestmark = pytest.mark.long
 
@@ -101,6 +103,27 @@ def test_nobody_goes_on_without_the_quorum_and_nothing_is_lost(networks, tmp_pat
         workers.finish(timeout=90)
         workers.each_sample_once()
         assert set(workers.incarnations.values()) == {1}
+
+
+def test_a_call_to_the_store_ends_soon_after_the_line_is_mended(networks, monkeypatch):
+    """By itself TCP sends again about 6.5 and 13 s after the cut."""
+    with socket.socket() as end:
+        try:
+            end.getsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS)
+        except OSError:
+            pytest.skip("this Linux has no TCP_RTO_MAX_MS: 6.15 or later has")
+    monkeypatch.setattr(_store, "STORE_TIMEOUT", 30.0)
+    with Store(networks.address("store")) as store:
+        with networks.inside("far"):
+            client = _store.StoreClient(store.address, 0.2, _store.Signer(SECRET))
+        client.start_heartbeat("heartbeat")
+        networks.drop("far")
+        time.sleep(8.0)
+        networks.mend("far")
+        began = time.monotonic()
+        client.fetch("key")
+        assert time.monotonic() - began < 2.0
+        client.close()
 
 
 def test_one_that_is_cut_off_as_it_finishes_waits_and_leaves_with_the_others(networks, tmp_path):

@@ -53,6 +53,7 @@ def test_each_line_stands_behind_its_workers_number_and_arguments_pass_through(t
     assert sorted(command.err.read_text().splitlines()) == ["[0] 3 90", "[1] 3 90"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("instead", "said"),
     [
@@ -250,12 +251,12 @@ def test_a_worker_that_is_refused_is_not_started_again_and_the_run_has_not_ended
 LISTENERS = """
     import os, torch
     import torch.distributed as dist
-    from manyhands.blocks.crew._transport import _internet_sockets
+    from manyhands.blocks.crew._sockets import internet_sockets
     dist.init_process_group("gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
     found = set()
-    for end in _internet_sockets():
+    for end in internet_sockets():
         if end.getsockopt(1, 30):  # SOL_SOCKET, SO_ACCEPTCONN
             found.add(end.getsockname()[0])
         end.close()

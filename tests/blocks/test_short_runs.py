@@ -12,6 +12,7 @@ DILOCO = {"kind": "DiLoCo", "lr": 0.7, "momentum": 0.9}
 NESTEROV = BlockMomentum(0.7, 0.9, nesterov=True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("every", "warmup", "outer", "method"),
     [

@@ -151,7 +151,7 @@ def test_muon_and_adamw_in_blocks_equal_the_plain_loop(wrap):
         torch.testing.assert_close(ours, plain[:, rank], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("wrap", [in_one_list, each_by_itself])
 @pytest.mark.parametrize("codec", CODECS)
 def test_with_every_codec_fragments_and_a_warmup_all_workers_end_equal(codec, wrap):

@@ -99,6 +99,7 @@ def sharded_losses(make_optimizer, level):
     return train(model, optimizers, rank=dist.get_rank(), workers=dist.get_world_size())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw, muon_and_adamw])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_level_trains_as_the_plain_loop(workers, make_optimizer):
@@ -307,6 +308,7 @@ TORCHS = [
 OFTEN = ("SGD", "AdamW", "Adafactor", "Muon")  # the others in the long tests only
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=() if k.__name__ in OFTEN else pytest.mark.long) for k in TORCHS]
 )

@@ -49,6 +49,7 @@ def train(kind, inner, passes, call, scale=None):
     return {"params": params, "gains": gains, "scales": scales, "progress": rule.progress}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("call", ["rule", "optimizer"])
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def begun(workers, passes):
     return on(workers, passes, 5)
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("saved_on", SIZES)
 @pytest.mark.parametrize("loaded_on", SIZES)
 def test_a_run_goes_on_with_another_number_of_workers(saved_on, loaded_on, tmp_path):

@@ -138,6 +138,7 @@ def plain(rule, optimizer, setup):
     return oracle
 
 
+@pytest.mark.few(27)
 @contract
 def test_training_is_the_plain_run_with_the_rules_learning_rate(rule, optimizer, setup):
     ours = [worker[optimizer] for worker in results(rule, setup)]

@@ -113,7 +113,7 @@ def run(rule, passes, **options):
     }
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("debias", [True, False])
 @pytest.mark.parametrize(("workers", "passes"), [(1, 2), (2, 1), (2, 2), (3, 1)])
 @pytest.mark.parametrize("rule", RULES)

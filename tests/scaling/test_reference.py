@@ -135,6 +135,7 @@ def on_ranks(case, fn):
     return run_ranks(n, fn, case)[0] if n > 1 else fn(case)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", NOISE["expect"]["adaptdl"])
 def test_the_noise_the_gain_and_the_training_are_adaptdls(name):
     case, expected = CASES[name], NOISE["expect"]["adaptdl"][name]
@@ -200,6 +201,7 @@ FAIRSCALE = [
 ]
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(("table", "name"), FAIRSCALE)
 def test_with_its_floors_the_numbers_are_fairscales(table, name, monkeypatch):
     monkeypatch.setattr(_noise, "estimate", floored_estimate)

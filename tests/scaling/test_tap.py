@@ -366,7 +366,7 @@ def statistics_under_ddp(options, passes, use_no_sync, set_to_none):
     return list(optimizer.noise.raw_sqr)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize(("passes", "use_no_sync"), [(1, True), (3, True), (3, False)])
 @pytest.mark.parametrize("options", DDP.values(), ids=DDP.keys())

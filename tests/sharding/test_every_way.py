@@ -85,7 +85,7 @@ def assert_near(ranks, expected):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @any_optimizer
 @contract
 @pytest.mark.parametrize(("passes", "clip"), [(1, None), (2, None), (1, 0.3)])
@@ -96,7 +96,7 @@ def test_training_is_the_plain_run(way, kind, passes, clip):
     assert_near(run_ranks(ranks_of(way), go), go())
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @any_optimizer
 @contract
 def test_a_rule_takes_the_steps_that_it_takes_under_ddp(way, kind):
@@ -111,6 +111,7 @@ def test_a_rule_takes_the_steps_that_it_takes_under_ddp(way, kind):
         torch.testing.assert_close(mine, under_ddp[0], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.few(4)
 @contract
 def test_all_ranks_skip_the_step_that_overflows_on_one(way):
     def go(kind=mh.ShardedGradScaler):
@@ -123,7 +124,7 @@ def test_all_ranks_skip_the_step_that_overflows_on_one(way):
     assert_near(run_ranks(ranks_of(way), go), expected)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @any_optimizer
 @contract
 def test_a_run_goes_on_plain_and_the_other_way_round(way, kind, tmp_path):
@@ -145,6 +146,7 @@ def test_a_run_goes_on_plain_and_the_other_way_round(way, kind, tmp_path):
     assert_near(run_ranks(ranks, go, load=tmp_path / "plain"), whole)
 
 
+@pytest.mark.few(3)
 @in_one_dimension
 def test_two_sharded_workers_train_in_blocks(way):
     """Two ranks shard a worker, and two workers average their parameters every other step."""

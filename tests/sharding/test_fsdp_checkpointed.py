@@ -125,6 +125,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("layout", "check", "times"), EVERY)
 def test_a_wrap_that_runs_several_times_under_checkpoints(layout, check, times):
     compare(layout, check, times)

@@ -63,6 +63,7 @@ def casts(model, dtype, workers, reduce=None):
     return [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("fp32", [True, False])
 @pytest.mark.parametrize("wrap", [one_wrap, nested])
 @pytest.mark.parametrize("workers", [1, 2])

@@ -97,6 +97,7 @@ def test_buffer_sizes_change_no_number(build):
         assert_same([r[i] for r in ranks], list(expected.parameters()))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("options", "wire"),
     [
@@ -248,6 +249,7 @@ def test_ranks_may_use_different_parameters_in_a_step():
     assert_same(ranks, run(plain, None))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("build", [adamw, muon_and_adamw])
 @pytest.mark.parametrize("clear_by", ["optimizer", "inner module"])
 def test_a_rank_without_data_joins_in_with_nothing(build, clear_by):

@@ -107,6 +107,7 @@ def flat(state):
     return {name: value.flatten().tolist() for name, value in state.items()}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "workers", [1, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 5))]
 )

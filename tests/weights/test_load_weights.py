@@ -62,6 +62,7 @@ def write(kind, folder):
 KINDS = ("state.pt", "one.safetensors", "torch folder", "folder")
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("level", [*LEVELS, "fully_shard"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_file_at_every_level(kind, level, tmp_path):

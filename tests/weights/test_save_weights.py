@@ -37,6 +37,7 @@ def read(folder):
     return found
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("level", [*LEVELS, "fully_shard"])
 def test_a_folder_has_the_plain_model_at_every_level(level, ranks, tmp_path):

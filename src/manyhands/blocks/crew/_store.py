@@ -65,6 +65,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -73,6 +74,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from manyhands.blocks.crew._roster import WATCHED, Member, Roster
+from manyhands.blocks.crew._sockets import endpoints_of, internet_sockets, resend_often
 from manyhands.errors import StoreLost
 
 SECRET_VARIABLE = "MANYHANDS_SECRET"
@@ -308,9 +310,14 @@ def connect_to_store(store: str) -> TCPStore:
     host, port = parse_address(store)
     timeout = timedelta(seconds=STORE_TIMEOUT)
     try:
-        return TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+        client = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
     except dist.DistError as error:
         raise OSError(f"no process answers there ({error})") from error
+    for end in internet_sockets():
+        with closing(end):
+            if (endpoints := endpoints_of(end)) is not None and endpoints[1][1] == port:
+                resend_often(end)
+    return client
 
 
 def serve_store(host: str, port: int = 0) -> tuple[TCPStore, str]:
@@ -318,6 +325,7 @@ def serve_store(host: str, port: int = 0) -> tuple[TCPStore, str]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # By itself TCPStore would listen on all interfaces. So it gets a socket that already listens.
     listening = socket.create_server((host, port), family=family, backlog=1024)
+    resend_often(listening)  # and with it what it accepts
     port = listening.getsockname()[1]
     store = TCPStore(
         host,

@@ -18,7 +18,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from datetime import timedelta
 
@@ -26,6 +25,13 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from manyhands._core.groups import group_closer, make_gloo, open_pairs
+from manyhands.blocks.crew._sockets import (
+    Endpoints,
+    connected_endpoints,
+    endpoints_of,
+    internet_sockets,
+    listening_ports,
+)
 from manyhands.blocks.crew._store import UNSIGNED, Signer, connect_to_store, parse_address
 
 # Seconds between two checks of something that is waited for: at first, and in a long wait.
@@ -118,10 +124,6 @@ class SignedStore(Store):
         return found
 
 
-Address = tuple[str, int]  # host and port
-Endpoints = tuple[Address, Address]  # of a connected socket: its own, and the other side's
-
-
 class GlooTransport:
     """A gloo group, connected on a thread of its own because it waits for all the other members."""
 
@@ -149,9 +151,9 @@ class GlooTransport:
     def abort(self) -> None:
         """Make every message that waits in the group fail, here and at the other end."""
         self._aborted = True
-        for end in _internet_sockets():
+        for end in internet_sockets():
             with closing(end):
-                if _endpoints_of(end) in self._endpoints:
+                if endpoints_of(end) in self._endpoints:
                     with suppress(OSError):  # the other side has closed it since
                         # Not close(): gloo owns the descriptor, and still waits on it.
                         end.shutdown(socket.SHUT_RDWR)
@@ -176,19 +178,19 @@ class GlooTransport:
             seconds = min(timeout, CONNECT_TIMEOUT)
             store = SignedStore(client, prefix, connection.signer, seconds)
             # Compare the process's sockets before and after, to find which ones gloo has opened.
-            ports_before, endpoints_before = set(_listening_ports()), set(_connected_endpoints())
+            ports_before, endpoints_before = set(listening_ports()), set(connected_endpoints())
             group = make_gloo(
                 store, rank, size, timedelta(seconds=seconds), own_address(connection.store)
             )
             # Other threads may open a listening port meanwhile. One more port here does no harm.
-            new_ports = [port for port in _listening_ports() if port not in ports_before]
+            new_ports = [port for port in listening_ports() if port not in ports_before]
             ports = set(store.exchange(rank, size, new_ports))
             open_pairs(group, rank, size)  # returns when all members have connected
             group._set_default_timeout(timedelta(seconds=timeout))
             # A connection of the group is new, and has a member's listening port at one end.
             self._endpoints = {
                 ends
-                for ends in _connected_endpoints()
+                for ends in connected_endpoints()
                 if ends not in endpoints_before and not ports.isdisjoint((ends[0][1], ends[1][1]))
             }
             connection.put_back(client)
@@ -207,47 +209,3 @@ def own_address(store: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(there)  # a datagram socket only picks a route: nothing is sent
         return str(probe.getsockname()[0])
-
-
-def _internet_sockets() -> Iterator[socket.socket]:
-    """Yield the process's internet sockets, each under a second descriptor: close it."""
-    for name in os.listdir("/dev/fd"):
-        try:
-            descriptor = os.dup(int(name))
-        except OSError:  # closed since the listing
-            continue
-        try:
-            found = socket.socket(fileno=descriptor)
-        except OSError:  # a file, not a socket
-            os.close(descriptor)
-            continue
-        if found.family in (socket.AF_INET, socket.AF_INET6):
-            yield found
-        else:
-            found.close()
-
-
-def _endpoints_of(end: socket.socket) -> Endpoints | None:
-    """Return both addresses of a connection; None of a socket that is not connected."""
-    try:
-        return end.getsockname()[:2], end.getpeername()[:2]  # without IPv6's flow and scope
-    except OSError:  # not connected
-        return None
-
-
-def _listening_ports() -> list[int]:
-    """Return the ports on which this process listens."""
-    ports = []
-    for end in _internet_sockets():
-        with closing(end):
-            if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                ports.append(int(end.getsockname()[1]))
-    return ports
-
-
-def _connected_endpoints() -> Iterator[Endpoints]:
-    """Yield the two endpoints of each connection of this process."""
-    for end in _internet_sockets():
-        with closing(end):
-            if (endpoints := _endpoints_of(end)) is not None:
-                yield endpoints
