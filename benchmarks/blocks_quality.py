@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -178,9 +178,11 @@ def told(points: list[float]) -> str:
     return f"{medians} ({sum(x <= 1 for x in points)})"
 
 
-def short_table(rows: list[dict[str, Any]], rate: float, base: float) -> str:
+def short_table(
+    rows: list[dict[str, Any]], rate: float, base: float, names: Iterable[str] = STEPS
+) -> str:
     cells = []
-    for name, share in product(STEPS, SHARES):
+    for name, share in product(names, SHARES):
         if f"{name}/5/{share}" in settings(400, rate):
             each = [lost(rows, rate, base, f"{name}/{rounds}/{share}") for rounds in ROUNDS]
             cells.append([name, f"{share} %", *map(told, each)])
@@ -249,8 +251,8 @@ def draw(found: list[dict[str, Any]]) -> None:
     parts["tables"] = "\n\n".join(table(name, found) for name in TABLES)
     rows = pages.read_rows(SHORT_RESULTS)
     parts["short_seeds"] = len({row["seed"] for row in rows})
-    for name, rate, base in (("short", 1, 1), ("quarter", 0.25, 1), ("own", 0.25, 0.25)):
-        parts[name] = short_table(rows, rate, base)
+    parts |= {"short": short_table(rows, 1, 1), "quarter": short_table(rows, 0.25, 1)}
+    parts["own"] = short_table(rows, 0.25, 0.25, ["DiLoCo (1, 0.8)"])
     pages.write("blocks-quality", PAGE, verdicts="\n".join(verdicts(found)), **parts)
 
 
