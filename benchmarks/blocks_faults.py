@@ -68,7 +68,7 @@ def main() -> None:
         draw(pages.read("blocks-faults"))
     elif args.quick:
         rows = run({NONE: QUICK, "every 5 s": replace(QUICK, interval=5.0)}, args.data)
-        print(table(rows), spent(rows), sep="\n\n")
+        print(table(rows), spent({name: [row] for name, row in rows.items()}), sep="\n\n")
         say_unsound(rows)
     elif args.part == 1:
         plans = {f"every {s:g} s": replace(FULL, interval=s) for s in (30.0, 15.0)}
@@ -266,26 +266,33 @@ def table(rows: Rows) -> str:
 
 
 def attacked(result: dict[str, Any]) -> str:
-    """A line for each attack: what is kept of what its faults allow."""
+    """A line for each attack, with the shares of all its runs."""
     cells = []
-    for name, row in result["attacks"].items():
-        few = ATTACKS[name.rpartition(",")[0]].workers == FULL.workers
-        base = result["rows" if few else "sixteen"][NONE]["rate"]
-        count = ", ".join(f"{row[kind]['count']}" for kind in KINDS)
-        kept = row["rate"] / base
-        of_these = [100 * kept, 100 * row["allowed"], 100 * kept / row["allowed"]]
-        lost = f"{row['missing']:.0f}, {row['differing']}"
-        back = [median(row[kind]["back"]) if row[kind]["back"] else 0.0 for kind in KINDS]
-        back = ", ".join(f"{seconds:.1f}" for seconds in back)
-        cells.append([name, count, *(f"{share:.1f}" for share in of_these), back, lost])
-    head = "run | kills, stops, cuts | kept, % | allowed, % | kept of allowed, % | back after, s"
+    for name, plan in ATTACKS.items():
+        rows = runs_of(name, result)
+        base = result["rows" if plan.workers == FULL.workers else "sixteen"][NONE]["rate"]
+        kept = [row["rate"] / base for row in rows]
+        allowed = [row["allowed"] for row in rows]
+        of_allowed = [a / b for a, b in zip(kept, allowed, strict=True)]
+        shares = (", ".join(f"{100 * x:.1f}" for x in each) for each in (kept, allowed, of_allowed))
+        times = {kind: [s for row in rows for s in row[kind]["back"]] for kind in KINDS}
+        back = ", ".join(f"{median(each):.1f}" for each in times.values() if each)
+        count = ", ".join(str(sum(row[kind]["count"] for row in rows)) for kind in times)
+        wrong = f"{sum(r['missing'] for r in rows):.0f}, {sum(r['differing'] for r in rows)}"
+        cells.append([name, count, *shares, back, wrong])
+    head = "| kills, stops, cuts | kept, % | allowed, % | kept of allowed, % | back after, s"
     return pages.table(f"{head} | survivors' blocks missing, rounds that differ", cells)
 
 
-def spent(rows: Rows) -> str:
-    """What the seconds of all workers went into, in percent."""
+def runs_of(name: str, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the runs of one attack."""
+    return [row for run, row in result["attacks"].items() if run.startswith(f"{name},")]
+
+
+def spent(rows: dict[str, list[dict[str, Any]]]) -> str:
+    """What the seconds of all workers went into, in percent; of several runs, the mean."""
     cells = (
-        [what, *(f"{100 * row['spent'][cause]:.2f}" for row in rows.values())]
+        [what, *(f"{100 * fmean(r['spent'][cause] for r in each):.1f}" for each in rows.values())]
         for cause, what in CAUSES.items()
     )
     return pages.table(" | ".join(["% of all workers' seconds", *rows]), cells)
@@ -380,11 +387,6 @@ python benchmarks/blocks_faults.py --data FOLDER
 
 {table}
 
-Where the time of all workers went, from the start of their processes to their last step, as
-[`manyhands report`](../crew.md#what-one-death-costs) shows it for any crew:
-
-{spent}
-
 - **Throughput** is the number of worker-steps in the mean of a kept round, over the time from the
   first round to the last. Restarts are included.
 - Each step is padded by a sleep to {pace_ms:.0f} ms, so that a dead worker's share of the {cores}
@@ -399,15 +401,18 @@ Where the time of all workers went, from the start of their processes to their l
 
 A worker that is killed has to be away for a moment, and one that is stopped or cut off for as long
 as that lasts. Allowed are {restart:g} s for each kill and stop, and the length of each stop and cut
-({asleep:g} s). `python benchmarks/blocks_faults.py --data FOLDER --part 2`, {times} runs each,
-kept in percent of the throughput without faults; 16 workers are on two hosts (network namespaces),
+({asleep:g} s). `python benchmarks/blocks_faults.py --data FOLDER --part 2`, {times} runs each, in
+percent of the throughput without faults; 16 workers are on two hosts (network namespaces),
 10 and 6, a sync round needs 9 of them (`--quorum 9`), a block is {sixteen_every} steps of
 {sixteen_pace:g} s, and a cut drops all packets between the hosts. "Back after" is the median from a
 fault to the end of the first block that all its workers contribute:
 
 {attacked}
 
-{attacks_spent}
+Where the time of all workers went, from the start of their processes to their last step (means of
+the runs), as [`manyhands report`](../crew.md#what-one-death-costs) shows it for any crew:
+
+{spent}
 
 ## Thousands of workers
 
@@ -437,10 +442,12 @@ def draw(result: dict[str, Any]) -> None:
     rows, plan = result["rows"], result["plan"]
     base = rows[NONE]
     measured = {"minutes": base["seconds"] / 60, "usual": base["usual"], "used": base["cores"]}
-    parts = {"verdict": verdict(rows), "table": table(rows), "again": AGAIN, "spent": spent(rows)}
+    parts = {"verdict": verdict(rows), "table": table(rows), "again": AGAIN}
     parts = {**plan, **measured, **parts, "pace_ms": 1e3 * plan["pace"]}
     parts |= {**larger(result), "regroup_ms": 1e3 * REGROUP}
-    parts |= {"attacked": attacked(result), "attacks_spent": spent(result["attacks"])}
+    of_attacks = {name.replace("kill, ", ""): runs_of(name, result) for name in ATTACKS}
+    parts["spent"] = spent({NONE: [base], **{n: each for n, each in of_attacks.items() if each}})
+    parts["attacked"] = attacked(result)
     parts |= {"restart": harm.RESTART, "times": TIMES, "sixteen_pace": SIXTEEN.pace}
     parts["sixteen_every"] = SIXTEEN.every
     pages.write("blocks-faults", PAGE, result, **parts)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -162,14 +162,14 @@ def train_short(folder: Path, quick: bool) -> None:
             pages.add_row(SHORT_RESULTS, row)
 
 
-def lost(rows: list[dict[str, Any]], rate: float, base: float, name: str) -> list[float]:
-    """By how many points each task ends below synchronous training at the rate `base`."""
+def lost(rows: list[dict[str, Any]], rate: float, name: str) -> list[float]:
+    """By how many points each task ends below synchronous training at the tuned rate."""
     ends: defaultdict[Any, list[float]] = defaultdict(list)
     for row in rows:
         for each in (name, SYNCHRONOUS):
             ends[row["task"], row["rate"], each].append(row["points"].get(each))
     of = {key: statistics.mean(points) for key, points in ends.items() if None not in points}
-    return [of[t.name, base, SYNCHRONOUS] - of[t.name, rate, name] for t in SHORT]
+    return [of[t.name, 1, SYNCHRONOUS] - of[t.name, rate, name] for t in SHORT]
 
 
 def told(points: list[float]) -> str:
@@ -178,13 +178,11 @@ def told(points: list[float]) -> str:
     return f"{medians} ({sum(x <= 1 for x in points)})"
 
 
-def short_table(
-    rows: list[dict[str, Any]], rate: float, base: float, names: Iterable[str] = STEPS
-) -> str:
+def short_table(rows: list[dict[str, Any]], rate: float) -> str:
     cells = []
-    for name, share in product(names, SHARES):
+    for name, share in product(STEPS, SHARES):
         if f"{name}/5/{share}" in settings(400, rate):
-            each = [lost(rows, rate, base, f"{name}/{rounds}/{share}") for rounds in ROUNDS]
+            each = [lost(rows, rate, f"{name}/{rounds}/{share}") for rounds in ROUNDS]
             cells.append([name, f"{share} %", *map(told, each)])
     heads = " | ".join(f"{rounds} rounds" for rounds in ROUNDS)
     return pages.table(f"outer step | warm-up | {heads}", cells)
@@ -237,11 +235,6 @@ AdamW, of the five with SGD, and in brackets how many of the ten lose at most on
 **At a quarter of it**, against synchronous training at the whole rate:
 
 {quarter}
-
-At a quarter of it, against synchronous training at the same quarter: an outer momentum makes up for
-a learning rate that is too low.
-
-{own}
 """
 
 
@@ -251,8 +244,7 @@ def draw(found: list[dict[str, Any]]) -> None:
     parts["tables"] = "\n\n".join(table(name, found) for name in TABLES)
     rows = pages.read_rows(SHORT_RESULTS)
     parts["short_seeds"] = len({row["seed"] for row in rows})
-    parts |= {"short": short_table(rows, 1, 1), "quarter": short_table(rows, 0.25, 1)}
-    parts["own"] = short_table(rows, 0.25, 0.25, ["DiLoCo (1, 0.8)"])
+    parts |= {"short": short_table(rows, 1), "quarter": short_table(rows, 0.25)}
     pages.write("blocks-quality", PAGE, verdicts="\n".join(verdicts(found)), **parts)
 
 
