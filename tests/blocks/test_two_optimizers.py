@@ -5,6 +5,7 @@ They go into one list, or each into blocks of its own.
 
 import math
 import time
+from collections import defaultdict
 
 import pytest
 import torch
@@ -346,6 +347,33 @@ def test_schedulers_scalers_and_hooks_are_as_with_one_optimizer(make_schedulers)
     assert [group["lr"] for group in optimizer.param_groups] == [0.02 / 4] * 2
     torch.testing.assert_close(flat_of(ours), flat_of(plain))
     assert calls == ["before", "after"] * 2
+
+
+def test_a_list_has_what_trainers_set_and_hook():
+    model = Model()
+    inner = inner_optimizers(model)
+    optimizer = mh.DiLoCo(inner)
+    weight = next(p for p in inner[0].param_groups[0]["params"])
+    assert weight not in optimizer.state and optimizer.state[weight] == {}  # as a plain optimizer's
+    backward(model, 0, 1)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    assert float(weight.grad.abs().max()) == 0.0
+    kept = dict(optimizer.state)
+    optimizer.state = defaultdict(dict)
+    assert not inner[0].state and not inner[1].state
+    optimizer.state = kept
+    assert inner[0].state[weight] is kept[weight]
+    assert [len(each.state) for each in inner] == [2, len(kept) - 2]
+    optimizer.param_groups = [{**group, "lr": 0.5} for group in optimizer.param_groups]
+    assert [each.param_groups[0]["lr"] for each in inner] == [0.5, 0.5]
+    calls = []
+    optimizer.register_state_dict_pre_hook(lambda *_: calls.append("save"))
+    optimizer.register_state_dict_post_hook(lambda *_: calls.append("saved"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("load"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: calls.append("loaded"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["save", "saved", "load", "loaded"]
 
 
 # -- one list: saved, and continued ----------------------------------------------------------------

@@ -94,7 +94,7 @@ RULE = dict(  # a schedule and a clipping norm that follow the gain, as docs/sca
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
         schedule = mh.ProgressScheduler(schedule, optimizer, end=40)
     """,
-    clip="nn.utils.clip_grad_norm_(model.parameters(), 0.1 / optimizer.gain() ** 0.5)",
+    clip="nn.utils.clip_grad_norm_(model.parameters(), 0.1 / optimizer.gain(pg_idx=0) ** 0.5)",
     step="optimizer.step()\nschedule.step()",
 )
 
@@ -113,7 +113,7 @@ def test_rates_gains_and_schedules_of_a_scaling_rule_are_taken_as_they_are(steps
     [
         ("loss.backward()", "(loss / world).backward()", "constant factor"),
         ("weight_decay=0.01", "weight_decay=0.1 * world", "other update"),
-        ("/ optimizer.gain() ** 0.5", "/ world", "clipping norm"),
+        ("/ optimizer.gain(pg_idx=0) ** 0.5", "/ world", "clipping norm"),
     ],
 )
 def test_bugs_beside_a_scaling_rule_are_found(right, wrong, cause, tmp_path):

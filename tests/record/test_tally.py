@@ -29,9 +29,9 @@ class Worker:
         self.time, self.closed = WorkerTime(), False
         self.begin(began, opened, **spent)
 
-    def begin(self, began, opened, **spent):
+    def begin(self, began, opened, rounds=0, **spent):
         self.time.take_header(header(began, opened))
-        self.values = {"time": 0.0, "rounds": 0, "own_steps": 0, "dropped": 0}
+        self.values = {"time": 0.0, "rounds": rounds, "own_steps": 0, "dropped": 0}
         self.spent = spent
 
     def step(self, number, seconds, rounds=0, dropped=0, **spent):
@@ -67,7 +67,7 @@ def test_every_cause_has_the_seconds_that_it_took():
     killed.step(3, 1.0)  # its last line, at 7.1
     steps(survivor, [3, 4], waiting=2.0, connecting=0.3, repeating=0.4)
     steps(stopped, [3, 4], waiting=1.5, connecting=0.3, repeating=0.4)
-    killed.begin(8.1, 11.1, joining=0.7, connecting=0.2)  # starting: 3.0 - 0.9
+    killed.begin(8.1, 11.1, rounds=2, joining=0.7, connecting=0.2)  # starting: 3.0 - 0.9
 
     steps(survivor, [5, 6], waiting=2.5, connecting=0.1, sync=0.3)
     steps(killed, [5, 6], sync=0.3)
@@ -129,6 +129,29 @@ def test_a_worker_that_never_comes_back_is_away_until_the_last_line_of_the_other
         "thrown_away": 1.0,
         "away": 3.0,
     }
+
+
+def test_a_run_that_was_interrupted_and_is_continued_later_had_nobody_away_meanwhile():
+    workers = [Worker(0.0, 1.0) for _ in range(2)]
+    for day in (0.0, 86_400.0):
+        for worker in workers:
+            if day:
+                worker.begin(day, day + 1.0, rounds=1)
+            steps(worker, [1, 2])
+    found = tally({str(n): worker.time for n, worker in enumerate(workers)})
+    assert nonzero(found.workers["0"]) == {"setup": 1.0, "useful": 4.0, "starting": 1.0}
+
+
+def test_a_worker_that_leaves_early_makes_nobody_lost():
+    """Lines are read between those of two workers, so one may be a round behind."""
+    workers = [Worker(0.0, 1.0) for _ in range(3)]
+    for worker in workers:
+        steps(worker, [1, 2])
+    workers[2].close()
+    for worker in workers[:2]:
+        steps(worker, [3, 4])
+    steps(workers[0], [5, 6])
+    assert not tally({str(n): worker.time for n, worker in enumerate(workers)}).has_faults
 
 
 def test_a_pause_that_is_noticed_one_line_late_is_not_counted_twice():

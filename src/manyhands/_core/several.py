@@ -10,6 +10,7 @@ There is nothing in it that is not in one of the optimizers.
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -39,6 +40,10 @@ class SeveralOptimizers(Optimizer):
         self.defaults = {}
         self._groups: list[ParamGroup] = []
         self._state = _StateOfSeveral(self.optimizers)
+        self._optimizer_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_state_dict_post_hooks = OrderedDict()
+        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_load_state_dict_post_hooks = OrderedDict()
 
     @property
     def names(self) -> list[str]:
@@ -59,13 +64,26 @@ class SeveralOptimizers(Optimizer):
     # An optimizer that loads a state has new groups. The list is always the same one: by that
     # `unwrap` knows that a layer shows the groups of the one inside.
     @property
-    def param_groups(self) -> list[ParamGroup]:  # type: ignore[override]
+    def param_groups(self) -> list[ParamGroup]:
         self._groups[:] = [group for each in self.optimizers for group in each.param_groups]
         return self._groups
 
-    @property
-    def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
+    @param_groups.setter
+    def param_groups(self, groups: Sequence[ParamGroup]) -> None:
+        groups = list(groups)
+        for each in self.optimizers:
+            count = len(each.param_groups)
+            each.param_groups, groups = groups[:count], groups[count:]
+
+    @property  # type: ignore[override]
+    def state(self) -> MutableMapping[Tensor, Any]:
         return self._state
+
+    @state.setter
+    def state(self, state: Mapping[Tensor, Any]) -> None:
+        for each in self.optimizers:
+            own = (p for group in each.param_groups for p in group["params"])
+            each.state = defaultdict(dict, {p: state[p] for p in own if p in state})
 
     # A hook is called once a step: before the first optimizer's, or after the last one's.
     @property
@@ -87,9 +105,9 @@ class SeveralOptimizers(Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined]  # torch must not run step hooks twice
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **named: Any) -> None:
         for each in self.optimizers:
-            each.zero_grad(set_to_none)
+            each.zero_grad(*args, **named)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         raise RuntimeError(
@@ -99,6 +117,8 @@ class SeveralOptimizers(Optimizer):
 
     def state_dict(self) -> StateDict:
         """Return the state dict of one optimizer that has all groups, and in "several" the rest."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         state: dict[object, object] = {}
         groups: list[ParamGroup] = []
         several: list[dict[str, object]] = []
@@ -112,10 +132,17 @@ class SeveralOptimizers(Optimizer):
             other = {k: v for k, v in own.items() if k not in ("state", "param_groups")}
             several.append({**described, "state": unnumbered, "other": other})
             first += count
-        return {"state": state, "param_groups": groups, SEVERAL: several}
+        found: StateDict = {"state": state, "param_groups": groups, SEVERAL: several}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, found)
+            found = found if changed is None else changed
+        return found
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load each optimizer's part. A state dict of other optimizers is refused before that."""
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         check_same_optimizers(self, state_dict)
         groups, first, parts = list(state_dict["param_groups"]), 0, []
         for each, saved in zip(self.optimizers, state_dict[SEVERAL], strict=True):
@@ -131,6 +158,8 @@ class SeveralOptimizers(Optimizer):
             first += count
         for each, part in zip(self.optimizers, parts, strict=True):
             each.load_state_dict(part)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def __repr__(self) -> str:
         return "\n".join(map(repr, self.optimizers))
@@ -147,21 +176,23 @@ class _StateOfSeveral(MutableMapping[Tensor, Any]):
         self._optimizers = optimizers
 
     def _with(self, param: Tensor) -> MutableMapping[Tensor, Any]:
-        """Return the state of the optimizer in which a parameter has some."""
+        """Return the state of the optimizer that has a parameter, or any state of it."""
         for each in self._optimizers:
             if param in each.state:
                 return each.state
+        for each in self._optimizers:
+            if any(param is own for group in each.param_groups for own in group["params"]):
+                return each.state
         raise KeyError(param)
+
+    def __contains__(self, param: object) -> bool:
+        return any(param in each.state for each in self._optimizers)
 
     def __getitem__(self, param: Tensor) -> Any:
         return self._with(param)[param]
 
     def __setitem__(self, param: Tensor, value: object) -> None:
-        for each in self._optimizers:
-            if any(param is own for group in each.param_groups for own in group["params"]):
-                each.state[param] = value
-                return
-        raise KeyError(param)
+        self._with(param)[param] = value
 
     def __delitem__(self, param: Tensor) -> None:
         del self._with(param)[param]

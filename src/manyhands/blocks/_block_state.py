@@ -10,7 +10,7 @@
                   still to be held, before anything else; a worker that joins meanwhile holds it too
     diverged      parameters may differ from the anchor
     just_joined   no step was taken since the state transfer, so there is nothing to contribute
-    newcomer      no round was held since the start, or since the state transfer
+    newcomer      no round was held since the start or the state transfer, and no state was loaded
     retry         fragments that the members synchronize as soon as they have regrouped: those of
                   an undone round, or those that `synchronize()` was about to send
     in_flight     rounds that were sent, and neither merged nor undone yet

@@ -186,9 +186,9 @@ class Recorder:
             self.place()  # notes whether Accelerate steps it
             step(*args, **named)
 
-    def _gain(self, read: Any, rule: Any, group: int | None = None) -> float:
-        self.now.gains[group] = gain = read(rule, group)
-        return self.theirs.gains.get(group, gain)
+    def _gain(self, read: Any, rule: Any, pg_idx: int | None = None) -> float:
+        self.now.gains[pg_idx] = gain = read(rule, pg_idx)
+        return self.theirs.gains.get(pg_idx, gain)
 
     def _new_optimizer(self, begin: Any, optimizer: Any, *args: Any, **named: Any) -> None:
         begin(optimizer, *args, **named)

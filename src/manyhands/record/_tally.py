@@ -15,7 +15,8 @@
     idle         waiting for slower members, in rounds that were kept
     thrown_away  steps that are in no mean
 
-The causes add up to the time from the start of each worker to its last step.
+The causes add up to the time from the start of each worker to its last step, less any time in which
+no worker was there.
 
 A worker counts the seconds that are no steps by itself (`crew_seconds` in its lines: sums since its
 process began, see blocks/crew/_spent.py). What is left of the time between two lines are steps.
@@ -23,8 +24,9 @@ They count with the next kept round, less those that `dropped` says were given u
 thrown away if the process ends before.
 
 A worker that was killed says nothing of it. It was away from its last line to the start of its next
-process, both by its host's clock (`opened` and `began` in the header). If there is no next process,
-and the others have held later rounds, it was away until their last line.
+process, both by its host's clock (`opened` and `began` in the header), as long as any other worker
+was there. If there is no next process, and the others have held later rounds, it was away until
+their last line.
 
 The last member to arrive at a round waits for the exchange only. What others wait longer is idle.
 
@@ -33,7 +35,7 @@ Arithmetic only. A record may come from a stranger, so each number is checked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,9 +63,15 @@ class WorkerTime:
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     rounds: int = 0  # that it has held, as it counts them
-    syncs: dict[int, float] = field(default_factory=dict)  # seconds of the round after a step
+    syncs: dict[int, float] = field(default_factory=dict)  # seconds of each round, by its number
     block: float = 0.0  # seconds of the steps since its last round
     end: float = 0.0  # the time of its last line
+    lives: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # of each process, to its last line
+    absences: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # after processes that were lost
     closed: bool = False
     in_crew: bool = False
     _replaces: bool = False  # whether this process is the successor of one that was lost
@@ -83,12 +91,13 @@ class WorkerTime:
         began = min(opened, _to_number(header.get("began")) or opened)
         self._replaces = self._opened is not None and not self.closed
         if self._replaces:
-            self.seconds["away"] += max(0.0, began - self.end)
+            self.absences.append((self.end, began))
         self.seconds["thrown_away" if self._replaces else "useful"] += self.block
         start = max(0.0, opened - max(began, self.end))
         self.seconds["starting" if self._replaces else "setup"] += start
         self.block, self._before, self.closed = 0.0, None, False
         self.end = self._opened = opened
+        self.lives.append((began, opened))
 
     def take(self, line: Mapping[str, Any]) -> None:
         """Take in a line of a step."""
@@ -98,7 +107,8 @@ class WorkerTime:
         if self._before is not None and (spent, line.get("rounds")) == self._known:
             time = _to_number(line["time"]) or 0.0  # inside a block: only time has passed
             self.block += time - self._before["time"]
-            self._before["time"], self.end = time, self._opened + time
+            self._before["time"] = time
+            self._live_until(self._opened + time)
             return
         self._known = (spent, line.get("rounds"))
         keys = ("time", "rounds", "own_steps", "dropped")
@@ -110,14 +120,18 @@ class WorkerTime:
         for cause in _COUNTED:
             self.seconds[cause] += more[cause]
         if more["sync"]:
-            step = line["step"]
-            self.syncs[step] = self.syncs.get(step, 0.0) + more["sync"]
+            number = int(now["rounds"])
+            self.syncs[number] = self.syncs.get(number, 0.0) + more["sync"]
         # A pause may be noticed after the line that it delayed: then it is in the next line.
         self.block += more["time"] - more["sync"] - sum(more[cause] for cause in _COUNTED)
         if more["rounds"]:
             self._end_block(now["own_steps"], now["dropped"])
             self.rounds = int(now["rounds"])
-        self.end = self._opened + now["time"]
+        self._live_until(self._opened + now["time"])
+
+    def _live_until(self, end: float) -> None:
+        self.end = end
+        self.lives[-1] = (self.lives[-1][0], end)
 
     def _before_first(self, now: Mapping[str, float]) -> dict[str, float]:
         """Return the numbers as they were when the record was opened, before its first line."""
@@ -174,24 +188,41 @@ def tally(times: Mapping[str, WorkerTime]) -> Tally:
     """Sum up the time of a crew, from what was read of each worker's record."""
     crew = {name: time for name, time in times.items() if time.in_crew}
     latest = max((time.end for time in crew.values()), default=0.0)
-    rounds = [time.rounds for time in crew.values()]
-    over = any(time.closed for time in crew.values())
+    newest = max((time.rounds for time in crew.values()), default=0)
+    over = any(time.closed and time.rounds == newest for time in crew.values())
     exchange: dict[int, float] = {}  # how long the last member to arrive has waited
     for time in crew.values():
-        for step, seconds in time.syncs.items():
-            exchange[step] = min(seconds, exchange.get(step, seconds))
+        for number, seconds in time.syncs.items():
+            exchange[number] = min(seconds, exchange.get(number, seconds))
+    there = _joined(life for time in crew.values() for life in time.lives)
     found: dict[str, dict[str, float]] = {}
     for name, time in crew.items():
         sums = dict(time.seconds)
-        useful = sum(exchange[step] for step in time.syncs)
+        useful = sum(exchange[number] for number in time.syncs)
         sums["idle"] += sum(time.syncs.values()) - useful
         sums["useful"] += useful
         # All living members have held the last round but one.
-        lost = not time.closed and max(rounds) > time.rounds + (not over)
+        lost = not time.closed and newest > time.rounds + (not over)
         sums["thrown_away" if lost else "useful"] += time.block
-        sums["away"] += (latest - time.end) * lost
+        absences = [*time.absences, *([(time.end, latest)] if lost else [])]
+        sums["away"] += sum(
+            max(0.0, min(end, until) - max(start, since))
+            for since, until in absences
+            for start, end in there
+        )
         found[name] = sums
     return Tally(found)
+
+
+def _joined(times: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return spans of time without overlap that cover the same."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(times):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
 
 
 def tally_faults(times: Mapping[Path, WorkerTime]) -> dict[Path, Tally]:

@@ -221,9 +221,10 @@ def _fault_tables(runs: list[Run]) -> str:
     """Return a table for each crew that lost a worker: what the time of each worker went into."""
     tables = []
     for folder, found in tally_faults({run.path: run.worker_time for run in runs}).items():
-        causes = [cause for cause, seconds in found.total.items() if seconds]
+        shares = found.shares()
+        causes = [cause for cause, share in shares.items() if share]
         headings = [f"time of the workers in {folder}", *(CAUSES[cause] for cause in causes)]
-        rows = [["all", *(f"{found.shares()[cause]:.1%}" for cause in causes)]]
+        rows = [["all", *(f"{shares[cause]:.1%}" for cause in causes)]]
         rows += [
             [name, *(_format_duration(seconds[cause]) for cause in causes)]
             for name, seconds in found.workers.items()

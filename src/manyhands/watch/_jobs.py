@@ -144,6 +144,11 @@ class WatchedJob:
 
     # -- reading -------------------------------------------------------------------------------
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is more in the record than was read."""
+        return bool(self._file.behind)
+
     def read(self, seconds: float = 0.2) -> None:
         """Take in what was added to the record, for about so many seconds at most."""
         restarts, size = self._file.restarts, self._file.size
@@ -415,7 +420,8 @@ class Jobs:
 
     def lost(self) -> dict[str, str]:
         """Return what the time of each crew went into, by folder, if it has lost any worker."""
-        if (began := time.monotonic()) >= self._count_again:
+        began = time.monotonic()
+        if began >= self._count_again and not any(job.is_behind for job in self.all):
             crews = tally_faults({job.path: job.worker_time for job in self.all})
             self._lost = {str(folder): str(found) for folder, found in crews.items()}
             # All rounds are counted each time: of a long run, not at every request.

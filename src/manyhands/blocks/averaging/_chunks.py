@@ -116,8 +116,8 @@ class AllReduceChunk:
 
         [ values: length | reports: workers × REPORT × PARTS ]
 
-    Of many chunks only the first and the last have them: the former's are needed to go on, and the
-    latter's have all squared lengths. All workers' in each would take longer than the values.
+    Of many chunks only the first and each optimizer's last have them: the former's are needed to go
+    on, the latter's have the squared lengths. All workers' in each would take longer than that.
 
     A worker fills in its own report and leaves the others' at zero, so the sum is everyone's
     reports. The tensor has the payload's type, and a report holds float64: each number is split

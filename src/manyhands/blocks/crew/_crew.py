@@ -357,8 +357,10 @@ class Crew:
         except StoreLost:
             return False  # the next round finds it lost, too
         behind = (m.id in roster.ids and m.version.steps < steps for m in roster.waiting)
-        self.regroup_due = roster.generation != self.generation or any(behind)
-        return self.regroup_due
+        if roster.generation == self.generation and not any(behind):
+            return False
+        self.regroup_due = True
+        return True
 
     def begin_blocks(self) -> None:
         """Forget how long rounds took: those of a warm-up come after each step."""

@@ -54,7 +54,7 @@ from manyhands.blocks.crew._transport import FIRST_PAUSE, next_pause, own_addres
 from manyhands.errors import CrewFinished, JoinRefused, StoreLost
 
 ANSWER = 2.0  # seconds in which a door must answer
-PAUSE = 0.2  # seconds until a door that could not accept a connection tries again
+PAUSE = 0.2  # seconds until a door tries again to accept, or one looks again which have answered
 START_PATIENCE = 30.0  # seconds that the first workers wait for the other expected ones
 log = logging.getLogger("manyhands")
 

@@ -68,8 +68,8 @@ SHORT_LIFE = 10.0  # seconds: a worker that lives no longer is restarted after a
 LONGEST_RESTART_PAUSE = 30.0  # seconds before a restart
 POLL = 0.05  # seconds between two looks at the processes
 FOR_DDP = (
-    "no worker has joined the crew. A script of DistributedDataParallel is started by torchrun, or "
-    "by `manyhands run --workers 1 --processes 2`."
+    "no worker has joined the crew. If this is a script of DistributedDataParallel, start it by "
+    "torchrun, or by `manyhands run --workers 1 --processes 2`."
 )
 CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGSYS", "SIGTRAP"}
 

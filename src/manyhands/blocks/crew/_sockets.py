@@ -24,6 +24,15 @@ def resend_often(end: socket.socket) -> None:
             end.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, 1000)
 
 
+def resend_often_to(port: int) -> None:
+    """Do so on the connections of this process to a port: torch has no option for its own."""
+    if sys.platform == "linux":
+        for end in internet_sockets():
+            with closing(end):
+                if (ends := endpoints_of(end)) is not None and ends[1][1] == port:
+                    resend_often(end)
+
+
 def internet_sockets() -> Iterator[socket.socket]:
     """Yield the process's internet sockets, each under a second descriptor: close it."""
     for name in os.listdir("/dev/fd"):
@@ -31,11 +40,14 @@ def internet_sockets() -> Iterator[socket.socket]:
             descriptor = os.dup(int(name))
         except OSError:  # closed since the listing
             continue
+        blocking = os.get_blocking(descriptor)
         try:
             found = socket.socket(fileno=descriptor)
         except OSError:  # a file, not a socket
             os.close(descriptor)
             continue
+        # `socket.setdefaulttimeout` of a script would make it non-blocking, for its owner too.
+        os.set_blocking(descriptor, blocking)
         if found.family in (socket.AF_INET, socket.AF_INET6):
             yield found
         else:

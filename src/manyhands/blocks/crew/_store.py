@@ -65,7 +65,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -74,7 +73,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from manyhands.blocks.crew._roster import WATCHED, Member, Roster
-from manyhands.blocks.crew._sockets import endpoints_of, internet_sockets, resend_often
+from manyhands.blocks.crew._sockets import resend_often, resend_often_to
 from manyhands.errors import StoreLost
 
 SECRET_VARIABLE = "MANYHANDS_SECRET"
@@ -89,7 +88,7 @@ ROSTER, REVISION = PREFIX + "roster", PREFIX + "revision"
 REREAD = 0.0003  # seconds between two readings of a changed roster, for each process in it
 ASK_SPREAD = 0.005  # seconds for each member of a large crew, over which their asking is spread
 ASK_PAUSE = 0.0001  # seconds for each member, until one looks again whether another has asked
-PAUSED = 4  # intervals by which a heartbeat is late only if the process was stopped
+PAUSED = 4, 1.0  # intervals, and seconds, by both of which a heartbeat of a stopped process is late
 REPAIR_DELAY = 2.5  # seconds in which every living process has at least two heartbeats
 REPAIR_TIMEOUT = STORE_TIMEOUT  # seconds in which a wrong roster must be repaired
 
@@ -273,7 +272,8 @@ class StoreClient:
             except queue.Empty:
                 continue
             finally:
-                if (late := time.monotonic() - due) > PAUSED * self._interval:
+                intervals, least = PAUSED
+                if (late := time.monotonic() - due) > max(intervals * self._interval, least):
                     self._paused(late)
             if call is None:
                 return
@@ -313,10 +313,7 @@ def connect_to_store(store: str) -> TCPStore:
         client = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
     except dist.DistError as error:
         raise OSError(f"no process answers there ({error})") from error
-    for end in internet_sockets():
-        with closing(end):
-            if (endpoints := endpoints_of(end)) is not None and endpoints[1][1] == port:
-                resend_often(end)
+    resend_often_to(port)
     return client
 
 
