@@ -3,6 +3,8 @@
 import gc
 import os
 import resource
+import select
+import socket
 import threading
 import time
 import weakref
@@ -17,6 +19,7 @@ import manyhands as mh
 from helpers.pages import ROOT
 from helpers.ranks import run_ranks
 from manyhands._core.groups import group_closer
+from manyhands._core.sockets import closed_in_epolls, forget_sockets
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc, which is Linux's"
@@ -227,3 +230,22 @@ def test_where_gloo_cannot_connect_lazily_it_connects_at_once(monkeypatch):
 
     monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", refuse)
     assert run_ranks(2, work) == [1.0] * 2
+
+
+def test_only_sockets_that_were_never_connected_are_taken_off_an_epoll():
+    with (
+        select.epoll() as epoll,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as connected,
+        socket.socket() as closed,
+        socket.socket(type=socket.SOCK_DGRAM) as datagrams,
+    ):
+        for end in (server, connected, closed, datagrams):
+            epoll.register(end)
+        found = {each for each in closed_in_epolls() if each.epoll == epoll.fileno()}
+        assert [each.descriptor for each in found] == [closed.fileno()]
+        assert (closed.fileno(), select.EPOLLHUP | select.EPOLLOUT) in epoll.poll(0)
+        forget_sockets(found)
+        forget_sockets(found)  # twice changes nothing
+        assert closed.fileno() not in dict(epoll.poll(0))
+        assert not found & closed_in_epolls()

@@ -14,8 +14,8 @@ import manyhands as mh
 from helpers.crew_workers import SECRET, Store
 from helpers.data_workers import DataWorkers
 from helpers.networks import Networks, NoNetworks
+from manyhands._core.sockets import TCP_RTO_MAX_MS
 from manyhands.blocks.crew import _crew, _roster, _store
-from manyhands.blocks.crew._sockets import TCP_RTO_MAX_MS
 
 pytestmark = pytest.mark.long
 

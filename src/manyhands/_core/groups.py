@@ -47,10 +47,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
 from manyhands._core.dry_run import DryGroup, dry_group
+from manyhands._core.sockets import WatchedSocket, closed_in_epolls, forget_sockets
 from manyhands._core.warn import warn
 
 Gather: TypeAlias = Callable[[list[float]], list[list[float]]]  # numbers, over some ranks
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 1.0  # seconds between two looks at who still holds a group
+STUCK = 0.3  # seconds between two looks at what keeps a group from ending
 
 CALL, TAG = "Call it on every worker.", 7060  # the tag of the messages that open connections
 
@@ -192,6 +194,19 @@ class RollCall:
         return False
 
 
+def _end_loop(dropped: threading.Event) -> None:
+    """Let gloo's thread end that waits for sockets, while the group it belongs to is dropped.
+
+    It ends as soon as no socket has anything to say. After a cut one may be left that was never
+    connected, which always has (torch 2.13). Then the thread is busy, and never ends.
+    """
+    seen: set[WatchedSocket] = set()
+    while not dropped.wait(STUCK):
+        now = closed_in_epolls()
+        forget_sockets(seen & now)  # not those that are about to be connected
+        seen = now
+
+
 class GroupCloser:
     """Closes groups that nobody uses any more, each in a thread of its own.
 
@@ -224,7 +239,10 @@ class GroupCloser:
         while sys.getrefcount(held[0]) > 2 or not self._enter():  # the list, and the call itself
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+        dropped = threading.Event()
+        threading.Thread(target=_end_loop, args=(dropped,), daemon=True).start()
         held.clear()
+        dropped.set()
         self._under_way.discard(threading.current_thread())
 
     def _enter(self) -> bool:

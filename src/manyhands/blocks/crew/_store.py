@@ -72,8 +72,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from manyhands._core.sockets import resend_often, resend_often_to
 from manyhands.blocks.crew._roster import WATCHED, Member, Roster
-from manyhands.blocks.crew._sockets import resend_often, resend_often_to
 from manyhands.errors import StoreLost
 
 SECRET_VARIABLE = "MANYHANDS_SECRET"

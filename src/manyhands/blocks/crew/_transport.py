@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from manyhands._core.groups import group_closer, make_gloo, open_pairs
-from manyhands.blocks.crew._sockets import (
+from manyhands._core.sockets import (
     Endpoints,
     connected_endpoints,
     endpoints_of,
