@@ -401,7 +401,7 @@ python benchmarks/blocks_faults.py --data FOLDER
 
 A worker that is killed has to be away for a moment, and one that is stopped or cut off for as long
 as that lasts. Allowed are {restart:g} s for each kill and stop, and the length of each stop and cut
-({asleep:g} s). `python benchmarks/blocks_faults.py --data FOLDER --part 2`, {times} runs each, in
+({asleep:g} s). `python benchmarks/blocks_faults.py --data FOLDER --part 2`, in
 percent of the throughput without faults; 16 workers are on two hosts (network namespaces),
 10 and 6, a sync round needs 9 of them (`--quorum 9`), a block is {sixteen_every} steps of
 {sixteen_pace:g} s, and a cut drops all packets between the hosts. "Back after" is the median from a
@@ -448,7 +448,7 @@ def draw(result: dict[str, Any]) -> None:
     of_attacks = {name.replace("kill, ", ""): runs_of(name, result) for name in ATTACKS}
     parts["spent"] = spent({NONE: [base], **{n: each for n, each in of_attacks.items() if each}})
     parts["attacked"] = attacked(result)
-    parts |= {"restart": harm.RESTART, "times": TIMES, "sixteen_pace": SIXTEEN.pace}
+    parts |= {"restart": harm.RESTART, "sixteen_pace": SIXTEEN.pace}
     parts["sixteen_every"] = SIXTEEN.every
     pages.write("blocks-faults", PAGE, result, **parts)
 

@@ -133,11 +133,8 @@ def quality() -> Figures:
         "32 (SGD, three seeds). Trained to the end of its progress: {} % against {} %.",
         *(f"{cell.mean:.1f}" for cell in (early, other, ada, linear)),
     )
-    shakespeare = Cell("shakespeare-sgd", "AdaScale", 32, "steps")
     yield around_adamw()
     yield around_others()
-    yield figure("docs/notes.md", "reached 96.76 % on MNIST (AdaScale {})", ada.shown)
-    yield figure("docs/notes.md", "on Shakespeare (AdaScale {})", shakespeare.shown)
 
 
 def around_adamw() -> Figure:
@@ -691,26 +688,23 @@ def blocks_faults() -> Figures:
     back = sorted(row["kill"]["back"])
     assert row["missing"] == 0
 
-    def of_allowed(attack: str, base: float) -> tuple[str, str]:
+    def of_allowed(attack: str, kind: str) -> str:
+        """The least of all runs."""
+        base = result[kind]["no faults"]["rate"]
         runs = [each for name, each in result["attacks"].items() if name.startswith(attack)]
-        assert len(runs) == 3
-        shares = sorted(100 * each["rate"] / base / each["allowed"] for each in runs)
-        return f"{shares[0]:.1f}", f"{shares[-1]:.1f}"
+        return f"{min(100 * each['rate'] / base / each['allowed'] for each in runs):.1f}"
 
-    killed = of_allowed("8 workers", rows["no faults"]["rate"])
-    cut = of_allowed(
-        "16 workers, kill, stop or cut every 15 s", result["sixteen"]["no faults"]["rate"]
-    )
     yield figure(
         "docs/crew.md",
         "{} s after a kill that `manyhands run` sees, and {} s after a stop with `--stall 1`. The "
         "others lose no step. A killed worker, with `--preload`, takes part again after {} to {} "
         "s, in blocks of {} s. With 8 workers on 2 CPU cores and a fault every 30 s, kills and "
-        "stops in turn, {} % of the throughput is kept. With a fault every 15 s it is {} to {} % "
-        "of what the faults allow, and {} to {} % where the network between two hosts of 16 "
-        "workers is cut",
+        "stops in turn, {} % of the throughput is kept. With a fault every 15 s it is at least {} "
+        "% of what the faults allow, and {} % where the network between two hosts of 16 workers "
+        "is cut",
         *(f"{kill:.1f}", f"{stop:.1f}", f"{back[0]:.1f}", f"{back[-1]:.1f}"),
-        *(f"{row['usual']:.1f}", kept, *killed, *cut),
+        *(f"{row['usual']:.1f}", kept, of_allowed("8 workers", "rows")),
+        of_allowed("16 workers, kill, stop or cut every 15 s", "sixteen"),
     )
 
 

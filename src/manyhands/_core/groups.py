@@ -39,6 +39,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -240,7 +241,8 @@ class GroupCloser:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         dropped = threading.Event()
-        threading.Thread(target=_end_loop, args=(dropped,), daemon=True).start()
+        with suppress(RuntimeError):  # Python is ending, as above
+            threading.Thread(target=_end_loop, args=(dropped,), daemon=True).start()
         held.clear()
         dropped.set()
         self._under_way.discard(threading.current_thread())

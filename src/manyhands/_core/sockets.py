@@ -57,8 +57,10 @@ def internet_socket(descriptor: int) -> socket.socket | None:
     except OSError:  # a file, not a socket
         os.close(second)
         return None
-    # `socket.setdefaulttimeout` of a script would make it non-blocking, for its owner too.
-    os.set_blocking(second, blocking)
+    # That makes it non-blocking, for its owner too, if a script has set a default timeout. If not,
+    # leave it alone: its owner may be about to change it.
+    if socket.getdefaulttimeout() is not None:
+        os.set_blocking(second, blocking)
     if found.family in (socket.AF_INET, socket.AF_INET6):
         return found
     found.close()

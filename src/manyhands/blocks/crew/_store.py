@@ -58,6 +58,7 @@ import logging
 import os
 import queue
 import random
+import re
 import secrets
 import socket
 import threading
@@ -82,6 +83,7 @@ UNSIGNED = "it is not signed with the secret of this run"
 SIGNATURE_LENGTH = hashlib.sha256().digest_size * 2  # hexadecimal digits
 STORE_TIMEOUT = 30.0  # seconds in which the store must answer, and in which it must be reachable
 MISSING = secrets.token_hex(8)  # equals no stored value
+LOOPBACK = re.compile(r"localhost|127\..*|::1")
 
 PREFIX = "manyhands/"
 ROSTER, REVISION = PREFIX + "roster", PREFIX + "revision"
@@ -313,7 +315,8 @@ def connect_to_store(store: str) -> TCPStore:
         client = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
     except dist.DistError as error:
         raise OSError(f"no process answers there ({error})") from error
-    resend_often_to(port)
+    if not LOOPBACK.fullmatch(host):  # which no cut interrupts
+        resend_often_to(port)
     return client
 
 
