@@ -1,7 +1,7 @@
 """What do killed and stopped workers cost the others?
 
     python benchmarks/blocks_faults.py --data FOLDER --part 1    30 minutes; writes the page
-    python benchmarks/blocks_faults.py --data FOLDER --part 2    an hour; writes the page
+    python benchmarks/blocks_faults.py --data FOLDER --part 2    an hour; goes on where it ended
     python benchmarks/blocks_faults.py --data FOLDER --quick    a smoke test of a minute
 
 8 workers, started by `manyhands run`, train an LSTM on the characters of tinyshakespeare.txt.xz
@@ -21,7 +21,7 @@ import os
 import sys
 from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -47,8 +47,9 @@ QUICK = Plan(
 )
 SIXTEEN = replace(FULL, workers=16, steps=1000, every=8, pace=0.2)
 CUT = replace(SIXTEEN, steps=3000, interval=15.0, far=6)
+FEW = "8 workers, kill or stop every 15 s"  # its first run is of part 1
 ATTACKS = {
-    "8 workers, kill or stop every 15 s": replace(FULL, interval=15.0),
+    FEW: replace(FULL, interval=15.0),
     "16 workers, kill, stop or cut every 15 s": CUT,
     "16 workers, kill, stop or cut every 10 s": replace(CUT, steps=1000, interval=10.0),
 }
@@ -75,26 +76,25 @@ def main() -> None:
         plans = {NONE: FULL, **plans, AGAIN: replace(FULL, seed=1)}
         conditions = {**pages.conditions(), "cores": os.cpu_count(), "plan": asdict(FULL)}
         more = {NONE: SIXTEEN, "every 30 s": replace(SIXTEEN, interval=30.0)}
-        attacks = pages.read("blocks-faults").get("attacks", {})
         rows, sixteen = run(plans, args.data), run(more, args.data)
+        attacks = {name: [] for name in ATTACKS}
+        attacks[FEW].append(rows["every 15 s"])
         result = {**conditions, "rows": rows, "sixteen": sixteen, "attacks": attacks}
         pages.store("blocks-faults", result)
         draw(result)
         say_unsound({**rows, **sixteen})
     else:
         result = pages.read("blocks-faults")
-        bases = {8: result["rows"][NONE], 16: result["sixteen"][NONE]}
-        result["attacks"] = {f"{next(iter(ATTACKS))}, 1": result["rows"]["every 15 s"]}
-        for seed in range(TIMES):
-            for name, plan in ATTACKS.items():
-                if (number := f"{name}, {seed + 1}") in result["attacks"]:
-                    continue  # part 1 had it
-                plans = {number: replace(plan, seed=seed)}
-                result["attacks"] |= run(plans, args.data, bases[plan.workers]["usual"])
+        for seed, (name, plan) in product(range(TIMES), ATTACKS.items()):
+            rows = result["attacks"][name]
+            if seed == len(rows):  # not those that were run already
+                usual = base_of(plan, result)["usual"]
+                rows += run({name: replace(plan, seed=seed)}, args.data, usual).values()
                 pages.store("blocks-faults", result)
                 print(attacked(result), flush=True)
         draw(result)
-        say_unsound(result["attacks"])
+        runs = result["attacks"].items()
+        say_unsound({f"{name}, {n}": row for name, rows in runs for n, row in enumerate(rows)})
 
 
 def say_unsound(rows: Rows) -> None:
@@ -269,8 +269,7 @@ def attacked(result: dict[str, Any]) -> str:
     """A line for each attack, with the shares of all its runs."""
     cells = []
     for name, plan in ATTACKS.items():
-        rows = runs_of(name, result)
-        base = result["rows" if plan.workers == FULL.workers else "sixteen"][NONE]["rate"]
+        rows, base = result["attacks"][name], base_of(plan, result)["rate"]
         kept = [row["rate"] / base for row in rows]
         allowed = [row["allowed"] for row in rows]
         of_allowed = [a / b for a, b in zip(kept, allowed, strict=True)]
@@ -284,9 +283,10 @@ def attacked(result: dict[str, Any]) -> str:
     return pages.table(f"{head} | survivors' blocks missing, rounds that differ", cells)
 
 
-def runs_of(name: str, result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs of one attack."""
-    return [row for run, row in result["attacks"].items() if run.startswith(f"{name},")]
+def base_of(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
+    """Return the run of as many workers without faults."""
+    row: dict[str, Any] = result["rows" if plan.workers == FULL.workers else "sixteen"][NONE]
+    return row
 
 
 def spent(rows: dict[str, list[dict[str, Any]]]) -> str:
@@ -399,13 +399,17 @@ python benchmarks/blocks_faults.py --data FOLDER
 
 ## What the faults allow
 
-A worker that is killed has to be away for a moment, and one that is stopped or cut off for as long
-as that lasts. Allowed are {restart:g} s for each kill and stop, and the length of each stop and cut
-({asleep:g} s). `python benchmarks/blocks_faults.py --data FOLDER --part 2`, in
-percent of the throughput without faults; 16 workers are on two hosts (network namespaces),
-10 and 6, a sync round needs 9 of them (`--quorum 9`), a block is {sixteen_every} steps of
-{sixteen_pace:g} s, and a cut drops all packets between the hosts. "Back after" is the median from a
-fault to the end of the first block that all its workers contribute:
+The throughput is compared with what the faults themselves leave: a worker may be away for
+{restart:g} s after each kill and stop, and for as long as a stop or cut lasts ({asleep:g} s).
+Figures are in percent of the throughput without faults, one for each run. 16 workers are on two
+hosts (network namespaces), 10 and 6. A sync round needs 9 of them (`--quorum 9`), a block is
+{sixteen_every} steps of {sixteen_pace:g} s, and a cut drops all packets between the hosts. "Back
+after" is the median time from a fault to the end of the first block that all its workers
+contribute.
+
+```bash
+python benchmarks/blocks_faults.py --data FOLDER --part 2
+```
 
 {attacked}
 
@@ -445,8 +449,8 @@ def draw(result: dict[str, Any]) -> None:
     parts = {"verdict": verdict(rows), "table": table(rows), "again": AGAIN}
     parts = {**plan, **measured, **parts, "pace_ms": 1e3 * plan["pace"]}
     parts |= {**larger(result), "regroup_ms": 1e3 * REGROUP}
-    of_attacks = {name.replace("kill, ", ""): runs_of(name, result) for name in ATTACKS}
-    parts["spent"] = spent({NONE: [base], **{n: each for n, each in of_attacks.items() if each}})
+    of_attacks = {name: each for name, each in result["attacks"].items() if each}
+    parts["spent"] = spent({NONE: [base], **of_attacks})
     parts["attacked"] = attacked(result)
     parts |= {"restart": harm.RESTART, "sixteen_pace": SIXTEEN.pace}
     parts["sixteen_every"] = SIXTEEN.every

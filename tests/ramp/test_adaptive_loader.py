@@ -337,7 +337,6 @@ def test_without_autoscaling_it_is_a_loader_of_the_small_batch():
 def adaptdl_on_ranks():
     clock = Clock()
     _observed.time = clock
-    _adaptive_loader._epochs = _adaptive_loader._Epochs()
     model, rule, passes, _ = adaptdl_loop(clock, "first")
     sizes_and_passes = [(size, more) for size, more, _ in passes]
     return dist.get_rank(), sizes_and_passes, model.weight.detach(), rule.progress

@@ -71,6 +71,11 @@ class SeveralOptimizers(Optimizer):
     @param_groups.setter
     def param_groups(self, groups: Sequence[ParamGroup]) -> None:
         groups = list(groups)
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"these optimizers have {len(self.param_groups)} parameter groups, in this order, "
+                f"and got {len(groups)}. Give as many."
+            )
         for each in self.optimizers:
             count = len(each.param_groups)
             each.param_groups, groups = groups[:count], groups[count:]

@@ -1,4 +1,4 @@
-"""The sockets of this process, whichever library has opened them."""
+"""Find the sockets that torch and gloo have opened in this process, which they do not hand out."""
 
 from __future__ import annotations
 

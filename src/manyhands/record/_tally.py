@@ -56,6 +56,8 @@ FAULTS = ("away", "starting", "waiting", "repeating", "thrown_away")
 SHOWN = 0.0005  # smaller shares are left out of a line
 _COUNTED = ("away", "joining", "connecting", "waiting", "repeating")  # by the worker itself
 
+Span = tuple[float, float]  # from one time to another
+
 
 @dataclass
 class WorkerTime:
@@ -65,13 +67,8 @@ class WorkerTime:
     rounds: int = 0  # that it has held, as it counts them
     syncs: dict[int, float] = field(default_factory=dict)  # seconds of each round, by its number
     block: float = 0.0  # seconds of the steps since its last round
-    end: float = 0.0  # the time of its last line
-    lives: list[tuple[float, float]] = field(
-        default_factory=list
-    )  # of each process, to its last line
-    absences: list[tuple[float, float]] = field(
-        default_factory=list
-    )  # after processes that were lost
+    lives: list[Span] = field(default_factory=list)  # of each process, up to its last line
+    absences: list[Span] = field(default_factory=list)  # after each process that was lost
     closed: bool = False
     in_crew: bool = False
     _replaces: bool = False  # whether this process is the successor of one that was lost
@@ -79,6 +76,11 @@ class WorkerTime:
     _before: dict[str, float] | None = None  # the numbers of the line before; None: of a new start
     _known: tuple[dict[str, Any], object] = ({}, None)  # which the line before had
     _begun: tuple[float, float] = (0.0, 0.0)  # steps taken and dropped when the block began
+
+    @property
+    def end(self) -> float:
+        """The time of its last line."""
+        return self.lives[-1][1] if self.lives else 0.0
 
     def take_header(self, header: Mapping[str, Any]) -> None:
         """Take in that the run has started, has started again, or has ended."""
@@ -96,7 +98,7 @@ class WorkerTime:
         start = max(0.0, opened - max(began, self.end))
         self.seconds["starting" if self._replaces else "setup"] += start
         self.block, self._before, self.closed = 0.0, None, False
-        self.end = self._opened = opened
+        self._opened = opened
         self.lives.append((began, opened))
 
     def take(self, line: Mapping[str, Any]) -> None:
@@ -130,7 +132,6 @@ class WorkerTime:
         self._live_until(self._opened + now["time"])
 
     def _live_until(self, end: float) -> None:
-        self.end = end
         self.lives[-1] = (self.lives[-1][0], end)
 
     def _before_first(self, now: Mapping[str, float]) -> dict[str, float]:
@@ -214,9 +215,9 @@ def tally(times: Mapping[str, WorkerTime]) -> Tally:
     return Tally(found)
 
 
-def _joined(times: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return spans of time without overlap that cover the same."""
-    found: list[tuple[float, float]] = []
+def _joined(times: Iterable[Span]) -> list[Span]:
+    """Return spans without overlap that cover the same time."""
+    found: list[Span] = []
     for start, end in sorted(times):
         if found and start <= found[-1][1]:
             found[-1] = (found[-1][0], max(end, found[-1][1]))

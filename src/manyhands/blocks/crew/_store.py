@@ -90,7 +90,8 @@ ROSTER, REVISION = PREFIX + "roster", PREFIX + "revision"
 REREAD = 0.0003  # seconds between two readings of a changed roster, for each process in it
 ASK_SPREAD = 0.005  # seconds for each member of a large crew, over which their asking is spread
 ASK_PAUSE = 0.0001  # seconds for each member, until one looks again whether another has asked
-PAUSED = 4, 1.0  # intervals, and seconds, by both of which a heartbeat of a stopped process is late
+PAUSED = 4  # intervals by which a heartbeat is late only if the process was stopped
+SHORTEST_PAUSE = 1.0  # seconds: a busy host delays a heartbeat by less
 REPAIR_DELAY = 2.5  # seconds in which every living process has at least two heartbeats
 REPAIR_TIMEOUT = STORE_TIMEOUT  # seconds in which a wrong roster must be repaired
 
@@ -255,7 +256,7 @@ class StoreClient:
         except Exception as error:
             self._fail(error)
             return
-        due = time.monotonic()
+        due, usual = time.monotonic(), max(PAUSED * self._interval, SHORTEST_PAUSE)
         while True:
             self._waiting_since = None
             wait = due - time.monotonic()
@@ -274,8 +275,7 @@ class StoreClient:
             except queue.Empty:
                 continue
             finally:
-                intervals, least = PAUSED
-                if (late := time.monotonic() - due) > max(intervals * self._interval, least):
+                if (late := time.monotonic() - due) > usual:
                     self._paused(late)
             if call is None:
                 return
