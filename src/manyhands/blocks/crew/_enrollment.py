@@ -30,15 +30,16 @@ cannot reach, and the next generation is the largest set of workers that all rea
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
@@ -54,7 +55,8 @@ from manyhands.blocks.crew._transport import FIRST_PAUSE, next_pause, own_addres
 from manyhands.errors import CrewFinished, JoinRefused, StoreLost
 
 ANSWER = 2.0  # seconds in which a door must answer
-PAUSE = 0.2  # seconds until a door tries again to accept, or one looks again which have answered
+PAUSE = 0.2  # seconds until a door tries again to accept
+LOOK = 0.05  # seconds until one looks again whether those whose doors do not answer are silent
 START_PATIENCE = 30.0  # seconds that the first workers wait for the other expected ones
 log = logging.getLogger("manyhands")
 
@@ -470,21 +472,26 @@ def unreachable(
 
     Doors of processes that are silent are not waited for: a cut line shows in both.
     """
-    if not addresses:
-        return ()
-    threads = ThreadPoolExecutor(len(addresses))
-    asked = {threads.submit(_door_answers, address): id for id, address in addresses.items()}
-    threads.shutdown(wait=False)
-    _, left = wait(asked, PAUSE)
-    while left and not {asked[each] for each in left} <= find_silent():
-        _, left = wait(asked, PAUSE)
-    return tuple(id for each, id in asked.items() if each in left or not each.result())
-
-
-def _door_answers(address: str) -> bool:
-    """Return whether a process's door answers in time: whether it can be reached from here."""
-    try:
-        socket.create_connection(parse_address(address), ANSWER).close()
-    except OSError:
-        return False
-    return True
+    left, refused = dict(addresses), set()
+    with ExitStack() as stack, selectors.DefaultSelector() as answers:
+        for id, address in addresses.items():
+            family = socket.AF_INET6 if address.startswith("[") else socket.AF_INET
+            door = stack.enter_context(socket.socket(family))
+            door.setblocking(False)
+            if door.connect_ex(parse_address(address)) in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
+                answers.register(door, selectors.EVENT_WRITE, (id, door))
+            else:  # there is no route
+                refused.add(id)
+                del left[id]
+        until = time.monotonic() + ANSWER
+        while left and time.monotonic() < until:
+            answered = answers.select(LOOK)
+            for key, _ in answered:
+                id, door = key.data
+                answers.unregister(door)
+                del left[id]
+                if door.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    refused.add(id)
+            if not answered and left.keys() <= find_silent():
+                break
+    return tuple(id for id in addresses if id in left or id in refused)

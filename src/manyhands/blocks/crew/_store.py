@@ -29,7 +29,7 @@ All keys begin with "manyhands/":
     roster            the roster (_roster.py)
     revision          the roster's revision: cheap to read, so that watching costs little
     heartbeat/ID      a counter that a living process increases, and the revision that it knows
-    asks/G/ID         that a member of generation G of a large crew asks to be in the next one
+    asks/G/ID         that a member of generation G asks to be in the next one
     arrived/G/ID      the latest round of generation G at which this member has arrived
     facts/P           what inner rank P of all workers must have in common (_enrollment.py)
     door/ID           where others see whether they reach a process (_enrollment.py); with a quorum
@@ -88,7 +88,7 @@ LOOPBACK = re.compile(r"localhost|127\..*|::1")
 PREFIX = "manyhands/"
 ROSTER, REVISION = PREFIX + "roster", PREFIX + "revision"
 REREAD = 0.0003  # seconds between two readings of a changed roster, for each process in it
-ASK_SPREAD = 0.005  # seconds for each member of a large crew, over which their asking is spread
+ASK_SPREAD = 0.005  # seconds for each member, over which their asking is spread
 ASK_PAUSE = 0.0001  # seconds for each member, until one looks again whether another has asked
 PAUSED = 4  # intervals by which a heartbeat is late only if the process was stopped
 SHORTEST_PAUSE = 1.0  # seconds: a busy host delays a heartbeat by less
@@ -459,10 +459,11 @@ class SharedRoster:
             return self.roster
 
     def ask_to_join(self, member: Member) -> None:
-        """Ask to be in the next generation. The members of a large crew ask for each other.
+        """Ask to be in the next generation. Members ask for each other.
 
         Each writes down that it asks, and if none of the others has asked for it after a random
-        time, it asks for all that have written this down.
+        time, it asks for all that have written this down. If each of 16 members changed the roster
+        itself, all at once, that would take 0.14 s, and 0.02 s like this.
         """
         before, asking = self.roster, {member.id: member}
 
@@ -472,7 +473,7 @@ class SharedRoster:
             gone = roster.gone - {member.id}
             return roster.ask_to_join(*(m for id, m in asking.items() if id not in gone))
 
-        if len(before.ids) <= WATCHED or member.id not in before.ids:
+        if member.id not in before.ids:
             self.change(lambda roster: roster.ask_to_join(member))
             return
         key = f"{PREFIX}asks/{before.generation}"
