@@ -173,7 +173,8 @@ def allowed(plan: Plan, faults: Sequence[Fault], end: float, seconds: float) -> 
     for number in range(plan.workers):
         until = 0.0
         for fault in (fault for fault in faults if number in fault.numbers):
-            over = (fault.over or fault.time) + (RESTART if fault.kind in OF_ONE else 0.0)
+            over = end if fault.lasts() else fault.over or fault.time
+            over += RESTART if fault.kind in OF_ONE else 0.0
             away += max(0.0, min(over, end) - max(fault.time, until))
             until = max(until, over)
     return 1.0 - away / (plan.workers * seconds)
