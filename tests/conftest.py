@@ -23,6 +23,8 @@ hypothesis.settings.register_profile("ours", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("ours")
 
+# As `manyhands run` sets it: an answer of a name server that is lost costs 1 second, not 5.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 torch.set_num_threads(1)
 # The first optimizer of a process imports half of torch (about a second); after this
 # line the forked ranks have it already.

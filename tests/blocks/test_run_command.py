@@ -53,6 +53,20 @@ def test_each_line_stands_behind_its_workers_number_and_arguments_pass_through(t
     assert sorted(command.err.read_text().splitlines()) == ["[0] 3 90", "[1] 3 90"]
 
 
+@pytest.mark.parametrize("own", [None, "ndots:2"])
+def test_a_lost_answer_of_a_name_server_costs_a_second_unless_the_user_says_otherwise(
+    tmp_path, monkeypatch, own
+):
+    """torch asks for a name at each new connection to the store."""
+    monkeypatch.delenv("RES_OPTIONS")  # which conftest.py sets
+    if own is not None:
+        monkeypatch.setenv("RES_OPTIONS", own)
+    script = "import os; print(os.environ['RES_OPTIONS'])"
+    with Command(tmp_path, script, "--workers", "1") as command:
+        assert command.wait() == 0
+    assert command.out.read_text().strip() == f"[0] {own or 'timeout:1 attempts:5'}"
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("instead", "said"),

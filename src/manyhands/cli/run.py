@@ -112,6 +112,9 @@ def run(
     _check_hosts(store, listen, numbers)
     _check_patience(patience, stall)
     worker_numbers = _parse_numbers(workers, numbers)
+    # Where it is not set: torch asks a name server at each new connection to the store, which
+    # answers nobody meanwhile. If its answer is lost, the C library asks again after 5 seconds.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
     try:
         serving = store is None  # the launcher that serves the store ends last
         if store is None:
