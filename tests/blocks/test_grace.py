@@ -205,6 +205,14 @@ def test_a_door_that_does_not_answer_is_not_waited_for_when_its_process_is_silen
         assert time.monotonic() - began > 0.6  # the other one is waited for
 
 
+def test_a_door_that_cannot_be_tried_does_not_answer(monkeypatch):
+    def too_many(*args, **kwargs):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(_enrollment.socket, "socket", too_many)
+    assert unreachable({"0.1": "127.0.0.1:1"}) == ("0.1",)
+
+
 PASSING = [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS, errno.ENOMEM]
 
 

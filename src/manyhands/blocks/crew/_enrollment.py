@@ -472,26 +472,31 @@ def unreachable(
 
     Doors of processes that are silent are not waited for: a cut line shows in both.
     """
-    left, refused = dict(addresses), set()
+    left, cut = dict(addresses), set()
     with ExitStack() as stack, selectors.DefaultSelector() as answers:
         for id, address in addresses.items():
             family = socket.AF_INET6 if address.startswith("[") else socket.AF_INET
-            door = stack.enter_context(socket.socket(family))
-            door.setblocking(False)
-            if door.connect_ex(parse_address(address)) in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
+            try:
+                door = stack.enter_context(socket.socket(family))
+                door.setblocking(False)
+                error = door.connect_ex(parse_address(address))
+            except OSError as raised:  # such as too many open files
+                error = raised.errno or errno.EIO
+            if error in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
                 answers.register(door, selectors.EVENT_WRITE, (id, door))
-            else:  # there is no route
-                refused.add(id)
+            else:  # such as no route
+                cut.add(id)
                 del left[id]
         until = time.monotonic() + ANSWER
-        while left and time.monotonic() < until:
+        while left:
             answered = answers.select(LOOK)
             for key, _ in answered:
                 id, door = key.data
-                answers.unregister(door)
-                del left[id]
                 if door.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    refused.add(id)
-            if not answered and left.keys() <= find_silent():
+                    cut.add(id)
+                answers.unregister(door)
+                door.close()
+                del left[id]
+            if not answered and (time.monotonic() > until or left.keys() <= find_silent()):
                 break
-    return tuple(id for id in addresses if id in left or id in refused)
+    return tuple(id for id in addresses if id in left or id in cut)

@@ -29,7 +29,7 @@ All keys begin with "manyhands/":
     roster            the roster (_roster.py)
     revision          the roster's revision: cheap to read, so that watching costs little
     heartbeat/ID      a counter that a living process increases, and the revision that it knows
-    asks/G/ID         that a member of generation G asks to be in the next one
+    asks/G            a line of each member of generation G that asks to be in the next one
     arrived/G/ID      the latest round of generation G at which this member has arrived
     facts/P           what inner rank P of all workers must have in common (_enrollment.py)
     door/ID           where others see whether they reach a process (_enrollment.py); with a quorum
@@ -88,13 +88,14 @@ LOOPBACK = re.compile(r"localhost|127\..*|::1")
 PREFIX = "manyhands/"
 ROSTER, REVISION = PREFIX + "roster", PREFIX + "revision"
 REREAD = 0.0003  # seconds between two readings of a changed roster, for each process in it
-ASK_SPREAD = 0.005  # seconds for each member, over which their asking is spread
+ASK_SPREAD = 0.005  # seconds for each member that has not asked, over which they ask
 ASK_PAUSE = 0.0001  # seconds for each member, until one looks again whether another has asked
 PAUSED = 4  # intervals by which a heartbeat is late only if the process was stopped
 SHORTEST_PAUSE = 1.0  # seconds: a busy host delays a heartbeat by less
 REPAIR_DELAY = 2.5  # seconds in which every living process has at least two heartbeats
 REPAIR_TIMEOUT = STORE_TIMEOUT  # seconds in which a wrong roster must be repaired
 
+_dice = random.SystemRandom()  # not the script's random numbers, and not the same after a fork
 Call = tuple[Future[Any], str, tuple[object, ...]]  # its result, the store's method, arguments
 
 log = logging.getLogger("manyhands")
@@ -455,7 +456,7 @@ class SharedRoster:
                 self._accept(None if missing else found)
                 # Many change it at once: give the others time.
                 pause = min(2 * pause, 0.001 * len(self.roster.everyone))
-                time.sleep(random.uniform(0.0, pause))
+                time.sleep(_dice.uniform(0.0, pause))
             return self.roster
 
     def ask_to_join(self, member: Member) -> None:
@@ -465,25 +466,27 @@ class SharedRoster:
         time, it asks for all that have written this down. If each of 16 members changed the roster
         itself, all at once, that would take 0.14 s, and 0.02 s like this.
         """
-        before, asking = self.roster, {member.id: member}
+        before, others = self.roster, dict[str, Member]()
 
         def ask(roster: Roster) -> Roster:
-            if roster.generation != before.generation:
-                return roster  # it has begun without them
-            gone = roster.gone - {member.id}
-            return roster.ask_to_join(*(m for id, m in asking.items() if id not in gone))
+            if roster.generation != before.generation or member in roster.waiting:
+                return roster  # it has begun without them, or another one was faster
+            # What another one has asked for itself may be newer than its line.
+            here = roster.gone | {m.id for m in roster.waiting} | {member.id}
+            return roster.ask_to_join(member, *(m for m in others.values() if m.id not in here))
 
         if member.id not in before.ids:
             self.change(lambda roster: roster.ask_to_join(member))
             return
         key = f"{PREFIX}asks/{before.generation}"
         self.client.append(key, Roster(waiting=(member,)).text)
-        until = time.monotonic() + random.uniform(0.0, ASK_SPREAD * len(before.ids))
+        began, spread = time.monotonic(), _dice.uniform(0.0, ASK_SPREAD)
         while (now := self.refresh()).generation == before.generation and member not in now.waiting:
-            if time.monotonic() > until:
+            to_come = {*now.ids} - now.gone - {m.id for m in now.waiting}
+            if time.monotonic() - began > spread * len(to_come):
                 lines = (self.client.fetch(key) or b"").splitlines()
                 texts = (self.client.verify_or_ignore(key, line) for line in lines)
-                asking |= {m.id: m for text in texts if text for m in Roster.of(text).waiting}
+                others |= {m.id: m for text in texts if text for m in Roster.of(text).waiting}
                 self.change(ask)
             time.sleep(ASK_PAUSE * len(before.ids))
 
