@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -403,6 +404,32 @@ def test_a_worker_that_ends_without_leaving_is_gone_but_not_done(store, tmp_path
     with Workers(store, tmp_path, expected=1) as workers:
         roster = workers.shared.refresh()
         assert roster.dead == ("0.1",) and not roster.finished
+
+
+def test_an_interface_that_this_host_lacks_is_refused_before_the_others_notice(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo0,nosuch")
+    crew = Crew("127.0.0.1:1", number=0, secret=SECRET)  # where no store is
+    with pytest.raises(ValueError, match=r"got 'lo0,nosuch'. The host has .*lo"):
+        crew.join()
+
+
+def test_members_that_never_connect_say_why(store, monkeypatch, caplog):
+    """As behind a firewall: all are alive, and the next generation fails like the last one."""
+    failures, make = iter(range(12)), _transport.make_gloo
+
+    def make_gloo(*args):
+        if next(failures, None) is not None:
+            raise RuntimeError("connection refused by the firewall")
+        return make(*args)
+
+    monkeypatch.setattr(_transport, "make_gloo", make_gloo)
+    crews = [Crew(store.address, number=n, expected=2, secret=SECRET) for n in range(2)]
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(Crew.join, crews))
+        assert crews[0].size == crews[1].size == 2
+        list(threads.map(Crew.leave, crews))
+    said = "cannot connect to the others, and tries again: connection refused by the firewall"
+    assert any(said in record.getMessage() for record in caplog.records)
 
 
 def test_what_waits_in_a_group_ends_when_one_gives_it_up(store):

@@ -126,6 +126,13 @@ def make_gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str 
     make: Any = dist.ProcessGroupGloo  # torch's types leave its options out
     options = make._Options()
     options._timeout = timeout
+    options._devices = gloo_devices(host)
+    return make(store, rank, size, options)
+
+
+def gloo_devices(host: str = "") -> list[Any]:
+    """Return the network interfaces of a group; raise RuntimeError if there are none."""
+    make: Any = dist.ProcessGroupGloo
 
     def devices(lazy: bool) -> list[Any]:
         # As torch does, which reads this variable only where it makes the devices itself.
@@ -136,10 +143,9 @@ def make_gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str 
         return [make.create_default_device(lazy_init=lazy)]
 
     try:
-        options._devices = devices(lazy=True)
+        return devices(lazy=True)
     except RuntimeError:  # only TCP can: not libuv (macOS, Windows), and not TLS
-        options._devices = devices(lazy=False)
-    return make(store, rank, size, options)
+        return devices(lazy=False)
 
 
 class RollCall:

@@ -44,6 +44,7 @@ then go on, lose at most twice as much as if they had known how late the member 
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import os
 import time
@@ -72,6 +73,7 @@ from manyhands.blocks.crew._transport import (
     FIRST_PAUSE,
     GlooTransport,
     StoreConnection,
+    check_interface,
     next_pause,
 )
 from manyhands.errors import StoreLost, WorkerLost
@@ -87,6 +89,7 @@ JOINED_ALREADY = (
     "one list: mh.DiLoCo([muon, adamw], crew=crew). To change the members, call regroup()."
 )
 
+log = logging.getLogger("manyhands")
 Number = TypeVar("Number", int, float)
 
 
@@ -171,6 +174,7 @@ class Crew:
         self._cut_off = False  # from the store
         # When the last round was settled, and when this worker arrived at the present one.
         self._settled = self._arrived = 0.0
+        self._failures = 0  # to connect, since it worked the last time
         self._looked = 0.0  # when a newcomer last looked whether the others await it
         self._facts = NO_FACTS
         self._enrollment: Enrollment | None = None  # None before join() and after leaving
@@ -208,6 +212,7 @@ class Crew:
         if self.store is None:
             self._begin_alone()
             return
+        check_interface()
         self._facts, self._pid = facts, os.getpid()
         try:
             with self.spent.on("joining"):
@@ -558,6 +563,12 @@ class Crew:
             connected = self._transport.group is not None
         except WorkerLost:
             connected = False
+        self._failures = 0 if connected else self._failures + 1
+        # Once is no news: a member may have died meanwhile.
+        if self._failures > 1 and (error := self._transport.error) is not None:
+            log.warning(
+                "worker %d cannot connect to the others, and tries again: %s", self.number, error
+            )
         if not connected:
             self._disconnect()
         return connected

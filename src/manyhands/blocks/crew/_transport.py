@@ -24,7 +24,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from manyhands._core.groups import group_closer, make_gloo, open_pairs
+from manyhands._core.groups import gloo_devices, group_closer, make_gloo, open_pairs
 from manyhands._core.sockets import (
     Endpoints,
     connected_endpoints,
@@ -200,6 +200,19 @@ class GlooTransport:
                 self.release()
         except Exception as error:
             self.error = error
+
+
+def check_interface() -> None:
+    """Raise if gloo cannot use the interface that the user names: no group would ever connect."""
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        try:
+            gloo_devices()
+        except RuntimeError as error:
+            here = ", ".join(name for _, name in socket.if_nameindex())
+            raise ValueError(
+                "GLOO_SOCKET_IFNAME must name a network interface of this host that has an "
+                f"address, got {names!r}. The host has {here}."
+            ) from error
 
 
 def own_address(store: str) -> str:
