@@ -358,7 +358,7 @@ def test_one_that_missed_the_last_mean_of_a_warm_up_comes_back_for_the_round_tha
             before("average_gradients", lambda sync: sync.state.own == last, stop_here(tmp_path))
         else:
             missed = lambda sync: sync.state.own == last and sync.members.crew.size == 2  # noqa: E731
-            before("average_now", missed, wait_for_a_joiner(tmp_path))
+            before("_average_once", missed, wait_for_a_joiner(tmp_path))
 
     with WarmupWorkers(store, tmp_path, expected=3, stall=0.8) as workers:
         workers.start(range(3), kind, harm)

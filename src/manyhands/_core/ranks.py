@@ -205,7 +205,7 @@ class RankGroup:
         self, total: torch.Tensor, bucket: torch.Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType
     ) -> None:
         """Fill `total` with this rank's slice of all ranks' buckets, reduced by `op`."""
-        slices.reduce_scatter(self, total, bucket, op)
+        slices.reduce_scatter(total, bucket, op=op, group=self.group)
 
     # -- tensors -------------------------------------------------------------------------------
 
@@ -307,31 +307,30 @@ class RankGroup:
         everyone, n = self.sum_and_gather(own, 0).read(), len(numbers)
         return [everyone[i : i + n] for i in range(0, len(everyone), n)]
 
-    def all_gather_text(self, text: str, timeout: timedelta | None = None) -> list[str]:
-        """Return every rank's text, in rank order. Wait `timeout`, or else `patience`, for it."""
+    def all_gather_text(self, text: str) -> list[str]:
+        """Return every rank's text, in rank order. Wait up to `patience` for it."""
         if self.size == 1:
             return [text]
-        timeout = timeout or self.patience
         sent = zlib.compress(text.encode(), 1)
         # All-gathered rows have one length. The first round carries each text's length, and the
         # text if it is short; a second round follows only if some text is longer.
-        rows = self._all_gather_bytes(len(sent).to_bytes(8, "little") + sent, FIRST_ROUND, timeout)
+        rows = self._all_gather_bytes(len(sent).to_bytes(8, "little") + sent, FIRST_ROUND)
         sizes = [int.from_bytes(row[:8], "little") for row in rows]
         rest = max(sizes) + 8 - FIRST_ROUND
         if rest > 0:
-            more = self._all_gather_bytes(sent[FIRST_ROUND - 8 :], rest, timeout)
+            more = self._all_gather_bytes(sent[FIRST_ROUND - 8 :], rest)
             rows = [row + other for row, other in zip(rows, more, strict=True)]
         pairs = zip(rows, sizes, strict=True)
         return [zlib.decompress(row[8 : 8 + size]).decode() for row, size in pairs]
 
-    def _all_gather_bytes(self, sent: bytes, size: int, timeout: timedelta | None) -> list[bytes]:
+    def _all_gather_bytes(self, sent: bytes, size: int) -> list[bytes]:
         """Return every rank's first `size` bytes, padded with zeros."""
         data = torch.frombuffer(bytearray(sent[:size].ljust(size, b"\0")), dtype=torch.uint8)
         own = data.to(self.any_device)
         rows = [torch.empty_like(own) for _ in range(self.size)]
         options = AllgatherOptions()
-        if timeout is not None:
-            options.timeout = timeout
+        if self.patience is not None:
+            options.timeout = self.patience
         # The group's method, not `dist.all_gather`: it takes a timeout for this one call, and still
         # works after `destroy_process_group`, when an asynchronous save may not have ended.
         self._process_group.allgather([rows], [own], options).wait()

@@ -93,8 +93,12 @@ def reduce_scatter_slices(
     # `into` is memory for the sum. Leave it and `bucket` alone until the sum is there.
     own = bucket[cuts[ranks.rank] : cuts[ranks.rank + 1]]
     summed_as_sent = bucket.dtype == accumulation_dtype(bucket.dtype)
-    check_can_exchange_slices(ranks, bucket.device)
     if ranks.on_gloo(bucket.device):
+        if bucket.device.type != "cpu":  # which gloo cannot read
+            raise RuntimeError(
+                f"gloo cannot exchange slices on {bucket.device}. Use a process group of "
+                '"cpu:gloo,cuda:nccl".'
+            )
         return _send_by_pairs(ranks, bucket, cuts, into if summed_as_sent else None)
     if summed_as_sent and not isinstance(cuts, range):
         # NCCL's reduce_scatter takes equal slices only.
@@ -106,7 +110,7 @@ def reduce_scatter_slices(
         return PendingReduceScatter(own, [], works, bucket)
     if summed_as_sent:
         total = torch.empty_like(own)
-        work = _reduce_scatter(total, bucket, group=ranks.group, async_op=True)
+        work = reduce_scatter(total, bucket, group=ranks.group, async_op=True)
         return PendingReduceScatter(None, [total], [work], bucket)
     # NCCL would sum in half precision: move the slices unsummed instead.
     sizes = [b - a for a, b in pairwise(cuts)]
@@ -115,14 +119,6 @@ def reduce_scatter_slices(
         rows, bucket, [own.numel()] * ranks.size, sizes, group=ranks.group, async_op=True
     )
     return PendingReduceScatter(None, list(rows.view(ranks.size, own.numel())), [work], bucket)
-
-
-def check_can_exchange_slices(ranks: RankIdentity, device: torch.device) -> None:
-    """Raise a RuntimeError if gloo would have to send tensors from a device that it cannot read."""
-    if device.type != "cpu" and ranks.on_gloo(device):
-        raise RuntimeError(
-            f'gloo cannot exchange slices on {device}. Use a process group of "cpu:gloo,cuda:nccl".'
-        )
 
 
 def _send_by_pairs(
@@ -164,14 +160,8 @@ def all_gather_slices(ranks: RankIdentity, bucket: Tensor, cuts: Sequence[int]) 
     ]
 
 
-def reduce_scatter(
-    ranks: RankIdentity, total: Tensor, bucket: Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType
-) -> None:
-    """Fill `total` with our slice of all ranks' buckets, reduced by `op`; equal slices."""
-    _reduce_scatter(total, bucket, op=op, group=ranks.group)
-
-
-def _reduce_scatter(total: Tensor, bucket: Tensor, **options: Any) -> Any:
+def reduce_scatter(total: Tensor, bucket: Tensor, **options: Any) -> Any:
+    """Fill `total` with this rank's slice of all ranks' buckets; the slices are equal."""
     # torch is renaming the function: take the new name where there is one.
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return reduce(total, bucket, **options)

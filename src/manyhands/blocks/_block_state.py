@@ -276,14 +276,14 @@ class BlockState:
         rounds: int,
         *,
         diverged: bool = False,
-        in_flight: int = 0,
         own: int = 0,
         work: Work = NO_WORK,
         dropped: int = 0,
     ) -> BlockState:
-        """Continue from saved counters, with as many rounds in flight as were saved."""
-        state = replace(self.forget_rounds(), own=own, work=work, dropped=dropped)
-        return replace(state, diverged=diverged, in_flight=in_flight)._at(steps, rounds)
+        """Continue from saved counters, with no round in flight."""
+        now = self.forget_rounds()
+        now = replace(now, own=own, work=work, dropped=dropped, diverged=diverged)
+        return now._at(steps, rounds)
 
     def _at(self, steps: int, rounds: int, ends_warmup: bool = False) -> BlockState:
         """Return the state with these counters, which decide whether there is an anchor."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, replace
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands._core.state_parts import BELOW, SavedEntries, StatePart
-from manyhands.blocks._anchor import Anchor, OuterState, OverlappedDifference, memory_order
+from manyhands.blocks._anchor import Anchor, OverlappedDifference, memory_order
 from manyhands.blocks._block_state import Work
 from manyhands.blocks._checks import Names, Options, check_options
 from manyhands.blocks._common_state import CommonState
@@ -84,34 +84,6 @@ def check_not_diverged(sync: Sync) -> None:
             "inside a block each worker has its own model. Call optimizer.synchronize() on "
             "every worker first, or save each worker's state_dict()."
         )
-
-
-def save_counters(sync: Sync, options: Options) -> dict[str, object]:
-    """Return the plain numbers that any worker can continue from, without tensors."""
-    check_not_diverged(sync)
-    return {
-        "format": FORMAT,
-        "options": dict(options),
-        **sync.common.counters(sync.state),
-        "alone": sync.alone,
-        "totals": [sync.stats.left_out_ever, sync.stats.undone],
-    }
-
-
-def load_counters(saved: Any, sync: Sync, unsaved: Sequence[OuterState]) -> None:
-    """Continue from these numbers, after anchor and memories have been filled."""
-    # `unsaved` are the parameters without an anchor in the checkpoint: they were frozen, or one
-    # worker trained alone.
-    _drop_pending(sync)
-    sync.common.load_block(saved)
-    sync.stats.left_out_ever, sync.stats.undone = saved["totals"]
-    for outer in unsaved:
-        outer.begin()
-    sync.state = sync.state.load(saved["steps"], saved["rounds"], own=saved["steps"])
-    if saved["alone"]:  # its steps were not in blocks
-        sync.begin_block()
-    sync.restart_clock()
-    sync.samples.restart(sync.state)
 
 
 def check_saved(
@@ -367,20 +339,38 @@ class OuterStateParts:
         return parts
 
     def save_counters(self) -> dict[str, object]:
-        return save_counters(self._sync, self._options)
+        """Return the plain numbers that any worker can continue from, without tensors."""
+        sync = self._sync
+        check_not_diverged(sync)
+        return {
+            "format": FORMAT,
+            "options": dict(self._options),
+            **sync.common.counters(sync.state),
+            "alone": sync.alone,
+            "totals": [sync.stats.left_out_ever, sync.stats.undone],
+        }
 
     def check_counters(self, saved: object) -> dict[str, object] | None:
         return _check_format_and_options(saved, self._options, {}, {})
 
-    def load_counters(
-        self, saved: Mapping[str, object], unsaved: Iterable[Tensor], *, residuals: bool
-    ) -> None:
-        """As a checkpoint was read: continue from its counters; new parameters begin here."""
-        anchor, new = self._sync.anchor, {id(param) for param in unsaved}
+    def load_counters(self, saved: Any, unsaved: Iterable[Tensor], *, residuals: bool) -> None:
+        """As a checkpoint was read: continue from its counters, which `check_counters` has seen."""
+        # `unsaved` are the parameters without an anchor in the checkpoint, which begin here: they
+        # were frozen, or one worker trained alone.
+        sync, new = self._sync, {id(param) for param in unsaved}
         if not residuals:
-            anchor.reset_residuals()
-        begun = [state for state in anchor.outer_state() if id(state.param) in new]
-        load_counters(saved, self._sync, begun)  # `check_counters` has seen it
+            sync.anchor.reset_residuals()
+        _drop_pending(sync)
+        sync.common.load_block(saved)
+        sync.stats.left_out_ever, sync.stats.undone = saved["totals"]
+        for outer in sync.anchor.outer_state():
+            if id(outer.param) in new:
+                outer.begin()
+        sync.state = sync.state.load(saved["steps"], saved["rounds"], own=saved["steps"])
+        if saved["alone"]:  # its steps were not in blocks
+            sync.begin_block()
+        sync.restart_clock()
+        sync.samples.restart(sync.state)
 
     @torch.no_grad()
     def begin(self) -> None:

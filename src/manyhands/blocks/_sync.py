@@ -432,18 +432,6 @@ class Sync:
 
     # -- a sync round about values as they are -------------------------------------------------
 
-    def average_now(
-        self, payloads: Sequence[TensorPayload], *, contributes: bool = True
-    ) -> RoundResult | None:
-        """Average tensors in place over the workers, without anchor and outer step."""
-        # Return None if the round was undone; the members have changed then. After a round that
-        # took place the caller calls `regroup`, once it has used the means. A worker that does not
-        # contribute gets the others' mean.
-        result = self._average_once(payloads, contributes=contributes)
-        if result is None:
-            self.regroup()
-        return result
-
     def _average_once(
         self,
         payloads: Sequence[TensorPayload],
@@ -451,7 +439,11 @@ class Sync:
         *,
         contributes: bool = True,
     ) -> RoundResult | None:
-        """Average tensors in place. None: the round was undone, and `regroup` is due."""
+        """Average tensors in place over the workers, without anchor and outer step.
+
+        None: the round was undone, and `regroup` is due, because the members change. A worker that
+        does not contribute gets the others' mean.
+        """
         finite = all(map(is_payload_finite, [*payloads, *state]))
         report = self._write_report(finite, state)
         if not contributes:
@@ -483,12 +475,12 @@ class Sync:
         with torch.no_grad():
             gradients, joins = GradientPayloads(params), self.joins
             self.samples.account.step()  # the samples of the step that follows are in this mean
-            result = self.average_now(gradients.payloads)
-            while result is None:  # a member was lost: repeat with those that are left
+            own = True
+            while (result := self._average_once(gradients.payloads, contributes=own)) is None:
+                self.regroup()  # a member was lost: repeat with those that are left
                 if not self.state.steps_together:
                     return False
                 own = self.joins == joins
-                result = self.average_now(gradients.payloads, contributes=own)
             self.samples.commit(result, self.state.steps + 1)
             if result.included:
                 gradients.fill_missing()

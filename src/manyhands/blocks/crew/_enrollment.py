@@ -43,7 +43,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-import torch
 from torch import Tensor, nn
 
 from manyhands._core.agreement import describe_tensors, names_in
@@ -172,10 +171,8 @@ class Enrollment:
         if self.inner.rank == 0:  # one process counts, and the others learn the number from it
             roster = self.shared.change(lambda roster: roster.count_worker_incarnation(self.number))
         incarnation = dict(roster.worker_incarnations).get(self.number, 0)
-        # An NCCL group has no CPU backend: it can exchange the two numbers only on its device.
-        cpu = torch.device("cpu")
-        device = cpu if self.inner.has_backend(cpu) else torch.device("cuda")
-        gathered = self.inner.all_gather([float(self.number), float(incarnation)], device)
+        own = [float(self.number), float(incarnation)]
+        gathered = self.inner.all_gather(own, self.inner.any_device)
         numbers, incarnations = zip(*gathered, strict=True)
         if len(set(numbers)) > 1:
             listed = ", ".join(f"{number:.0f}" for number in numbers[:8])
