@@ -80,6 +80,7 @@ from manyhands.errors import StoreLost, WorkerLost
 
 PATIENCE = 600.0  # seconds, unless others are given
 AUTO = "auto"
+PATIENCE_NEEDS = f'It is at least as long as stall, or "{AUTO}".'
 REPEAT_ARRIVAL = 1.0  # seconds until a worker reports its arrival again
 SHORTEST = 1.0  # seconds; on a busy host living members may be late by less than that
 KNOWN = 3  # waits that are needed to say what is usual
@@ -163,8 +164,7 @@ class Crew:
             self._grace = None
             if not isinstance(patience, str):
                 given = _or_environment(patience, "MANYHANDS_PATIENCE", float, PATIENCE)
-        why = f'It is at least as long as stall, or "{AUTO}".'
-        self.patience = real("patience", given, least=self.stall, why=why)
+        self.patience = real("patience", given, least=self.stall, why=PATIENCE_NEEDS)
         self.quorum = whole("quorum", _or_environment(quorum, "MANYHANDS_QUORUM", int, 1), 1)
         if self.quorum > 1 and self.inner.size > 1:
             raise ValueError(
