@@ -415,7 +415,7 @@ def test_an_interface_that_this_host_lacks_is_refused_before_the_others_notice(m
 
 def test_members_that_never_connect_say_why(store, monkeypatch, caplog):
     """As behind a firewall: all are alive, and the next generation fails like the last one."""
-    failures, make = iter(range(12)), _transport.make_gloo
+    failures, make = iter(range(40)), _transport.make_gloo
 
     def make_gloo(*args):
         if next(failures, None) is not None:

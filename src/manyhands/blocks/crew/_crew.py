@@ -564,8 +564,9 @@ class Crew:
         except WorkerLost:
             connected = False
         self._failures = 0 if connected else self._failures + 1
-        # Once is no news: a member may have died meanwhile.
-        if self._failures > 1 and (error := self._transport.error) is not None:
+        # Once is no news, as a member may have died meanwhile. Of more, say the 2nd, 4th, 8th, ...
+        tell = self._failures > 1 and self._failures & (self._failures - 1) == 0
+        if tell and (error := self._transport.error) is not None:
             log.warning(
                 "worker %d cannot connect to the others, and tries again: %s", self.number, error
             )

@@ -469,31 +469,27 @@ def unreachable(
 
     Doors of processes that are silent are not waited for: a cut line shows in both.
     """
-    left, cut = dict(addresses), set()
+    cut, left = set(addresses), set()
     with ExitStack() as stack, selectors.DefaultSelector() as answers:
         for id, address in addresses.items():
             family = socket.AF_INET6 if address.startswith("[") else socket.AF_INET
-            try:
+            with suppress(OSError):  # such as too many open files
                 door = stack.enter_context(socket.socket(family))
                 door.setblocking(False)
                 error = door.connect_ex(parse_address(address))
-            except OSError as raised:  # such as too many open files
-                error = raised.errno or errno.EIO
-            if error in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
-                answers.register(door, selectors.EVENT_WRITE, (id, door))
-            else:  # such as no route
-                cut.add(id)
-                del left[id]
+                if error in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):  # else: such as no route
+                    answers.register(door, selectors.EVENT_WRITE, (id, door))
+                    left.add(id)
         until = time.monotonic() + ANSWER
         while left:
             answered = answers.select(LOOK)
             for key, _ in answered:
                 id, door = key.data
-                if door.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    cut.add(id)
+                if not door.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    cut.remove(id)
                 answers.unregister(door)
                 door.close()
-                del left[id]
-            if not answered and (time.monotonic() > until or left.keys() <= find_silent()):
+                left.remove(id)
+            if not answered and (time.monotonic() > until or left <= find_silent()):
                 break
-    return tuple(id for id in addresses if id in left or id in cut)
+    return tuple(id for id in addresses if id in cut)
