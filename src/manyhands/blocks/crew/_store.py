@@ -41,7 +41,8 @@ Keys of a generation are deleted when a later generation has kept its first roun
 All values but the revision, which is only a hint, are signed (_store.py). A stranger may overwrite
 or delete the roster, or put back an older one. A process that notices this writes the roster
 that it knows again, unless a living process knows a newer one: each heartbeat carries the revision
-that its sender knows.
+that its sender knows. A decision that only a dead process has read is lost with it: the others
+decide again.
 
 `HeartbeatMonitor` decides which processes have no heartbeat any more. Clocks are not compared
 between hosts. Each worker reads the others' counters, and measures with its own clock for how long
