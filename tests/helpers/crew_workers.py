@@ -397,16 +397,13 @@ class Workers:
         self.until(found)
         return times[0]
 
-    def agreed(self, but: dict[str, Any] | None = None) -> dict[tuple[int, int], bool]:
-        """Check that all workers saw the same members and decisions; return the decisions.
-
-        `but` is an event that is left out.
-        """
+    def agreed(self) -> dict[tuple[int, int], bool]:
+        """Check that all workers saw the same members and decisions; return the decisions."""
         answers: dict[tuple[int, int], bool] = {}
         rosters: dict[int, Any] = {}
         for number in self.incarnations:
             for e in self.events(number):
-                if e["event"] == "settled" and e != but:
+                if e["event"] == "settled":
                     where = (e["generation"], e["round"])
                     assert answers.setdefault(where, e["kept"]) == e["kept"], (number, where)
                     assert e["arrived"] or not e["kept"], where
