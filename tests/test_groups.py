@@ -5,6 +5,9 @@ import os
 import resource
 import select
 import socket
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 import weakref
@@ -165,6 +168,28 @@ def test_a_forked_child_lets_go_of_no_group():
     held.clear()
     assert seen() is not None
     assert not any(thread.name == "manyhands end" for thread in threading.enumerate())
+
+
+@pytest.mark.long
+def test_python_does_not_end_while_a_sync_round_is_in_cpp(tmp_path):
+    """A thread that returns from C++ while Python ends aborts the process: exit code 134."""
+    script = """
+        import time
+        import torch
+        from manyhands._core.ranks import RankGroup
+        from manyhands.blocks.averaging._round import BackgroundSync
+
+        def sync_round(_):
+            until = time.monotonic() + 0.5
+            while time.monotonic() < until:
+                torch.mm(torch.ones(200, 200), torch.ones(200, 200))
+
+        BackgroundSync(sync_round, RankGroup(), None).start()
+    """
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    ended = subprocess.run([sys.executable, str(path)], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_new_world_after_the_old_one_gets_new_groups():

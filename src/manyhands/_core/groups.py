@@ -218,12 +218,12 @@ class GroupCloser:
     """Closes groups that nobody uses any more, each in a thread of its own.
 
     A thread that returns from C++ while Python ends aborts the process. So no thread drops a group
-    then, and a thread that is dropping one is waited for, for a second.
+    then, and a thread that drops one, connects one or waits in one is awaited, for a second.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._under_way: set[threading.Thread] = set()
+        self._under_way: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._closed = False
 
     def close_when_unused(self, held: list[object], process: int) -> None:
@@ -251,7 +251,6 @@ class GroupCloser:
             threading.Thread(target=_end_loop, args=(dropped,), daemon=True).start()
         held.clear()
         dropped.set()
-        self._under_way.discard(threading.current_thread())
 
     def _enter(self) -> bool:
         """Return whether there is still time to drop a group, and note that this thread does so."""
@@ -260,8 +259,12 @@ class GroupCloser:
                 self._under_way.add(threading.current_thread())
             return not self._closed
 
+    def await_at_end(self, thread: threading.Thread) -> None:
+        """Wait for this thread in `close`: it will use a group. Call this before it starts."""
+        self._under_way.add(thread)
+
     def close(self) -> None:
-        """As Python ends (`atexit`): drop no more groups, and wait for those that are dropped."""
+        """As Python ends (`atexit`): drop no more groups, and wait for the threads under way."""
         with self._lock:
             self._closed = True
         for thread in list(self._under_way):

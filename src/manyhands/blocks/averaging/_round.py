@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands._core.agreement import raise_if_different
+from manyhands._core.groups import group_closer
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks._schedule import Drift
 from manyhands.blocks.averaging._chunks import PayloadChunk, cut_into_chunks
@@ -236,6 +237,10 @@ class BackgroundSync(threading.Thread):
         background = cls(lambda _: result, RankGroup(), None)
         background.run()
         return background
+
+    def start(self) -> None:
+        group_closer.await_at_end(self)
+        super().start()
 
     def run(self) -> None:
         """Hold the round in this thread, after the one before; keep its result or error."""

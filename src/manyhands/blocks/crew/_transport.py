@@ -141,6 +141,7 @@ class GlooTransport:
             name="manyhands transport",
             daemon=True,
         )
+        group_closer.await_at_end(self._thread)
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
