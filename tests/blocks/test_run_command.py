@@ -50,7 +50,30 @@ def test_each_line_stands_behind_its_workers_number_and_arguments_pass_through(t
         b"[1] ['--steps', '9', '--help', '-x'] 2 1",
         b"[1] \xff no newline",
     ]
-    assert sorted(command.err.read_text().splitlines()) == ["[0] 3 90", "[1] 3 90"]
+    *lines, note = command.err.read_text().splitlines()
+    assert sorted(lines) == ["[0] 3 90", "[1] 3 90"]
+    assert note == f"manyhands run: {_launcher.NO_CREW}"
+
+
+@pytest.mark.long
+def test_workers_whose_blocks_got_no_crew_are_told_that_each_trains_alone(tmp_path):
+    script = """
+        import torch, manyhands as mh
+        model = torch.nn.Linear(2, 1)
+        optimizer = mh.DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), every=2{crew})
+        optimizer.finish()
+    """
+    told = "UserWarning: `manyhands run` has started several workers, but DiLoCo got no crew"
+    for name, crew, workers, warnings, notes in (
+        ("alone", "", "2", 2, 1),
+        ("one", "", "1", 0, 0),
+        ("crew", ", crew=mh.Crew()", "2", 0, 0),
+    ):
+        own = script.format(crew=crew)
+        with Command(tmp_path, own, "--workers", workers, name=name) as command:
+            assert command.wait() == 0
+        said = command.err.read_text()
+        assert (said.count(told), said.count(_launcher.NO_CREW)) == (warnings, notes), said
 
 
 @pytest.mark.parametrize("own", [None, "ndots:2"])

@@ -23,6 +23,7 @@ and give the names of their class: for `BMUF` these two are `global_sync_iter` a
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 
@@ -111,6 +112,11 @@ def check_groups(
 ) -> int:
     """Return how many ranks a worker has; raise if `inner_group` and the workers do not fit."""
     if inner_of_crew is None:
+        if process_group is None and os.environ.get("MANYHANDS_WORKERS", "1") != "1":
+            warn(
+                f"`manyhands run` has started several workers, but {class_name} got no crew: each "
+                "worker trains a model of its own. Give crew=mh.Crew()."
+            )
         return inner.size
     if process_group is not None:
         raise ValueError(f"{class_name} takes a process_group or a crew, and got both.")

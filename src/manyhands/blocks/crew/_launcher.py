@@ -67,9 +67,10 @@ ERROR_WINDOW = 3600.0  # seconds in which errors are counted against `restarts`
 SHORT_LIFE = 10.0  # seconds: a worker that lives no longer is restarted after a pause
 LONGEST_RESTART_PAUSE = 30.0  # seconds before a restart
 POLL = 0.05  # seconds between two looks at the processes
-FOR_DDP = (
-    "no worker has joined the crew. If this is a script of DistributedDataParallel, start it by "
-    "torchrun, or by `manyhands run --workers 1 --processes 2`."
+NO_CREW = (
+    "no worker has joined the crew. Blocks, such as DiLoCo, need crew=mh.Crew(). Start a script of "
+    "DistributedDataParallel or mh.AdaScale by torchrun, or by "
+    "`manyhands run --workers 1 --processes 2`."
 )
 CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGSYS", "SIGTRAP"}
 
@@ -150,6 +151,8 @@ class Launcher:
                     self._do_what_is_due()
                 if self._exit_code is None and not self._stop_signal:
                     self._serve_until_others_end()
+                    if self.environment["MANYHANDS_WORKERS"] != "1":
+                        self._with_roster(_say_if_nobody_joined)
             finally:
                 self._stop_all()
                 if self._kept is not None:
@@ -295,7 +298,7 @@ class Launcher:
                 self._exit_code = worker.code
                 say(f"worker {worker.number} ended ({how}) before the first sync round.")
                 if not roster.incarnations and self.processes == 1:
-                    say(FOR_DDP)
+                    say(NO_CREW)
                 return
             if len(worker.errors) > self.restarts:
                 say(f"worker {worker.number} ended ({how}), too often: it is not started again.")
@@ -432,6 +435,12 @@ def _exit_code_of(worker: LaunchedWorker) -> int | None:
         # A signal comes first: the other processes may have failed because of it.
         return min(failed)
     return 0 if codes and None not in codes else None
+
+
+def _say_if_nobody_joined(shared: SharedRoster) -> None:
+    shared.refresh()
+    if not shared.roster.incarnations:
+        say(NO_CREW)
 
 
 def _restart_pause(short_lives: int) -> float:
