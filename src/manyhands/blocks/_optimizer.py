@@ -540,6 +540,11 @@ class Blocks(OptimizerWrapper):
         """Whether a crew keeps the workers, and not a process group."""
         return isinstance(self._sync.members, ElasticMembers)
 
+    @property
+    def joined_late(self) -> bool:
+        """Whether this worker came into a crew that trains already, and has taken no step since."""
+        return self._sync.state.joined_late
+
     # -- saving and loading --------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -584,6 +589,7 @@ class Blocks(OptimizerWrapper):
         self, saved: object, changed: Mapping[str, object] | None = None
     ) -> _saving.SavedWorker | None:
         """Return the blocks' part of a state dict if it fits this optimizer, or raise."""
+        _saving.check_run_begins(self._sync)
         state = _saving.check_saved(saved, self._options, changed or {}, self._names)
         if state is not None:
             _saving.check_fits(state, self._sync)

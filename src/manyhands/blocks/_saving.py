@@ -86,6 +86,15 @@ def check_not_diverged(sync: Sync) -> None:
         )
 
 
+def check_run_begins(sync: Sync) -> None:
+    """Raise if the others train already: a checkpoint would take this worker away from them."""
+    if sync.state.joined_late:
+        raise RuntimeError(
+            "this worker has joined a run that goes on, and received its state. Load a checkpoint "
+            "only where the run begins: if optimizer.steps == 0 (job.load looks for itself)."
+        )
+
+
 def check_saved(
     saved: object, options: Options, changed: Mapping[str, object], names: Names
 ) -> SavedWorker | None:
@@ -351,6 +360,7 @@ class OuterStateParts:
         }
 
     def check_counters(self, saved: object) -> dict[str, object] | None:
+        check_run_begins(self._sync)
         return _check_format_and_options(saved, self._options, {}, {})
 
     def load_counters(self, saved: Any, unsaved: Iterable[Tensor], *, residuals: bool) -> None:

@@ -119,6 +119,10 @@ def _end_process_group(made: object) -> None:
         dist.destroy_process_group()
 
 
+def optimizers_of(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    return [given] if isinstance(given, Optimizer) else list(given or ())
+
+
 class Job:
     """This process and its run, as the engine has started them. `start` returns it.
 
@@ -216,7 +220,7 @@ class Job:
         checkpoint is written into Ray's storage and reported to Ray, which deletes old ones: then
         `keep` has no effect.
         """
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+        optimizers = optimizers_of(optimizer)
         is_first = self.crew is None or self.crew.rank == 0  # asked before it leaves the crew
         for each in optimizers:
             blocks = find_layer(each, Blocks)
@@ -250,7 +254,14 @@ class Job:
         scheduler: HasState | Sequence[HasState] | None = None,
         **values: Any,
     ) -> dict[str, Any]:
-        """Continue from the newest checkpoint, as `mh.load` does; return {} if there is none."""
+        """Continue from the newest checkpoint, as `mh.load` does; return {} if there is none.
+
+        A worker that has joined a crew that trains already has the others' state: nothing is
+        loaded, and {} is returned.
+        """
+        blocks = [find_layer(each, Blocks) for each in optimizers_of(optimizer)]
+        if any(each is not None and each.joined_late for each in blocks):
+            return {}
         try:
             return load_checkpoint(
                 self.folder, model=model, optimizer=optimizer, scheduler=scheduler, **values
