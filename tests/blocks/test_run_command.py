@@ -71,7 +71,7 @@ def test_workers_whose_blocks_got_no_crew_are_told_that_each_trains_alone(tmp_pa
     ):
         own = script.format(crew=crew)
         with Command(tmp_path, own, "--workers", workers, name=name) as command:
-            assert command.wait() == 0
+            assert command.wait(60) == 0
         said = command.err.read_text()
         assert (said.count(told), said.count(_launcher.NO_CREW)) == (warnings, notes), said
 
