@@ -5,7 +5,7 @@ from torch.nn.functional import mse_loss
 
 import manyhands as mh
 
-dist.init_process_group("gloo")  # "nccl" with GPUs
+dist.init_process_group("gloo")  # with GPUs: docs/gpus.md
 rank = dist.get_rank()
 torch.manual_seed(0)
 hidden = torch.randn(4, 1)

@@ -1,11 +1,14 @@
-"""manyhands: train with more workers by changing a line.
+"""manyhands: train with more workers by changing a few lines.
 
 `__all__` below are the names that training scripts use; `help(manyhands.AdaScale)` explains each.
+Import other modules by name:
 
 - `manyhands.fairscale`, `manyhands.adaptdl`, `manyhands.fairseq`: the names of these libraries, for
   scripts that were written for them.
 - `manyhands.scaling`, `manyhands.blocks`, `manyhands.record`: what a rule, an outer step or a
   reader of records of your own needs.
+- `manyhands.data`: `StreamCursor`, for samples that have no index.
+- `manyhands.integrations`: for Accelerate, Lightning, transformers and Ray.
 - `manyhands.errors`: the errors that a correct script can meet.
 """
 
