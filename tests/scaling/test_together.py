@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import manyhands as mh
 from helpers.ranks import run_ranks
 from helpers.scaling_oracle import loss_of, make_batches, make_model
+from manyhands._core.flat import in_groups
 from manyhands.scaling import _hooks, _preconditioned
 from manyhands.scaling._preconditioned import PreconditionedNorm
 
@@ -138,7 +139,7 @@ def test_two_parts_of_one_gradient_are_summed():
 
 @pytest.mark.parametrize("floor", [0.0, 1e-3, 0.5])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
-def test_quotients_together_have_the_norms_of_each(kind, floor, monkeypatch):
+def test_quotients_together_have_the_norms_of_each(kind, floor):
     model = make_model(torch.float64)
     optimizer = kind(model.parameters(), lr=0.01)
     x, y = make_batches(8, 1, dtype=torch.float64)
@@ -150,11 +151,10 @@ def test_quotients_together_have_the_norms_of_each(kind, floor, monkeypatch):
     alone = PreconditionedNorm(optimizer, floor)
     expected = [float(alone.one(i, grad)) for i, grad in enumerate(grads)]
     together = PreconditionedNorm(optimizer, floor)
-    monkeypatch.setattr(_preconditioned, "TOGETHER", 12)
-    quotients = [(i, together._quotient(i, g, lambda t: t)) for i, g in enumerate(grads)]
-    chunks = list(_preconditioned._chunks(quotients))
+    quotients = [together._quotient(i, g, lambda t: t) for i, g in enumerate(grads)]
+    chunks = list(in_groups(quotients, lambda each: each.grad.numel(), limit=12))
     assert len(chunks) == 3
-    found = [n for chunk in chunks for n in _preconditioned._norms_of([q for _, q in chunk])]
+    found = [n for chunk in chunks for n in _preconditioned._norms_of(chunk)]
     assert [float(n) for n in found] == pytest.approx(expected, rel=1e-9)
     for ours, theirs in zip(together.to_state(), alone.to_state(), strict=True):
         assert ours[:4] == pytest.approx(theirs[:4], rel=1e-9)

@@ -26,11 +26,11 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ from manyhands._core.trees import tensors_in
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+
+Item = TypeVar("Item")
 
 
 def flatten(tensor: Tensor, like: Tensor | None = None) -> Tensor:
@@ -82,6 +84,27 @@ def _is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill their memory without gaps or overlaps."""
     # The private operator is what torch's own `empty_like` asks to preserve strides.
     return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def in_groups(
+    items: Iterable[Item], size: Callable[[Item], int], limit: int
+) -> Iterator[list[Item]]:
+    """Yield consecutive items together, of `limit` in all at most, or one larger item alone.
+
+    >>> list(in_groups([3, 4, 2, 9, 1], int, limit=7))
+    [[3, 4], [2], [9], [1]]
+    """
+    group: list[Item] = []
+    total = 0
+    for item in items:
+        own = size(item)
+        if group and total + own > limit:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += own
+    if group:
+        yield group
 
 
 def group_by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -53,7 +53,7 @@ Patience = Annotated[
     str,
     typer.Option(
         metavar="SECONDS|auto",
-        help="Seconds that a slow worker is waited for at most; auto: by what rounds took before.",
+        help="Seconds that a slow worker is waited for at most; auto: while its block is worth it.",
     ),
 ]
 Quorum = Annotated[int, typer.Option(min=1, help="Workers that a sync round needs; fewer wait.")]

@@ -30,6 +30,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
+from manyhands._core.flat import in_groups
 from manyhands._core.tensor_parts import LEAST
 from manyhands.blocks.averaging._chunks import PARTS, elements_per_chunk
 from manyhands.blocks.averaging._payload import REPORT
@@ -231,19 +232,10 @@ def _moments_under_fsdp(
     """Return what AdamScale adds under FSDP: bytes held, bytes sent, and collectives."""
     shards = [param.shard_elements(workers) for param in sizes.trained]
     padded = sum(n * p.itemsize for n, p in zip(shards, sizes.trained, strict=True)) * workers
-    gathers = replicas * _moment_messages(shards) * (workers if gloo else 1)
+    messages = len(list(in_groups(shards, int, MESSAGE)))  # for one entry of FSDP's state
+    gathers = replicas * messages * (workers if gloo else 1)
     held = replicas * sum(param.bytes for param in sizes.trained)
     return held, _sent_per_worker(replicas * padded, workers), gathers
-
-
-def _moment_messages(shards: Sequence[int]) -> int:
-    """Return how many messages bring one entry of FSDP's state (`_split_into_messages`)."""
-    messages, size = 1, 0
-    for number, elements in enumerate(shards):
-        size += elements
-        if number and size > MESSAGE:
-            messages, size = messages + 1, elements
-    return messages
 
 
 # -- gradients in buckets: DDP, OSS, ShardedDataParallel -------------------------------------------

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer, RMSprop
 
-from manyhands._core.flat import DTensorShards, flatten, is_dtensor, local_shard, norm
+from manyhands._core.flat import DTensorShards, flatten, in_groups, is_dtensor, local_shard, norm
 from manyhands._core.ranks import RankGroup
 from manyhands._core.state_parts import ReplicatedState, ShardedOptimizer, plain_optimizer
 from manyhands._core.wrappers import ParamGroup, unwrap
@@ -214,7 +214,7 @@ class PreconditionedNorm(PlainNorm):
                 norms.append(0.0)
             else:
                 norms.append(self.one(index, grad, None if take_slice is _whole else take_slice))
-        for chunk in _chunks(together):
+        for chunk in in_groups(together, lambda each: each[1].grad.numel(), TOGETHER):
             measured = _norms_of([quotient for _, quotient in chunk])
             for (position, _), each in zip(chunk, measured, strict=True):
                 norms[position] = each
@@ -354,20 +354,6 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _chunks(quotients: Sequence[tuple[int, Quotient]]) -> Iterator[list[tuple[int, Quotient]]]:
-    """Yield the quotients in lists of at most `TOGETHER` elements, or of one larger."""
-    chunk: list[tuple[int, Quotient]] = []
-    size = 0
-    for each in quotients:
-        size += each[1].grad.numel()
-        if chunk and size > TOGETHER:
-            yield chunk
-            chunk, size = [], each[1].grad.numel()
-        chunk.append(each)
-    if chunk:
-        yield chunk
-
-
 def _norms_of(quotients: Sequence[Quotient]) -> Sequence[Tensor]:
     """Return the norms of several quotients, each operation once for all of them."""
     grads, seconds, leasts, eps, factors = map(list, zip(*quotients, strict=True))
@@ -449,7 +435,7 @@ class ReplicatedDTensorState:
                 shard = local_shard(sharded_state[param][name])
                 messages[name, share.mesh, share.mesh_dim, shard.dtype].append((param, share))
         for (name, *_), shares in messages.items():
-            for message in _split_into_messages(shares):
+            for message in in_groups(shares, lambda each: _numel(*each, 0), MESSAGE):
                 self._collect(name, message)
 
     def _collect(self, name: str, shares: Sequence[tuple[Tensor, DTensorShards]]) -> None:
@@ -498,21 +484,6 @@ def _numel(param: Tensor, share: DTensorShards, rank: int) -> int:
     """Return the number of elements of a rank's shard."""
     part = share.ranges[rank]
     return param.numel() // max(param.size(part.dim), 1) * part.length
-
-
-def _split_into_messages(
-    shares: Sequence[tuple[Tensor, DTensorShards]],
-) -> list[list[tuple[Tensor, DTensorShards]]]:
-    """Return the shares in groups of at most `MESSAGE` elements, or of one larger share."""
-    messages: list[list[tuple[Tensor, DTensorShards]]] = [[]]
-    size = 0
-    for param, share in shares:
-        size += _numel(param, share, 0)
-        if messages[-1] and size > MESSAGE:
-            messages.append([])
-            size = _numel(param, share, 0)
-        messages[-1].append((param, share))
-    return messages
 
 
 # -- when the batch changes ------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands._core.agreement import agree, run_on_all
-from manyhands._core.flat import is_dtensor
+from manyhands._core.flat import in_groups, is_dtensor
 from manyhands._core.modules import TORCH_WRAPPERS, ModuleWrapper
 from manyhands._core.ranks import RankGroup
 from manyhands.checkpoint import _format
@@ -32,14 +32,7 @@ CONFIG = "config.json"
 
 def split_into_files(entries: Iterable[TensorEntry], max_size: int) -> dict[str, list[TensorEntry]]:
     """Return which file has which tensors, in their order."""
-    files: list[list[TensorEntry]] = [[]]
-    room = max_size
-    for entry in entries:
-        if entry.nbytes > room and files[-1]:
-            files.append([])
-            room = max_size
-        files[-1].append(entry)
-        room -= entry.nbytes
+    files = list(in_groups(entries, lambda entry: entry.nbytes, max_size)) or [[]]
     count = len(files)
     names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     # Aligned, as `checkpoint/_writing.py` does.

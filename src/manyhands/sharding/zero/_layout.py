@@ -22,6 +22,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
+
+from manyhands._core.flat import in_groups
 
 ALIGN = 16
 BUCKET = 2**22  # elements of a bucket among few ranks: 16 MiB of float32
@@ -99,7 +102,7 @@ def even_layout(sizes: Sequence[tuple[int, int]], workers: int, largest: int) ->
     """Cut parameters, given as (index, elements), into equal slices."""
     # `largest` is the number of elements in a bucket; 0 puts each parameter in a buffer of its own.
     buffers = []
-    for members in _split_into_buffers(sizes, largest):
+    for members in in_groups(sizes, itemgetter(1), largest):
         starts, total = _assign_starts(members)
         number = math.ceil(total / (SPARE * largest)) if largest else 1
         # Rounding the bucket up keeps its slices equal, and aligned; the rest is padding.
@@ -120,7 +123,7 @@ def whole_layout(
     # `load` counts the elements that each rank owns so far, and is updated.
     owner = deal_out(sizes, load)
     buffers = []
-    for members in _split_into_buffers(sizes, largest):
+    for members in in_groups(sizes, itemgetter(1), largest):
         members = sorted(members, key=lambda entry: owner[entry[0]])
         starts, total = _assign_starts(members)
         ends = [0] * workers
@@ -146,22 +149,6 @@ def deal_out(sizes: Sequence[tuple[int, int]], load: list[int]) -> dict[int, int
         owner[index] = load.index(min(load))
         load[owner[index]] += size
     return owner
-
-
-def _split_into_buffers(
-    sizes: Sequence[tuple[int, int]], largest: int
-) -> Iterator[list[tuple[int, int]]]:
-    """Yield consecutive parameters, about `largest` elements at a time: a buffer each."""
-    group: list[tuple[int, int]] = []
-    total = 0
-    for index, size in sizes:
-        if group and total + size > largest:
-            yield group
-            group, total = [], 0
-        group.append((index, size))
-        total += size
-    if group:
-        yield group
 
 
 def _assign_starts(members: Sequence[tuple[int, int]]) -> tuple[dict[int, int], int]:
