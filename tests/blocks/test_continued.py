@@ -69,8 +69,12 @@ class Continuing(Workers):
 
 
 @pytest.mark.long
-def test_only_workers_that_begin_the_run_load_the_checkpoint(tmp_path):
-    """A worker that came later would be set back behind the others, and could not keep a round."""
+@pytest.mark.parametrize("reported", [True, False])
+def test_only_workers_that_begin_the_run_load_the_checkpoint(tmp_path, reported):
+    """A worker that came later would be set back behind the others, and could not keep a round.
+
+    If nobody reports the death, the new worker is let in with the round that is repeated.
+    """
     model, optimizer = build(mh.Crew())
     train(model, optimizer, SAVED)
     job = mh.start(checkpoints=tmp_path / "run", process_group=False)
@@ -82,7 +86,7 @@ def test_only_workers_that_begin_the_run_load_the_checkpoint(tmp_path):
             begun = workers.events(number, "in")[0]
             assert (begun["at"], begun["found"]) == (0, {"step": SAVED})
             assert (begun["steps"], begun["weight"]) == (SAVED, -SAVED)
-        workers.kill(1, report=True)
+        workers.kill(1, report=reported)
         workers.start([1])
         workers.finish(60.0)
         joined = workers.events(1, "in")[-1]

@@ -124,11 +124,6 @@ class BlockState:
         return not self.just_joined
 
     @property
-    def joined_late(self) -> bool:
-        """Whether this worker came into a run under way, and has taken no step since."""
-        return self.just_joined and self.own == 0 and self.steps > 0
-
-    @property
     def before_blocks(self) -> bool:
         """Whether the first block has not begun: its anchor is still to be made."""
         return self.steps <= self.warmup

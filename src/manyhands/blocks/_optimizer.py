@@ -543,7 +543,7 @@ class Blocks(OptimizerWrapper):
     @property
     def joined_late(self) -> bool:
         """Whether this worker came into a crew that trains already, and has taken no step since."""
-        return self._sync.state.joined_late
+        return self._sync.joined_late
 
     # -- saving and loading --------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ def check_not_diverged(sync: Sync) -> None:
 
 def check_run_begins(sync: Sync) -> None:
     """Raise if the others train already: a checkpoint would take this worker away from them."""
-    if sync.state.joined_late:
+    if sync.joined_late:
         raise RuntimeError(
             "this worker has joined a run that goes on, and received its state. Load a checkpoint "
             "only where the run begins: if optimizer.steps == 0 (job.load looks for itself)."

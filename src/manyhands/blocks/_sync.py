@@ -268,6 +268,12 @@ class Sync:
         return steps * seconds / max(taken, 1)
 
     @property
+    def joined_late(self) -> bool:
+        """Whether this worker came into a run under way, and has taken no step since."""
+        # It may have taken part in a round, which the others have repeated with it.
+        return self.joins > 0 and self.state.own == 0 and self.state.steps > 0
+
+    @property
     def alone(self) -> bool:
         """Whether there is no other worker, and never will be."""
         return not self.members.elastic and self.members.workers.size == 1
