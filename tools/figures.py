@@ -590,8 +590,9 @@ def little_warmup(rows: list[Row], excess: Callable[[str, str], float]) -> Figur
     )
     yield figure(
         "README.md",
-        "{} % more on Shakespeare and {} % less on MNIST, sending {} times less (8-bit integers "
-        "every 32 steps, after a warm-up of 5 %; 4 workers, AdamW, three seeds)",
+        "{} % more than synchronous training on Shakespeare and {} % less on MNIST (at a low "
+        "rate), sending {} times less (8-bit integers every 32 steps, after a warm-up of 5 %; 4 "
+        "workers, AdamW, three seeds)",
         *(f"{text:.1f}", f"{-digits:.1f}", numbers[1]),
     )
 
