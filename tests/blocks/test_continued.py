@@ -30,10 +30,13 @@ def train(model, optimizer, until):
 def errors_of_loading(folder, model, optimizer):
     """What `mh.load` and `load_state_dict` say; they change nothing."""
     said, before = [], (optimizer.steps, model.weight.item())
-    state = {**optimizer.state_dict()}
+    optimizer.load_state_dict(optimizer.state_dict())  # as Accelerate does
+    assert (optimizer.steps, model.weight.item()) == before
+    earlier = build(None)[1].state_dict()
     for load in (
         lambda: mh.load(folder, model=model, optimizer=optimizer),
-        lambda: optimizer.load_state_dict(state),
+        lambda: optimizer.load_state_dict(earlier),
+        lambda: optimizer.load_state_dict(SGD(model.parameters(), lr=1.0).state_dict()),
     ):
         with pytest.raises(RuntimeError) as caught:
             load()
@@ -96,5 +99,5 @@ def test_only_workers_that_begin_the_run_load_the_checkpoint(tmp_path, reported)
         for said in joined["said"]:
             assert "this worker has joined a run that goes on" in said
             assert "if optimizer.steps == 0" in said
-        assert len(joined["said"]) == 2
+        assert len(joined["said"]) == 3
         assert [workers.last(number, "done", "weight") for number in range(2)] == [-STEPS] * 2

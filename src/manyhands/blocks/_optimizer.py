@@ -589,8 +589,8 @@ class Blocks(OptimizerWrapper):
         self, saved: object, changed: Mapping[str, object] | None = None
     ) -> _saving.SavedWorker | None:
         """Return the blocks' part of a state dict if it fits this optimizer, or raise."""
-        _saving.check_run_begins(self._sync)
         state = _saving.check_saved(saved, self._options, changed or {}, self._names)
+        _saving.check_run_begins(self._sync, state)
         if state is not None:
             _saving.check_fits(state, self._sync)
         return state

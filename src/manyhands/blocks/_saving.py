@@ -86,9 +86,12 @@ def check_not_diverged(sync: Sync) -> None:
         )
 
 
-def check_run_begins(sync: Sync) -> None:
-    """Raise if the others train already: a checkpoint would take this worker away from them."""
-    if sync.joined_late:
+def check_run_begins(sync: Sync, saved: SavedWorker | None = None) -> None:
+    """Raise if the others train already: a checkpoint would take this worker away from them.
+
+    A state of the same step passes: Accelerate loads an optimizer's own state into it.
+    """
+    if sync.joined_late and (saved is None or saved["steps"] != sync.state.steps):
         raise RuntimeError(
             "this worker has joined a run that goes on, and received its state. Load a checkpoint "
             "only where the run begins: if optimizer.steps == 0 (job.load looks for itself)."
