@@ -257,7 +257,7 @@ class Job:
         """Continue from the newest checkpoint, as `mh.load` does; return {} if there is none.
 
         A worker that has joined a crew that trains already has the others' state: nothing is
-        loaded, and {} is returned. It has taken `optimizer.steps` steps.
+        loaded, and {} is returned. The step of the run is then `optimizer.steps`.
         """
         blocks = [find_layer(each, Blocks) for each in optimizers_of(optimizer)]
         if any(each is not None and each.joined_late for each in blocks):
