@@ -110,16 +110,18 @@ def test_a_run_killed_while_writing_leaves_complete_lines(path):
     assert read_record(path).column("step") == [*steps, len(steps) + 1]
 
 
-def test_a_full_disk_is_an_error_and_cuts_no_line(path):
+@pytest.mark.parametrize("room", [0, 1, 2000], ids=["at a line's end", "in a line", "anywhere"])
+def test_a_full_disk_is_an_error_and_cuts_no_line(path, room):
+    write(path, 20)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, hard))
     try:
-        with pytest.raises(OSError, match="no space left for the next line"):
+        with pytest.raises(OSError, match=f"no space left for the next line: '{path}'"):
             write(path, 1000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes().endswith(b"\n")
-    assert len(read_record(path).lines) > 10
+    assert len(read_record(path).lines) > (20 if room == 2000 else 19)
 
 
 def test_a_last_line_that_was_cut_off_is_ignored_and_removed_on_resuming(path):

@@ -425,7 +425,12 @@ def _last_line(path: Path) -> tuple[Line | None, int]:
 def append_line(file: int, path: Path, line: Line) -> None:
     """Write one whole line in a single call."""
     data = _to_json(line).encode() + b"\n"
-    written = os.write(file, data)
+    try:
+        written = os.write(file, data)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        written = 0
     if written < len(data):  # the disk is full: take back what was written of the line
         os.ftruncate(file, os.fstat(file).st_size - written)
         raise OSError(errno.ENOSPC, "no space left for the next line", str(path))
