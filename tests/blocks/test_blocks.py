@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import math
 import os
 from datetime import timedelta
 
@@ -831,6 +832,36 @@ def test_workers_that_have_taken_different_numbers_of_steps():
             step_along(optimizer, params, dist.get_rank(), step)
 
     raises_on_ranks(2, ValueError, blocks, match="rank 0: 3; rank 1: 9")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, {"overlap": 1, "fragments": 3}, {"codec": "int4"}])
+def test_weights_that_are_loaded_after_the_optimizer_was_made(dtype, options):
+    """The first sync round takes them for training: with DiLoCo they would go twice as far."""
+
+    def blocks(loaded):
+        model = nn.Linear(3, 2, dtype=dtype)
+        model.weight.data[0, 0] = math.inf
+        other = {name: value.clone() for name, value in model.state_dict().items()}
+        optimizer = mh.DiLoCo(SGD(model.parameters(), lr=0.1), every=5, **options)
+        model.load_state_dict({**other, **loaded(other)})
+        for seed in range(4):
+            model.bias.grad = torch.full_like(model.bias, float(seed + dist.get_rank()))
+            optimizer.step()
+
+    def own():
+        blocks(lambda weights: {})  # the same
+
+    def one_of_rank_1():
+        last = {"bias": torch.tensor([0.5, 3.0])}
+        if dist.get_rank() == 0:
+            blocks(lambda weights: {})
+        else:
+            with pytest.warns(RuntimeWarning, match="have changed since the optimizer was put"):
+                blocks(lambda weights: last)
+
+    run_ranks(2, own)
+    run_ranks(2, one_of_rank_1)
 
 
 def test_checkpoints_for_any_number_of_workers(tmp_path):

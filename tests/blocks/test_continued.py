@@ -9,6 +9,7 @@ from torch.optim import SGD
 
 import manyhands as mh
 from helpers.crew_workers import Log, Store, Workers, fork
+from manyhands.fairseq import FairseqBMUF
 
 SAVED, STEPS = 20, 300
 
@@ -59,6 +60,8 @@ class Continuing(Workers):
                 at = optimizer.steps
                 job = mh.start(checkpoints=self.folder / "run", process_group=False)
                 said = errors_of_loading(job.folder, model, optimizer) if at else []
+                if not at:  # a run begins here also if it counts from another step
+                    FairseqBMUF.set_num_updates(optimizer, 5)
                 found = job.load(model=model, optimizer=optimizer)
                 facts = {"at": at, "said": said, "found": found}
                 log("in", **facts, steps=optimizer.steps, weight=model.weight.item())

@@ -348,6 +348,18 @@ class Anchor:
             for bucket in self.buckets
         ]
 
+    def moved(self) -> bool:
+        """Return whether parameters of this rank are somewhere else than the anchor."""
+        for fragment in range(self.fragments):
+            for part in self.differences(fragment):
+                chunk = torch.empty(min(part.length, LARGEST), dtype=part.dtype, device=part.device)
+                for start in range(0, part.length, LARGEST):
+                    out = chunk[: part.length - start]
+                    part.read(start, out)
+                    if out.nan_to_num_(0.0).any():  # NaN: both may be infinite
+                        return True
+        return False
+
     def restore_params(self) -> None:
         """Set the parameters to the anchor, and so give up the steps of the present block."""
         for bucket in self.buckets:

@@ -205,6 +205,16 @@ def check_not_averaged(
             warn(text, RuntimeWarning)
 
 
+def warn_moved() -> None:
+    """Warn that a first step begins somewhere else than the workers have agreed on."""
+    warn(
+        "the parameters have changed since the optimizer was put into blocks, and before its first "
+        "step: the next sync round counts this change as training. Load weights before, or "
+        "with the state of the optimizer: mh.load(..., model=model, optimizer=optimizer).",
+        RuntimeWarning,
+    )
+
+
 def moved_identically(squares: Sequence[float], cosine: float, codec: Codec) -> bool:
     """Return whether all workers have taken the same steps, from their squared lengths."""
     # Equal lengths are not enough: in its first steps Adam goes equally far whatever the gradients.

@@ -340,6 +340,7 @@ class Blocks(OptimizerWrapper):
         else:
             if not self.alone:
                 self._add_unfrozen_params()
+                sync.before_step()
             result = self._step_inner(signals, closure, *args, **kwargs)
         for each in {self._inner, *optimizers_in(self._inner)}:
             vars(each)["_opt_called"] = True  # torch's schedulers warn without it

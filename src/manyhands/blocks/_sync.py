@@ -38,7 +38,7 @@ from manyhands.blocks._anchor import (
     StagedDifference,
 )
 from manyhands.blocks._block_state import NO_WORK, BlockState
-from manyhands.blocks._checks import moved_identically, warn_identical_moves
+from manyhands.blocks._checks import moved_identically, warn_identical_moves, warn_moved
 from manyhands.blocks._common_state import CommonParts
 from manyhands.blocks._samples import BlockSamples
 from manyhands.blocks._schedule import Every, Pace, Schedule
@@ -138,6 +138,7 @@ class Sync:
         self.regroups = 0  # how often the members have changed
         self.joins = 0  # how often this worker has received the others' state
         self._let_in_at = -1  # own steps when others have received the state
+        self._came_at = -1  # own steps when this worker came into a run under way
         self._due_after_merges: Sequence[int] = ()  # fragments that `sync_now` is about to send
         self._state_dropped_at = -1  # own steps when a state that was not finite was dropped
         self._compared = False  # whether the first block was searched for identical moves
@@ -145,6 +146,12 @@ class Sync:
         self.initial_state = InitialState(optimizer, needed=resets)
 
     # -- the life of a block -------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Warn before the first step from an anchor if the parameters are not there any more."""
+        state = self.state
+        if state.newcomer and state.anchor_in_use and not state.diverged and self.anchor.moved():
+            warn_moved()
 
     def count_step(self) -> None:
         """Count a step that the optimizer has taken, or left out."""
@@ -271,7 +278,7 @@ class Sync:
     def joined_late(self) -> bool:
         """Whether this worker came into a run under way, and has taken no step since."""
         # It may have taken part in a round, which the others have repeated with it.
-        return self.joins > 0 and self.state.own == 0 and self.state.steps > 0
+        return self._came_at == self.state.own
 
     @property
     def alone(self) -> bool:
@@ -575,4 +582,6 @@ class Sync:
             if self.state.anchor_in_use and not before.anchor_in_use:
                 self._reset_after_local_warmup()  # it comes too late for the round that ended it
             self.joins += 1
+            if self.state.steps > 0:  # otherwise the run begins for the others, too
+                self._came_at = self.state.own
             self.restart_clock()
