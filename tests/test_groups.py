@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import manyhands as mh
 from helpers.pages import ROOT
 from helpers.ranks import run_ranks
-from manyhands._core.groups import group_closer
+from manyhands._core.groups import GroupCloser, group_closer
 from manyhands._core.sockets import closed_in_epolls, forget_sockets
 
 pytestmark = pytest.mark.skipif(
@@ -168,6 +168,20 @@ def test_a_forked_child_lets_go_of_no_group():
     held.clear()
     assert seen() is not None
     assert not any(thread.name == "manyhands end" for thread in threading.enumerate())
+
+
+def test_the_end_waits_a_second_for_all_threads_and_for_none_that_was_not_started():
+    closer, end = GroupCloser(), threading.Event()
+    threads = [threading.Thread(target=end.wait, daemon=True) for _ in range(4)]
+    for number, thread in enumerate(threads):
+        closer.await_at_end(thread)
+        if number > 0:
+            thread.start()
+    begin = time.monotonic()
+    closer.close()
+    took = time.monotonic() - begin
+    end.set()
+    assert 0.9 < took < 2.5
 
 
 @pytest.mark.long

@@ -63,7 +63,7 @@ def test_workers_whose_blocks_got_no_crew_are_told_that_each_trains_alone(tmp_pa
         optimizer = mh.DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), every=2{crew})
         optimizer.finish()
     """
-    told = "UserWarning: `manyhands run` has started several workers, but DiLoCo got no crew"
+    told = "UserWarning: this run has 2 workers, but DiLoCo got no crew"
     for name, crew, workers, warnings, notes in (
         ("alone", "", "2", 2, 1),
         ("one", "", "1", 0, 0),

@@ -267,8 +267,10 @@ class GroupCloser:
         """As Python ends (`atexit`): drop no more groups, and wait for the threads under way."""
         with self._lock:
             self._closed = True
+        until = time.monotonic() + 1.0  # what takes longer waits for a message that does not come
         for thread in list(self._under_way):
-            thread.join(1.0)  # longer: it waits for a message that does not come
+            if thread.ident is not None:  # it could be started
+                thread.join(max(0.0, until - time.monotonic()))
 
 
 group_closer = GroupCloser()

@@ -112,10 +112,11 @@ def check_groups(
 ) -> int:
     """Return how many ranks a worker has; raise if `inner_group` and the workers do not fit."""
     if inner_of_crew is None:
-        if process_group is None and os.environ.get("MANYHANDS_WORKERS", "1") != "1":
+        workers = os.environ.get("MANYHANDS_WORKERS") or "1"
+        if process_group is None and workers != "1":
             warn(
-                f"`manyhands run` has started several workers, but {class_name} got no crew: each "
-                "worker trains a model of its own. Give crew=mh.Crew()."
+                f"this run has {workers} workers, but {class_name} got no crew: each worker trains "
+                "a model of its own. Give crew=mh.Crew()."
             )
         return inner.size
     if process_group is not None:
