@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
+from helpers.run_command import Command
 from helpers.scaling_oracle import PlainRun, adamscale, adascale, make_batches, make_model
 from manyhands import adaptdl
 from manyhands.ramp import _ramp
@@ -938,3 +939,51 @@ def test_loaders_that_divide_their_samples_among_the_ranks_stay_as_they_are():
     for kept, batches in run_ranks(2, same):
         assert kept == [True, True]
         assert batches == 2 * BATCHES
+
+
+CREW = """
+    import os
+    from pathlib import Path
+    import torch
+    from accelerate import Accelerator
+    import manyhands as mh
+    {imported}
+
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    crew = mh.Crew()
+    optimizer = mh.DiLoCo(torch.optim.SGD(model.parameters(), lr=0.05), every=5, crew=crew)
+    began, last = optimizer.steps, Path("last")
+    dies = crew.number == 1 and began == 0
+    model, prepared = {prepare}(model, optimizer)
+    assert optimizer.steps == began
+    if crew.number == 1 and not dies:  # it is back: all take 100 steps more
+        Path("some").write_text(str(began + 100))
+        Path("some").rename(last)
+    generator = torch.Generator().manual_seed(crew.number)
+    while not last.exists() or optimizer.steps < int(last.read_text()):
+        prepared.zero_grad()
+        x = torch.randn(8, 4, generator=generator)
+        accelerator.backward((model(x) - x.sum(dim=1, keepdim=True)).square().mean())
+        prepared.step()
+        if dies and optimizer.steps == 12:
+            os._exit(1)
+    optimizer.finish()
+    print(began, torch.nn.utils.parameters_to_vector(model.parameters()).tolist(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["our prepare", "its own prepare"])
+def test_a_worker_of_a_crew_that_is_started_again_is_prepared(tmp_path, ours):
+    """Accelerate's `prepare` loads the optimizer's own state into it."""
+    imported, prepare = "", "accelerator.prepare"
+    if ours:
+        imported = "from manyhands.integrations.accelerate import prepare"
+        prepare = "(lambda *made: prepare(accelerator, *made))"
+    script = CREW.format(imported=imported, prepare=prepare)
+    with Command(tmp_path, script, "--workers", "2") as command:
+        assert command.wait(60) == 0, command.err.read_text()
+    first, second = sorted(command.out.read_text().splitlines())
+    assert first.split(" ", 2)[2] == second.split(" ", 2)[2]
+    assert second.startswith("[1]") and int(second.split()[1]) > 0
