@@ -5,6 +5,7 @@ import io
 import itertools
 import math
 import os
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -862,6 +863,33 @@ def test_weights_that_are_loaded_after_the_optimizer_was_made(dtype, options):
 
     run_ranks(2, own)
     run_ranks(2, one_of_rank_1)
+
+
+@pytest.mark.parametrize(
+    ("rates", "warned"), [([1.0, 1.0], []), ([1.0, 0.5], []), ([0.04, 0.1], [2])]
+)
+def test_learning_rates_that_drift_apart_are_said_once(rates, warned):
+    """As of ReduceLROnPlateau on each worker's own loss, or of a schedule that began anew."""
+
+    def blocks():
+        param = nn.Parameter(torch.zeros(4))
+        optimizer = mh.LocalSGD(SGD([param], lr=0.1), every=2)
+        said = []
+        for step in range(7):
+            param.grad = torch.full((4,), 1.0 + dist.get_rank())
+            optimizer.param_groups[0]["lr"] = 0.1 if step < 2 else rates[dist.get_rank()]
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                optimizer.step()
+            said += [(optimizer.rounds, str(warning.message)) for warning in caught]
+        return said
+
+    for said in run_ranks(2, blocks):
+        assert [rounds for rounds, _ in said] == warned
+        for _, message in said:
+            assert message.startswith(
+                "worker 0 has a learning rate of 0.04, and worker 1 of 0.1. Let a schedule follow"
+            )
 
 
 def test_checkpoints_for_any_number_of_workers(tmp_path):

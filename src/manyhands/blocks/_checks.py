@@ -44,6 +44,7 @@ from manyhands._core.warn import warn
 from manyhands._core.wrappers import OptimizerWrapper, unwrap
 from manyhands.blocks._anchor import Outer
 from manyhands.blocks.averaging._codec import Codec
+from manyhands.blocks.averaging._payload import RoundResult
 
 SAME = 1e-6  # relative difference of squared lengths, below which steps are the same
 
@@ -232,6 +233,23 @@ def warn_identical_moves(workers: int) -> None:
         f"same samples.{advice('no DDP')}",
         RuntimeWarning,
     )
+
+
+def warn_different_rates(result: RoundResult, numbers: Sequence[int]) -> bool:
+    """Warn of learning rates that are more than a factor of 2 apart; return whether they are."""
+    # Less may be right: a rate that follows `steps`, where workers take different numbers of them.
+    rates = sorted((result.reports[rank].lr, rank) for rank in result.included)
+    if len(rates) < 2 or rates[-1][0] <= 2 * rates[0][0]:
+        return False
+    (low, slow), (high, fast) = rates[0], rates[-1]
+    workers = numbers if len(numbers) == len(result.reports) else range(len(result.reports))
+    warn(
+        f"worker {workers[slow]} has a learning rate of {low:g}, and worker {workers[fast]} of "
+        f"{high:g}. Let a schedule follow optimizer.steps, and give ReduceLROnPlateau the same "
+        "value on every worker.",
+        RuntimeWarning,
+    )
+    return True
 
 
 def _averaging_modules(params: Sequence[Tensor], workers: RankGroup) -> set[str]:

@@ -38,7 +38,12 @@ from manyhands.blocks._anchor import (
     StagedDifference,
 )
 from manyhands.blocks._block_state import NO_WORK, BlockState
-from manyhands.blocks._checks import moved_identically, warn_identical_moves, warn_moved
+from manyhands.blocks._checks import (
+    moved_identically,
+    warn_different_rates,
+    warn_identical_moves,
+    warn_moved,
+)
 from manyhands.blocks._common_state import CommonParts
 from manyhands.blocks._samples import BlockSamples
 from manyhands.blocks._schedule import Every, Pace, Schedule
@@ -142,6 +147,7 @@ class Sync:
         self._due_after_merges: Sequence[int] = ()  # fragments that `sync_now` is about to send
         self._state_dropped_at = -1  # own steps when a state that was not finite was dropped
         self._compared = False  # whether the first block was searched for identical moves
+        self._warned_of_rates = False  # of learning rates that are not the same
         resets = extras.state == "reset" or state.in_local_warmup
         self.initial_state = InitialState(optimizer, needed=resets)
 
@@ -425,9 +431,11 @@ class Sync:
         )
 
     def _record_result(self, result: RoundResult) -> None:
-        """Update what logs show; after the first block, warn if all workers moved alike."""
+        """Update what logs show; warn of workers that all moved alike, or have other rates."""
         self.stats.record(result, self.members.numbers)
         drift = self.stats.drift
+        if not self._warned_of_rates:
+            self._warned_of_rates = warn_different_rates(result, self.members.numbers)
         if not self._compared and drift.distance > 0 and result.exact_squares:
             self._compared = True
             squares = [result.exact_squares[rank] for rank in result.included]
