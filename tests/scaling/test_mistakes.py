@@ -378,6 +378,8 @@ def disagree_later(what):
         optimizer.set_scale(2.0 + rank)
     elif what == "progress":
         optimizer.set_progress(7.0 * rank)
+    elif what == "rates":  # as by ReduceLROnPlateau on each rank's own loss
+        optimizer.param_groups[0]["lr"] /= 1 + rank
     elif what.startswith("accumulation of all"):
         passes = 1 + rank
         optimizer.set_num_gradients_to_accumulate(passes)
@@ -396,6 +398,7 @@ def disagree_later(what):
     [
         ("scale", "different scale: rank 0: 2; rank 1: 3"),
         ("progress", "different statistics, progress or factors .* on every worker"),
+        ("rates", r"different learning rates .* rank 0: 0\.1; rank 1: 0\.05\. Give ReduceLROn"),
         ("accumulation of all, with no_sync", "backward passes per step: rank 0: 1; rank 1: 2"),
         ("accumulation of all", "backward passes per step: rank 0: 1; rank 1: 2"),
         ("accumulation of one, with no_sync", r"rank 1: set_num_gradients_to_accumulate\(\)"),

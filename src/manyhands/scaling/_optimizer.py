@@ -142,7 +142,11 @@ class RuleCore:
         stop = bool(stop_notice.reason or stop_notice.sources) and stop_notice.received
         micro_batch = float(getattr(self.batch.loop.module, "leading_dimension", None) or 0)
         report = replace(report, micro_batch=micro_batch, stop=float(stop))
-        self.measurement.complete(self.history.checksum, report)
+        assert self.inner is not None
+        rates = [group.get("lr", 0.0) for group in self.inner.param_groups]
+        # (a tensor may be on a device, and would have to be waited for)
+        known = math.fsum(rate for rate in rates if not isinstance(rate, Tensor))
+        self.measurement.complete(self.history.checksum, known, report)
 
     @property
     def current(self) -> NoiseAverage:

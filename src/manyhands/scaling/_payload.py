@@ -87,6 +87,7 @@ class RankClaims(RankReport):
     passes_seen: float = 0.0
     scale: float = 0.0  # size of the whole batch in small batches
     checksum: float = 0.0  # of the progress, the averages so far and the last factors
+    rates: float = 0.0  # the sum of the parameter groups' learning rates
     unmeasured_left: float = 0.0  # steps until the next one that is measured; 0: this one is
     # Squared norm of some averaged gradients that every rank holds whole: equal on all ranks,
     # unless the gradients were not averaged. The last, because it may be on a device.
@@ -140,6 +141,11 @@ def check_claims(
             [{"statistics, progress or factors (checksums)": each} for each in checksums],
             "Load the state dict on every worker, and let scale_lr() depend only on what all "
             "workers know.",
+        )
+    if any(claims.rates != first.rates for claims in table):
+        raise_if_different(
+            [{"learning rates (sum over parameter groups)": claims.rates} for claims in table],
+            "Give ReduceLROnPlateau, and any other schedule, the same values on every worker.",
         )
     if any(claims.unmeasured_left != first.unmeasured_left for claims in table):
         raise_if_different(

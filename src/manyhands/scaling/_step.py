@@ -553,10 +553,12 @@ class Measurement:
     # -- the end of a step -------------------------------------------------------------------
 
     @torch.no_grad()
-    def complete(self, checksum: float = 0.0, report: RankReport | None = None) -> SentStep:
+    def complete(
+        self, checksum: float = 0.0, rates: float = 0.0, report: RankReport | None = None
+    ) -> SentStep:
         """Measure the mean gradient and send the step's numbers to the other ranks.
 
-        `checksum` and `report` are what the holder claims: see `RankClaims`.
+        `checksum`, `rates` and `report` are what the holder claims: see `RankClaims`.
         """
         step, batch, schedule = self.step, self.batch, self.schedule
         passes = step.passes if batch.loop.counts else batch.passes
@@ -570,6 +572,7 @@ class Measurement:
             passes_seen=step.passes,
             scale=batch.scale_for(passes),
             checksum=checksum,
+            rates=rates,
             unmeasured_left=schedule.left,
         )
         self.exchange.check_announcements()
