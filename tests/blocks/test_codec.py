@@ -10,7 +10,6 @@ from manyhands.blocks.averaging._codec import (
     Integers,
     Ternary,
     encode_with_residual,
-    find_codec,
 )
 
 pytestmark = pytest.mark.quick
@@ -152,9 +151,3 @@ def test_what_rounding_leaves_goes_with_the_next(name):
     left = differences.sum(dim=0) - arrived
     torch.testing.assert_close(left, residual, rtol=0, atol=1e-4)
     assert left.abs().max() <= LARGEST_ERROR[name] * largest + 1e-4
-
-
-def test_mistakes():
-    with pytest.raises(ValueError, match=f"one of {', '.join(CODECS)}, got 'int2'"):
-        find_codec("int2")
-    assert find_codec("int8") is CODECS["int8"]

@@ -58,10 +58,10 @@ class Run:
 
     def outer_state(self):
         """The anchor and every memory, as flat tensors."""
-        state = self.optimizer._sync.anchor.outer_state()
+        state = self.optimizer._sync.anchor.outer_parts()
         return [
             torch.cat([each.flatten() for each in tensors])
-            for tensors in zip(*((e.anchor, *e.memories) for e in state), strict=True)
+            for tensors in zip(*(e.entries.values() for e in state), strict=True)
         ]
 
 

@@ -243,17 +243,19 @@ def test_a_parameter_that_has_thawed_begins_where_it_is(tmp_path):
             mh.save(path, model=model, optimizer=optimizer)
             other, twin = build(here)
             mh.load(path, model=other, optimizer=twin)
-            found = {id(e.param): e for e in twin._sync.anchor.outer_state()}
-            for e in optimizer._sync.anchor.outer_state():
+            found = {id(e.param): e for e in twin._sync.anchor.outer_parts()}
+            for e in optimizer._sync.anchor.outer_parts():
                 name = next(n for n, p in model.named_parameters() if p is e.param)
                 mine = found.get(id(dict(other.named_parameters())[name]))
                 if mine is not None:
-                    assert torch.equal(mine.anchor, e.anchor)
-                    assert torch.equal(mine.memories[0], e.memories[0]) and e.memories[0].any()
+                    for entry in ("anchor", "memory.0"):
+                        assert torch.equal(mine.entries[entry], e.entries[entry])
+                    assert e.entries["memory.0"].any()
             bias = found.get(id(other[0].bias))
             assert (bias is None) == here
             if bias is not None:
-                assert torch.equal(bias.anchor, model[0].bias) and not bias.memories[0].any()
+                assert torch.equal(bias.entries["anchor"], model[0].bias)
+                assert not bias.entries["memory.0"].any()
             for _ in range(2):
                 step(other, twin)
 

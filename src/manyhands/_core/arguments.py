@@ -25,6 +25,7 @@ from typing import ParamSpec, SupportsIndex, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Number = TypeVar("Number", int, float)
 
 SIZES = {"": 1, "b": 1} | {
     f"{prefix}{b}": base**power
@@ -83,6 +84,23 @@ def one_of(name: str, value: object, choices: Sequence[object], why: str = "") -
     """Raise unless the value is one of the choices."""
     if value not in choices:
         raise _wrong(name, f"one of {', '.join(map(repr, choices))}", value, why)
+
+
+def number_in(
+    variables: Mapping[str, str],
+    name: str,
+    parse: Callable[[str], Number],
+    default: Number | None = None,
+) -> Number:
+    """Return the number in an environment variable; if it is not set, the default if there is."""
+    text = variables.get(name)
+    if not text and default is not None:
+        return default
+    try:
+        return parse(text or "")
+    except ValueError as error:
+        kind = "a whole number" if parse is int else "a number"
+        raise ValueError(f"the variable {name} must be {kind}, got {text!r}.") from error
 
 
 def _wrong(name: str, needed: str, came: object, why: str = "") -> ValueError:

@@ -25,7 +25,8 @@ def random_state() -> dict[str, Tensor]:
     version, words, gauss = random.getstate()
     state = {
         "python": torch.tensor([version, *words]),  # the last word is the position
-        "python.gauss": _gauss_tensor(gauss),
+        # Normal numbers are drawn in pairs; the second waits here. NaN stands for "none waits".
+        "python.gauss": torch.tensor(math.nan if gauss is None else gauss, dtype=torch.float64),
         "torch": torch.get_rng_state(),
     }
     device = _device_in_use()
@@ -82,11 +83,6 @@ def _numpy_state(state: dict[str, Tensor]) -> tuple[str, list[int], int, int, fl
     if not 0 <= position <= WORDS:  # numpy trusts it, and would draw from other memory
         raise ValueError(f"numpy's position is {position}")
     return "MT19937", words, position, has_gauss, state["numpy.gauss"].item()
-
-
-def _gauss_tensor(gauss: float | None) -> Tensor:
-    # Normal numbers are drawn in pairs; the second waits here. NaN stands for "none waits".
-    return torch.tensor(math.nan if gauss is None else gauss, dtype=torch.float64)
 
 
 def _device_in_use() -> tuple[str, ModuleType] | None:

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from manyhands._core import slices
 from manyhands._core.dry_run import DryGroup
-from manyhands._core.flat import is_dtensor
+from manyhands._core.flat import group_by_type, is_dtensor
 from manyhands._core.groups import Lease, RollCall, connect, name_of_ranks, new_prefix
 from manyhands._core.slices import PendingReduceScatter, SharedMemory, SharedMemoryReduceScatter
 from manyhands._core.warn import warn
@@ -237,13 +237,13 @@ class RankGroup:
         """Fill the tensors on every rank with rank 0's values; small ones of a type together."""
         if self.size == 1:
             return
-        small_by_type: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        others: list[torch.Tensor] = []
         for tensor in map(torch.Tensor.detach, tensors):
             if tensor.numel() > SENT_ALONE and tensor.is_contiguous():
                 dist.broadcast(tensor, group_src=0, group=self.group)
             else:
-                small_by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for small in small_by_type.values():
+                others.append(tensor)
+        for small in group_by_type(others):
             flat = torch.cat([tensor.reshape(-1) for tensor in small])
             dist.broadcast(flat, group_src=0, group=self.group)
             parts = flat.split([tensor.numel() for tensor in small])

@@ -72,7 +72,7 @@ class LocalNorm(Tensor):
                     return (
                         _as_local_norm(result, norms[0]) if isinstance(result, Tensor) else result
                     )
-                if func is torch.linalg.vector_norm and _power(*args[1:]) == norms[0].power:
+                if func is torch.linalg.vector_norm and float((*args, 2)[1]) == norms[0].power:
                     # The norm of norms of one kind is the norm of all their elements.
                     here = torch.linalg.vector_norm(*args, **kwargs)
                     return norms[0].reduce(here)
@@ -138,10 +138,6 @@ def _reduce_all(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _reduce_all(v) for k, v in value.items()}
     return value
-
-
-def _power(power: float = 2) -> float:
-    return float(power)
 
 
 class ShardedGradient(Tensor):

@@ -221,6 +221,15 @@ class ShardedOptimizer(Optimizer):
         """Whether this rank has only a shard of the state, because there are other ranks."""
         raise NotImplementedError
 
+    @property
+    def state(self) -> Any:
+        """The state of this rank's shards."""
+        return {} if self.optim is None else self.optim.state
+
+    @state.setter
+    def state(self, value: object) -> None:
+        """Ignore the empty state that torch's constructor sets."""
+
     def join_in(self) -> None:
         """Take part in averaging gradients, if this rank has had no backward pass for them."""
         raise NotImplementedError

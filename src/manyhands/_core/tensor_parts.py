@@ -465,11 +465,6 @@ def check_can_hold(name: str, dtype: torch.dtype) -> None:
 # -- entries of an optimizer's state ---------------------------------------------------------------
 
 
-def entries_of(part: OptimizerStatePart) -> dict[str, object]:
-    """Return the entries to save: the optimizer's, and the exact parameters."""
-    return {**part.entries, **({} if part.exact is None else {EXACT_ENTRY: part.exact})}
-
-
 def is_elementwise(part: OptimizerStatePart, entry: str, value: Tensor) -> bool:
     """Return whether an entry has one number for each element that this rank holds."""
     # `step` is one number, and must not be taken for the state of a parameter with one element.

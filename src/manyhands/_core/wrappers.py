@@ -185,13 +185,10 @@ def unwrap(optimizer: Optimizer, *, every_layer: bool = False) -> list[Optimizer
         # A proxy's `optimizer` may lead back to a layer that was seen.
         if not isinstance(inner, Optimizer) or any(inner is each for each in found):
             return found
-        if not every_layer and not _shows_state_of(inner, outer):
+        same = inner.state is outer.state and inner.param_groups is outer.param_groups
+        if not every_layer and not same:
             return found
         found.append(inner)
-
-
-def _shows_state_of(inner: Optimizer, outer: Optimizer) -> bool:
-    return inner.state is outer.state and inner.param_groups is outer.param_groups
 
 
 Layer = TypeVar("Layer")

@@ -50,6 +50,7 @@ from manyhands._core.flat import (
     read_range,
 )
 from manyhands._core.ranks import RankGroup
+from manyhands._core.state_parts import StatePart
 from manyhands.blocks.averaging._codec import Codec
 from manyhands.blocks.averaging._payload import LARGEST, RoundResult, fingerprint
 
@@ -73,27 +74,6 @@ class AnchorBucket:
     def vector(self) -> FlatTensors:
         # Made anew each time: `.data` of a parameter may have been replaced since.
         return FlatTensors(self.params)
-
-
-@dataclass(frozen=True)
-class OuterState:
-    """One parameter's anchor, memories and residual: views of this rank's elements.
-
-    The views hold the parameter's elements from `start` on, in the order in which they lie in
-    memory (complex numbers as pairs): all that this rank holds, or its slice in an inner group.
-    """
-
-    param: Tensor
-    start: int
-    anchor: Tensor
-    memories: list[Tensor]
-    residual: Tensor | None
-
-    def begin(self) -> None:
-        """Set the anchor to the parameter, which is equal on all workers now."""
-        FlatTensors([self.param]).read(self.start, self.anchor)
-        for memory in self.memories:
-            memory.zero_()
 
 
 def even_range(length: int, index: int, count: int) -> tuple[int, int]:
@@ -290,17 +270,20 @@ class Anchor:
         """All parameters that have an anchor, bucket by bucket."""
         return [param for bucket in self.buckets for param in bucket.params]
 
-    def outer_state(self) -> Iterator[OuterState]:
-        """Yield anchor, memories and residual of each parameter that this rank has elements of."""
+    def outer_parts(self) -> Iterator[StatePart]:
+        """Yield anchor, memories and residual of each parameter that this rank has elements of.
+
+        They are views: of all elements that this rank holds, or of its slice in an inner group.
+        """
         for bucket in self.buckets:
             begin, end = bucket.span
+            tensors = {"anchor": bucket.anchor, "residual": bucket.residual}
+            tensors |= {f"memory.{n}": memory for n, memory in enumerate(bucket.memories)}
             for param, (first, last) in zip(bucket.params, bucket.vector.spans, strict=True):
                 if max(first, begin) < min(last, end):
                     here = slice(max(first - begin, 0), min(last, end) - begin)
-                    memories = [memory[here] for memory in bucket.memories]
-                    residual = None if bucket.residual is None else bucket.residual[here]
-                    start = max(begin - first, 0)
-                    yield OuterState(param, start, bucket.anchor[here], memories, residual)
+                    entries = {k: each[here] for k, each in tensors.items() if each is not None}
+                    yield StatePart(param, entries, max(begin - first, 0))
 
     def saved(self) -> AnchorState:
         """Return anchor and memories, which are equal on every worker."""

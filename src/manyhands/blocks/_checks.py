@@ -325,7 +325,7 @@ def check_options(
     for name, value in changed.items():
         here: object = options[name]
         if name == "outer" and isinstance(value, Outer):  # all of its settings are meant
-            outer = _outer_in(options)
+            outer = {n: v for n, v in options.items() if n.partition(".")[0] == "outer"}
             value, here = describe_outer(value), outer
             meant |= outer.keys()
         if value != here and str(value) != str(here):
@@ -344,7 +344,3 @@ def check_options(
             f"this state dict is of a run with other options: {listed}. If the change is meant: "
             f"load_state_dict(state, optimizer_overrides={overrides})."
         )
-
-
-def _outer_in(options: Options) -> dict[str, Value]:
-    return {name: v for name, v in options.items() if name.partition(".")[0] == "outer"}

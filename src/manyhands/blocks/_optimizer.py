@@ -48,7 +48,7 @@ from manyhands.blocks._checks import (
 from manyhands.blocks._samples import SampleRounds
 from manyhands.blocks._schedule import Drift, Every, check_schedule, make_schedule
 from manyhands.blocks._sync import Sync
-from manyhands.blocks.averaging._codec import find_codec
+from manyhands.blocks.averaging._codec import CODECS
 from manyhands.blocks.averaging._payload import STATES, Buffers, Extras, trainable_params
 from manyhands.blocks.averaging._round import ElasticMembers, FixedMembers
 from manyhands.blocks.crew._crew import Crew
@@ -151,7 +151,7 @@ class Blocks(OptimizerWrapper):
         interval = every if isinstance(every, Every) else Every(every)
         one_of("buffers", buffers, BUFFERS)
         overlap, fragments = whole("overlap", overlap), whole("fragments", fragments, 1)
-        encoding = find_codec(codec)
+        one_of("codec", codec, list(CODECS))
         one_of("state", state, STATES)
         warmup = whole("warmup", warmup, why="It is a number of steps.")
         local_warmup = flag("local_warmup", local_warmup)
@@ -178,7 +178,7 @@ class Blocks(OptimizerWrapper):
         self._sync = Sync(
             self._inner,
             FixedMembers(RankGroup.of(process_group)) if crew is None else ElasticMembers(crew),
-            Anchor(outer, encoding, fragments, anchor_on_host, inner),
+            Anchor(outer, CODECS[codec], fragments, anchor_on_host, inner),
             interval,
             make_schedule(interval, fragments, overlap, warmup),
             BlockState.begin(warmup, local_warmup),

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from manyhands._core.flat import FlatTensors
 from manyhands._core.state_parts import BELOW, SavedEntries, StatePart
 from manyhands.blocks._anchor import Anchor, OverlappedDifference, memory_order
 from manyhands.blocks._block_state import Work
@@ -341,14 +342,7 @@ class OuterStateParts:
 
     def outer_parts(self) -> list[StatePart]:
         """Return the anchor, memories and residual of each parameter, for a checkpoint."""
-        parts = []
-        for state in self._sync.anchor.outer_state():
-            entries = {"anchor": state.anchor}
-            entries |= {f"memory.{n}": memory for n, memory in enumerate(state.memories)}
-            if state.residual is not None:
-                entries["residual"] = state.residual
-            parts.append(StatePart(state.param, entries, state.start))
-        return parts
+        return list(self._sync.anchor.outer_parts())
 
     def save_counters(self) -> dict[str, object]:
         """Return the plain numbers that any worker can continue from, without tensors."""
@@ -376,9 +370,11 @@ class OuterStateParts:
         _drop_pending(sync)
         sync.common.load_block(saved)
         sync.stats.left_out_ever, sync.stats.undone = saved["totals"]
-        for outer in sync.anchor.outer_state():
-            if id(outer.param) in new:
-                outer.begin()
+        for part in sync.anchor.outer_parts():
+            if id(part.param) in new:
+                for entry in part.entries.keys() - {"residual"}:
+                    part.entries[entry].zero_()
+                FlatTensors([part.param]).read(part.start or 0, part.entries["anchor"])
         sync.state = sync.state.load(saved["steps"], saved["rounds"], own=saved["steps"])
         if saved["alone"]:  # its steps were not in blocks
             sync.begin_block()

@@ -26,16 +26,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 from manyhands._core.arguments import flag, real, whole
-
-
-class Pace(NamedTuple):
-    """How one worker got on in the last block, from its report in the sync round."""
-
-    seconds: float  # of one of its steps
-    taken: float  # steps that it took
+from manyhands.blocks.averaging._payload import RoundResult
 
 
 class BlockPlan(TypedDict, total=False):
@@ -72,18 +66,11 @@ class Schedule:
         self.begin(step, every.next(self.length, seconds))
 
     def follow_round(
-        self,
-        every: Every,
-        length: int,
-        paces: Sequence[Pace],
-        included: Sequence[int],
-        numbers: Sequence[int],
-        number: int,
+        self, result: RoundResult, every: Every, numbers: Sequence[int], number: int
     ) -> None:
         """Take over what the round says that was sent as this block began."""
-        # `length` is the first worker's. `paces` are the workers', whose `numbers` are in the same
-        # order; those at the indices `included` are in the mean. `number` is this worker's.
-        self.length = length
+        # `numbers` are the workers', in the order of their reports; `number` is this worker's.
+        self.length = int(result.first_report.length)
 
     # -- what differs if each worker takes steps of its own: see `OwnSchedule` -----------------
 
@@ -204,16 +191,11 @@ class OwnSchedule(Schedule):
         return {number: self.plan.get(number, self.length) for number in numbers}
 
     def follow_round(
-        self,
-        every: Every,
-        length: int,
-        paces: Sequence[Pace],
-        included: Sequence[int],
-        numbers: Sequence[int],
-        number: int,
+        self, result: RoundResult, every: Every, numbers: Sequence[int], number: int
     ) -> None:
         """Give each worker its number of steps in the block that has begun."""
         assert isinstance(every, Seconds)
+        paces, included = result.reports, result.included
         timed = [pace for pace in paces if pace.taken > 0]
         if not included or not timed or min(pace.seconds for pace in timed) <= 0:
             return

@@ -46,7 +46,7 @@ from manyhands.blocks._checks import (
 )
 from manyhands.blocks._common_state import CommonParts
 from manyhands.blocks._samples import BlockSamples
-from manyhands.blocks._schedule import Every, Pace, Schedule
+from manyhands.blocks._schedule import Every, Schedule
 from manyhands.blocks.averaging._payload import (
     NOTHING_YET,
     ArrivedMean,
@@ -333,7 +333,7 @@ class Sync:
         frozen = [i for i, param in enumerate(self.anchor.params) if not param.requires_grad]
         checksum = self._options_checksum
         facts: list[object] = [*([frozen] if frozen else []), *self.samples.facts]
-        stop = bool(stop_notice.reason or stop_notice.sources) and stop_notice.received
+        stop = stop_notice.received
         all_finite, stop = self._agree_inside(finite, stop, device)
         return WorkerReport(
             step=float(step),
@@ -405,7 +405,8 @@ class Sync:
         if ends_block:
             self.samples.commit(result, int(pending.report.step))
         if pending.report.step == self.schedule.start:  # sent as the present block began
-            self._follow_round(result)
+            members = self.members
+            self.schedule.follow_round(result, self.every, members.numbers, members.number)
         pending.merge(result, self.anchor, self.extras)
         if not pending.report.included:
             self._discard_own_values()
@@ -418,17 +419,6 @@ class Sync:
             later.report = later.report.with_work(later.report.work.minus(work))
         self.regroup()
         self.restart_clock()
-
-    def _follow_round(self, result: RoundResult) -> None:
-        """Give the block that has begun the length, or the plan, that this round says."""
-        self.schedule.follow_round(
-            self.every,
-            int(result.first_report.length),
-            [Pace(report.seconds, report.taken) for report in result.reports],
-            result.included,
-            self.members.numbers,
-            self.members.number,
-        )
 
     def _record_result(self, result: RoundResult) -> None:
         """Update what logs show; warn of workers that all moved alike, or have other rates."""

@@ -95,10 +95,6 @@ class Replica:
         """
         return key if self.number == 0 else f"{key}/replica.{self.number}"
 
-    def to_load(self, meta: OptimizerMeta) -> Replica:
-        """Return the saved replica that this one continues from."""
-        return Replica(self.number % max(1, meta["replicas"]))
-
 
 def to_bytes(value: object) -> Tensor:
     """Return JSON as a tensor of bytes."""
@@ -188,7 +184,8 @@ def collect_optimizer(
         # Of a parameter's ranges, the one with the first element has what belongs to all of them.
         writes = not part.start if sharded else replica.leads or everyone is savers
         same = copies if sharded else everyone
-        for entry, value in tensor_parts.entries_of(part).items():
+        exact = {} if part.exact is None else {EXACT_ENTRY: part.exact}
+        for entry, value in {**part.entries, **exact}.items():
             key = state_key(prefix, entry, name)
             if not isinstance(value, Tensor):
                 if writes:
@@ -278,7 +275,8 @@ class OptimizerLoader:
         layers = self._layers = OptimizerLayers.of(optimizer)
         self.rule, self.inner = layers.rule, layers.inner
         self.targets: dict[str, TensorParts] = {}
-        root, saved_replica = f"optimizer.{number}", replica.to_load(meta)
+        root = f"optimizer.{number}"
+        saved_replica = Replica(replica.number % max(1, meta["replicas"]))  # that this continues
         prefix = saved_replica.key_prefix(root)
         if saved_replica.number:  # the first is described by `meta` itself
             meta = {**meta, **from_bytes(reader.read_whole(f"{prefix}/meta"))}

@@ -61,7 +61,7 @@ def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Jso
         raise ValueError(f"{path:.80} is nested in {MAX_DEPTH} containers, or contains itself.")
 
     def encode_child(child: object, key: object) -> Json:
-        return encode(child, child_path(path, key), put, depth - 1)
+        return encode(child, f"{path}.{escape(str(key))}", put, depth - 1)
 
     if isinstance(value, Tensor):
         return {"$": "tensor", "key": put(path, value)}
@@ -207,11 +207,6 @@ def escape(key: str) -> str:
 def unescape(text: str) -> str:
     """Return the key that `escape` was given."""
     return text.replace("%2F", "/").replace("%2E", ".").replace("%25", "%")
-
-
-def child_path(path: str, key: object) -> str:
-    """Return the path of a container's child; `key` is a key of a dict or an index of a list."""
-    return f"{path}.{escape(str(key))}"
 
 
 def state_key(prefix: str, entry: str, name: str) -> str:

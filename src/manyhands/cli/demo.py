@@ -6,7 +6,6 @@ file starts it, follows the record that it writes, and compares the records at t
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from rich.table import Table
 import manyhands
 from manyhands.cli import stop
 from manyhands.record import Run, read_record
-from manyhands.record._run import Line
+from manyhands.record._run import GrowingRecord, Line
 from manyhands.report import write_report
 
 BATCH = 4  # images in a small batch
@@ -144,11 +143,11 @@ def _train(training: Training, script: Sequence[str], out: Path, bars: Progress,
     newest: Line = {}
     said = time.monotonic()
     with _run_process(command, log) as process:
-        lines = _follow_record(record)
+        growing = GrowingRecord(record)
         running = True
         while running:
             running = process.poll() is None
-            for line in next(lines):
+            for line in growing.read():
                 newest.update(line)
             position = _schedule_position(training, newest, steps)
             bars.update(bar, completed=position, shown=_newest_accuracy(newest))
@@ -190,17 +189,6 @@ def _run_process(command: list[str], log: Path) -> Iterator[subprocess.Popen[byt
             if process.poll() is None:
                 process.terminate()
             process.wait()
-
-
-def _follow_record(record: Path) -> Iterator[list[Line]]:
-    """Yield the lines that were completed since the last `next`."""
-    while not record.exists():
-        yield []
-    rest = b""  # of a line that is being written
-    with record.open("rb") as file:
-        while True:
-            *complete, rest = (rest + file.read()).split(b"\n")
-            yield [json.loads(line) for line in complete]
 
 
 def _schedule_position(training: Training, line: Line, steps: int) -> float:

@@ -166,13 +166,15 @@ def _parse_mesh(text: str) -> tuple[int, int]:
 def _print_plan(found: Plan) -> None:
     """Print the plan's table, with the cheapest way in bold, and the line to paste."""
     console = Console(highlight=False)
-    heading, *lines = found.cells
+    (_, *names), *lines = found.cells
     table = Table(title=found.title, title_justify="left")
     table.add_column("", overflow="fold")
     best = found.cheapest
-    for row, name in zip(found.rows, heading[1:], strict=True):
+    for row, name in zip(found.rows, names, strict=True):
         style = "bold" if row is best else "" if row.available else "dim"
-        table.add_column(_break_heading(name), justify="right", style=style, overflow="fold")
+        # A word on each line, so that the table fits a narrow window.
+        heading = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[+,]) ", "\n", name)
+        table.add_column(heading, justify="right", style=style, overflow="fold")
     for line in lines:
         table.add_row(*line, end_section=line[0] in ("bytes per worker", "collectives"))
     console.print(table)
@@ -181,8 +183,3 @@ def _print_plan(found: Plan) -> None:
     console.print(f"\n[bold]{escape(found.verdict)}[/bold]", soft_wrap=True)
     if best is not None:
         console.print(f"\n{escape(best.code)}", soft_wrap=True)
-
-
-def _break_heading(name: str) -> str:
-    """Return a heading with a word on each line, so that the table fits a narrow window."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[+,]) ", "\n", name)

@@ -6,6 +6,7 @@ import math
 import time
 import webbrowser
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,11 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from manyhands.cli import printable, stop
+from manyhands.report._page import format_duration
 from manyhands.watch import Jobs, JobState, serve
 
 STYLES = {"running": "green", "silent": "yellow", "died": "red", "failed": "red", "damaged": "red"}
 WIDEST = 16  # characters of a bar
 LAST_EVENTS = 8
+
+_duration = partial(format_duration, digits=2)
 
 
 def watch(
@@ -175,16 +179,3 @@ def _facts_of_job(state: JobState) -> list[tuple[str, str]]:
     facts += [(kind.replace("_", " "), f"{count:,}") for kind, count in state.faults.items()]
     facts.append(("time", _duration(state.seconds)))
     return facts
-
-
-def _duration(seconds: float) -> str:
-    """Return seconds as a reader takes them in.
-
-    >>> _duration(0.01234), _duration(75), _duration(7500)
-    ('0.012 s', '1 min 15 s', '2 h 05 min')
-    """
-    if seconds < 60 or not math.isfinite(seconds):
-        return f"{seconds:.2g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

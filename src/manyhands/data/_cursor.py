@@ -171,9 +171,9 @@ class Cursor:
         self._blocks = None if optimizer is None else _find_blocks(optimizer)
         ranks = None if optimizer is None else gradient_ranks(optimizer)
         self._ranks: RankGroup = RankGroup.of(group) if ranks is None else ranks
-        self._optimizer, self._hook = optimizer, None
+        self._optimizer = optimizer
         if optimizer is not None and self._blocks is None:
-            self._hook = _call_after_step(optimizer, self._commit)
+            _call_after_step(optimizer, self._commit)
         self._now: Pass | None = None  # the pass that the loop has
         self._mean: WeightedMean | None = None  # of the step under way
         self._mean_due = False  # whether `mean` was not called yet for the present batch

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, TypedDict
 
 from manyhands._core.state_parts import SavedEntries
@@ -63,14 +64,9 @@ def union(spans: Iterable[tuple[int, int]]) -> Spans:
     >>> union([(10, 12), (0, 4), (4, 6)])
     ((0, 6), (10, 12))
     """
-    joined: list[tuple[int, int]] = []
-    for start, stop in sorted(spans):
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            assert not joined or joined[-1][1] < start, "a position is in two ranges"
-            joined.append((start, stop))
-    return tuple(joined)
+    joined = _join_neighbours(sorted(spans))
+    assert all(a[1] < b[0] for a, b in pairwise(joined)), "a position is in two ranges"
+    return joined
 
 
 class CommittedPart(TypedDict):
@@ -206,7 +202,7 @@ class Ledger:
     @classmethod
     def of(cls, state: LedgerState) -> Ledger:
         """Return the ledger whose `state` this is."""
-        held = tuple((number, _as_spans(spans)) for number, spans in state["held"])
+        held = tuple((number, tuple((a, b) for a, b in spans)) for number, spans in state["held"])
         ledger = cls.of_saved(state["samples"], state)
         return replace(ledger, held=held)
 
@@ -233,7 +229,7 @@ def _sorted(held: Mapping[int, Spans]) -> tuple[tuple[int, Spans], ...]:
     return tuple((number, held[number]) for number in sorted(held) if held[number])
 
 
-def _join_neighbours(spans: Spans) -> Spans:
+def _join_neighbours(spans: Sequence[tuple[int, int]]) -> Spans:
     """Return the ranges with neighbours joined, in the order in which they are."""
     joined: list[tuple[int, int]] = []
     for start, stop in spans:
@@ -246,7 +242,3 @@ def _join_neighbours(spans: Spans) -> Spans:
 
 def _as_lists(spans: Spans) -> SpanLists:
     return [list(span) for span in spans]
-
-
-def _as_spans(lists: Sequence[Sequence[int]]) -> Spans:
-    return tuple((start, stop) for start, stop in lists)

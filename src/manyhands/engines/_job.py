@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
+from manyhands._core.arguments import number_in
 from manyhands._core.dry_run import dry_group
 from manyhands._core.stop_notice import stop_notice
 from manyhands._core.wrappers import find_layer
@@ -36,7 +37,7 @@ from manyhands.checkpoint import save as save_checkpoint
 from manyhands.checkpoint._folder import to_path
 from manyhands.checkpoint._values import HasState
 from manyhands.engines import _ray
-from manyhands.engines._places import Place, find_place, find_worker_number, read_number
+from manyhands.engines._places import Place, find_place, find_worker_number
 from manyhands.engines._stopping import listener
 
 RESTART = 75  # EX_TEMPFAIL: this process could not go on, and should be started again
@@ -136,7 +137,7 @@ class Job:
         self._place = place
         self._checkpoints = checkpoints
         # Read here, so that a wrong value is an error at the start and not at the end.
-        self._stop_code = read_number(os.environ, STOP_CODE_VARIABLE, 0)
+        self._stop_code = number_in(os.environ, STOP_CODE_VARIABLE, int, 0)
 
     @property
     def engine(self) -> str:

@@ -17,6 +17,8 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from manyhands._core.arguments import number_in
+
 FIRST_PORT, PORTS = 20_000, 12_000  # ports for rank 0, below those that Linux gives to clients
 
 Variables = Mapping[str, str]
@@ -80,7 +82,7 @@ def _torch_variables(variables: Variables) -> Place | None:
         engine = "manyhands"
     else:
         engine = "variables"
-    size = read_number(variables, "WORLD_SIZE")
+    size = number_in(variables, "WORLD_SIZE", int)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
     if missing and size > 1:
         raise ValueError(
@@ -89,12 +91,12 @@ def _torch_variables(variables: Variables) -> Place | None:
         )
     return Place(
         engine,
-        read_number(variables, "RANK"),
+        number_in(variables, "RANK", int),
         size,
-        read_number(variables, "LOCAL_RANK", 0),
-        read_number(variables, "LOCAL_WORLD_SIZE", 1),
+        number_in(variables, "LOCAL_RANK", int, 0),
+        number_in(variables, "LOCAL_WORLD_SIZE", int, 1),
         variables.get("MASTER_ADDR", ""),
-        read_number(variables, "MASTER_PORT", 0),
+        number_in(variables, "MASTER_PORT", int, 0),
     )
 
 
@@ -115,10 +117,10 @@ def _train_job(variables: Variables) -> Place | None:
         )
     return Place(
         "kubeflow",
-        read_number(variables, "PET_NODE_RANK"),
-        read_number(variables, "PET_NNODES"),
+        number_in(variables, "PET_NODE_RANK", int),
+        number_in(variables, "PET_NNODES", int),
         address=variables.get("PET_MASTER_ADDR", ""),
-        port=read_number(variables, "PET_MASTER_PORT", 0),
+        port=number_in(variables, "PET_MASTER_PORT", int, 0),
     )
 
 
@@ -126,12 +128,12 @@ def _submitit_local(variables: Variables) -> Place | None:
     """Read what submitit's executor for one machine sets. (Its tasks on Slurm are `srun`'s.)"""
     if variables.get("SUBMITIT_EXECUTOR") != "local":
         return None
-    size = read_number(variables, "SUBMITIT_LOCAL_NTASKS", 1)
+    size = number_in(variables, "SUBMITIT_LOCAL_NTASKS", int, 1)
     return Place(
         "submitit",
-        read_number(variables, "SUBMITIT_LOCAL_GLOBALID", 0),
+        number_in(variables, "SUBMITIT_LOCAL_GLOBALID", int, 0),
         size,
-        read_number(variables, "SUBMITIT_LOCAL_LOCALID", 0),
+        number_in(variables, "SUBMITIT_LOCAL_LOCALID", int, 0),
         size,
         *_meeting_address(variables, "127.0.0.1", variables.get("SUBMITIT_LOCAL_JOB_ID", "")),
     )
@@ -146,9 +148,9 @@ def _slurm(variables: Variables) -> Place | None:
     hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or ""
     return Place(
         "slurm",
-        read_number(variables, "SLURM_PROCID"),
-        read_number(variables, "SLURM_STEP_NUM_TASKS"),
-        read_number(variables, "SLURM_LOCALID", 0),
+        number_in(variables, "SLURM_PROCID", int),
+        number_in(variables, "SLURM_STEP_NUM_TASKS", int),
+        number_in(variables, "SLURM_LOCALID", int, 0),
         _tasks_here(variables),
         *_meeting_address(variables, first_host(hosts), f"{variables.get('SLURM_JOB_ID')}.{step}"),
     )
@@ -160,7 +162,7 @@ def _tasks_here(variables: Variables) -> int:
     counts: list[int] = []
     for count, repeated in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(repeated or 1)
-    node = read_number(variables, "SLURM_NODEID", 0)
+    node = number_in(variables, "SLURM_NODEID", int, 0)
     return counts[node] if node < len(counts) else 1
 
 
@@ -187,14 +189,14 @@ def _mpi(variables: Variables) -> Place | None:
     ):
         if not {rank, size} <= variables.keys():
             continue
-        here, everywhere = read_number(variables, local_size, 1), read_number(variables, size)
+        here, everywhere = number_in(variables, local_size, int, 1), number_in(variables, size, int)
         if not variables.get("MASTER_ADDR") and here < everywhere:
             raise ValueError(
                 f"mpirun has started {everywhere} ranks, {here} of them here. Pass MASTER_ADDR: "
                 "mpirun -x MASTER_ADDR=$(hostname -i) ... on rank 0 (Hydra: -genv MASTER_ADDR ...)."
             )
         job = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid") or ""
-        own, local = read_number(variables, rank), read_number(variables, local_rank, 0)
+        own, local = number_in(variables, rank, int), number_in(variables, local_rank, int, 0)
         meeting = _meeting_address(variables, "127.0.0.1", job)
         return Place("mpi", own, everywhere, local, here, *meeting)
     return None
@@ -215,7 +217,7 @@ def find_worker_number(variables: Variables) -> int | None:
     # Kubernetes sets JOB_COMPLETION_INDEX in each pod of an Indexed Job.
     for name in ("MANYHANDS_WORKER", "JOB_COMPLETION_INDEX"):
         if variables.get(name):
-            return read_number(variables, name)
+            return number_in(variables, name, int)
     return None
 
 
@@ -226,17 +228,4 @@ def _meeting_address(variables: Variables, host: str, job: str) -> tuple[str, in
     """Return the address and port where ranks meet: the user's, or else this host and a port."""
     # All ranks compute the same port from the job. Two jobs of one host hardly ever get the same.
     port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS
-    return variables.get("MASTER_ADDR") or host, read_number(variables, "MASTER_PORT", port)
-
-
-def read_number(variables: Variables, name: str, default: int | None = None) -> int:
-    """Return the whole number in this variable, or the default if the variable is not set."""
-    text = variables.get(name)
-    if not text and default is not None:
-        return default
-    try:
-        return int(text or "")
-    except ValueError as error:
-        raise ValueError(
-            f"the environment variable {name} has to be a whole number, got {text!r}."
-        ) from error
+    return variables.get("MASTER_ADDR") or host, number_in(variables, "MASTER_PORT", int, port)

@@ -45,9 +45,10 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from manyhands._core.arguments import number_in
 from manyhands._core.ranks import RankGroup
 from manyhands._core.stop_notice import stop_notice
-from manyhands._core.wrappers import OptimizerWrapper, gradient_ranks, unwrap
+from manyhands._core.wrappers import OptimizerWrapper, find_layer, gradient_ranks
 
 STOP_FILE_VARIABLE = "MANYHANDS_STOP_FILE"
 GRACE_VARIABLE = "MANYHANDS_GRACE"
@@ -73,7 +74,7 @@ class Listener:
         # If the script chooses no signals, they are the engine's.
         if self._listens and numbers is None and file is None:  # `stopping` calls it in every step
             return
-        stop_notice.grace = _grace_of_notice() or stop_notice.grace
+        stop_notice.grace = number_in(os.environ, GRACE_VARIABLE, float, 0.0) or stop_notice.grace
         file = file or os.environ.get(STOP_FILE_VARIABLE)
         if file and (path := Path(file).absolute()) not in self._files:
             self._files.add(path)
@@ -123,17 +124,6 @@ listener = Listener()
 
 def _note_signal(number: int, _: FrameType | None) -> None:
     stop_notice.give(signal.Signals(number).name)
-
-
-def _grace_of_notice() -> float | None:
-    """Return the seconds from a notice to the kill, if the environment has them."""
-    text = os.environ.get(GRACE_VARIABLE)
-    try:
-        return float(text) if text else None
-    except ValueError as error:
-        raise ValueError(
-            f"the variable {GRACE_VARIABLE} has to be a number of seconds, got {text!r}."
-        ) from error
 
 
 def _signals_of_engine() -> list[int]:
@@ -190,7 +180,7 @@ def stopping(
     """
     listener.start()
     wanted = stop_notice.received
-    layer = _layer_with_stop_notice(optimizer)
+    layer = None if optimizer is None else find_layer(optimizer, OptimizerWrapper)
     if layer is not None:
         answer = layer.stop_agreed()
         if answer is not None:
@@ -198,14 +188,6 @@ def stopping(
         wanted = wanted and layer.may_stop_here()
     ranks = None if optimizer is None or process_group is not None else gradient_ranks(optimizer)
     return _stop_vote_of(ranks or RankGroup.of(process_group)).ask(wanted)
-
-
-def _layer_with_stop_notice(optimizer: Optimizer | None) -> OptimizerWrapper | None:
-    """Return the outermost wrapper of ours around an optimizer: its steps carry the notice."""
-    if optimizer is None:
-        return None
-    layers = unwrap(optimizer, every_layer=True)
-    return next((layer for layer in layers if isinstance(layer, OptimizerWrapper)), None)
 
 
 class StopVote:

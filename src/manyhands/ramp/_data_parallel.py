@@ -6,7 +6,7 @@ Names and the order of arguments are adaptdl's, so that code written for it runs
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Protocol
 
@@ -90,7 +90,8 @@ class AdaptiveDataParallel(ModuleWrapper):
         **ddp_arguments: Any,
     ) -> None:
         super().__init__()
-        _check_names(ddp_arguments)
+        # Raises for a misspelt keyword: without a process group no DDP would notice it.
+        inspect.signature(DistributedDataParallel.__init__).bind(None, None, **ddp_arguments)
         arguments = _sort_arguments(rule, lr_scheduler, mp_scaler, scaling_rule)
         rule, mp_scaler = arguments.get("rule"), arguments.get("mp_scaler")
         if rule is None:
@@ -232,11 +233,6 @@ def _sort_arguments(third: object, fourth: object, fifth: object, sixth: object)
             raise TypeError(f"two arguments are a {kind}: pass one of them.")
         named[kind] = value
     return named
-
-
-def _check_names(ddp_arguments: Mapping[str, object]) -> None:
-    """Raise for a misspelt keyword: without a process group no DDP would notice it."""
-    inspect.signature(DistributedDataParallel.__init__).bind(None, None, **ddp_arguments)
 
 
 class GradientStatistics:

@@ -73,9 +73,9 @@ def largest_micro_batch(
             "largest_micro_batch() needs the plain model: call it before you wrap it. Collectives "
             "would wait forever for a rank that has run out of memory."
         )
-    allowed = (_free(device) if memory is None else parse_bytes(memory)) - (
-        parse_bytes(reserve) if reserve else 0
-    )
+    if memory is None:  # nine tenths of the bytes that are free: allocators round up
+        memory = int(0.9 * torch.accelerator.get_memory_info(device)[0])
+    allowed = parse_bytes(memory) - (parse_bytes(reserve) if reserve else 0)
 
     def fits(samples: int) -> bool:
         # All ranks have to say yes: they will all use the same size.
@@ -168,8 +168,3 @@ def _resized_batch(batch: Batch, samples: int) -> Batch:
 
     resized: Batch = tree_map_tensors(resize, batch)
     return resized
-
-
-def _free(device: torch.device) -> int:
-    """Nine tenths of the bytes that are free: allocators round up."""
-    return int(0.9 * torch.accelerator.get_memory_info(device)[0])

@@ -36,6 +36,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -158,7 +159,7 @@ class Supply:
         # ready.
         batches = iter(loader)
         ready: deque[Batch] = deque()
-        _fill(ready, batches, look_ahead())
+        ready.extend(islice(batches, look_ahead()))
         self._left = self._fewest_ready(len(ready))
         steps = -1
         while True:
@@ -169,7 +170,7 @@ class Supply:
                 return
             count, steps = min(passes(), self._left), self._steps
             step = [ready.popleft() for _ in range(count)]
-            _fill(ready, batches, look_ahead())
+            ready.extend(islice(batches, max(0, look_ahead() - len(ready))))
             self._ready = len(ready)
             self._handed_out += count
             self._left -= count  # corrected by the reports in `step_ended`, if the step is taken
@@ -198,15 +199,6 @@ class Supply:
             return ready
         param = next(p for group in self._optimizer.param_groups for p in group["params"])
         return int(min(number for (number,) in ranks.all_gather([float(ready)], param.device)))
-
-
-def _fill(ready: deque[Batch], batches: Iterator[Batch], count: int) -> None:
-    """Fetch micro-batches until `count` are ready, or the data has ended."""
-    while len(ready) < count:
-        try:
-            ready.append(next(batches))
-        except StopIteration:
-            return
 
 
 class StepLoader(DataLoader[Any]):
@@ -303,7 +295,7 @@ class StepLoader(DataLoader[Any]):
             if first is None:
                 break
             self.size = self._ordered.popleft()
-            taken = _first_and(first, batches, self.size.passes)
+            taken = chain([first], islice(batches, self.size.passes - 1))
             # Committed as soon as it is handed out: a run that is saved in mid-step and continued
             # repeats none of its samples.
             samples = min(self.size.units * self.samples_per_unit, self._ledger.left)
@@ -360,12 +352,6 @@ class _Order:
 
     def __len__(self) -> int:
         return len(self._loader)
-
-
-def _first_and(first: Batch, others: Iterator[Batch], count: int) -> Iterator[Batch]:
-    yield first
-    for _ in range(count - 1):
-        yield next(others)
 
 
 class StepPasses(int):

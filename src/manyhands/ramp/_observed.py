@@ -236,7 +236,7 @@ class StepTimer:
         self.times = StepTimes()
         self.sync_rounds = SyncRounds()
         self._slowest = SlowestRank()
-        self._last = (0.0, 0)  # seconds and units of this rank's last step, for its next report
+        self.last = (0.0, 0)  # seconds and units of this rank's last step, for its next report
         self._began: float | None = None
 
     def skip(self) -> None:
@@ -248,13 +248,8 @@ class StepTimer:
         now = time.perf_counter()
         correction = self.sync_rounds.correct_step()
         if self._began is not None and counts:
-            self._last = (now - self._began + correction, units)
+            self.last = (now - self._began + correction, units)
         self._began = now
-
-    @property
-    def last(self) -> tuple[float, int]:
-        """Seconds and units of this rank's last step that counted."""
-        return self._last
 
     def fits(self, ranks: int) -> bool:
         """Return whether the times are of so many ranks, or of none yet."""
@@ -270,7 +265,7 @@ class StepTimer:
         """Return the times in plain values."""
         return {
             "times": [[passes, seconds] for passes, seconds in self.times.steps],
-            "timed": list(self._last),
+            "timed": list(self.last),
             "slowest": self._slowest.rank,
             "rank_seconds": list(self._slowest.seconds),
             "sync_rounds": list(astuple(self.sync_rounds)),
@@ -283,7 +278,7 @@ class StepTimer:
         for passes, seconds in saved.pairs("times"):
             timer.times.add(passes, seconds)
         timed_seconds, timed_passes = saved.reals("timed", 2)
-        timer._last = timed_seconds, int(timed_passes)
+        timer.last = timed_seconds, int(timed_passes)
         rank, of_ranks = saved.whole("slowest"), saved.reals("rank_seconds")
         if rank >= max(len(of_ranks), 1):
             raise saved.wrong("slowest", f"a rank below {len(of_ranks)}", rank)

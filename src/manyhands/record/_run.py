@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from manyhands.record._tally import WorkerTime
+from manyhands.record._tally import WorkerTime, to_number
 
 if TYPE_CHECKING:
     import pandas
@@ -320,10 +320,8 @@ def not_a_record(path: Path) -> str:
 
 
 def to_positive(value: object) -> float | None:
-    """Return a finite number above 0, or None: a stranger's header may have anything."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if 0 < value < _LARGEST else None
+    """Return a finite number above 0, or None."""
+    return to_number(value) or None
 
 
 # -- the process that writes -----------------------------------------------------------------------

@@ -87,10 +87,10 @@ class WorkerTime:
         if "ended" in header:
             self.closed = header.get("error") is None
             return
-        opened = _to_number(header.get("opened"))
+        opened = to_number(header.get("opened"))
         if opened is None:
             return
-        began = min(opened, _to_number(header.get("began")) or opened)
+        began = min(opened, to_number(header.get("began")) or opened)
         self._replaces = self._opened is not None and not self.closed
         if self._replaces:
             self.absences.append((self.end, began))
@@ -107,15 +107,15 @@ class WorkerTime:
         if not isinstance(spent, dict) or self._opened is None:
             return
         if self._before is not None and (spent, line.get("rounds")) == self._known:
-            time = _to_number(line["time"]) or 0.0  # inside a block: only time has passed
+            time = to_number(line["time"]) or 0.0  # inside a block: only time has passed
             self.block += time - self._before["time"]
             self._before["time"] = time
             self._live_until(self._opened + time)
             return
         self._known = (spent, line.get("rounds"))
         keys = ("time", "rounds", "own_steps", "dropped")
-        now = {key: _to_number(line.get(key)) or 0.0 for key in keys}
-        now |= {key: _to_number(spent.get(key)) or 0.0 for key in ("sync", *_COUNTED)}
+        now = {key: to_number(line.get(key)) or 0.0 for key in keys}
+        now |= {key: to_number(spent.get(key)) or 0.0 for key in ("sync", *_COUNTED)}
         before = self._before or self._before_first(now)
         self.in_crew, self._before = True, now
         more = {key: max(0.0, value - before[key]) for key, value in now.items()}
@@ -235,8 +235,8 @@ def tally_faults(times: Mapping[Path, WorkerTime]) -> dict[Path, Tally]:
     return {folder: found for folder, found in tallies.items() if found.has_faults}
 
 
-def _to_number(value: object) -> float | None:
-    """Return a number that may be a time or a count, or None."""
+def to_number(value: object) -> float | None:
+    """Return a number that may be a time or a count, or None: a stranger may write anything."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if 0 <= value < 2**53 else None

@@ -226,7 +226,7 @@ def _fault_tables(runs: list[Run]) -> str:
         headings = [f"time of the workers in {folder}", *(CAUSES[cause] for cause in causes)]
         rows = [["all", *(f"{shares[cause]:.1%}" for cause in causes)]]
         rows += [
-            [name, *(_format_duration(seconds[cause]) for cause in causes)]
+            [name, *(format_duration(seconds[cause]) for cause in causes)]
             for name, seconds in found.workers.items()
         ]
         head = "".join(f'<th scope="col">{html.escape(heading)}</th>' for heading in headings)
@@ -281,7 +281,7 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
         [
             _format_cell(_last_value(run, "step")),
             _format_cell(_last_value(run, "progress")),
-            _format_duration(_last_value(run, "time")),
+            format_duration(_last_value(run, "time")),
             _format_rate(run, "" if all(sized) or not any(sized) else " steps"),
             _format_cell(_mean(run, "gain")),
             _format_cell(_last_value(run, "skipped")),
@@ -354,12 +354,16 @@ def _format_cell(value: float | None) -> str:
     return f"{value:.4g}"
 
 
-def _format_duration(seconds: float | None) -> str:
-    """Return seconds as a cell shows them."""
+def format_duration(seconds: float | None, digits: int = 3) -> str:
+    """Return seconds as a reader takes them in.
+
+    >>> format_duration(0.01234, 2), format_duration(75), format_duration(7500)
+    ('0.012 s', '1 min 15 s', '2 h 05 min')
+    """
     if seconds is None or not math.isfinite(seconds):
         return _format_cell(seconds)
     if seconds < 60:
-        return f"{seconds:.3g} s"
+        return f"{seconds:.{digits}g} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

@@ -384,10 +384,6 @@ class NoiseAverage:
         """Return an average that knows nothing, with the same settings."""
         return replace(self, sqr=type(self.sqr)(), var=type(self.var)())
 
-    def with_groups(self, groups: int) -> NoiseAverage:
-        """Return the same average for more parameter groups, of which nothing is known yet."""
-        return replace(self, groups=groups)
-
     @property
     def raw_sqr(self) -> tuple[float, ...]:
         """Averages of |true gradient|^2 before the floor; 1 before the first step."""

@@ -138,10 +138,8 @@ class RuleCore:
         if self.measurement.step.too_many:
             raise RuntimeError(self.measurement.describe_excess())
         report = RankReport() if self.observer is None else self.observer.report()
-        # asked only where somebody can have given a notice
-        stop = bool(stop_notice.reason or stop_notice.sources) and stop_notice.received
         micro_batch = float(getattr(self.batch.loop.module, "leading_dimension", None) or 0)
-        report = replace(report, micro_batch=micro_batch, stop=float(stop))
+        report = replace(report, micro_batch=micro_batch, stop=float(stop_notice.received))
         assert self.inner is not None
         rates = [group.get("lr", 0.0) for group in self.inner.param_groups]
         # (a tensor may be on a device, and would have to be waited for)

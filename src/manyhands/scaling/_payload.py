@@ -93,10 +93,6 @@ class RankClaims(RankReport):
     # unless the gradients were not averaged. The last, because it may be on a device.
     shared_square: float = 0.0
 
-    def to_numbers(self) -> list[float]:
-        """Return the fields as numbers, in their order."""
-        return [float(getattr(self, name)) for name in CLAIMS]
-
     @classmethod
     def table(cls, numbers: Sequence[float]) -> list[RankClaims]:
         """Return every rank's claims, in rank order, from the numbers of all ranks."""
@@ -219,7 +215,7 @@ class StepExchange:
         """Return what this rank sends, as one vector."""
         if self.ranks.size == 1:  # numbers of the host stay there: reading them waits for nothing
             return to_tensor(numbers, torch.device("cpu"))
-        *claimed, _ = claims.to_numbers()
+        *claimed, _ = (float(getattr(claims, name)) for name in CLAIMS)
         if isinstance(numbers, list) and isinstance(shared_square, float):
             return to_tensor([*numbers, *claimed, shared_square], self._device)
         payload = torch.cat(

@@ -432,7 +432,7 @@ class ScalingRuleBase(ScaledOptimizer):
             raise
         core.measurement.norms.refresh()
         core.measurement.hook(groups)
-        core.history.average = core.history.average.with_groups(len(groups))
+        core.history.average = replace(core.history.average, groups=len(groups))
         core.history.factors += (1.0,)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ScaledOptimizer:

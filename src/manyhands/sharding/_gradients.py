@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeAlias, overload
 
@@ -22,59 +22,35 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from manyhands._core.arguments import real
-from manyhands._core.flat import norm
+from manyhands._core.flat import accumulation_dtype, norm
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import local_parts
 from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.wrappers import find_layer
 from manyhands.sharding._agreement import GroupLike
-from manyhands.sharding.zero._flat_params import Shards
 
 Device: TypeAlias = str | torch.device | None
 
 
 @torch.no_grad()
-def clip_grad_norm(
-    shards: Shards, params: Sequence[Tensor], max_norm: float, norm_type: float
-) -> Tensor:
-    """Scale the gradients of `params` to a norm of at most `max_norm`; return their norm."""
-    chosen = {id(param) for param in params}
-    clipped = [i for i, param in enumerate(shards.params) if id(param) in chosen]
-    lengths = [
-        _norm_of_shard(grad, norm_type)
-        for i in clipped
-        for owned in shards.slices[i]
-        if (grad := shards.gradient(owned)) is not None and grad.numel()
-    ]
-    total = _combine_norms(lengths, norm_type, shards.workers, shards.params[0].device)
-    factor = _clip_factor(max_norm, total)
-    for i in clipped:
-        grad = shards.params[i].grad
-        if grad is not None:
-            grad.mul_(factor.to(grad.device))
-    return total
-
-
-@torch.no_grad()
-def clip_slices(
-    grads: Sequence[Tensor],
+def clip(
+    grads: Iterable[Tensor | None],
+    slices: Iterable[Tensor | None],
     max_norm: float,
     norm_type: float,
     ranks: RankGroup,
     device: torch.device,
 ) -> Tensor:
-    """Scale gradients, by this rank's slices of them, to at most `max_norm`; return the norm."""
+    """Scale gradients to a norm of at most `max_norm`, by this rank's slices; return the norm."""
     # A rank's slice of a small parameter may be empty, and has no maximum norm.
-    norms = [_norm_of_shard(grad, norm_type) for grad in grads if grad.numel()]
+    held = [each for each in slices if each is not None and each.numel()]
+    norms = [_norm_of_shard(each, norm_type) for each in held]
     total = _combine_norms(norms, norm_type, ranks, device)
-    factor = _clip_factor(max_norm, total)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # a tensor: no wait for the device
     for grad in grads:
-        grad.mul_(factor.to(grad.device))
+        if grad is not None:
+            grad.mul_(factor.to(grad.device))
     return total
-
-
-def _clip_factor(max_norm: float, total: Tensor) -> Tensor:
-    return (max_norm / (total + 1e-6)).clamp(max=1.0)  # a tensor: no wait for the device
 
 
 def _combine_norms(
@@ -97,8 +73,7 @@ def _norm_of_shard(grad: Tensor, norm_type: float) -> Tensor:
     """Return the norm of this rank's slice of a gradient."""
     if norm_type == 2.0:
         return norm(grad)
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    return torch.linalg.vector_norm(grad, norm_type, dtype=wide)
+    return torch.linalg.vector_norm(grad, norm_type, dtype=accumulation_dtype(grad.dtype))
 
 
 def _device_may_come_first(init: Callable[..., None]) -> Callable[..., None]:

@@ -40,19 +40,12 @@ MARKS, EVENTS = 600, 100  # as many are kept
 LOOK_EVERY = 2.0  # seconds between two looks into a folder
 COUNTING = 20.0  # times as long as it takes to sum up the time of crews, until it is done again
 SUFFIX = ".jsonl"
-COUNTED = {  # columns that only grow, and what has happened when one does
-    "undone": "{} undone: a worker was lost in the sync round",
-    "left_out": "{} left out of a mean: its numbers were not finite",
-    "dropped": "{} dropped: too late for the sync round, or not finite",
-    "nonfinite": "{} with a gradient that was not finite",
-    "skipped": "{} skipped by the gradient scaler",
-}
-COUNTED_UNIT = {
-    "undone": "round",
-    "left_out": "worker",
-    "dropped": "step",
-    "nonfinite": "step",
-    "skipped": "step",
+COUNTED = {  # columns that only grow, what they count, and what has happened when one does
+    "undone": ("round", "undone: a worker was lost in the sync round"),
+    "left_out": ("worker", "left out of a mean: its numbers were not finite"),
+    "dropped": ("step", "dropped: too late for the sync round, or not finite"),
+    "nonfinite": ("step", "with a gradient that was not finite"),
+    "skipped": ("step", "skipped by the gradient scaler"),
 }
 
 
@@ -233,11 +226,10 @@ class WatchedJob:
 
         if not before:
             return
-        for key, text in COUNTED.items():
+        for key, (unit, text) in COUNTED.items():
             more = latest.get(key, 0.0) - before.get(key, 0.0)
             if math.isfinite(more) and more > 0:
-                unit = COUNTED_UNIT[key]
-                note("fault", text.format(f"{more:.0f} {unit}{'s' * (more != 1)}"))
+                note("fault", f"{more:.0f} {unit}{'s' * (more != 1)} {text}")
         now, then = latest.get("workers"), before.get("workers")
         if now is not None and then is not None and now != then:
             members = line.get("members")

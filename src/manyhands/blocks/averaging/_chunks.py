@@ -295,10 +295,19 @@ MEAN_HEAD = 8  # bytes of what a mean has in its place: its squared length
 ALIGNED_SLICE = 256  # elements: a multiple of the group of each codec that is sent in pairs
 
 
-class _EncodedChunk:
-    """What the chunks whose values are encoded have in common: messages between pairs of workers.
+class PairwiseChunk:
+    """A chunk that is encoded: two messages between each pair of workers.
 
-    A message is
+    The chunk is cut into one slice per worker, its owner:
+
+        values    send every other worker its slice of this worker's values, encoded
+        mean      send all others the mean of the slice that this worker owns, encoded
+
+    So 2 (N-1)/N of the encoded payload leaves each worker, as in a ring all_reduce. A ring itself
+    adds up on the way, and would have to decode and encode again at every hop.
+
+    With a codec that leaves values as they are, values are read right into their message, and the
+    mean of the own slice is computed in the own message. A message is
 
         [ report: REPORT float64 | encoded values | padding to 8 bytes ]
 
@@ -306,13 +315,19 @@ class _EncodedChunk:
     """
 
     measured = False
+    has_mean = False
 
-    def __init__(self, payload: Payload, start: int, workers: RankGroup) -> None:
+    def __init__(self, payload: Payload, start: int, stop: int, workers: RankGroup) -> None:
         self.payload, self.start, self.workers = payload, start, workers
         self._works: list[Waitable] = []
         self._outgoing: list[Tensor] = []  # torch does not keep a tensor alive while it is sent
         self._incoming: list[Tensor] = []
         self._reports: list[list[float]] = []
+        step = -(-(stop - start) // workers.size)
+        step = -(-step // ALIGNED_SLICE) * ALIGNED_SLICE
+        self.cuts = [min(rank * step, stop - start) for rank in range(workers.size + 1)]
+        self._lengths = [b - a for a, b in pairwise(self.cuts)]
+        self._sizes = [self._message_bytes(length) for length in self._lengths]
 
     def receive_reports(self) -> list[list[float]]:
         """Wait for the messages, and return every worker's report from its head."""
@@ -326,10 +341,6 @@ class _EncodedChunk:
         size = MESSAGE_HEAD + self.payload.codec.size(elements, self.payload.dtype)
         return -(-size // 8) * 8  # view(float64) needs a multiple of 8
 
-    def _new_message(self, elements: int) -> Tensor:
-        size = self._message_bytes(elements)
-        return torch.empty(size, dtype=torch.uint8, device=self.payload.device)
-
     def _decode(self, rank: int, elements: int, head: int = MESSAGE_HEAD) -> Tensor:
         """Return the values of the message that came from `rank`, which follow its head."""
         codec, dtype = self.payload.codec, self.payload.dtype
@@ -338,47 +349,18 @@ class _EncodedChunk:
         return codec.decode(data, elements, dtype)
 
     def _exchange(self, messages: list[Tensor], sizes: list[int], tag: int) -> None:
+        """Send each of the others its message, and receive one of `sizes[rank]` bytes from each."""
         if self.workers.size > 1:
-            self._outgoing = [_to_sendable(message, self.workers) for message in messages]
+            rank, device = self.workers.rank, self.payload.device
+            messages[rank], sizes[rank] = messages[rank][:0], 0  # nothing to ourselves
+            to_host = not self.workers.has_backend(device)  # gloo sends from the host only
+            self._outgoing = [each.cpu() for each in messages] if to_host else messages
             self._incoming, self._works = self.workers.all_to_all(self._outgoing, sizes, tag)
-
-    def _send_to_all(self, message: Tensor, sizes: list[int], tag: int) -> None:
-        """Send the others this message, and receive one of `sizes[rank]` bytes from each."""
-        rank = self.workers.rank
-        messages = [message] * self.workers.size
-        messages[rank] = message[:0]  # nothing to ourselves
-        self._exchange(messages, [*sizes[:rank], 0, *sizes[rank + 1 :]], tag)
 
     def _wait(self) -> None:
         for work in self._works:
             work.wait()
         self._works, self._outgoing = [], []
-
-
-class PairwiseChunk(_EncodedChunk):
-    """A chunk that is encoded: two messages between each pair of workers.
-
-    The chunk is cut into one slice per worker, its owner:
-
-        values    send every other worker its slice of this worker's values, encoded
-        mean      send all others the mean of the slice that this worker owns, encoded
-
-    So 2 (N-1)/N of the encoded payload leaves each worker, as in a ring all_reduce. A ring itself
-    adds up on the way, and would have to decode and encode again at every hop.
-
-    With a codec that leaves values as they are, values are read right into their message, and the
-    mean of the own slice is computed in the own message.
-    """
-
-    has_mean = False
-
-    def __init__(self, payload: Payload, start: int, stop: int, workers: RankGroup) -> None:
-        super().__init__(payload, start, workers)
-        step = -(-(stop - start) // workers.size)
-        step = -(-step // ALIGNED_SLICE) * ALIGNED_SLICE
-        self.cuts = [min(rank * step, stop - start) for rank in range(workers.size + 1)]
-        self._lengths = [b - a for a, b in pairwise(self.cuts)]
-        self._sizes = [self._message_bytes(length) for length in self._lengths]
 
     def _residual(self, rank: int) -> Tensor | None:
         """Return the residual of a slice."""
@@ -394,7 +376,7 @@ class PairwiseChunk(_EncodedChunk):
         payload, rank, size = self.payload, self.workers.rank, self.workers.size
         messages, square, exact = [], 0.0, 0.0
         for owner, length in enumerate(self._lengths):
-            message = self._new_message(length)
+            message = torch.empty(self._sizes[owner], dtype=torch.uint8, device=payload.device)
             values = self._values_in(message, length)
             payload.read(self.start + self.cuts[owner], values)
             if not report.included:
@@ -416,10 +398,7 @@ class PairwiseChunk(_EncodedChunk):
         for message in messages:
             _write_report(own_report, message)
         self._reports = [own_report] * size
-        messages[rank] = messages[rank][:0]  # nothing to ourselves
-        sizes = [self._sizes[rank]] * size
-        sizes[rank] = 0
-        self._exchange(messages, sizes, VALUES_TAG)
+        self._exchange(messages, [self._sizes[rank]] * size, VALUES_TAG)
 
     def send_mean(self, result: RoundResult) -> None:
         """Send the mean of the own slice to all others."""
@@ -435,7 +414,8 @@ class PairwiseChunk(_EncodedChunk):
         message = self._message[shorter:]
         _write_report([square], message)
         self._reports = [[square]] * size
-        self._send_to_all(message, [each - shorter for each in self._sizes], MEAN_TAG)
+        sizes = [each - shorter for each in self._sizes]
+        self._exchange([message] * size, sizes, MEAN_TAG)
 
     def write_mean(self, result: RoundResult) -> float:
         """Decode the owners' means, write them to the payload; return the mean's square."""
@@ -469,12 +449,6 @@ class PairwiseChunk(_EncodedChunk):
         if self.payload.codec.rounds:
             return torch.empty(elements, dtype=dtype, device=self.payload.device)
         return message[MESSAGE_HEAD : MESSAGE_HEAD + elements * dtype.itemsize].view(dtype)
-
-
-def _to_sendable(data: Tensor, workers: RankGroup) -> Tensor:
-    """Return the data where the group can send it from: gloo sends from the host only."""
-    on_host = workers.size > 1 and not workers.has_backend(data.device)
-    return data.cpu() if on_host else data
 
 
 def _write_data(data: Tensor, message: Tensor) -> None:

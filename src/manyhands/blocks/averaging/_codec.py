@@ -190,13 +190,6 @@ CODECS: dict[str, Codec] = {
 }
 
 
-def find_codec(name: str) -> Codec:
-    """Return the codec of this name, or raise."""
-    if name not in CODECS:
-        raise ValueError(f"codec must be one of {', '.join(CODECS)}, got {name!r}.")
-    return CODECS[name]
-
-
 def encode_with_residual(
     codec: Codec, values: Tensor, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -207,8 +200,6 @@ def encode_with_residual(
     if residual is not None:
         values.add_(residual)
     data = codec.encode(values)
-    if not codec.rounds:
-        return data, values
     arriving = codec.decode(data, values.numel(), values.dtype)
     if residual is not None:
         torch.sub(values, arriving, out=residual)

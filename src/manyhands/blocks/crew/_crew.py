@@ -55,7 +55,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from manyhands._core.arguments import real, whole
+from manyhands._core.arguments import number_in, real, whole
 from manyhands._core.ranks import RankGroup
 from manyhands._core.warn import warn
 from manyhands.blocks.crew._enrollment import NO_FACTS, Enrollment, MemberFacts, check_not_failed
@@ -147,13 +147,12 @@ class Crew:
         self.store = store or os.environ.get("MANYHANDS_STORE") or None
         if self.store:
             parse_address(self.store)  # raises if it is malformed
-        own = _or_environment(number, "MANYHANDS_WORKER", int, None if self.store else 0)
-        if own is None:
+        if self.store and number is None and not os.environ.get("MANYHANDS_WORKER"):
             raise ValueError(
                 "a worker of a crew needs a number that no other worker has, and got none. Set "
                 "MANYHANDS_WORKER (`manyhands run` does), or give number=."
             )
-        self.number = whole("number", own)
+        self.number = whole("number", _or_environment(number, "MANYHANDS_WORKER", int, 0))
         self.expected = whole("expected", _or_environment(expected, "MANYHANDS_WORKERS", int, 1), 1)
         self.stall = real("stall", _or_environment(stall, "MANYHANDS_STALL", float, 5.0), least=0.1)
         given: object = patience
@@ -584,18 +583,10 @@ class Crew:
 
 
 def _or_environment(
-    value: Number | None, variable: str, parse: Callable[[str], Number], default: Number | None
-) -> Number | None:
+    value: Number | None, variable: str, parse: Callable[[str], Number], default: Number
+) -> Number:
     """Return the argument; if it is None, the environment's value; without one, the default."""
-    if value is not None:
-        return value
-    text = os.environ.get(variable)
-    if not text:
-        return default
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ValueError(f"{variable} must be a number, got {text!r}.") from error
+    return number_in(os.environ, variable, parse, default) if value is None else value
 
 
 class GraceWindow:

@@ -211,10 +211,6 @@ class Engine:
         # Registered last, so that it runs after the engine's own hook has gathered.
         self.module.register_forward_pre_hook(gathered)
 
-    def set_gradient_sync(self, on: bool) -> None:
-        """Set whether backward passes average gradients."""
-        self.module.set_requires_gradient_sync(on, recurse=False)
-
     def gather(self) -> None:
         """Gather the full parameters, and wait for them."""
         self.module.unshard()

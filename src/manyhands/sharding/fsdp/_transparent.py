@@ -499,9 +499,12 @@ def full_optimizer_state(
     itself.
     """
     # Ranks that keep nothing take part in each gather, and free each tensor at once.
-    state = tree_map_tensors(
-        lambda tensor: _to_cpu(to_full(tensor.detach()), keep=keep), optimizer.state_dict()
-    )
+
+    def collect(tensor: Tensor) -> Tensor | None:
+        full = to_full(tensor.detach())  # on every rank
+        return full.cpu().clone() if keep else None
+
+    state = tree_map_tensors(collect, optimizer.state_dict())
     if not keep:
         return None
     # New dicts, so that the caller may change the result without changing the optimizer.
@@ -511,10 +514,6 @@ def full_optimizer_state(
     if private:
         state["uncollected_local_ids"] = [i for i, p in enumerate(params) if id(p) in private]
     return state
-
-
-def _to_cpu(tensor: Tensor, *, keep: bool) -> Tensor | None:
-    return tensor.cpu().clone() if keep else None
 
 
 def sharded_optimizer_state(

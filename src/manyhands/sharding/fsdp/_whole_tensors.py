@@ -97,7 +97,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         self._inner = run_on_all(self._ranks, make)
         self.defaults = self._inner.defaults
         # Options that were left out are known only from here on.
-        self._pull_options()
+        copy_options(self._inner.param_groups, self.param_groups)
         agree(self._ranks, facts_of_options(self.param_groups, self.defaults), ADVICE)
 
     @property
@@ -137,7 +137,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
             self.param_groups.pop()
             del self._tensors[number:], self._inner.param_groups[number:]
             raise
-        self._pull_options()
+        copy_options(self._inner.param_groups, self.param_groups)
 
     def _take_in(self, group: ParamGroup) -> ParamGroup:
         """Give parameters their owners; return the group with the tensors that this rank owns."""
@@ -157,8 +157,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         A `closure` is called once before, and its loss returned (on a single rank, as the optimizer
         does). Call it on every rank.
         """
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            copy_options(group, inner)  # schedules change ours
+        copy_options(self.param_groups, self._inner.param_groups)  # schedules change ours
         if self._ranks.size == 1:
             result = self._inner.step(*([] if closure is None else [closure]), **kwargs)
         else:
@@ -167,7 +166,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
                 with torch.enable_grad():
                     result = closure()
             self._step(**kwargs)
-        self._pull_options()
+        copy_options(self._inner.param_groups, self.param_groups)
         return result
 
     @torch.no_grad()
@@ -215,11 +214,6 @@ class WholeTensorOptimizer(ShardedOptimizer):
                     tensor.whole.copy_(whole)
             remember(tensors)
 
-    def _pull_options(self) -> None:
-        """Show the options that the inner optimizer has now: some count steps in their groups."""
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            copy_options(inner, group)
-
     # -- what checkpoints and scaling ask: `_core/state_parts.py` ----------------------------------
 
     def join_in(self) -> None:
@@ -253,8 +247,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
     ) -> None:
         """Load the state of the tensors that this rank owns."""
         self._inner.load_state_dict(packed)
-        for group, options in zip(self.param_groups, groups, strict=True):
-            copy_options(options, group)
+        copy_options(groups, self.param_groups)
 
     def replicate_state(self, names: Sequence[str]) -> ReplicatedState:
         """Raise: no rank has these entries for all parameters, and none of their slices."""
@@ -274,16 +267,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         if self._ranks.size > 1:
             raise RuntimeError("each rank has a part of the state. Load it with mh.load().")
         self._inner.load_state_dict(dict(state_dict))
-        self._pull_options()
-
-    @property
-    def state(self) -> Any:
-        """The state of the tensors that this rank owns."""
-        return {} if self._inner is None else self._inner.state
-
-    @state.setter
-    def state(self, value: object) -> None:
-        """Ignore the empty state that torch's constructor sets."""
+        copy_options(self._inner.param_groups, self.param_groups)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("WholeTensorOptimizer is not copied or pickled. Save it with mh.save().")

@@ -34,7 +34,7 @@ from manyhands._core.arguments import real
 from manyhands._core.backward import current_task
 from manyhands._core.flat import local_shard
 from manyhands._core.trees import as_type
-from manyhands.sharding._gradients import clip_slices
+from manyhands.sharding._gradients import clip
 from manyhands.sharding.fsdp._engine import TrainingState, refuse_second_order, shard_wrap
 from manyhands.sharding.fsdp._options import FSDPOptions, find_device, find_ranks, takes_options
 from manyhands.sharding.fsdp._places import (
@@ -242,7 +242,7 @@ class FullyShardedDataParallel(Wrap):
     def _set_gradient_sync(self, on: bool) -> None:
         self.require_backward_grad_sync = on
         if self._engine is not None:
-            self._engine.set_gradient_sync(on)
+            self._engine.module.set_requires_gradient_sync(on, recurse=False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, including those of `no_sync` passes that were not averaged yet."""
@@ -335,7 +335,7 @@ class FullyShardedDataParallel(Wrap):
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
         grads = [local_shard(p.grad) for p in self.parameters() if p.grad is not None]
         shards = self._ranks.shards
-        return clip_slices(grads, max_norm, float(norm_type), shards, self.compute_device)
+        return clip(grads, grads, max_norm, float(norm_type), shards, self.compute_device)
 
     # -- full parameters -----------------------------------------------------------------------
 

@@ -37,11 +37,11 @@ from manyhands.sharding._agreement import (
     facts_of_groups,
     facts_of_options,
 )
-from manyhands.sharding._gradients import clip_grad_norm
+from manyhands.sharding._gradients import clip
 from manyhands.sharding.zero import _state
 from manyhands.sharding.zero._flat_params import Shards
 from manyhands.sharding.zero._reducer import Reducer
-from manyhands.sharding.zero._slice_optimizer import SliceOptimizer, choose_layout
+from manyhands.sharding.zero._slice_optimizer import SliceOptimizer, choose_layout, copy_options
 
 
 @dataclass
@@ -184,7 +184,7 @@ class OSS(ShardedOptimizer):
         )
         self.defaults = self.optim.defaults
         # Options that were left out, such as betas, are known only from here on.
-        self._sliced.pull_options(self.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups)
         agree(self._workers, facts_of_options(self.param_groups, self.defaults), ADVICE)
 
     @YieldingProperty
@@ -301,7 +301,7 @@ class OSS(ShardedOptimizer):
         self._shards.largest = elements
         self._shards.release()
         self._shards.lay_out()
-        self._sliced.make_again(self.param_groups)
+        self._sliced.optim = self._sliced.make(self.param_groups)
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -313,7 +313,7 @@ class OSS(ShardedOptimizer):
         self._run.consolidated, self._run.recipient, self._run.begun = None, None, True
         self.prepare()
         # Schedulers change our groups, and `optim` has its own, made of slices.
-        self._sliced.push_options(self.param_groups)
+        copy_options(self.param_groups, self.optim.param_groups)
         if self._workers.size == 1:
             result = self.optim.step(*([] if closure is None else [closure]), **kwargs)
         else:
@@ -331,7 +331,7 @@ class OSS(ShardedOptimizer):
                 self._run.reducer.stepped(self._shards)
             self._shards.wait()
         # Some optimizers count steps in their groups.
-        self._sliced.pull_options(self.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups)
         return result
 
     def _check_averaged(self) -> None:
@@ -391,11 +391,16 @@ class OSS(ShardedOptimizer):
         Call it on every worker, between `backward` and `step`. `filter_params_fn` takes
         the list of parameters and returns those to be clipped, together.
         """
-        params = self._shards.params
-        chosen = params if filter_params_fn is None else list(filter_params_fn(list(params)))
+        shards, params = self._shards, self._shards.params
+        chosen = params if filter_params_fn is None else filter_params_fn(list(params))
+        ids = {id(param) for param in chosen}
         self.refresh_trainable()
         self.join_in()
-        return clip_grad_norm(self._shards, chosen, float(max_norm), float(norm_type))
+        clipped = [i for i, param in enumerate(params) if id(param) in ids]
+        grads = [params[i].grad for i in clipped]
+        slices = [shards.gradient(owned) for i in clipped for owned in shards.slices[i]]
+        by = float(max_norm), float(norm_type)
+        return clip(grads, slices, *by, self._workers, params[0].device)
 
     # -- saving and loading --------------------------------------------------------------------
 
@@ -461,15 +466,6 @@ class OSS(ShardedOptimizer):
     def replicate_state(self, names: Sequence[str]) -> _state.ReplicatedOSSState:
         """Return a replica of these entries of the state, for all parameters."""
         return _state.ReplicatedOSSState(self._shards, lambda: self.optim.state, names)
-
-    @property
-    def state(self) -> Any:
-        """The state of this rank's slices."""
-        return {} if self._sliced is None else self._sliced.optim.state
-
-    @state.setter
-    def state(self, value: object) -> None:
-        """Ignore the empty state that torch's constructor sets."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("OSS is not pickled. Save state_dict() after consolidate_state_dict().")

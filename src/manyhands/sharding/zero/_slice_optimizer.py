@@ -23,7 +23,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from manyhands._core.agreement import run_on_all
 from manyhands._core.arguments import one_of
 from manyhands._core.optimizers import can_be_divided, may_be_cut, traits_of
-from manyhands._core.state_parts import options_of
+from manyhands._core.state_parts import SavedState, options_of
 from manyhands.sharding.zero._flat_params import FlatBucket, ParamSlice, Shards
 from manyhands.sharding.zero._state import (
     Groups,
@@ -45,9 +45,9 @@ class SliceOptimizer:
         self._shards = shards
         self._kind = kind
         self._arguments: dict[str, Any] = dict(arguments)
-        self.optim = self._make(groups)
+        self.optim = self.make(groups)
 
-    def _make(self, groups: Groups) -> Optimizer:
+    def make(self, groups: Groups) -> Optimizer:
         own = [self._own_group(groups, index) for index in range(len(groups))]
         make = partial(self._kind, own, **self._arguments)
         return run_on_all(self._shards.workers, make)
@@ -60,14 +60,10 @@ class SliceOptimizer:
 
     # -- following the parameters --------------------------------------------------------------
 
-    def make_again(self, groups: Groups) -> None:
-        """Start anew with other slices. Only possible before there is state."""
-        self.optim = self._make(groups)
-
     def add_last_group(self, groups: Groups) -> None:
         """Add the last group, and give the others the slices that they have now."""
         self.optim.add_param_group(self._own_group(groups, len(groups) - 1))
-        copy_options(self.optim.param_groups[-1], groups[-1])
+        copy_options(self.optim.param_groups[-1:], groups[-1:])
         self.replace_slices(groups)
 
     def replace_slices(self, groups: Groups) -> None:
@@ -79,7 +75,7 @@ class SliceOptimizer:
         self, slices: Sequence[ParamSlice], groups: Groups, pending: dict[int, ParamState]
     ) -> None:
         """Give thawed parameters their state: the loaded one, or the optimizer's initial one."""
-        begun = self._make(groups).state  # Adagrad makes its state when it is made
+        begun = self.make(groups).state  # Adagrad makes its state when it is made
         for owned in slices:
             loaded = pending.get(owned.param)
             if loaded is not None:
@@ -102,16 +98,6 @@ class SliceOptimizer:
         self.replace_slices(groups)
 
     # -- options and steps ---------------------------------------------------------------------
-
-    def push_options(self, groups: Groups) -> None:
-        """Take over the options of the groups, which schedulers change."""
-        for group, inner in zip(groups, self.optim.param_groups, strict=True):
-            copy_options(group, inner)
-
-    def pull_options(self, groups: Groups) -> None:
-        """Set the options of the groups to those that the optimizer has now."""
-        for group, inner in zip(groups, self.optim.param_groups, strict=True):
-            copy_options(inner, group)
 
     def step(self, **kwargs: Any) -> None:
         """Update this rank's slices, and begin to send them."""
@@ -145,9 +131,10 @@ class SliceOptimizer:
                 owned.data.grad = None
 
 
-def copy_options(source: Mapping[str, object], target: dict[str, object]) -> None:
-    """Set the options of one parameter group to those of another."""
-    target.update(options_of(source))
+def copy_options(sources: Sequence[SavedState], targets: Groups) -> None:
+    """Set the options of parameter groups to those of others."""
+    for source, target in zip(sources, targets, strict=True):
+        target.update(options_of(source))
 
 
 # -- may parameters be cut? -----------------------------------------------------------------------

@@ -109,7 +109,7 @@ def _send_tensor(
     workers, device = shards.workers, shards.params[0].device
     shape, dtype = tuple(entry["shape"]), getattr(torch, entry["dtype"])
     if own is not None:
-        own = _in_memory_order(own) if entry["like"] else own.contiguous()
+        own = flatten(own).contiguous() if entry["like"] else own.contiguous()
     if recipient == workers.rank == rank:
         return own
     if own is None:
@@ -120,10 +120,6 @@ def _send_tensor(
         tensor = own.to(device)
     workers.broadcast(tensor, rank, recipient)
     return tensor
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    return flatten(tensor, tensor).contiguous()
 
 
 def _describe_slice(owned: ParamSlice, state: Mapping[str, object]) -> _SliceEntries:
