@@ -865,6 +865,28 @@ def test_weights_that_are_loaded_after_the_optimizer_was_made(dtype, options):
     run_ranks(2, one_of_rank_1)
 
 
+def test_weights_that_are_loaded_between_two_blocks():
+    """As the best ones so far. What puts the parameters back after a look elsewhere is no change."""
+
+    def blocks():
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = mh.DiLoCo(SGD(model.parameters(), lr=0.1), every=3)
+        best = {name: value + 0.01 for name, value in model.state_dict().items()}
+        for seed in range(9):
+            model.weight.grad = torch.full_like(model.weight, float(seed + dist.get_rank()))
+            with torch.no_grad():
+                model.weight.add_(0.3).sub_(0.3)
+            if seed == 6:
+                model.load_state_dict(best)
+                with pytest.warns(RuntimeWarning, match="or since the last sync round"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+
+    run_ranks(2, blocks)
+
+
 @pytest.mark.parametrize(
     ("rates", "warned"), [([1.0, 1.0], []), ([1.0, 0.5], []), ([0.04, 0.1], [2])]
 )

@@ -313,6 +313,35 @@ def test_gradients_that_nothing_averages_are_an_error_in_the_first_step():
     raises_on_ranks(2, RuntimeError, train, match=match)
 
 
+@pytest.mark.parametrize("how", ["thawed", "added"])
+def test_parameters_that_ddp_has_not_seen_are_an_error_in_their_first_step(how):
+    """DDP averages the gradients of what was trained when it was made."""
+
+    def train():
+        model = make_model()
+        first, last = model[0], model[-1]
+        last.requires_grad_(False)
+        ddp = DistributedDataParallel(model)
+        optimizer = oss((model if how == "thawed" else first).parameters(), AdamW, lr=0.1)
+        for step in range(3):
+            if step == 2:
+                last.requires_grad_(True)
+                if how == "added":
+                    optimizer.add_param_group({"params": list(last.parameters())})
+            ddp.zero_grad()
+            (ddp(x()) * (1 + dist.get_rank())).square().sum().backward()
+            before = [param.detach().clone() for param in model.parameters()]
+            if step < 2:
+                optimizer.step()
+        try:
+            optimizer.step()
+        finally:
+            assert all(map(torch.equal, before, model.parameters()))
+
+    match = "norms differ.*with all parameters that are trained later"
+    raises_on_ranks(2, RuntimeError, train, match=match)
+
+
 @pytest.mark.parametrize("layout", ["even", "whole"])
 def test_gradients_that_the_user_averages_train_as_in_one_process(layout):
     def train(average):

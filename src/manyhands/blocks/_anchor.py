@@ -47,6 +47,7 @@ from manyhands._core.flat import (
     accumulation_dtype,
     group_by_type,
     local_shard,
+    norm,
     read_range,
 )
 from manyhands._core.ranks import RankGroup
@@ -332,14 +333,16 @@ class Anchor:
         ]
 
     def moved(self) -> bool:
-        """Return whether parameters of this rank are somewhere else than the anchor."""
+        """Return whether parameters of this rank are farther from the anchor than by rounding."""
         for fragment in range(self.fragments):
             for part in self.differences(fragment):
-                chunk = torch.empty(min(part.length, LARGEST), dtype=part.dtype, device=part.device)
+                rounding = 8 * torch.finfo(part.param_dtype).eps  # of a change that was undone
+                anchor = part.bucket.anchor[part.start : part.start + part.length]
                 for start in range(0, part.length, LARGEST):
-                    out = chunk[: part.length - start]
-                    part.read(start, out)
-                    if out.nan_to_num_(0.0).any():  # NaN: both may be infinite
+                    here = anchor[start : start + LARGEST].nan_to_num(0.0, 0.0, 0.0)
+                    moves = torch.empty_like(here, device=part.device)
+                    part.read(start, moves)  # NaN where both are infinite
+                    if norm(moves.nan_to_num_(0.0)).item() > rounding * norm(here).item():
                         return True
         return False
 

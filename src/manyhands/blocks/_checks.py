@@ -208,11 +208,12 @@ def check_not_averaged(
 
 
 def warn_moved() -> None:
-    """Warn that a first step begins somewhere else than the workers have agreed on."""
+    """Warn that a block begins somewhere else than the workers have agreed on."""
     warn(
-        "the parameters have changed since the optimizer was put into blocks, and before its first "
-        "step: the next sync round counts this change as training. Load weights before, or "
-        "with the state of the optimizer: mh.load(..., model=model, optimizer=optimizer).",
+        "the parameters have changed since the optimizer was put into blocks, or since the last "
+        "sync round, and not by its steps: the next round counts this change as training. Load "
+        "weights before you wrap the optimizer, or with its state: mh.load(..., model=model, "
+        "optimizer=optimizer).",
         RuntimeWarning,
     )
 

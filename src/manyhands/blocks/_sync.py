@@ -148,16 +148,24 @@ class Sync:
         self._state_dropped_at = -1  # own steps when a state that was not finite was dropped
         self._compared = False  # whether the first block was searched for identical moves
         self._warned_of_rates = False  # of learning rates that are not the same
+        self._versions: list[int] = []  # torch's counts of changes to the parameters
         resets = extras.state == "reset" or state.in_local_warmup
         self.initial_state = InitialState(optimizer, needed=resets)
 
     # -- the life of a block -------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Warn before the first step from an anchor if the parameters are not there any more."""
-        state = self.state
-        if state.newcomer and state.anchor_in_use and not state.diverged and self.anchor.moved():
+        """Warn as a block begins if the parameters are not at the anchor, where its steps begin."""
+        if self.state.diverged or not self.state.anchor_in_use:
+            return
+        versions = [param._version for param in self.anchor.params]
+        if versions != self._versions and self.anchor.moved():
             warn_moved()
+
+    def after_sync(self) -> None:
+        """Note the parameters as they are, so that only a change is compared with the anchor."""
+        if not self.state.diverged:
+            self._versions = [param._version for param in self.anchor.params]
 
     def count_step(self) -> None:
         """Count a step that the optimizer has taken, or left out."""

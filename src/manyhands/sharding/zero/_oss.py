@@ -249,6 +249,7 @@ class OSS(ShardedOptimizer):
         self._shards.lay_out()
         self._sliced.add_last_group(self.param_groups)
         self._follow_new_buckets()
+        self._run.averaged = False  # DDP does not average what it has not seen
 
     def refresh_trainable(self) -> None:
         """Lay out parameters that have thawed since. `step` calls this by itself."""
@@ -259,6 +260,7 @@ class OSS(ShardedOptimizer):
             self._sliced.replace_slices(self.param_groups)
             self._follow_new_buckets()
             self._sliced.begin_state_of(new, self.param_groups, self._run.pending_state)
+            self._run.averaged = False  # DDP does not average what was frozen when it was made
 
     def _follow_moved(self) -> None:
         """Follow a model that was moved or converted, with its memory and state."""
@@ -335,7 +337,7 @@ class OSS(ShardedOptimizer):
         return result
 
     def _check_averaged(self) -> None:
-        """Raise a RuntimeError in the first step if nothing has averaged the gradients."""
+        """Raise if nothing averages the gradients: in the first step, and with new parameters."""
         if self._run.averaged or self._run.reducer is not None:
             return
         grads = [param.grad for param in self._shards.params]
@@ -349,8 +351,9 @@ class OSS(ShardedOptimizer):
             raise RuntimeError(
                 f"OSS.step() needs gradients that are the same on every rank, and their weighted "
                 f"norms differ ({listed}): each slice would train on its owner's samples alone. "
-                "Wrap the model in ShardedDataParallel(model, optimizer) or DistributedDataParallel"
-                ", or all_reduce the gradients before step()."
+                "Wrap the model in ShardedDataParallel(model, optimizer), or in "
+                "DistributedDataParallel with all parameters that are trained later, too; or "
+                "all_reduce the gradients before step()."
             )
         self._run.averaged = True
 
