@@ -866,7 +866,7 @@ def test_weights_that_are_loaded_after_the_optimizer_was_made(dtype, options):
 
 
 def test_weights_that_are_loaded_between_two_blocks():
-    """As the best ones so far. What puts the parameters back after a look elsewhere is no change."""
+    """As the best ones so far. A step there and back, as SAM's, is no change."""
 
     def blocks():
         torch.manual_seed(0)

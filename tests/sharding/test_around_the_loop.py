@@ -38,6 +38,10 @@ def made(model):
     return torch.optim.AdamW(model.parameters(), lr=0.02)
 
 
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def train(model, optimizer, after=lambda: None):
     """Take some steps, on this rank's half of the samples if there are two; return the losses."""
     rank, ranks = (dist.get_rank(), 2) if dist.is_initialized() else (0, 1)
@@ -109,3 +113,70 @@ def test_whether_gradients_are_finite_is_the_same_on_every_rank(level, wrong):
     for found in run_ranks(2, finite):
         # A gradient of the sum by the last bias is the number of samples.
         assert found == [wrong is None] * (len(found) - 1) + [True]
+
+
+READ = {
+    "norm": lambda g: g.norm().item(),
+    "norm of data": lambda g: g.data.norm(2).item(),
+    "norm, detached": lambda g: float(g.detach().norm(2)),
+    "torch.norm": lambda g: torch.norm(g, 2.0).item(),
+    "largest": lambda g: g.norm(torch.inf).tolist(),
+    "isnan": lambda g: bool(torch.isnan(g).any()),
+    "isfinite": lambda g: bool(torch.isfinite(g).all()),
+    "compared": lambda g: bool((g.abs() > 1.0).any()),
+}
+SUMS = {  # an error at level 2
+    "sum": lambda g: g.sum().item(),
+    "mean": lambda g: float(g.mean()),
+    "absolute": lambda g: g.abs().max().item(),
+    "square": lambda g: ((g**2).sum() + (g * g).sum() + g.pow(2).sum()).item(),
+    "of data": lambda g: g.data.abs().mean().item(),
+    "count": lambda g: g.count_nonzero().item(),
+    "std": lambda g: g.std().item(),
+}
+
+
+def numbers_of_gradients(model, level):
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    rank, ranks = (dist.get_rank(), 2) if dist.is_initialized() else (0, 1)
+    model(x[rank::ranks]).square().mean().backward()
+    read = READ if level == 2 else READ | SUMS
+    return {name: [each(p.grad) for p in model.parameters()] for name, each in read.items()}
+
+
+@any_level
+def test_a_number_that_is_read_from_a_gradient_is_of_the_whole_gradient(level):
+    """As for clipping by hand, for a log, or to leave out a step."""
+
+    def read():
+        model, _ = mh.shard(model := Net(), made(model), level=level)
+        return numbers_of_gradients(model, level)
+
+    expected = numbers_of_gradients(Net(), level)
+    for found in run_ranks(2, read):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("level", (2, 3))
+def test_the_data_of_a_gradient_may_be_set_to_what_is_made_from_it(level):
+    """As older scripts do. At levels 0 and 1 DDP's views of its buckets do not allow it."""
+
+    def halved(model, optimizer):
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            numbers_of_gradients(model, level)
+            for param in model.parameters():
+                param.grad.data = param.grad.data * 0.5
+            optimizer.step()
+        return numbers_of_gradients(model, level)
+
+    def sharded():
+        model, optimizer = mh.shard(model := Net(), sgd(model), level=level)
+        found = halved(model, optimizer)
+        with pytest.raises(RuntimeError, match="takes one that was made from it"):
+            model.module.last.weight.grad.data = torch.zeros(2, 6, dtype=torch.float64)
+        return found
+
+    expected = halved(model := Net(), sgd(model))
+    for found in run_ranks(2, sharded):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

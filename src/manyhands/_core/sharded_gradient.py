@@ -174,6 +174,23 @@ class ShardedGradient(Tensor):
         shell.local, shell.group, shell.zeroed = None, group, False
         return shell
 
+    @property
+    def data(self) -> Tensor:
+        """The gradient without its history; or set its elements to those of another like it."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        # torch would give the shell another memory, and leave the slices as they are.
+        if not (isinstance(other, ShardedGradient) and self.fits(other)) or (
+            other.dtype != self.dtype
+        ):
+            raise RuntimeError(
+                "param.grad.data of a sharded gradient takes one that was made from it, such as "
+                "param.grad * 2. Assign to param.grad itself to replace it."
+            )
+        self.slices, self.local, self.zeroed = other.slices, other.local, other.zeroed
+
     def parts(self) -> list[Tensor]:
         """Return all tensors that this rank holds of the gradient."""
         return [*self.slices, *([] if self.local is None else [self.local])]
@@ -290,7 +307,7 @@ class ShardedGradient(Tensor):
             raise RuntimeError(
                 "Run the last backward of the step outside no_sync(), and clip after it."
             )
-        nothing = () if self.slices else (torch.zeros((), device=self.device),)
+        nothing = () if self.slices else (torch.empty(0, dtype=self.dtype, device=self.device),)
         return norm_of_slices([*self.slices, *nothing], power, self.group)
 
     def _added(self, other: Tensor, alpha: object) -> ShardedGradient:

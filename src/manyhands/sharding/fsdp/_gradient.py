@@ -3,8 +3,11 @@
 `torch.nn.utils.clip_grad_norm_` takes the norm of each gradient, stacks the norms, and takes the
 norm of these. With plain DTensors that is right, but costs one all_reduce for each parameter, and
 the result is a DTensor, which cannot be formatted as a number. Here the norm of one gradient is a
-`LocalNorm` (`_core/sharded_gradient.py`): one small all_reduce, and a plain tensor. All other
-functions treat the gradient as a DTensor.
+`LocalNorm` (`_core/sharded_gradient.py`): one small all_reduce, and a plain tensor.
+
+All other functions treat the gradient as a DTensor. One that sums up, such as `grad.sum()` or
+`grad.isnan().any()`, leaves a DTensor with a part of the result on each rank, whose `item()` and
+`bool()` are of this rank's part alone. Here the parts are put together at once.
 """
 
 from __future__ import annotations
@@ -16,7 +19,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from manyhands._core.groups import RollCall
 from manyhands._core.sharded_gradient import LocalNorm, norm_of_slices
+
+NORMS = {torch.linalg.vector_norm, torch.norm, Tensor.norm}
+# Functions of each element, whose results are often summed up over all of them.
+BY_ELEMENT = {
+    *("abs", "isnan", "isinf", "isfinite", "logical_not", "eq", "ne", "lt", "le", "gt", "ge"),
+    *("mul", "div", "truediv", "square", "pow", "detach", "to", "float", "double"),
+}
 
 
 class DTensorGradient(DTensor):
@@ -33,7 +44,7 @@ class DTensorGradient(DTensor):
         """For clipping: compute norms and scale on this rank's slice. DTensor does the rest."""
         kwargs = kwargs or {}
         # With further arguments (dim, dtype) these are other functions, left to DTensor.
-        if func is torch.linalg.vector_norm and len(args) <= 2 and not kwargs:
+        if func in NORMS and len(args) <= 2 and not kwargs and _is_number(*args[1:], 2.0):
             return _norm_of_slice(args[0], *args[1:])
         if func is torch._foreach_norm and len(args) <= 2 and not kwargs:
             return [_norm_of_slice(grad, *args[1:]) for grad in args[0]]
@@ -44,15 +55,38 @@ class DTensorGradient(DTensor):
         if func is torch._foreach_mul_ and _is_number(*args[1:]):
             return torch._foreach_mul_([_local(grad) for grad in args[0]], args[1])
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if type(result) is not DTensor:
+                return result
+            is_part = any(placement.is_partial() for placement in result.placements)
+            if is_part and result.numel() == 1:
+                return _put_together(func.__name__, result)
+            if func.__name__.strip("_") in BY_ELEMENT:
+                result.__class__ = DTensorGradient
+            return result
+
+    @property
+    def data(self) -> Tensor:
+        """The gradient without its history; or set its elements to those of another like it."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        # torch would give the DTensor another memory, and leave this rank's slice as it is.
+        if not isinstance(other, DTensor) or _layout(other) != _layout(self):
+            raise RuntimeError(
+                "param.grad.data of a sharded gradient takes one that was made from it, such as "
+                "param.grad * 2. Assign to param.grad itself to replace it."
+            )
+        self._local_tensor = other._local_tensor
 
     def __deepcopy__(self, memo: dict[int, Tensor]) -> Tensor:
-        copied = self.detach().clone()  # a DTensor: detach() loses the subclass
+        copied = _plain(self).clone()
         copied.__class__ = DTensorGradient
         return memo.setdefault(id(self), copied)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
-        return self.detach().__reduce_ex__(protocol)  # as torch's class, which torch.load knows
+        return _plain(self).__reduce_ex__(protocol)  # as torch's class, which torch.load knows
 
 
 def use_our_class(param: Tensor) -> None:
@@ -60,6 +94,25 @@ def use_our_class(param: Tensor) -> None:
     # Changing the class keeps the object, its memory and its hooks, and costs nothing.
     if type(param.grad) is DTensor:
         param.grad.__class__ = DTensorGradient
+
+
+def _plain(grad: DTensorGradient) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():  # else it keeps the class
+        return grad.detach()
+
+
+def _layout(grad: DTensor) -> object:
+    return grad.shape, grad.dtype, grad.device_mesh, grad.placements
+
+
+def _put_together(call: str, result: DTensor) -> Tensor:
+    """Return a function of all elements, from its parts on the ranks: call it on each."""
+    mesh = result.device_mesh
+    group = mesh.get_group(mesh.ndim - 1)
+    # An error, not a hang, if a rank is missing.
+    roll = RollCall(group.get_group_store(), group.rank(), group.size())
+    roll.wait(f"{call}() of a sharded gradient")
+    return result.full_tensor()
 
 
 def _norm_of_slice(grad: DTensor, power: float = 2) -> LocalNorm:
@@ -72,7 +125,7 @@ def _local(grad: Tensor) -> Tensor:
     return tensor
 
 
-def _is_number(value: object = None) -> bool:
+def _is_number(value: object = None, *_: object) -> bool:
     """Return whether the value is one number for all elements, and no tensor of their shape."""
     if isinstance(value, Tensor):
         return value.dim() == 0 and not isinstance(value, DTensor)
