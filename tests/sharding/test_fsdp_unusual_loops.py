@@ -66,6 +66,46 @@ def train(model, part, optimizer=None):
         optimizer.step()
 
 
+# -- gradients that are not averaged ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["step", "zero_grad"])
+def test_a_step_whose_passes_were_all_inside_no_sync_is_an_error(end):
+    """As at the end of an epoch, where a script averages every second pass."""
+
+    def run():
+        wrapped = nested(make_model())
+        optimizer, other = optimizer_of(wrapped), nn.Linear(2, 1)
+        train(wrapped, lambda x: x[dist.get_rank()], optimizer)
+        optimizer.zero_grad()
+        with wrapped.no_sync():
+            loss_of(wrapped, X[0, 0, dist.get_rank()]).backward()
+        other(torch.ones(1, 2)).sum().backward()
+        AdamW(other.parameters()).step()  # another optimizer is not meant
+        if end == "zero_grad":
+            wrapped.zero_grad()
+        optimizer.step()
+
+    if end == "zero_grad":
+        run_ranks(2, run)
+    else:
+        raises_on_ranks(2, RuntimeError, run, match=r"all inside no_sync\(\).*model.zero_grad\(\)")
+
+
+def test_a_hook_that_would_never_be_called_is_an_error():
+    def run():
+        wrapped = nested(make_model())
+        optimizer, calls = optimizer_of(wrapped), []
+        last = list(wrapped.parameters())[-1]
+        last.register_post_accumulate_grad_hook(calls.append)
+        train(wrapped, lambda x: x[dist.get_rank()], optimizer)
+        assert len(calls) == 3
+        last.register_hook(lambda grad: grad)
+        train(wrapped, lambda x: x[dist.get_rank()], optimizer)
+
+    raises_on_ranks(2, RuntimeError, run, match="Use register_post_accumulate_grad_hook")
+
+
 # -- forwards that no backward follows --------------------------------------------------------
 
 

@@ -250,7 +250,10 @@ def _check_fully_shardable(
     obstacle = wrapping_obstacle(model, wrap_size_of(model) if by_size else None)
     for name, param in model.named_parameters():
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
-            obstacle = f"{name} has hooks, and becomes another parameter; put them on that one."
+            obstacle = (
+                f"{name} has hooks, and becomes another parameter. Give that one "
+                "register_post_accumulate_grad_hook(); register_hook() is not called at level 3."
+            )
     for one in optimizers:
         if isinstance(one, LBFGS | SparseAdam):
             obstacle = f"it cannot shard the state of {type(one).__name__}. Use level 0."

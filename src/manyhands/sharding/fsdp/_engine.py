@@ -165,6 +165,7 @@ class Engine:
     def find_params(self) -> None:
         """Look up the sharded parameters, after they were made or replaced."""
         self.params: list[nn.Parameter] = [_param_at(place) for place in self.places]
+        _engines.add(self)
 
     def sharded_by_full(self) -> dict[int, nn.Parameter]:
         """Return the sharded parameter of each full one that a module has now, by the id of that.
@@ -231,16 +232,20 @@ class Engine:
         """Raise a RuntimeError if a backward pass that reduces gradients left one unreduced."""
         if not all(group.reduce_grads for group in _param_groups_of(self.module)):
             return  # in no_sync()
+        for each in self.unaveraged():
+            raise RuntimeError(
+                f"the backward pass has left a gradient of {each._param_fqn} unreduced: its "
+                "wrap ran several times under reentrant checkpoints, which this torch's "
+                "fully_shard does not support. Use checkpoint(..., use_reentrant=False)."
+            )
+
+    def unaveraged(self) -> Iterator[Any]:
+        """Yield the engine's record of each parameter with a full gradient of this rank's own."""
         for each in self._engine_params():
             full = getattr(each, "_unsharded_param", None)
-            if each.unsharded_accumulated_grad is not None or (
-                full is not None and full.grad is not None
-            ):
-                raise RuntimeError(
-                    f"the backward pass has left a gradient of {each._param_fqn} unreduced: its "
-                    "wrap ran several times under reentrant checkpoints, which this torch's "
-                    "fully_shard does not support. Use checkpoint(..., use_reentrant=False)."
-                )
+            left = getattr(each, "unsharded_accumulated_grad", None) is not None
+            if left or (full is not None and full.grad is not None):
+                yield each
 
     def _engine_params(self) -> Iterator[Any]:
         """Yield the engine's own record of each parameter."""
@@ -484,6 +489,7 @@ SHARDED = "_manyhands_sharded"  # marks a parameter that a wrap has sharded
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _problems: dict[type, str | None] = {}  # by class; None: it works
 _state_calls: weakref.WeakKeyDictionary[Optimizer, _StateDictCalls] = weakref.WeakKeyDictionary()
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _hook: list[RemovableHandle] = []  # the handle of the hook, once there is one
 
 
@@ -555,6 +561,13 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
     if optimizer in _state_calls:
         _state_calls[optimizer].compare()
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    _check_all_averaged(params)
+    if any(param._backward_hooks and getattr(param, SHARDED, False) for param in params):
+        raise RuntimeError(
+            "register_hook() on a parameter that FullyShardedDataParallel has sharded is never "
+            "called. Use register_post_accumulate_grad_hook(): param.grad is averaged there, and "
+            "has this rank's slice."
+        )
     if _checked.get(optimizer) == len(params):
         return
     if any(getattr(param, REPLACED, False) for param in params):
@@ -578,3 +591,14 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
                 "rank."
             )
     _checked[optimizer] = len(params)
+
+
+def _check_all_averaged(params: Sequence[Tensor]) -> None:
+    """Raise a RuntimeError if one of these has a gradient from passes inside `no_sync` alone."""
+    unaveraged = {id(each.sharded_param) for engine in _engines for each in engine.unaveraged()}
+    if unaveraged and any(id(param) in unaveraged for param in params):
+        raise RuntimeError(
+            "step() after backward passes that were all inside no_sync(): their gradients are not "
+            "averaged, and the step would leave them out. Run the last backward of each step "
+            "outside no_sync(), or call model.zero_grad() to drop them."
+        )
