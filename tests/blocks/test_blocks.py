@@ -865,12 +865,14 @@ def test_weights_that_are_loaded_after_the_optimizer_was_made(dtype, options):
     run_ranks(2, one_of_rank_1)
 
 
-def test_weights_that_are_loaded_between_two_blocks():
+@pytest.mark.parametrize("by", ["torch", "mh.load"])
+def test_weights_that_are_loaded_between_two_blocks(tmp_path, by):
     """As the best ones so far. A step there and back, as SAM's, is no change."""
 
     def blocks():
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
+        mh.save(tmp_path, model=model)
         optimizer = mh.DiLoCo(SGD(model.parameters(), lr=0.1), every=3)
         best = {name: value + 0.01 for name, value in model.state_dict().items()}
         for seed in range(9):
@@ -878,7 +880,10 @@ def test_weights_that_are_loaded_between_two_blocks():
             with torch.no_grad():
                 model.weight.add_(0.3).sub_(0.3)
             if seed == 6:
-                model.load_state_dict(best)
+                if by == "torch":
+                    model.load_state_dict(best)
+                else:
+                    mh.load(tmp_path, model=model)
                 with pytest.warns(RuntimeWarning, match="or since the last sync round"):
                     optimizer.step()
             else:

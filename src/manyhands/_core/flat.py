@@ -195,6 +195,11 @@ ROW = 32_768  # elements of a row of `norm`
 SHORT = 2 * ROW  # elements that may be summed at once
 
 
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return how often each tensor was changed in place, as torch counts (not through `.data`)."""
+    return [tensor._version for tensor in tensors]
+
+
 def norm(grad: Tensor) -> Tensor:
     """Return |grad| as a tensor without dimensions, in float32 or wider."""
     # A CPU adds the squares of a tensor one after the other, and a float32 norm over ten million

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands._core.flat import versions_of
 from manyhands._core.ranks import RankGroup
 from manyhands._core.stop_notice import stop_notice
 from manyhands.blocks._anchor import (
@@ -158,14 +159,13 @@ class Sync:
         """Warn as a block begins if the parameters are not at the anchor, where its steps begin."""
         if self.state.diverged or not self.state.anchor_in_use:
             return
-        versions = [param._version for param in self.anchor.params]
-        if versions != self._versions and self.anchor.moved():
+        if versions_of(self.anchor.params) != self._versions and self.anchor.moved():
             warn_moved()
 
     def after_sync(self) -> None:
         """Note the parameters as they are, so that only a change is compared with the anchor."""
         if not self.state.diverged:
-            self._versions = [param._version for param in self.anchor.params]
+            self._versions = versions_of(self.anchor.params)
 
     def count_step(self) -> None:
         """Count a step that the optimizer has taken, or left out."""

@@ -23,6 +23,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from manyhands._core import tensor_parts
 from manyhands._core.tensor_parts import StoredSlice, StoredTensor
@@ -179,6 +180,7 @@ class SafetensorsFile:
             start = self.starts[name] + (offsets[0] + first * at_once) * row_bytes
             if direct:  # whole rows go straight into the target's memory
                 self._fill(start, _format.memory_of(rows))
+                increment_version(target)  # torch has not seen the change
                 continue
             # Otherwise read whole rows into a block, and copy the wanted columns out of it.
             block = torch.empty((len(rows), *shape[1:]), dtype=entry.dtype)
