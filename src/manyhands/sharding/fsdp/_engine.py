@@ -147,7 +147,7 @@ class Engine:
         module.register_forward_pre_hook(flatten_inputs, prepend=True, with_kwargs=True)
         module.register_forward_pre_hook(_begin_another_run, prepend=True)
         module.register_forward_hook(eager(_nest_output))
-        self.overlap = overlap
+        self.overlap, self.ignored = overlap, {id(param) for param in ignored}
         if not overlap:
             # By default the engine prefetches the next wrap in backward. Naming the wrap itself,
             # which is gathered already, switches that off.
@@ -578,6 +578,7 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
     if any(getattr(param, SHARDED, False) for param in params):
         check_own_shards([optimizer.state.get(param) for param in params], params)
         guard_state(optimizer)
+        _warn_of_new_layers(params)
         if problem := fused_problem(optimizer):
             raise TypeError(problem)
         kind = type(optimizer)
@@ -591,6 +592,21 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
                 "rank."
             )
     _checked[optimizer] = len(params)
+
+
+def _warn_of_new_layers(params: Sequence[Tensor]) -> None:
+    """Warn of a parameter that came into a wrapped module later: nothing averages its gradient."""
+    plain = {id(param) for param in params if not getattr(param, SHARDED, False)}
+    for engine in _engines if plain else ():
+        for name, param in engine.module.named_parameters():
+            if id(param) in plain - engine.ignored:
+                warn(
+                    f"{name}, of shape {tuple(param.shape)}, came into a module after "
+                    "FullyShardedDataParallel had sharded it: each rank trains this parameter on "
+                    "its own samples. Put new layers in before you wrap the model.",
+                    RuntimeWarning,
+                )
+                return
 
 
 def _check_all_averaged(params: Sequence[Tensor]) -> None:
