@@ -126,6 +126,7 @@ class Blocks(OptimizerWrapper):
     #: From the engine's names of options to the subclass's (`_checks.py`).
     _names: ClassVar[Mapping[str, str]] = {}
     _described: Outer | None = None  # the outer step that is saved, if not the one in use
+    _steps_now = False  # whether `step` runs
 
     @explained
     def __init__(
@@ -188,9 +189,6 @@ class Blocks(OptimizerWrapper):
             self._options,
         )
         self._begin(model)
-        self._steps_now = False  # whether `step` runs
-        if not self.alone:
-            _refuse_steps_outside(self)
 
     def _bound(self) -> Optimizer:
         return self._inner
@@ -203,6 +201,7 @@ class Blocks(OptimizerWrapper):
             raise ValueError("the optimizer has no parameters: every group is empty.")
         if self.alone:
             return
+        _refuse_steps_outside(self)
         buffers = sync.extras.buffer_tensors()
         everything = [param for group in self.param_groups for param in group["params"]]
         self._known = {id(param) for param in params}
