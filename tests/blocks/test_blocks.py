@@ -1,7 +1,6 @@
 """Blocks on real workers equal the plain loop: outer steps, overlap, fragments, codecs, types."""
 
 import copy
-import gc
 import io
 import itertools
 import math
@@ -891,36 +890,6 @@ def test_weights_that_are_loaded_between_two_blocks(tmp_path, by):
                 optimizer.step()
 
     run_ranks(2, blocks)
-
-
-@pytest.mark.parametrize("kind", ["alone", "one", "rule", "two"])
-def test_the_step_of_an_optimizer_inside_is_an_error(kind):
-    """As in a script that goes on with the optimizer that it had before."""
-
-    def blocks():
-        param, other = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
-        innermost = inner = SGD([param], lr=0.1)
-        if kind == "rule":
-            inner = mh.AdaScale(innermost, world_size=1, num_gradients_to_accumulate=1)
-        given = [AdamW([other]), inner] if kind == "two" else inner
-        optimizer = mh.LocalSGD(given, every=2)
-        copied = copy.deepcopy(innermost)
-        for step in range(3):
-            optimizer.zero_grad()
-            (param.sum() * (1 + step + dist.get_rank()) + other.sum()).backward()
-            optimizer.step()
-        copied.step()
-        if kind == "alone":
-            innermost.step()  # nothing is to be synchronized
-            return
-        with pytest.raises(RuntimeError, match="this SGD is in a LocalSGD, and no sync round"):
-            innermost.step()
-        optimizer.synchronize()
-        del optimizer
-        gc.collect()
-        innermost.step()
-
-    run_ranks(1 if kind == "alone" else 2, blocks)
 
 
 @pytest.mark.parametrize(

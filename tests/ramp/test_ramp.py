@@ -549,6 +549,49 @@ def test_what_it_does_can_be_recorded(tmp_path, clock):
     assert predicted[-1] == pytest.approx(actual[-1])
 
 
+def test_a_record_says_of_each_step_what_that_step_was(tmp_path, clock):
+    """Also of the step after which the batch changes, and of a short one at the end."""
+    model, loader = quadratic(spread=8.0, batches=1495)
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
+    gains, before = [], 0.0
+
+    def after_step(loss):
+        nonlocal before
+        record.step(loss=loss)
+        gains.append(optimizer.progress - before)
+        assert optimizer.gain() == pytest.approx(gains[-1])
+        before = optimizer.progress
+
+    ramp = mh.Ramp(optimizer, 64)
+    with mh.Record(tmp_path / "a.jsonl", optimizer) as record:
+        taken = train(clock, model, optimizer, ramp, loader, after_step=after_step)
+    run = mh.read_record(tmp_path / "a.jsonl")
+    assert len(set(taken)) > 4 and taken[-1] < taken[-2]
+    assert run.column("passes") == run.column("scale") == taken
+    assert run.column("gain")[3:] == pytest.approx(gains[3:])
+    assert optimizer.passes == ramp.passes  # a loop over `ramp.passes` may follow
+
+
+@pytest.mark.parametrize("kind", ["loader", "cursor"])
+def test_two_loops_at_the_same_time_are_an_error(clock, kind):
+    """They would share one count of what is left, and both end early."""
+    model, loader = quadratic(batches=100)
+    optimizer = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=1e-6))
+    ramp, data = mh.Ramp(optimizer, 8), loader
+    if kind == "cursor":
+        data = mh.Cursor(loader, batch_size=1, seed=0)
+    for micro_batches in ramp.over(data):
+        assert len(micro_batches)
+        break
+    outer = ramp.over(data)
+    next(outer)
+    assert len(train(clock, model, optimizer, ramp, loader[:8])) > 0
+    with pytest.raises(RuntimeError, match="another loop over this Ramp has begun since"):
+        next(outer)
+    if kind == "cursor":
+        assert data.epoch == 0
+
+
 def test_a_schedule_that_counts_steps_is_noticed(clock):
     model, loader = quadratic(spread=8.0, batches=1500)
     inner = torch.optim.SGD(model.parameters(), lr=1e-6)

@@ -19,11 +19,11 @@ STEPS = 4
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, outputs=2):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
-        self.last = nn.Linear(6, 2)
+        self.last = nn.Linear(6, outputs)
         self.register_buffer("passes", torch.zeros(()))
         self.double()
 
@@ -121,6 +121,7 @@ READ = {
     "norm, detached": lambda g: float(g.detach().norm(2)),
     "torch.norm": lambda g: torch.norm(g, 2.0).item(),
     "largest": lambda g: g.norm(torch.inf).tolist(),
+    "of a product": lambda g: (g * 2).norm().item(),
     "isnan": lambda g: bool(torch.isnan(g).any()),
     "isfinite": lambda g: bool(torch.isfinite(g).all()),
     "compared": lambda g: bool((g.abs() > 1.0).any()),
@@ -131,8 +132,10 @@ SUMS = {  # an error at level 2
     "absolute": lambda g: g.abs().max().item(),
     "square": lambda g: ((g**2).sum() + (g * g).sum() + g.pow(2).sum()).item(),
     "of data": lambda g: g.data.abs().mean().item(),
+    "of others": lambda g: ((-g - 1).clamp(-1, 2).square().sum() + (2 * g + g).norm(1)).item(),
+    "extremes": lambda g: [g.max().item(), g.amin().item(), g.norm(p=torch.inf).item()],
     "count": lambda g: g.count_nonzero().item(),
-    "std": lambda g: g.std().item(),
+    "std": lambda g: g.std(correction=0).item(),
 }
 
 
@@ -145,14 +148,22 @@ def numbers_of_gradients(model, level):
 
 
 @any_level
-def test_a_number_that_is_read_from_a_gradient_is_of_the_whole_gradient(level):
-    """As for clipping by hand, for a log, or to leave out a step."""
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_number_that_is_read_from_a_gradient_is_of_the_whole_gradient(level, outputs):
+    """As for clipping by hand, for a log, or to leave out a step. A rank may hold nothing of it."""
 
     def read():
-        model, _ = mh.shard(model := Net(), made(model), level=level)
-        return numbers_of_gradients(model, level)
+        model, optimizer = mh.shard(model := Net(outputs), made(model), level=level)
+        classes = [type(param) for param in model.parameters()]
+        found = numbers_of_gradients(model, level)
+        with torch.no_grad():
+            for param in model.parameters() if level != 2 else ():
+                param.mul_(param.grad.abs()).addcmul_(param.grad, param.grad)
+        optimizer.step()
+        assert [type(param) for param in model.parameters()] == classes
+        return found
 
-    expected = numbers_of_gradients(Net(), level)
+    expected = numbers_of_gradients(Net(outputs), level)
     for found in run_ranks(2, read):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 

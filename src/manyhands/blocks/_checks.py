@@ -236,11 +236,12 @@ def warn_identical_moves(workers: int) -> None:
     )
 
 
-def warn_different_rates(result: RoundResult, numbers: Sequence[int]) -> bool:
+def warn_different_rates(result: RoundResult, numbers: Sequence[int], floor: float) -> bool:
     """Warn of learning rates that are more than a factor of 2 apart; return whether they are."""
+    # Of the smaller one, only what is above `floor` counts.
     # Less may be right: a rate that follows `steps`, where workers take different numbers of them.
     rates = sorted((result.reports[rank].lr, rank) for rank in result.included)
-    if len(rates) < 2 or rates[-1][0] <= 2 * rates[0][0]:
+    if len(rates) < 2 or rates[-1][0] <= 2 * max(rates[0][0], floor):
         return False
     (low, slow), (high, fast) = rates[0], rates[-1]
     workers = numbers if len(numbers) == len(result.reports) else range(len(result.reports))

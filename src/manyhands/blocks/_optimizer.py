@@ -8,7 +8,6 @@ step, followed by `Sync.after_step` (`_sync.py`), which decides what is sent and
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -31,7 +30,6 @@ from manyhands._core.wrappers import (
     apply_signals,
     supports_amp,
     unscale,
-    unwrap,
 )
 from manyhands.blocks import _saving
 from manyhands.blocks._anchor import Anchor, Average, Outer
@@ -126,7 +124,6 @@ class Blocks(OptimizerWrapper):
     #: From the engine's names of options to the subclass's (`_checks.py`).
     _names: ClassVar[Mapping[str, str]] = {}
     _described: Outer | None = None  # the outer step that is saved, if not the one in use
-    _steps_now = False  # whether `step` runs
 
     @explained
     def __init__(
@@ -201,7 +198,6 @@ class Blocks(OptimizerWrapper):
             raise ValueError("the optimizer has no parameters: every group is empty.")
         if self.alone:
             return
-        _refuse_steps_outside(self)
         buffers = sync.extras.buffer_tensors()
         everything = [param for group in self.param_groups for param in group["params"]]
         self._known = {id(param) for param in params}
@@ -334,15 +330,6 @@ class Blocks(OptimizerWrapper):
 
         A step that a `GradScaler` skips is counted, so that all workers count the same steps.
         """
-        self._steps_now = True
-        try:
-            return self._step(closure, *args, **kwargs)
-        finally:
-            self._steps_now = False
-
-    step.hooked = True  # type: ignore[attr-defined]  # torch must not run step hooks twice: the inner step does
-
-    def _step(self, closure: Closure | None, *args: object, **kwargs: object) -> object:
         sync = self._sync
         if closure is not None:
             closure = self._in_step(closure)
@@ -366,6 +353,8 @@ class Blocks(OptimizerWrapper):
             if isinstance(self._inner, OptimizerWrapper):
                 self._inner.after_sync(time.perf_counter() - began)
         return result
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch must not run step hooks twice: the inner step does
 
     def _step_inner(
         self, signals: ScalerSignals, closure: Closure | None, *args: object, **kwargs: object
@@ -618,23 +607,3 @@ class Blocks(OptimizerWrapper):
             f"{name}={value}" for name, value in rename_options(self._options, self._names).items()
         )
         return f"{type(self).__name__}(workers={workers}, {options})\n{self._inner!r}"
-
-
-def _refuse_steps_outside(blocks: Blocks) -> None:
-    """Let `step()` of an optimizer inside raise if it is not called by the blocks."""
-    reference = weakref.ref(blocks)  # without its blocks, the optimizer is free again
-
-    def check(optimizer: Optimizer, *_: object) -> None:
-        around = reference()
-        if around is None or around._steps_now:
-            return
-        inside = [unwrap(each)[-1] for each in optimizers_in(around._inner)]
-        if any(each is optimizer for each in inside):  # a copy of it has this hook, too
-            name, here = type(around).__name__, type(optimizer).__name__
-            raise RuntimeError(
-                f"this {here} is in a {name}, and no sync round would follow its own step(): call "
-                f"step() of the {name}."
-            )
-
-    for each in optimizers_in(blocks._inner):
-        unwrap(each)[-1].register_step_pre_hook(check)

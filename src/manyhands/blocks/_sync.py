@@ -149,6 +149,8 @@ class Sync:
         self._state_dropped_at = -1  # own steps when a state that was not finite was dropped
         self._compared = False  # whether the first block was searched for identical moves
         self._warned_of_rates = False  # of learning rates that are not the same
+        self._highest_rate = 0.0  # of all workers and rounds
+        self._warned_of_moves = False  # of parameters that were not at the anchor
         self._versions: list[int] = []  # torch's counts of changes to the parameters
         resets = extras.state == "reset" or state.in_local_warmup
         self.initial_state = InitialState(optimizer, needed=resets)
@@ -156,10 +158,11 @@ class Sync:
     # -- the life of a block -------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Warn as a block begins if the parameters are not at the anchor, where its steps begin."""
-        if self.state.diverged or not self.state.anchor_in_use:
+        """Warn once if a block begins and the parameters are not at the anchor."""
+        if self._warned_of_moves or self.state.diverged or not self.state.anchor_in_use:
             return
         if versions_of(self.anchor.params) != self._versions and self.anchor.moved():
+            self._warned_of_moves = True
             warn_moved()
 
     def after_sync(self) -> None:
@@ -433,7 +436,10 @@ class Sync:
         self.stats.record(result, self.members.numbers)
         drift = self.stats.drift
         if not self._warned_of_rates:
-            self._warned_of_rates = warn_different_rates(result, self.members.numbers)
+            rates = [report.lr for report in result.reports]
+            self._highest_rate = max(self._highest_rate, *rates)
+            floor = self._highest_rate / 1000  # as at the end of a schedule
+            self._warned_of_rates = warn_different_rates(result, self.members.numbers, floor)
         if not self._compared and drift.distance > 0 and result.exact_squares:
             self._compared = True
             squares = [result.exact_squares[rank] for rank in result.included]

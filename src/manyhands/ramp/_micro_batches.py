@@ -150,6 +150,8 @@ class Supply:
         self._left = 0  # micro-batches that every rank has left, by the last reports
         # Micro-batches handed out so far: now, at the last report, and at the report before it.
         self._handed_out, self._reported_at = 0, 0
+        self._loops = 0  # that have begun
+        self.hands_out = False  # whether a loop is under way
 
     def steps(
         self, loader: Iterable[Batch], passes: Callable[[], int], look_ahead: Callable[[], int]
@@ -157,7 +159,8 @@ class Supply:
         """Yield the micro-batches of one step after another, until a rank's data has ended."""
         # `passes` says how many micro-batches the next step takes, `look_ahead` how many are kept
         # ready.
-        batches = iter(loader)
+        self._loops += 1
+        loop, batches = self._loops, iter(loader)
         ready: deque[Batch] = deque()
         ready.extend(islice(batches, look_ahead()))
         self._left = self._fewest_ready(len(ready))
@@ -174,7 +177,16 @@ class Supply:
             self._ready = len(ready)
             self._handed_out += count
             self._left -= count  # corrected by the reports in `step_ended`, if the step is taken
-            yield step
+            self.hands_out = True
+            try:
+                yield step
+            finally:
+                self.hands_out = False
+            if self._loops != loop:
+                raise RuntimeError(
+                    "another loop over this Ramp has begun since, and a Ramp counts the steps of "
+                    "one loop at a time. End this loop before, and evaluate with the plain loader."
+                )
 
     def report(self) -> int:
         """Return how many micro-batches this rank has ready, for the step under way."""

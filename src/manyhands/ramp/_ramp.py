@@ -225,10 +225,11 @@ class Ramp:
         self._timer.skip()  # the time between two epochs is not a step's
         if isinstance(loader, Cursor):
             yield from self._over_cursor(loader, count)
-            return
-        for step in self._supply.steps(loader, lambda: self._units, self._look_ahead):
-            self._begin_step(StepSize(len(step), 1))
-            yield self._micro_batches(step, count)
+        else:
+            for step in self._supply.steps(loader, lambda: self._units, self._look_ahead):
+                self._begin_step(StepSize(len(step), 1))
+                yield self._micro_batches(step, count)
+        self._begin_step(StepSize(self._units, 1))  # the last one may have been short
 
     def _over_cursor(
         self, cursor: Cursor, count: Callable[[Any], int | float | Tensor] | None
@@ -282,7 +283,8 @@ class Ramp:
         self._timer.add_reports(reports)
         if self._steps % EVERY == 0 or self._decides_every_step():
             self._decide()
-        if self._loader is None:
+        # In a loop over data the rule shows this step's batch until the next one is handed out.
+        if self._loader is None and not self._supply.hands_out:
             self._begin_step(StepSize(self._units, 1))
 
     def after_sync(self, seconds: float) -> None:

@@ -143,7 +143,7 @@ class RuleCore:
         assert self.inner is not None
         rates = [group.get("lr", 0.0) for group in self.inner.param_groups]
         # (a tensor may be on a device, and would have to be waited for)
-        known = math.fsum(rate for rate in rates if not isinstance(rate, Tensor))
+        known = math.fsum(rate for rate in rates if isinstance(rate, int | float))
         self.measurement.complete(self.history.checksum, known, report)
 
     @property

@@ -562,12 +562,6 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
         _state_calls[optimizer].compare()
     params = [param for group in optimizer.param_groups for param in group["params"]]
     _check_all_averaged(params)
-    if any(param._backward_hooks and getattr(param, SHARDED, False) for param in params):
-        raise RuntimeError(
-            "register_hook() on a parameter that FullyShardedDataParallel has sharded is never "
-            "called. Use register_post_accumulate_grad_hook(): param.grad is averaged there, and "
-            "has this rank's slice."
-        )
     if _checked.get(optimizer) == len(params):
         return
     if any(getattr(param, REPLACED, False) for param in params):
@@ -579,6 +573,13 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
         check_own_shards([optimizer.state.get(param) for param in params], params)
         guard_state(optimizer)
         _warn_of_new_layers(params)
+        if any(param._backward_hooks and getattr(param, SHARDED, False) for param in params):
+            warn(
+                "register_hook() on a parameter that FullyShardedDataParallel has sharded is never "
+                "called. Use register_post_accumulate_grad_hook(): param.grad is averaged there, "
+                "and has this rank's slice.",
+                RuntimeWarning,
+            )
         if problem := fused_problem(optimizer):
             raise TypeError(problem)
         kind = type(optimizer)
@@ -611,6 +612,8 @@ def _warn_of_new_layers(params: Sequence[Tensor]) -> None:
 
 def _check_all_averaged(params: Sequence[Tensor]) -> None:
     """Raise a RuntimeError if one of these has a gradient from passes inside `no_sync` alone."""
+    if not any(getattr(param, SHARDED, False) for param in params):
+        return
     unaveraged = {id(each.sharded_param) for engine in _engines for each in engine.unaveraged()}
     if unaveraged and any(id(param) in unaveraged for param in params):
         raise RuntimeError(

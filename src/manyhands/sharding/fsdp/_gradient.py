@@ -17,17 +17,14 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from manyhands._core.groups import RollCall
 from manyhands._core.sharded_gradient import LocalNorm, norm_of_slices
 
 NORMS = {torch.linalg.vector_norm, torch.norm, Tensor.norm}
-# Functions of each element, whose results are often summed up over all of them.
-BY_ELEMENT = {
-    *("abs", "isnan", "isinf", "isfinite", "logical_not", "eq", "ne", "lt", "le", "gt", "ge"),
-    *("mul", "div", "truediv", "square", "pow", "detach", "to", "float", "double"),
-}
+# These have no value where a rank holds no element.
+OF_SOME = {"max", "min", "amax", "amin", "argmax", "argmin", "norm", "linalg_vector_norm"}
 
 
 class DTensorGradient(DTensor):
@@ -55,13 +52,16 @@ class DTensorGradient(DTensor):
         if func is torch._foreach_mul_ and _is_number(*args[1:]):
             return torch._foreach_mul_([_local(grad) for grad in args[0]], args[1])
         with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__ in OF_SOME and _is_empty_somewhere(args[0]):
+                return func(_put_together(func.__name__, args[0]), *args[1:], **kwargs)
             result = func(*args, **kwargs)
-            if type(result) is not DTensor:
+            given = any(result is each for each in (*args, *kwargs.values()))
+            if type(result) is not DTensor or given:
                 return result
             is_part = any(placement.is_partial() for placement in result.placements)
             if is_part and result.numel() == 1:
                 return _put_together(func.__name__, result)
-            if func.__name__.strip("_") in BY_ELEMENT:
+            if func.__name__ != "clone":  # optimizers keep a clone as their state
                 result.__class__ = DTensorGradient
             return result
 
@@ -106,13 +106,22 @@ def _layout(grad: DTensor) -> object:
 
 
 def _put_together(call: str, result: DTensor) -> Tensor:
-    """Return a function of all elements, from its parts on the ranks: call it on each."""
+    """Return a tensor from its parts on the ranks: call it on each."""
     mesh = result.device_mesh
     group = mesh.get_group(mesh.ndim - 1)
     # An error, not a hang, if a rank is missing.
     roll = RollCall(group.get_group_store(), group.rank(), group.size())
     roll.wait(f"{call}() of a sharded gradient")
     return result.full_tensor()
+
+
+def _is_empty_somewhere(grad: object) -> bool:
+    """Return whether a rank, which may be this one, holds no element of a gradient."""
+    place = grad.placements[-1] if isinstance(grad, DTensor) else None
+    if not isinstance(grad, DTensor) or not isinstance(place, Shard):
+        return False
+    length, ranks = grad.shape[place.dim], grad.device_mesh.size(-1)
+    return -(-length // ranks) * (ranks - 1) >= length
 
 
 def _norm_of_slice(grad: DTensor, power: float = 2) -> LocalNorm:
