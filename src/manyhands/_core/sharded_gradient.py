@@ -44,6 +44,10 @@ from manyhands._core.flat import norm
 from manyhands._core.groups import RollCall
 
 aten = torch.ops.aten
+NOT_LIKE_IT = (
+    "param.grad.data of a sharded gradient takes one that was made from it, such as "
+    "param.grad * 2. Assign to param.grad itself to replace it."
+)
 # Functions of a LocalNorm whose result is still the norm of this rank's slices.
 KEEP_LOCAL = {torch.stack, Tensor.to, Tensor.device.__get__, Tensor.dtype.__get__}  # type: ignore[attr-defined]
 
@@ -185,10 +189,7 @@ class ShardedGradient(Tensor):
         if not (isinstance(other, ShardedGradient) and self.fits(other)) or (
             other.dtype != self.dtype
         ):
-            raise RuntimeError(
-                "param.grad.data of a sharded gradient takes one that was made from it, such as "
-                "param.grad * 2. Assign to param.grad itself to replace it."
-            )
+            raise RuntimeError(NOT_LIKE_IT)
         self.slices, self.local, self.zeroed = other.slices, other.local, other.zeroed
 
     def parts(self) -> list[Tensor]:

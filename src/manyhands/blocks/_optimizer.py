@@ -349,7 +349,7 @@ class Blocks(OptimizerWrapper):
             began = time.perf_counter()
             with torch.no_grad():
                 sync.after_step()
-            sync.after_sync()
+            sync.note_params()
             if isinstance(self._inner, OptimizerWrapper):
                 self._inner.after_sync(time.perf_counter() - began)
         return result

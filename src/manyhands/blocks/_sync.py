@@ -165,7 +165,7 @@ class Sync:
             self._warned_of_moves = True
             warn_moved()
 
-    def after_sync(self) -> None:
+    def note_params(self) -> None:
         """Note the parameters as they are, so that only a change is compared with the anchor."""
         if not self.state.diverged:
             self._versions = versions_of(self.anchor.params)

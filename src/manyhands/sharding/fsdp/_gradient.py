@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from manyhands._core.groups import RollCall
-from manyhands._core.sharded_gradient import LocalNorm, norm_of_slices
+from manyhands._core.sharded_gradient import NOT_LIKE_IT, LocalNorm, norm_of_slices
 
 NORMS = {torch.linalg.vector_norm, torch.norm, Tensor.norm}
 # These have no value where a rank holds no element.
@@ -74,10 +74,7 @@ class DTensorGradient(DTensor):
     def data(self, other: Tensor) -> None:
         # torch would give the DTensor another memory, and leave this rank's slice as it is.
         if not isinstance(other, DTensor) or _layout(other) != _layout(self):
-            raise RuntimeError(
-                "param.grad.data of a sharded gradient takes one that was made from it, such as "
-                "param.grad * 2. Assign to param.grad itself to replace it."
-            )
+            raise RuntimeError(NOT_LIKE_IT)
         self._local_tensor = other._local_tensor
 
     def __deepcopy__(self, memo: dict[int, Tensor]) -> Tensor:
