@@ -10,10 +10,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands.record import Record, read_record
+from manyhands.report._curves import samples
+from manyhands.watch._jobs import WatchedJob
 
 
 class Optimizer:
@@ -423,3 +426,29 @@ def test_a_file_that_another_process_writes_is_refused_until_it_has_ended(tmp_pa
         record = Record(path)
         record.step(loss=2.0)
     assert read_record(path).column("loss") == [1.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids="a worker of {}".format)
+def test_samples_of_a_rule_inside_blocks_are_of_all_workers(tmp_path, ranks):
+    def train():
+        rank = dist.get_rank()
+        groups = [dist.new_group(range(ranks * n, ranks * (n + 1))) for n in range(2)]
+        across = [dist.new_group(range(n, 2 * ranks, ranks)) for n in range(ranks)]
+        inner, outer = groups[rank // ranks], across[rank % ranks]
+        model = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=inner)
+        rule = mh.LinearScale(torch.optim.SGD(model.parameters(), lr=0.1), process_group=inner)
+        optimizer = mh.DiLoCo(rule, every=2, process_group=outer, inner_group=inner)
+        with mh.Record(tmp_path / "a.jsonl", optimizer, batch_size=8) as record:
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.full((8, 2), 1.0 + rank)).sum().backward()
+                optimizer.step()
+                record.step()
+
+    run_ranks(2 * ranks, train)
+    run = read_record(tmp_path / "a.jsonl")
+    assert run.column("scale") == [ranks] * 4
+    assert samples(run) == [8 * 2 * ranks * steps for steps in (1, 2, 3, 4)]
+    job = WatchedJob(tmp_path / "a.jsonl")
+    job.read()
+    assert job.curves()["x"]["samples"] == samples(run) and job.state().batch == 16 * ranks

@@ -12,7 +12,7 @@ import os
 import platform
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -322,6 +322,17 @@ def not_a_record(path: Path) -> str:
 def to_positive(value: object) -> float | None:
     """Return a finite number above 0, or None."""
     return to_number(value) or None
+
+
+def count_small_batches(header: Mapping[str, object], line: Mapping[str, object]) -> float:
+    """Return how many small batches a line's step had; without a scale, one of each worker."""
+    workers = to_positive(header.get("workers")) or 1.0
+    scale = to_positive(line.get("scale", line.get("batch_scale")))
+    if scale is None:
+        return workers
+    if workers > 1 and "rounds" in line:  # in blocks, the scale is that of one worker
+        return scale * (to_positive(line.get("workers")) or 1.0)
+    return scale
 
 
 # -- the process that writes -----------------------------------------------------------------------

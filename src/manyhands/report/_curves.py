@@ -22,7 +22,7 @@ from statistics import median_low
 from typing import TypeAlias
 
 from manyhands.record import Run
-from manyhands.record._run import to_positive
+from manyhands.record._run import count_small_batches, to_positive
 
 Values: TypeAlias = list[float | None]  # one for each line of a record
 
@@ -60,17 +60,13 @@ def batch_size(run: Run) -> float | None:
 
 def samples(run: Run) -> Values:
     """Return how many samples were seen up to each line: None without a batch size."""
-    # A step has `scale` small batches; without a scale it has one of each worker.
     size = batch_size(run)
     if size is None:
         return [None] * len(run.lines)
-    workers = to_positive(run.header.get("workers")) or 1.0
-    scales = numbers(run, "scale") if "scale" in run.columns else [None] * len(run.lines)
     seen, before = 0.0, 0
     found: Values = []
-    for line, scale in zip(run.lines, scales, strict=True):
-        known = scale is not None and math.isfinite(scale)
-        seen += (line["step"] - before) * size * (scale if known else workers)
+    for line in run.lines:
+        seen += (line["step"] - before) * size * count_small_batches(run.header, line)
         before = line["step"]
         found.append(seen)
     return found

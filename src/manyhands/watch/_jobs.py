@@ -27,7 +27,15 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from manyhands.record._run import HEADER, GrowingRecord, Header, Line, is_alive, to_positive
+from manyhands.record._run import (
+    HEADER,
+    GrowingRecord,
+    Header,
+    Line,
+    count_small_batches,
+    is_alive,
+    to_positive,
+)
 from manyhands.record._tally import WorkerTime, tally_faults
 from manyhands.watch._points import MOST, Curves, Points
 
@@ -131,7 +139,6 @@ class WatchedJob:
         self._latest: dict[str, float] = {}
         self._own: dict[str, None] = {}  # the columns of the user's values, in their order
         self._earlier = 0.0  # seconds of the starts before this one
-        self._samples = 0.0
         self._new_start = False  # whether no line has come since the last header
         self.worker_time = WorkerTime()
 
@@ -176,15 +183,14 @@ class WatchedJob:
         seconds = float(line["time"]) + self._earlier
         latest = _numbers_of_line(line)
         self._notice(line, latest, seconds)
-        size = self._small_batch
-        previous = self._position()
-        steps = step - previous.get("step", 0.0)
-        self._samples = previous.get("samples", 0.0) + steps * self._scale(latest) * (size or 0.0)
+        size, previous = self._small_batch, self._position()
         position = {"step": float(step), "time": seconds}
         if "progress" in latest:
             position["progress"] = latest["progress"]
         if size is not None:
-            position["samples"] = self._samples
+            batches = count_small_batches(self._header or {}, latest)
+            more = (step - previous.get("step", 0.0)) * batches * size
+            position["samples"] = previous.get("samples", 0.0) + more
         if previous:
             self._gaps.append(seconds - previous["time"])
         self._add_derived(latest)
@@ -260,14 +266,6 @@ class WatchedJob:
         """The samples of a small batch, if the record says so."""
         return None if self._header is None else to_positive(self._header.get("batch_size"))
 
-    def _scale(self, latest: Mapping[str, float]) -> float:
-        """Return how many small batches a line's step had; without a scale, one per worker."""
-        scale = latest.get("scale", latest.get("batch_scale"))
-        if scale is None or not math.isfinite(scale):
-            header: Mapping[str, object] = self._header or {}
-            return to_positive(header.get("workers")) or 1.0
-        return scale
-
     def _position(self) -> dict[str, float]:
         return self._points.points[-1].position if self._points.points else {}
 
@@ -294,7 +292,7 @@ class WatchedJob:
         latest, position = self._latest, self._position()
         speed = self._speed()
         until = to_positive(header.get("until"))
-        scale = self._scale(latest) if latest else None
+        scale = count_small_batches(header, latest) if latest else None
         size = self._small_batch
         workers = latest.get("workers", to_positive(header.get("workers")))
         members = (self._last or {}).get("members")
