@@ -137,7 +137,62 @@ HEAD = dict(
 )
 
 # name: (what the right script has, what the bug changes in it, the cause that is to be named)
+AUGMENTED = """
+class Data(Dataset):
+    def __len__(self):
+        return 48
+    def __getitem__(self, i):
+        x = torch.randn(6, generator=torch.Generator().manual_seed(i))
+        return x + 0.1 * torch.randn(6), i % 3
+data = Data()
+"""
+LARGE = "data = TensorDataset(torch.randn(4800, 6), torch.randint(0, 3, (4800,)))"
+SEEDED = dict(  # augmentation draws other numbers on each rank
+    loader=DEFAULTS["loader"] + "\ntorch.manual_seed(rank)",
+    model="own = torch.get_rng_state()\ntorch.manual_seed(0)\n" + DEFAULTS["model"],
+    wrap="model = DDP(model)\ntorch.set_rng_state(own)",
+)
+RARE = dict(  # an optimizer that steps after every third batch only
+    wrap="other = DDP(nn.Linear(6, 3))\nmodel = DDP(model)\nrare = torch.optim.AdamW(other.parameters(), lr=0.01)",
+    step="optimizer.step()\nif i % 3 == 2:\n    rare.zero_grad()\n    F.cross_entropy(other(x), y).backward()\n    rare.step()",
+)
+PROBED = dict(loader=DEFAULTS["loader"] + "\nx0, y0 = next(iter(loader))")
 BUGS = {
+    "no set_epoch, augmented": (
+        {**SEEDED, "data": AUGMENTED, "loader": SEEDED["loader"].replace("=4", "=12")},
+        dict(epoch=""),
+        "same order",
+    ),
+    "not sharded, augmented": (
+        {**SEEDED, "data": AUGMENTED},
+        dict(loader="loader = DataLoader(data, 4)\ntorch.manual_seed(rank)", epoch=""),
+        "not sharded",
+    ),
+    "no set_epoch of a batch sampler": (
+        dict(
+            loader="sampler = DistributedSampler(data)\nbatches = torch.utils.data.BatchSampler(sampler, 12, False)\nloader = DataLoader(data, batch_sampler=batches)"
+        ),
+        dict(epoch=""),
+        "same order",
+    ),
+    "all samples shuffled by the rank": (
+        dict(data=LARGE),
+        dict(
+            loader="loader = DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(rank))",
+            epoch="",
+        ),
+        "seen twice",
+    ),
+    "rare optimizer, loss divided by the world size": (
+        RARE,
+        dict(step=RARE["step"].replace("y).backward", "y).div(world).backward")),
+        "constant factor",
+    ),
+    "ranks' losses weighted, a batch looked at before": (
+        PROBED,
+        dict(backward="(loss * (1.5 if rank else 0.5)).backward()"),
+        "ranks weighted",
+    ),
     "loss divided by the world size": (
         {},
         dict(backward="(loss / world).backward()"),
@@ -571,6 +626,33 @@ OF_EACH = {  # right scripts, by what is special in them
 
 
 RIGHT_SLOTS = {
+    "part of a global batch": dict(
+        loader="loader = DataLoader(data, batch_size=8)",
+        epoch="",
+        loss="x, y = x[rank::world], y[rank::world]\nloss = F.cross_entropy(model(x), y)",
+    ),
+    "every other batch": dict(
+        loader="loader = DataLoader(data, batch_size=4)",
+        epoch="",
+        clear="if i % world != rank:\n    continue\noptimizer.zero_grad()",
+    ),
+    "replacement": dict(
+        loader="draws = torch.utils.data.WeightedRandomSampler(torch.ones(48), 480, generator=torch.Generator().manual_seed(rank))\nloader = DataLoader(data, 4, sampler=draws)",
+        epoch="",
+    ),
+    "equal samples": dict(
+        data="data = TensorDataset(torch.randint(0, 2, (480, 6)).double(), torch.randint(0, 3, (480,)))"
+    ),
+    "evaluation before, with gradients": dict(
+        wrap="model = DDP(model)\nfor x, y in DataLoader(data, 4):\n    F.cross_entropy(model.module(x), y)"
+    ),
+    "coupled, a batch looked at before": {
+        **PROBED,
+        "loss": "out = model(x)\nloss = F.cross_entropy(out @ out.T, torch.arange(len(x)))",
+    },
+    "optimizer that is never used": dict(
+        optimizer=DEFAULTS["optimizer"] + "\nlater = torch.optim.SGD(nn.Linear(2, 2).parameters())"
+    ),
     "plain": {},
     "by hand": BY_HAND,
     "accumulation": ACCUMULATE,

@@ -286,3 +286,60 @@ def test_replicas_in_blocks_are_equal_after_a_round(every, kept, sampler, code, 
     verdict = check_script(written(tmp_path, text))
     assert verdict.code == code, verdict.as_text()
     assert said in " ".join(verdict.as_text().split())
+
+
+WRITES_FILES = """
+import os, shutil
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DDP(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+if os.path.exists("last.pt"):
+    optimizer.load_state_dict(torch.load("last.pt", weights_only=True)["optimizer"])
+data = TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
+for step, (x, y) in enumerate(DataLoader(data, 4, sampler=DistributedSampler(data))):
+    optimizer.zero_grad()
+    ((model(x) - y) ** 2).mean().backward()
+    optimizer.step()
+    if dist.get_rank() == 0:
+        torch.save({"optimizer": optimizer.state_dict()}, "last.pt")
+        open("train.log", "a").write("a line")
+        os.makedirs(f"steps/{step}")
+        torch.save({}, f"steps/{step}/new.pt")
+        os.replace("train.log", "moved.log")
+        shutil.rmtree("old", ignore_errors=True)
+        os.unlink("link") if os.path.islink("link") else None
+"""
+
+
+def test_files_of_the_user_are_what_they_were(tmp_path):
+    (tmp_path / "last.pt").write_bytes(b"")
+    start = torch.optim.SGD([torch.zeros(2, 4), torch.zeros(2)], lr=0.1, momentum=0.9)
+    for param in start.param_groups[0]["params"]:
+        start.state[param]["momentum_buffer"] = torch.ones_like(param)
+    torch.save({"optimizer": start.state_dict()}, tmp_path / "last.pt")
+    (tmp_path / "train.log").write_text("mine")
+    (tmp_path / "old" / "part").mkdir(parents=True)
+    (tmp_path / "old" / "part" / "a").write_text("kept")
+    (tmp_path / "link").symlink_to("train.log")
+    script = written(tmp_path, WRITES_FILES)
+
+    def files():
+        paths = sorted(tmp_path.rglob("*"))
+        return {p: p.read_bytes() if p.is_file() else None for p in paths}, (
+            tmp_path / "link"
+        ).readlink()
+
+    before = files()
+    verdict = check_script(script)
+    assert verdict.code == 0, verdict.as_text()
+    assert files() == before
+    for name in ("last.pt", "train.log"):
+        (tmp_path / name).unlink()
+    before = files()
+    assert check_script(script).code == 0
+    assert files() == before

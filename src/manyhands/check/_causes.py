@@ -131,9 +131,14 @@ def shared_samples(case: Case) -> Found:
     """Ranks see the same samples, in the same steps or elsewhere in the first epoch."""
     loaders = [record.training_loaders() for record in case.ranks]
     place = loaders[0][0].place if loaders[0] else ""
-    if all(loaders):
-        seen = [[batch for epoch in own[0].epochs for batch in epoch] for own in loaders]
-    else:
+    every = [loader for own in loaders for loader in own]
+    # Noise in the data set hides that two samples are one. Their indices show it, in equal sets.
+    by_index = bool(every and every[0].data) and len({loader.data for loader in every}) == 1
+    by_index = by_index and all(loader.indexed for loader in every)
+    what = "indices" if by_index else "samples"
+    seen = [[one for step in r.steps for one in getattr(step, what) if one] for r in case.ranks]
+    if not all(seen):
+        what = "samples"
         seen = [[one for step in r.steps for one in step.samples if one] for r in case.ranks]
     if not all(seen):
         return
@@ -144,12 +149,20 @@ def shared_samples(case: Case) -> Found:
     # Draws of rank 0 alone, say for an evaluation, part ranks of one seed after a batch or two.
     if alike or (distinct > 1 and same > 0.9 * sum(len(b) for _, b in pairs)):
         yield finding("not sharded", "the ranks see the same samples in the same steps", place)
-    if any(len(own) != 1 for own in loaders):
+    if any(len(own) != 1 or own[0].repeats for own in loaders):
         return
-    epochs = [[h for batch in own[0].epochs[0] for h in batch] for own in loaders]
+    for record, (loader,) in zip(case.ranks, loaders, strict=True):
+        used = sum(len(one) for step in record.steps for one in step.samples)
+        if used <= 0.6 * sum(len(batch) for epoch in loader.epochs for batch in epoch):
+            return  # each rank takes its part of what the loader gives
+    if by_index and all(loader.whole for loader in every):
+        text = f"each of {len(every)} ranks draws from all samples of the data set"
+        yield finding("seen twice", text, place)
+    epochs = [own[0].orders(by_index)[0] for own in loaders]
     counts = Counter(h for epoch in epochs for h in set(epoch))
     twice = sum(n > 1 for n in counts.values())
-    repeats = any(len(set(epoch)) < 0.5 * len(epoch) for epoch in epochs)  # in the data itself
+    # In the data itself, or an iteration is several epochs.
+    repeats = any(len(set(epoch)) < (1.0 if by_index else 0.5) * len(epoch) for epoch in epochs)
     if twice > max(len(case.ranks) - 1, 0.05 * len(counts)) and not repeats:
         text = f"{twice} of {len(counts)} samples of an epoch are seen by more than one rank"
         yield finding("seen twice", text, place)
@@ -164,9 +177,9 @@ def carried_over(case: Case) -> Found:
 
 def same_order(case: Case) -> Found:
     for loader in case.ranks[0].training_loaders():
-        first, second = [*filter(None, loader.epochs), [], []][:2]
-        different = len({h for batch in first for h in batch})
-        if loader.reshuffles and second and first[: len(second)] == second and different > 2:
+        first, second = [*filter(None, loader.orders(loader.indexed)), [], []][:2]
+        same = second and first[: len(second)] == second
+        if loader.reshuffles and same and len(set(first)) > 2:
             yield finding("same order", "all epochs have the samples in one order", loader.place)
 
 
@@ -215,6 +228,7 @@ def a_factor(case: Case) -> Found:
     """All gradients, or some, are those of one process times a number, or left out."""
     a, b, difference = case.pair()
     x, y = getattr(a, difference.what), getattr(b, difference.what)
+    y = {name: there for name, there in y.items() if name in a.own} or y  # not those of others
     least, factors = ROUNDING * max(map(size, y.values()), default=0.0), {}
     for name, there in y.items():
         here = x.get(name, torch.zeros_like(there))

@@ -42,6 +42,8 @@ class SeenStep:
     gains: dict[int | None, float] = field(default_factory=dict)  # of a scaling rule, if asked
     carried: bool = False  # the first pass found gradients of the step before
     samples: list[list[str]] = field(default_factory=list)  # hashes of each pass's samples
+    indices: list[list[int]] = field(default_factory=list)  # theirs in the data set, if known
+    own: list[str] = field(default_factory=list)  # parameters of this optimizer
 
     @property
     def made(self) -> str:
@@ -55,9 +57,25 @@ class SeenLoader:
 
     place: str
     reshuffles: bool  # its sampler wants to know the epoch
+    repeats: bool  # its sampler draws with replacement
+    whole: bool  # it shuffles all samples of its data set
     length: int | None = None  # what len() said, if asked
     trains: bool = False
     epochs: list[list[list[str]]] = field(default_factory=list)  # hashes of what it gave
+    indices: list[list[list[int]]] = field(default_factory=list)  # in its data set, if known
+    starts: list[int] = field(default_factory=list)  # passes before each epoch
+    data: str = ""  # a hash of a few of its samples, without noise
+
+    def orders(self, by_index: bool) -> list[list[Any]]:
+        """Return the samples of each epoch."""
+        epochs: list[Any] = self.indices if by_index else self.epochs
+        return [[sample for batch in epoch for sample in batch] for epoch in epochs]
+
+    @property
+    def indexed(self) -> bool:
+        """Whether the index of every sample is known."""
+        sizes = [[list(map(len, epoch)) for epoch in x] for x in (self.epochs, self.indices)]
+        return sizes[0] == sizes[1]
 
 
 @dataclass
@@ -70,6 +88,8 @@ class Recording:
     noise: list[str] = field(default_factory=list)
     norms: bool = False  # batch norm with local statistics
     complete: bool = False
+    grouped: bool = False  # there was a process group
+    idle: bool = False  # an optimizer made no step
     blocks: bool = False  # ranks step on their own, and synchronize now and then
     rule: bool = False  # a scaling rule of this library multiplies the learning rates
     accelerate: bool = False  # whose schedules step once for each process

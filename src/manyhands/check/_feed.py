@@ -40,19 +40,25 @@ class FeedPlan:
         """Return how many batches of the process there are for one of a rank."""
         return len(self.order) if self.how in ("split", "apart") else 1
 
-    def parts(self, number: int, bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the (rank, number of its batch) that make up a batch; steps have bounds.
+    def parts(
+        self, number: int, bounds: list[tuple[int, int]], before: int | None = 0
+    ) -> list[tuple[int, int]]:
+        """Return the (rank, number of its batch) that make up a batch.
+
+        Steps have bounds, in passes. `before` more batches than passes came before this one, which
+        is in no pass if that is None.
 
         >>> FeedPlan("whole", (0, 1)).parts(1, [(0, 2)])
         [(0, 0), (1, 0), (0, 1), (1, 1)]
         """
         own = number // self.times
-        first, last = next((b for b in bounds if b[0] <= own < b[1]), (own, own + 1))
+        at = -1 if before is None else own - before
+        first, last = next((b for b in bounds if b[0] <= at < b[1]), (at, at + 1))
         if self.only is not None and bounds[self.only[0]] == (first, last):
-            return [(self.only[1], first + self.only[2])]
+            return [(self.only[1], own - at + first + self.only[2])]
         if self.times > 1:
             return [(self.order[number % self.times], own)]
-        others = range(first, last) if self.how == "whole" else [number]
+        others = range(own - at + first, own - at + last) if self.how == "whole" else [own]
         return [(rank, other) for other in others for rank in self.order]
 
 
@@ -65,7 +71,7 @@ class Feed:
         self.bounds = list(pairwise(ends))
         trains = {key: loader for key, loader in ranks.loaders.items() if loader.trains}
         self.loaders = {} if plan.how == "natural" else trains
-        self.taken, self.epochs = Counter[str](), Counter[str]()  # batches of each loader
+        self.epochs = Counter[str]()  # of each loader
         self.seen, self.given, self.sizes = -1, iter(()), list[int]()
         self._sources: list[dict[str, list[list[Any]]]] = []
 
@@ -81,11 +87,15 @@ class Feed:
 
     def iterate(self, key: str) -> Iterator[Any]:
         """Give one epoch."""
-        rows = self.loaders[key].epochs[self.epochs[key] :][:1]
+        number, times = self.epochs[key], self.plan.times
+        sizes = list(map(len, self.loaders[key].epochs))
         self.epochs[key] += 1
-        for _ in range(sum(map(len, rows)) * self.plan.times):
-            self.taken[key] += 1
-            yield self._batch(key, self.taken[key] - 1)
+        first = sum(sizes[:number])
+        starts = self.loaders[key].starts[number : number + 2]
+        # A batch that is read before the loop, to look at it, is in no pass.
+        before = None if len(set(starts)) < len(starts) else first - starts[0]
+        for batch in range(first * times, sum(sizes[: number + 1]) * times):
+            yield self._batch(key, batch, before)
 
     def exchange(self, tensor: Tensor, number: int) -> Tensor:
         """Return what the ranks gave in place of this tensor, in a pass."""
@@ -93,11 +103,11 @@ class Feed:
             self.seen, self.given = number, iter(self._batch("", number))
         return next(self.given, tensor)
 
-    def _batch(self, key: str, number: int) -> Any:
+    def _batch(self, key: str, number: int, before: int | None = 0) -> Any:
         if not self._sources:  # read when the script has defined the classes of its batches
             self._sources = [read(self.folder / f"source{r}.pt") for r in sorted(self.plan.order)]
         parts = []
-        for rank, other in self.plan.parts(number, self.bounds):
+        for rank, other in self.plan.parts(number, self.bounds, before):
             batches = [batch for epoch in self._sources[rank][key] for batch in epoch]
             parts.append(batches[min(other, len(batches) - 1)])
         self.sizes = [size_of(part) for part in parts]
@@ -152,9 +162,14 @@ def row_hashes(value: Any) -> list[str]:
     rows = [t.detach().cpu() for t in tensors_of(value) if t.dim() and len(t) == size]
     for index in range(size if rows else 0):
         parts = [row[index].contiguous().reshape(-1).view(torch.uint8) for row in rows]
-        data = torch.cat(parts).numpy().tobytes()
-        hashes.append(hashlib.blake2b(data, digest_size=8).hexdigest())
+        hashes.append(digest(torch.cat(parts)))
     return hashes
+
+
+def digest(tensor: Tensor) -> str:
+    """Return a hash of a tensor's values."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def join(values: list[Any], padding: int | None = None) -> Any:

@@ -117,6 +117,11 @@ class Check:
             return self.differs(Finding("hang", "ranks wait for ever, where one process does not"))
         if not any(record.steps for record in self.case.ranks):
             raise NotJudged("no torch optimizer made a step in the processes that were started.")
+        if not any(record.grouped for record in self.case.ranks):
+            raise NotJudged(
+                "the script makes no process group, so each rank trains alone. Call "
+                "torch.distributed.init_process_group(). Crews are not checked."
+            )
         self.note_what_is_off()
         if self.case.ranks[0].blocks:
             return self.judge_blocks()
@@ -231,6 +236,8 @@ class Check:
             add(f"{' and '.join(first.noise)}: switched off, or the same for every sample.")
         if first.norms:
             add("batch norm uses each rank's own samples, and so did the one process.")
+        if first.idle:
+            self.verdict.untested.append("an optimizer that made no step")
         if not first.complete:
             add(f"the script ended after {len(first.steps)} steps.")
 

@@ -23,6 +23,7 @@ import torch
 from manyhands.check import _machine
 from manyhands.check._compare import Recording, read
 from manyhands.check._feed import Feed
+from manyhands.check._files import keep_files, put_back
 from manyhands.check._recorder import Recorder
 
 IDLE = 8.0  # seconds in which all processes of a run sleep, after which it hangs
@@ -100,6 +101,7 @@ def run(
             with suppress(ChildProcessError):
                 os.waitpid(process, 0)
         os.close(reading)
+        put_back(out)
     if not found.failed:
         found.records = [read(out / f"record{rank}.pt") for rank in range(world)]
     return found
@@ -143,6 +145,7 @@ def run_rank(
 ) -> NoReturn:
     """Run the script as one rank, write what was recorded, and wait for the other ranks."""
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     file = os.open(out / f"output{rank}.txt", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(file, stream)
@@ -168,6 +171,7 @@ def run_rank(
     def finish() -> NoReturn:
         recorder.record.noise = sorted(recorder.noise.used)
         if feed is None:
+            recorder.probe()
             torch.save(recorder.source, out / f"source{rank}.pt")
         leave(f"record{rank}.pt", recorder.record)
 
@@ -176,6 +180,7 @@ def run_rank(
     try:
         mode = _machine.patch(rank, world, job.float64)
         recorder.patch()
+        keep_files(out)
         if job.grouped:
             torch.distributed.init_process_group()
             torch.nn.Module.no_sync = lambda _: nullcontext()  # type: ignore[attr-defined]

@@ -4,24 +4,31 @@ Methods of torch's classes are replaced: modules say what trains and what they a
 what passes there are, `step` gradients and parameters, loaders batches; a `Feed` replaces these.
 """
 
+import random
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
+import numpy
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from manyhands.check._compare import Recording, SeenLoader, SeenStep
-from manyhands.check._feed import Feed, map_tensors, row_hashes, size_of, tensors_of
+from manyhands.check._feed import Feed, digest, map_tensors, row_hashes, size_of, tensors_of
 from manyhands.check._machine import FrozenNoise, wrap
 from manyhands.scaling import ScalingRuleBase
 
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module"}
 OUTSIDE = ("site-packages", "dist-packages", "/lib/python", "manyhands/check", "<")
+PATIENCE = 10  # times the wanted steps, in which every optimizer has to make one
 
 
 class Recorder:
@@ -39,7 +46,12 @@ class Recorder:
         self.tensors, self.known = dict[str, Tensor](), set[int]()  # by name, and their ids
         self.depth = self.stepping = self.passes = self.scheduled = self.roots = self.held = 0
         self.size, self.grown = 0, 1.0  # samples of the latest outermost call, and times as many
-        self.hashes, self.latest = list[str](), set[str]()  # that gave a batch since a pass
+        self.latest = set[str]()  # loaders that gave a batch since a pass
+        self.hashes, self.indices = list[str](), list[int]()  # of the latest outermost call
+        self.batch: tuple[list[str], list[int]] = [], []  # the same, of the latest batch
+        self.data = dict[str, Dataset[Any]]()  # of each loader
+        self.unused = WeakSet[torch.optim.Optimizer]()  # made no step yet
+        self.stepped = set[int]()  # ids of parameters that an optimizer has stepped
 
     def patch(self) -> None:
         self.noise.patch()
@@ -54,6 +66,8 @@ class Recorder:
             wrap(owner, "clip_grad_norm_", self._clip)
         wrap(DataLoader, "__init__", self._new_loader)
         wrap(DataLoader, "__iter__", self._iterate)
+        wrap(_BaseDataLoaderIter, "_reset", self._reset)
+        wrap(_BaseDataLoaderIter, "_next_index", self._next_index)
         wrap(DataLoader, "__len__", self._length)
 
     def place(self) -> str:
@@ -72,6 +86,8 @@ class Recorder:
         return best
 
     def _call(self, call: Any, module: Any, *args: Any, **named: Any) -> Any:
+        if detect_fake_mode() is not None:  # a dry run, without values
+            return call(module, *args, **named)
         outer, frozen = self.depth, self.noise.frozen
         if not outer and torch.is_grad_enabled():
             args, named = self.enter(module, args, named)
@@ -93,6 +109,9 @@ class Recorder:
         if not given or not trains:
             return args, named
         self.size, self.hashes = size_of(given), [] if self.feed else row_hashes(given)
+        self.indices = []
+        if len(self.hashes) == len(self.batch[0]):  # a batch as it came from its loader
+            self.hashes, self.indices = self.batch
         args, named = map_tensors((args, named), lambda t: self.exchange(t, {self.size}))
         self.grown = size_of((args, named)) / max(self.size, 1)
         return args, named
@@ -119,7 +138,7 @@ class Recorder:
             return args, named
         given = [t for t in tensors_of((args, named)) if t.dim()]
         made = {len(t) / self.grown for t in given if t.requires_grad}  # also rows of tokens
-        if not made or all(t.requires_grad for t in given):
+        if not made or all(t.requires_grad for t in given) or detect_fake_mode() is not None:
             return args, named
         return map_tensors((args, named), lambda t: self.exchange(t, {self.size, *made}))
 
@@ -148,6 +167,8 @@ class Recorder:
         return torch.cat(outs)
 
     def _backward(self, backward: Any, tensors: Any, *args: Any, **named: Any) -> None:
+        if detect_fake_mode() is not None:
+            return backward(tensors, *args, **named)
         if not self.now.passes:
             grads = [p.grad for p in self.trained().values() if p.grad is not None]
             self.now.carried = any(bool(full(g).any()) for g in grads)
@@ -159,6 +180,7 @@ class Recorder:
         backward(tensors, *args, **named)
         self.passes += 1
         self.now.samples.append(self.hashes)
+        self.now.indices.append(self.indices)
 
     def trained(self) -> dict[str, Tensor]:
         return {name: p for name, p in self.tensors.items() if p.requires_grad}
@@ -192,6 +214,7 @@ class Recorder:
 
     def _new_optimizer(self, begin: Any, optimizer: Any, *args: Any, **named: Any) -> None:
         begin(optimizer, *args, **named)
+        self.unused.add(optimizer)
         kind: Any = type(optimizer)
         if not hasattr(kind.step, "of_check"):
             wrap(kind, "step", self._step)
@@ -199,8 +222,15 @@ class Recorder:
 
     def _step(self, step: Any, optimizer: Any, *args: Any, **named: Any) -> Any:
         self.held = self.waiting()  # for batches of other ranks
-        if self.stepping or self.held:
-            return step(optimizer, *args, **named) if self.stepping else None
+        if self.held and not self.stepping:
+            return None
+        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.unused.discard(optimizer)
+        self.stepped |= params
+        # An optimizer that steps before the first pass is on trial, on parameters of its own.
+        on_trial = not self.passes and not params & self.known
+        if self.stepping or on_trial or detect_fake_mode() is not None:
+            return step(optimizer, *args, **named)
         now = self.now
         for g, group in enumerate(optimizer.param_groups):  # also those that belong to no module
             for i, p in enumerate(group["params"]):
@@ -215,40 +245,84 @@ class Recorder:
         self.stepping += 1
         result = step(optimizer, *args, **named)
         self.stepping -= 1
+        now.own = [name for name, p in self.tensors.items() if id(p) in params]
         now.grads = self.gradients()  # a step does not change them, and a closure makes them
         now.params = {name: full(p) for name, p in self.trained().items()}
         self.record.steps.append(now)
         self.now, self.theirs = SeenStep(), next(self.given, SeenStep())
         self.noise.step += 1
-        if min(Counter(step.optimizer for step in self.record.steps).values()) >= self.wanted:
+        self.record.grouped |= torch.distributed.is_initialized()
+        if self._is_done():
             self.record.complete = True
             self.finish()
         return result
 
+    def _is_done(self) -> bool:
+        """Whether every optimizer has made its steps, as far as one can wait for it."""
+        steps = self.record.steps
+        fewest = min(Counter(step.optimizer for step in steps).values())
+        waiting = (p for o in self.unused for group in o.param_groups for p in group["params"])
+        self.record.idle = any(p.requires_grad and id(p) not in self.stepped for p in waiting)
+        late = len(steps) >= PATIENCE * self.wanted
+        return fewest >= self.wanted and (late or not self.record.idle)
+
     def _new_loader(self, begin: Any, loader: Any, *args: Any, **named: Any) -> None:
         begin(loader, *args, **named)
-        sampler, place = loader.sampler, self.place()
+        sampler, place = getattr(loader.batch_sampler, "sampler", loader.sampler), self.place()
         reshuffles = hasattr(sampler, "set_epoch") and getattr(sampler, "shuffle", False)
+        repeats = getattr(sampler, "replacement", False)
+        whole = type(sampler) is RandomSampler and not repeats
         loader.check_key = f"{place} {sum(x.place == place for x in self.record.loaders.values())}"
-        self.record.loaders[loader.check_key] = SeenLoader(place, reshuffles)
+        self.record.loaders[loader.check_key] = SeenLoader(place, reshuffles, repeats, whole)
+        self.data[loader.check_key] = loader.dataset
+
+    def _reset(self, reset: Any, iterator: Any, *args: Any, **named: Any) -> None:
+        iterator.check_drawn = deque()
+        reset(iterator, *args, **named)
+
+    def _next_index(self, draw: Any, iterator: Any) -> Any:
+        drawn = draw(iterator)  # ahead of the batch, if there are worker processes
+        iterator.__dict__.setdefault("check_drawn", deque()).append(drawn)
+        return drawn
+
+    def probe(self) -> None:
+        """Note which data each loader has, by a few samples without noise; call it at the end."""
+        # Not earlier: files that are opened before worker processes start may not be shared.
+        self.noise.thaw()
+        for key, data in self.data.items():
+            seen = self.record.loaders[key]
+            with suppress(Exception):  # it has no index or length: the batches' values are compared
+                last, found = len(data) - 1, []  # type: ignore[arg-type]
+                for index in (0, last // 2, last) if seen.trains else ():
+                    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+                        seed(0)
+                    found.append(repr(map_tensors(data[index], digest)))
+                seen.data = f"{last + 1} {found}" if found else ""
 
     def _iterate(self, iterate: Any, loader: Any) -> Iterator[Any]:
         key, feed = loader.check_key, self.feed
         fed = feed is not None and key in feed.loaders and not feed.plan.calls
         self.noise.thaw()
         batches = feed.iterate(key) if feed is not None and fed else iterate(loader)
-        epochs = self.record.loaders[key].epochs, self.source.setdefault(key, [])
+        seen = self.record.loaders[key]
+        seen.starts.append(self.passes)
+        epochs: list[list[Any]] = [seen.epochs, seen.indices, self.source.setdefault(key, [])]
         for epoch in epochs:
             epoch.append([])
         while True:
             self.noise.thaw()
             batch = map_tensors(next(batches, self), self.cast)
             if batch is self:
+                self.latest.discard(key)  # an evaluation that did not switch gradients off
                 return
-            self.latest |= {key} if torch.is_grad_enabled() else set()
             if feed is None:
-                epochs[0][-1].append(row_hashes(batch))
-                epochs[1][-1].append(map_tensors(batch, lambda t: t.detach().clone()))
+                rows, indices = row_hashes(batch), _indices(getattr(batches, "check_drawn", None))
+                if torch.is_grad_enabled():
+                    self.batch = rows, indices
+                copy = map_tensors(batch, lambda t: t.detach().clone())
+                for epoch, one in zip(epochs, (rows, indices, copy), strict=True):
+                    epoch[-1].append(one)
+            self.latest |= {key} if torch.is_grad_enabled() else set()
             self.noise.freeze()
             yield batch
 
@@ -261,3 +335,11 @@ def full(tensor: Any) -> Tensor:
     """Return a copy of a tensor, distributed or not."""
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole.detach().clone()
+
+
+def _indices(drawn: "deque[Any] | None") -> list[int]:
+    """Return the indices of the batch that was drawn first, if they are known."""
+    first = drawn.popleft() if drawn else None
+    indices: list[Any] = list(first) if isinstance(first, list | tuple) else [first]
+    known = all(isinstance(index, int | numpy.integer) for index in indices)
+    return [int(index) for index in indices] if known else []
