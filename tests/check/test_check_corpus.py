@@ -10,7 +10,7 @@ import torch
 from manyhands.check import check_script
 
 sys.path.insert(0, str(Path(__file__).parent))  # as the other folders' tests do, by name
-from check_scripts import BUGS, COUPLED, FSDP2_BUG, RIGHT, SAME_SEED, fill, written
+from check_scripts import BUGS, COUPLED, DEFAULTS, FSDP2_BUG, RIGHT, SAME_SEED, fill, written
 
 QUICK_BUGS = {"loss divided by the world size", "not averaged at all", "mean of means of tokens"}
 QUICK_RIGHT = {"plain", "batch norm", "get_batch"}
@@ -286,3 +286,35 @@ def test_replicas_in_blocks_are_equal_after_a_round(every, kept, sampler, code, 
     verdict = check_script(written(tmp_path, text))
     assert verdict.code == code, verdict.as_text()
     assert said in " ".join(verdict.as_text().split())
+
+
+DRAWN = {
+    "normal": "x = x + torch.normal(0.0, 0.1, size=x.shape) + torch.normal(x, 0.1)",
+    "gumbel": "x = F.gumbel_softmax(x)",
+    "fills": "x = x * torch.empty_like(x).log_normal_() + torch.empty_like(x).geometric_(0.5)",
+    "multinomial": "x = x + torch.multinomial(torch.ones(3), len(x), replacement=True)[:, None]",
+    "rates": "x = torch.poisson(x.abs()) + torch.distributions.Gamma(x.abs(), 1.0).sample()",
+    "beta": "x = x * torch.distributions.Beta(1.0, 1.0).sample()",
+    "betas": "x = x * torch.distributions.Beta(1.0, 1.0).sample(x.shape[:1])[:, None]",
+}
+
+
+def drawn(line):
+    """Return a script that draws random numbers in its loop, with a seed of the rank."""
+    seed = DEFAULTS["optimizer"] + "\ntorch.manual_seed(100 + rank)"
+    return fill(optimizer=seed, loss=f"{line}\nloss = F.cross_entropy(model(x), y)")
+
+
+@pytest.mark.parametrize("name", few(DRAWN, {"normal"}))
+def test_random_numbers_of_the_loop_are_the_same_for_every_sample(name, tmp_path):
+    verdict = check_script(written(tmp_path, drawn(DRAWN[name])))
+    assert verdict.code == 0, verdict.as_text()
+
+
+def test_random_numbers_of_a_generator_of_the_loop_are_said_to_be_the_usual_reason(tmp_path):
+    line = (
+        "g = torch.Generator().manual_seed(i + 9 * rank)\nx = x + torch.rand(x.shape, generator=g)"
+    )
+    verdict = check_script(written(tmp_path, drawn(line)))
+    assert verdict.code == 2
+    assert "a generator of its own" in verdict.reason

@@ -129,7 +129,10 @@ class Check:
             self.allow_rates(one)
         if self.case.difference and not (sure and self.find(_causes.BESIDE)) and not self.coupled():
             if not sure:
-                raise NotJudged("the same batch in another order gives another gradient.")
+                raise NotJudged(
+                    "the same batch in another order gives another gradient. Usually the loop "
+                    "draws random numbers with a generator of its own."
+                )
             self.differs(Finding("unknown", "none that was tried"))
         self.say_steps()
         if self.case.difference is None:
