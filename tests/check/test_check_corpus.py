@@ -318,3 +318,18 @@ def test_random_numbers_of_a_generator_of_the_loop_are_said_to_be_the_usual_reas
     verdict = check_script(written(tmp_path, drawn(line)))
     assert verdict.code == 2
     assert "a generator of its own" in verdict.reason
+
+
+DEVICES = """
+generator = torch.Generator("cuda").manual_seed(0)
+if rank == 0:
+    torch.save(model.state_dict(), "model.pt")
+dist.barrier()
+for device in (f"cuda:{rank}", torch.device("cuda", rank), {"cuda:0": f"cuda:{rank}"}):
+    model.load_state_dict(torch.load("model.pt", map_location=device))
+"""
+
+
+def test_a_checkpoint_and_a_generator_of_a_gpu_are_of_the_cpu(tmp_path):
+    verdict = check_script(written(tmp_path, fill(wrap=DEVICES + DEFAULTS["wrap"])))
+    assert verdict.code == 0, verdict.as_text()

@@ -43,6 +43,13 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, replaced)
 
 
+class Generator(torch.Generator):
+    """One of the CPU, wherever it is asked for."""
+
+    def __new__(cls, device: Any = None) -> "Generator":
+        return super().__new__(cls)
+
+
 class Machine(TorchFunctionMode):
     """See every call of torch: what asks for a GPU, or for a lower precision, gets what is here."""
 
@@ -96,10 +103,12 @@ def patch(rank: int, world: int, float64: bool) -> Machine:
     wrap(module, "cuda", lambda _, module, *__, **___: module)
     wrap(module, "to", to)
     wrap(module, "compile", lambda *_, **__: None)
+    wrap(torch, "load", lambda load, f, map_location=None, *a, **named: load(f, "cpu", *a, **named))
     wrap(torch, "compile", lambda _, model=None, *__, **___: model or (lambda function: function))
     wrap(parallel, "__init__", ddp)
     wrap(parallel, "_passing_sync_batchnorm_handle", lambda *_: None)  # refuses a CPU
     wrap(torch.nn.SyncBatchNorm, "forward", synchronized_norm)
+    torch.Generator = Generator  # type: ignore[misc]
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if float64:
         off = {"device_type": "cpu", "dtype": torch.bfloat16, "enabled": False}
