@@ -1,6 +1,7 @@
 """Bugs that `manyhands check` has to find, and right scripts that it must not blame."""
 
 import json
+import socket
 import sys
 from pathlib import Path
 
@@ -332,4 +333,14 @@ for device in (f"cuda:{rank}", torch.device("cuda", rank), {"cuda:0": f"cuda:{ra
 
 def test_a_checkpoint_and_a_generator_of_a_gpu_are_of_the_cpu(tmp_path):
     verdict = check_script(written(tmp_path, fill(wrap=DEVICES + DEFAULTS["wrap"])))
+    assert verdict.code == 0, verdict.as_text()
+
+
+def test_a_port_of_the_scripts_own_may_be_taken(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = f'os.environ["MASTER_PORT"] = "{taken.getsockname()[1]}"'
+        text = fill(start=f"{port}\n{DEFAULTS['start']}")
+        verdict = check_script(written(tmp_path, text), steps=2, seconds=60)
     assert verdict.code == 0, verdict.as_text()

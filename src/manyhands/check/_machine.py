@@ -124,9 +124,10 @@ def patch(rank: int, world: int, float64: bool) -> Machine:
 
 def _patch_groups(rank: int, world: int) -> None:
     """Every group is gloo's, every mesh the CPU's, and a started process is this one."""
+    address = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"  # which a script may change
 
     def init(begin: Any, backend: Any = None, *args: Any, **named: Any) -> None:
-        named = {"timeout": named.get("timeout"), "init_method": "env://"}
+        named = {"timeout": named.get("timeout"), "init_method": address}
         begin("gloo", rank=rank, world_size=world, **named)
 
     def group(new: Any, ranks: Any = None, timeout: Any = None, *_: Any, **named: Any) -> Any:
