@@ -51,3 +51,18 @@ def test_a_sitecustomize_of_the_user_still_runs(tmp_path):
     )  # fmt: skip
     assert made.returncode == 1, made.stdout + made.stderr
     assert "0.5000 times" in made.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ranks", "1"], "--ranks takes a number of at least 2, got '1'"),
+        (["--steps=0"], "--steps takes a number of at least 1, got '0'"),
+        (["--timeout", "nan"], "--timeout takes a number of at least 1, got 'nan'"),
+        (["--native", "--float64"], "either --float64 or --native"),
+    ],
+)
+def test_options_after_the_script_have_their_limits(arguments, said, tmp_path, monkeypatch):
+    result = run(["check", "train.py", *arguments], tmp_path, monkeypatch)
+    assert result.exit_code == 2
+    assert said in result.output
