@@ -344,3 +344,16 @@ def test_a_port_of_the_scripts_own_may_be_taken(tmp_path):
         text = fill(start=f"{port}\n{DEFAULTS['start']}")
         verdict = check_script(written(tmp_path, text), steps=2, seconds=60)
     assert verdict.code == 0, verdict.as_text()
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("os.kill(os.getpid(), 9)", "signal SIGKILL. Its last words: no more"),
+        ("os._exit(7)", "exit code 7. Its last words: no more"),
+    ],
+)
+def test_a_process_that_dies_leaves_its_last_words(end, reason, tmp_path):
+    verdict = check_script(written(tmp_path, f"import os\nos.write(2, b'no more')\n{end}"))
+    assert verdict.code == 2
+    assert reason in verdict.reason

@@ -66,9 +66,10 @@ class CheckRun:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         frames = [f" ({line})" for line in lines if line.startswith("File ")]
         advice = "".join(tip for sign, tip in ADVICE.items() if sign in text)
-        if "exit code" in text:
+        if not frames:  # it ended without a traceback
             said = (self.folder / f"output{rank}.txt").read_text(errors="replace").splitlines()
-            advice = " Its last words: " + " / ".join(line for line in said[-3:] if line.strip())
+            words = " / ".join(line for line in said[-3:] if line.strip())
+            advice = f" Its last words: {words}" if words else ""
         return f"{where}, rank {rank} failed: {lines[-1]}{''.join(frames[-1:])}.{advice}"
 
 
@@ -114,8 +115,10 @@ def _wait(processes: list[int], out: Path, deadline: float) -> CheckRun:
         for rank, process in enumerate(processes):
             if (out / f"error{rank}.txt").exists():
                 found.errors[rank] = (out / f"error{rank}.txt").read_text()
-            elif os.waitpid(process, os.WNOHANG)[0]:
-                found.errors[rank] = "the process ended without a word"
+            elif (ended := os.waitpid(process, os.WNOHANG))[0]:
+                code = os.waitstatus_to_exitcode(ended[1])
+                how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+                found.errors[rank] = f"the process ended with {how}"
         now = time.monotonic()
         if now > asked + 0.3:
             asked, (seconds, running) = now, _work(processes)
