@@ -145,7 +145,7 @@ class Check:
         if not self.find(_causes.IN_BLOCKS):
             if all(self.case.apart("params", number) for number in range(len(self.case.steps))):
                 raise NotJudged("in blocks, and no sync round ends in these steps: take more.")
-            self.verdict.code = EQUAL
+            self.verdict.code, self.verdict.blocks = EQUAL, True
             self.verdict.notes.append("blocks: ranks step alone, and are equal after a round.")
 
     def coupled(self) -> bool:
