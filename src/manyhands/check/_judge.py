@@ -37,12 +37,13 @@ def check_script(
     steps: int = 5,
     float64: bool | None = None,
     seconds: float = 300.0,
+    module: bool = False,
 ) -> Verdict:
-    """Return whether a script trains on several ranks what it trains on one."""
+    """Return whether a script, or a module, trains on several ranks what it trains on one."""
     # The first optimizer imports half of torch: once, here, and not in every process.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     with tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
-        job = CheckedScript(script, tuple(arguments), steps, float64 is not False)
+        job = CheckedScript(script, tuple(arguments), steps, float64 is not False, module)
         check = Check(job, ranks, Path(folder), time.monotonic() + seconds)
         try:
             check.run_ranks(fall_back=float64 is None)

@@ -40,6 +40,7 @@ class CheckedScript:
     arguments: tuple[str, ...] = ()
     steps: int = 5
     float64: bool = True
+    module: bool = False  # it is named as `python -m` names it
     grouped: bool = False  # the script makes a group for several ranks only: there is one already
 
 
@@ -175,7 +176,8 @@ def run_rank(
         leave(f"record{rank}.pt", recorder.record)
 
     path = Path(job.script).resolve()
-    recorder = Recorder(job.steps, job.float64, path.parent, feed, finish)
+    folder = Path.cwd() if job.module else path.parent
+    recorder = Recorder(job.steps, job.float64, folder, feed, finish)
     try:
         mode = _machine.patch(rank, world, job.float64)
         recorder.patch()
@@ -185,8 +187,11 @@ def run_rank(
         mode.watch = recorder.watch
         torch.manual_seed(0)  # a script that sets no seed begins alike in all runs
         sys.argv = [job.script, *job.arguments]
-        sys.path.insert(0, str(path.parent))
-        runpy.run_path(str(path), run_name="__main__")
+        sys.path.insert(0, str(folder))
+        if job.module:
+            runpy.run_module(job.script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(path), run_name="__main__")
     except SystemExit as end:
         if end.code not in (None, 0):
             leave(f"error{rank}.txt", f"the script ended with exit code {end.code}")

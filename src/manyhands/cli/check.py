@@ -20,7 +20,8 @@ def check(
     script: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="SCRIPT.py [ARGUMENTS]...", help="What is checked, with its arguments."
+            metavar="SCRIPT.py|-m MODULE [ARGUMENTS]...",
+            help="What is checked, with its arguments.",
         ),
     ] = None,
     ranks: Annotated[
@@ -37,6 +38,9 @@ def check(
         bool, typer.Option("--native", help="In the script's own precision.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    module: Annotated[
+        bool, typer.Option("-m", help="A module, as torchrun -m takes it: -m package.train.")
+    ] = False,
 ) -> None:
     """Run a script on several ranks and as one process with the same data, and compare.
 
@@ -53,7 +57,7 @@ def check(
     if {"--float64", "--native"} <= options.keys():
         stop("check", "give either --float64 or --native.")
     name = arguments.pop(0) if arguments else ""
-    if not Path(name).is_file():
+    if not (name if module else Path(name).is_file()):
         stop("check", f"{name or 'nothing'} is not a file. Give a Python script.")
     from manyhands.check import check_script
 
@@ -64,6 +68,7 @@ def check(
         steps=int(options.get("--steps", 5)),
         float64=True if "--float64" in options else False if "--native" in options else None,
         seconds=float(options.get("--timeout", 300.0)),
+        module=module,
     )
     if "--json" in options:
         typer.echo(verdict.as_json())
