@@ -1,6 +1,7 @@
 """Bugs that `manyhands check` has to find, and right scripts that it must not blame."""
 
 import json
+import socket
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from manyhands.check import check_script
 
 sys.path.insert(0, str(Path(__file__).parent))  # as the other folders' tests do, by name
-from check_scripts import BUGS, COUPLED, FSDP2_BUG, RIGHT, SAME_SEED, fill, written
+from check_scripts import BUGS, COUPLED, DEFAULTS, FSDP2_BUG, RIGHT, SAME_SEED, fill, written
 
 QUICK_BUGS = {"loss divided by the world size", "not averaged at all", "mean of means of tokens"}
 QUICK_RIGHT = {"plain", "batch norm", "get_batch"}
@@ -285,7 +286,79 @@ def test_replicas_in_blocks_are_equal_after_a_round(every, kept, sampler, code, 
         text = text.replace(f"<{name}>", value)
     verdict = check_script(written(tmp_path, text))
     assert verdict.code == code, verdict.as_text()
-    assert said in " ".join(verdict.as_text().split())
+    shown = " ".join(verdict.as_text().split())
+    assert said in shown
+    assert "ranks train what one process trains" not in shown  # it was not compared
+
+
+DRAWN = {
+    "normal": "x = x + torch.normal(0.0, 0.1, size=x.shape) + torch.normal(x, 0.1)",
+    "gumbel": "x = F.gumbel_softmax(x)",
+    "fills": "x = x * torch.empty_like(x).log_normal_() + torch.empty_like(x).geometric_(0.5)",
+    "multinomial": "x = x + torch.multinomial(torch.ones(3), len(x), replacement=True)[:, None]",
+    "rates": "x = torch.poisson(x.abs()) + torch.distributions.Gamma(x.abs(), 1.0).sample()",
+    "beta": "x = x * torch.distributions.Beta(1.0, 1.0).sample()",
+    "betas": "x = x * torch.distributions.Beta(1.0, 1.0).sample(x.shape[:1])[:, None]",
+}
+
+
+def drawn(line):
+    """Return a script that draws random numbers in its loop, with a seed of the rank."""
+    seed = DEFAULTS["optimizer"] + "\ntorch.manual_seed(100 + rank)"
+    return fill(optimizer=seed, loss=f"{line}\nloss = F.cross_entropy(model(x), y)")
+
+
+@pytest.mark.parametrize("name", few(DRAWN, {"normal"}))
+def test_random_numbers_of_the_loop_are_the_same_for_every_sample(name, tmp_path):
+    verdict = check_script(written(tmp_path, drawn(DRAWN[name])))
+    assert verdict.code == 0, verdict.as_text()
+
+
+def test_random_numbers_of_a_generator_of_the_loop_are_said_to_be_the_usual_reason(tmp_path):
+    line = (
+        "g = torch.Generator().manual_seed(i + 9 * rank)\nx = x + torch.rand(x.shape, generator=g)"
+    )
+    verdict = check_script(written(tmp_path, drawn(line)))
+    assert verdict.code == 2
+    assert "a generator of its own" in verdict.reason
+
+
+DEVICES = """
+generator = torch.Generator("cuda").manual_seed(0)
+if rank == 0:
+    torch.save(model.state_dict(), "model.pt")
+dist.barrier()
+for device in (f"cuda:{rank}", torch.device("cuda", rank), {"cuda:0": f"cuda:{rank}"}):
+    model.load_state_dict(torch.load("model.pt", map_location=device))
+"""
+
+
+def test_a_checkpoint_and_a_generator_of_a_gpu_are_of_the_cpu(tmp_path):
+    verdict = check_script(written(tmp_path, fill(wrap=DEVICES + DEFAULTS["wrap"])))
+    assert verdict.code == 0, verdict.as_text()
+
+
+def test_a_port_of_the_scripts_own_may_be_taken(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = f'os.environ["MASTER_PORT"] = "{taken.getsockname()[1]}"'
+        text = fill(start=f"{port}\n{DEFAULTS['start']}")
+        verdict = check_script(written(tmp_path, text), steps=2, seconds=60)
+    assert verdict.code == 0, verdict.as_text()
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("os.kill(os.getpid(), 9)", "signal SIGKILL. Its last words: no more"),
+        ("os._exit(7)", "exit code 7. Its last words: no more"),
+    ],
+)
+def test_a_process_that_dies_leaves_its_last_words(end, reason, tmp_path):
+    verdict = check_script(written(tmp_path, f"import os\nos.write(2, b'no more')\n{end}"))
+    assert verdict.code == 2
+    assert reason in verdict.reason
 
 
 WRITES_FILES = """
@@ -317,7 +390,6 @@ for step, (x, y) in enumerate(DataLoader(data, 4, sampler=DistributedSampler(dat
 
 
 def test_files_of_the_user_are_what_they_were(tmp_path):
-    (tmp_path / "last.pt").write_bytes(b"")
     start = torch.optim.SGD([torch.zeros(2, 4), torch.zeros(2)], lr=0.1, momentum=0.9)
     for param in start.param_groups[0]["params"]:
         start.state[param]["momentum_buffer"] = torch.ones_like(param)

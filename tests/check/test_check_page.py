@@ -51,3 +51,30 @@ def test_a_sitecustomize_of_the_user_still_runs(tmp_path):
     )  # fmt: skip
     assert made.returncode == 1, made.stdout + made.stderr
     assert "0.5000 times" in made.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ranks", "1"], "--ranks takes a number of at least 2, got '1'"),
+        (["--steps=0"], "--steps takes a number of at least 1, got '0'"),
+        (["--timeout", "nan"], "--timeout takes a number of at least 1, got 'nan'"),
+        (["--native", "--float64"], "either --float64 or --native"),
+    ],
+)
+def test_options_after_the_script_have_their_limits(arguments, said, tmp_path, monkeypatch):
+    result = run(["check", "train.py", *arguments], tmp_path, monkeypatch)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_a_module_of_a_package_runs_as_under_torchrun(tmp_path, monkeypatch):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "rates.py").write_text("RATE = 0.01")
+    own = "import sys\nfrom .rates import RATE\nassert sys.argv[1:] == ['-m', '9']\n"
+    (tmp_path / "package" / "train.py").write_text(own + SCRIPT.replace("0.01", "RATE"))
+    arguments = ["check", "--steps", "2", "-m", "package.train", "-m", "9"]
+    result = run(arguments, tmp_path, monkeypatch, script="")
+    assert result.exit_code == 1, result.output
+    assert "0.5000 times" in result.output
+    assert "train.py:18" in result.output

@@ -37,12 +37,13 @@ def check_script(
     steps: int = 5,
     float64: bool | None = None,
     seconds: float = 300.0,
+    module: bool = False,
 ) -> Verdict:
-    """Return whether a script trains on several ranks what it trains on one."""
+    """Return whether a script, or a module, trains on several ranks what it trains on one."""
     # The first optimizer imports half of torch: once, here, and not in every process.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     with tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
-        job = CheckedScript(script, tuple(arguments), steps, float64 is not False)
+        job = CheckedScript(script, tuple(arguments), steps, float64 is not False, module)
         check = Check(job, ranks, Path(folder), time.monotonic() + seconds)
         try:
             check.run_ranks(fall_back=float64 is None)
@@ -134,7 +135,10 @@ class Check:
             self.allow_rates(one)
         if self.case.difference and not (sure and self.find(_causes.BESIDE)) and not self.coupled():
             if not sure:
-                raise NotJudged("the same batch in another order gives another gradient.")
+                raise NotJudged(
+                    "the same batch in another order gives another gradient. Usually the loop "
+                    "draws random numbers with a generator of its own."
+                )
             self.differs(Finding("unknown", "none that was tried"))
         self.say_steps()
         if self.case.difference is None:
@@ -147,7 +151,7 @@ class Check:
         if not self.find(_causes.IN_BLOCKS):
             if all(self.case.apart("params", number) for number in range(len(self.case.steps))):
                 raise NotJudged("in blocks, and no sync round ends in these steps: take more.")
-            self.verdict.code = EQUAL
+            self.verdict.code, self.verdict.blocks = EQUAL, True
             self.verdict.notes.append("blocks: ranks step alone, and are equal after a round.")
 
     def coupled(self) -> bool:

@@ -9,7 +9,8 @@ import functools
 import os
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -22,7 +23,11 @@ from torch.overrides import TorchFunctionMode
 
 LOW = (torch.float32, torch.float16, torch.bfloat16)
 DRAWS = ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like")
-FILLS = ("bernoulli_", "uniform_", "normal_", "random_")
+FILLS = (
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_",
+    "uniform_",
+)  # fmt: skip
+GIVEN = {"poisson": 1, "_standard_gamma": 1, "_sample_dirichlet": 2}  # dimensions with samples
 NORMAL = torch.Tensor.normal_
 MADE = ("from_numpy", "as_tensor", "tensor", "load")  # of numbers that are not torch's
 
@@ -36,6 +41,13 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
         return around(original, *args, **named)
 
     setattr(owner, name, replaced)
+
+
+class Generator(torch.Generator):
+    """One of the CPU, wherever it is asked for."""
+
+    def __new__(cls, device: Any = None) -> "Generator":
+        return super().__new__(cls)
 
 
 class Machine(TorchFunctionMode):
@@ -91,10 +103,12 @@ def patch(rank: int, world: int, float64: bool) -> Machine:
     wrap(module, "cuda", lambda _, module, *__, **___: module)
     wrap(module, "to", to)
     wrap(module, "compile", lambda *_, **__: None)
+    wrap(torch, "load", lambda load, f, map_location=None, *a, **named: load(f, "cpu", *a, **named))
     wrap(torch, "compile", lambda _, model=None, *__, **___: model or (lambda function: function))
     wrap(parallel, "__init__", ddp)
     wrap(parallel, "_passing_sync_batchnorm_handle", lambda *_: None)  # refuses a CPU
     wrap(torch.nn.SyncBatchNorm, "forward", synchronized_norm)
+    torch.Generator = Generator  # type: ignore[misc]
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if float64:
         off = {"device_type": "cpu", "dtype": torch.bfloat16, "enabled": False}
@@ -110,9 +124,10 @@ def patch(rank: int, world: int, float64: bool) -> Machine:
 
 def _patch_groups(rank: int, world: int) -> None:
     """Every group is gloo's, every mesh the CPU's, and a started process is this one."""
+    address = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"  # which a script may change
 
     def init(begin: Any, backend: Any = None, *args: Any, **named: Any) -> None:
-        named = {"timeout": named.get("timeout"), "init_method": "env://"}
+        named = {"timeout": named.get("timeout"), "init_method": address}
         begin("gloo", rank=rank, world_size=world, **named)
 
     def group(new: Any, ranks: Any = None, timeout: Any = None, *_: Any, **named: Any) -> Any:
@@ -159,6 +174,10 @@ class FrozenNoise:
         for name in (*DRAWS, *FILLS):
             wrap(torch.Tensor if name in FILLS else torch, name, self._draw)
         wrap(torch, "bernoulli", lambda _, p, **__: (torch.rand_like(p) < p).to(p.dtype))
+        wrap(torch, "normal", self._normal)
+        wrap(torch, "multinomial", self._multinomial)
+        for name in GIVEN:
+            wrap(torch, name, self._draw_rows)
 
     def freeze(self) -> None:
         """Draw the same for every sample and on every rank; also `random` and numpy do."""
@@ -187,17 +206,26 @@ class FrozenNoise:
             self.used.add("dropout")
         return attention(**named)
 
+    def _freezes(self, named: dict[str, Any]) -> bool:
+        """Whether a draw is made the same for every sample, which is noted."""
+        frozen = self.frozen > 0 and named.get("generator") is None
+        self.used |= {"noise"} if frozen else set()
+        return frozen
+
+    @contextmanager
+    def _seeded(self, *what: Any) -> Iterator[None]:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(zlib.crc32(repr((self.step, *what)).encode()))
+            yield
+
     def _draw(self, function: Any, *args: Any, **named: Any) -> Any:
         out = function(*args, **named)  # also moves the random state as it should
-        if not self.frozen or named.get("generator") is not None or out.requires_grad:
+        if out.requires_grad or not self._freezes(named):
             return out
-        self.used.add("noise")
         name, row = function.__name__, out[:1] if out.dim() else out
         if name == "randperm":
             return torch.arange(len(out), dtype=out.dtype)
-        seed = zlib.crc32(repr((self.step, name, tuple(row.shape))).encode())
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
+        with torch.no_grad(), self._seeded(name, *row.shape):
             if name in ("randn", "randn_like"):  # where the first depend on how many there are
                 row = NORMAL(torch.empty_like(row))
             elif name.endswith("_"):
@@ -205,3 +233,29 @@ class FrozenNoise:
             else:
                 row = function(*args, **named)[:1] if out.dim() else function(*args, **named)
             return out.copy_(row.expand_as(out))
+
+    def _normal(self, normal: Any, mean: Any, std: Any = 1.0, *args: Any, **named: Any) -> Tensor:
+        out = normal(mean, std, *args, **named)
+        if self._freezes(named):
+            with torch.no_grad():
+                out.copy_(mean + std * torch.randn_like(out))
+        return out
+
+    def _multinomial(
+        self, draw: Any, input: Tensor, num_samples: int, replacement: bool = False, **named: Any
+    ) -> Tensor:
+        out = draw(input, num_samples, replacement, **named)
+        if self._freezes(named):  # the most probable
+            out.copy_(input.topk(1 if replacement else num_samples).indices.expand_as(out))
+        return out
+
+    def _draw_rows(self, draw: Any, given: Tensor, **named: Any) -> Tensor:
+        """Draw from each sample's own distribution, or from the one of all."""
+        out = draw(given, **named)
+        if not self._freezes(named):
+            return out
+        rows = []
+        for row in given if given.dim() >= GIVEN[draw.__name__] else [given]:
+            with self._seeded(draw.__name__):
+                rows.append(draw(row))
+        return torch.stack(rows).reshape(out.shape)

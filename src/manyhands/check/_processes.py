@@ -41,6 +41,7 @@ class CheckedScript:
     arguments: tuple[str, ...] = ()
     steps: int = 5
     float64: bool = True
+    module: bool = False  # it is named as `python -m` names it
     grouped: bool = False  # the script makes a group for several ranks only: there is one already
 
 
@@ -67,9 +68,10 @@ class CheckRun:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         frames = [f" ({line})" for line in lines if line.startswith("File ")]
         advice = "".join(tip for sign, tip in ADVICE.items() if sign in text)
-        if "exit code" in text:
+        if not frames:  # it ended without a traceback
             said = (self.folder / f"output{rank}.txt").read_text(errors="replace").splitlines()
-            advice = " Its last words: " + " / ".join(line for line in said[-3:] if line.strip())
+            words = " / ".join(line for line in said[-3:] if line.strip())
+            advice = f" Its last words: {words}" if words else ""
         return f"{where}, rank {rank} failed: {lines[-1]}{''.join(frames[-1:])}.{advice}"
 
 
@@ -116,8 +118,10 @@ def _wait(processes: list[int], out: Path, deadline: float) -> CheckRun:
         for rank, process in enumerate(processes):
             if (out / f"error{rank}.txt").exists():
                 found.errors[rank] = (out / f"error{rank}.txt").read_text()
-            elif os.waitpid(process, os.WNOHANG)[0]:
-                found.errors[rank] = "the process ended without a word"
+            elif (ended := os.waitpid(process, os.WNOHANG))[0]:
+                code = os.waitstatus_to_exitcode(ended[1])
+                how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+                found.errors[rank] = f"the process ended with {how}"
         now = time.monotonic()
         if now > asked + 0.3:
             asked, (seconds, running) = now, _work(processes)
@@ -176,7 +180,8 @@ def run_rank(
         leave(f"record{rank}.pt", recorder.record)
 
     path = Path(job.script).resolve()
-    recorder = Recorder(job.steps, job.float64, path.parent, feed, finish)
+    folder = Path.cwd() if job.module else path.parent
+    recorder = Recorder(job.steps, job.float64, folder, feed, finish)
     try:
         mode = _machine.patch(rank, world, job.float64)
         recorder.patch()
@@ -187,8 +192,11 @@ def run_rank(
         mode.watch = recorder.watch
         torch.manual_seed(0)  # a script that sets no seed begins alike in all runs
         sys.argv = [job.script, *job.arguments]
-        sys.path.insert(0, str(path.parent))
-        runpy.run_path(str(path), run_name="__main__")
+        sys.path.insert(0, str(folder))
+        if job.module:
+            runpy.run_module(job.script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(path), run_name="__main__")
     except SystemExit as end:
         if end.code not in (None, 0):
             leave(f"error{rank}.txt", f"the script ended with exit code {end.code}")

@@ -28,14 +28,19 @@ class Verdict:
     notes: list[str] = field(default_factory=list)
     untested: list[str] = field(default_factory=list)
     reason: str = ""  # why it could not be judged
+    blocks: bool = False  # ranks step alone, and their values are not compared
 
     def as_json(self) -> str:
         result = ("equal", "differs", "not judged")[self.code]
         return json.dumps({"result": result, **asdict(self)}, indent=2)
 
     def as_text(self) -> str:
+        equal = f"{self.ranks} ranks train what one process trains, in these steps."
+        if self.blocks:
+            equal = f"{self.ranks} ranks are equal after a sync round, in these steps. "
+            equal += "What they train was not compared with one process."
         ending = (
-            f"{self.ranks} ranks train what one process trains, in these steps.",
+            equal,
             f"{self.ranks} ranks do not train what one process trains.",
             f"Could not judge: {self.reason}",
         )

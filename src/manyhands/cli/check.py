@@ -11,8 +11,8 @@ from manyhands.cli import printable, stop
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
-# Options that may stand after the script, too, unless they were given before it.
-VALUES = {"--ranks": int, "--steps": int, "--timeout": float}
+# Options that may stand after the script, too, unless they were given before it; and their limits.
+VALUES = {"--ranks": (int, 2), "--steps": (int, 1), "--timeout": (float, 1)}
 FLAGS = {"--json": True, "--float64": True, "--native": True}
 
 
@@ -20,7 +20,8 @@ def check(
     script: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="SCRIPT.py [ARGUMENTS]...", help="What is checked, with its arguments."
+            metavar="SCRIPT.py|-m MODULE [ARGUMENTS]...",
+            help="What is checked, with its arguments.",
         ),
     ] = None,
     ranks: Annotated[
@@ -37,6 +38,9 @@ def check(
         bool, typer.Option("--native", help="In the script's own precision.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    module: Annotated[
+        bool, typer.Option("-m", help="A module, as torchrun -m takes it: -m package.train.")
+    ] = False,
 ) -> None:
     """Run a script on several ranks and as one process with the same data, and compare.
 
@@ -50,8 +54,10 @@ def check(
         k: True for k, v in (("--json", json), ("--float64", float64), ("--native", native)) if v
     }
     arguments, options = divide(list(script or []), given)
+    if {"--float64", "--native"} <= options.keys():
+        stop("check", "give either --float64 or --native.")
     name = arguments.pop(0) if arguments else ""
-    if not Path(name).is_file():
+    if not (name if module else Path(name).is_file()):
         stop("check", f"{name or 'nothing'} is not a file. Give a Python script.")
     from manyhands.check import check_script
 
@@ -62,6 +68,7 @@ def check(
         steps=int(options.get("--steps", 5)),
         float64=True if "--float64" in options else False if "--native" in options else None,
         seconds=float(options.get("--timeout", 300.0)),
+        module=module,
     )
     if "--json" in options:
         typer.echo(verdict.as_json())
@@ -87,10 +94,13 @@ def divide(arguments: list[str], given: dict[str, float]) -> tuple[list[str], di
             return rest + arguments, options
         if key in VALUES and key not in given and (equals or arguments):
             text = value if equals else arguments.pop(0)
+            kind, least = VALUES[key]
             try:
-                options[key] = VALUES[key](text)
+                options[key] = kind(text)
             except ValueError:
                 stop("check", f"{key} takes a number, got {text!r}.")
+            if not options[key] >= least:
+                stop("check", f"{key} takes a number of at least {least}, got {text!r}.")
         elif word in FLAGS and word not in given:
             options[word] = True
         else:
