@@ -164,6 +164,17 @@ def test_a_newer_format_is_an_error(tmp_path, monkeypatch):
         mh.load(tmp_path)
 
 
+def test_torchs_older_fsdp_is_an_error(tmp_path):
+    def go(call):
+        cpu = torch.device("cpu")
+        model = torch.distributed.fsdp.FullyShardedDataParallel(nn.Linear(4, 2), device_id=cpu)
+        call(tmp_path, model=model)
+
+    mh.save(tmp_path, model=nn.Linear(4, 2))
+    for call in (mh.save, mh.load):
+        raises_on_ranks(2, TypeError, go, call, match="Use mh.FSDP or torch's fully_shard")
+
+
 def test_ranks_that_disagree_are_an_error(tmp_path):
     import torch.distributed as dist
 
