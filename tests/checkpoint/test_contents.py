@@ -473,6 +473,19 @@ def test_a_model_may_be_loaded_in_another_precision(tmp_path):
     assert torch.equal(half.weight, model.weight.bfloat16())
 
 
+def test_the_default_device_may_be_any(tmp_path):
+    def go():
+        setup, other = Setup("OSS").train(1), Setup("OSS", seed=3)
+        expected = setup.held()
+        with torch.device("meta"):
+            for wait in (False, True):
+                mh.save(tmp_path, **setup.given(), value=torch.ones(2, device="cpu"), wait=wait)
+            assert mh.load(tmp_path, **other.given())["value"].tolist() == [1, 1]
+        assert_equal(other.held(), expected)
+
+    run_ranks(2, go)
+
+
 def test_state_in_another_type_than_the_parameter_keeps_it(tmp_path):
     class Wide(torch.optim.SGD):
         def step(self, closure=None):
