@@ -447,6 +447,31 @@ def test_state_of_a_frozen_parameter_waits_until_it_thaws(tmp_path):
     run_ranks(2, go)
 
 
+class Counting(torch.optim.SGD):
+    """An optimizer that keeps state of all parameters together."""
+
+    def step(self, closure=None):
+        self.state["steps"] = 1 + (self.state["steps"] or 0)
+        self.state["global"]["seen"] = self.state["global"].get("seen", torch.zeros(9)) + 1
+        return super().step(closure)
+
+
+def test_state_of_no_parameter_continues(tmp_path):
+    def go(path):
+        setups = [Setup("OSS", (Counting, {"lr": 0.1}), seed) for seed in (0, 1, 2)]
+        setups[0].train(2)
+        mh.save(path, **setups[0].given())
+        mh.load(path, **setups[1].given())
+        setups[0].optimizer.consolidate_state_dict(-1)
+        setups[2].optimizer.load_state_dict(setups[0].optimizer.state_dict())
+        for setup in setups:
+            state = setup.train(2).optimizer.optim.state
+            assert state["steps"] == 4 and state["global"]["seen"].tolist() == [4] * 9
+
+    go(tmp_path / "one")
+    run_ranks(2, go, tmp_path / "two")
+
+
 def test_a_rule_that_patches_its_optimizer_is_saved_with_it(tmp_path):
     def build():
         model = nn.Linear(2, 1)
