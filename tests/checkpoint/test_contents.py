@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from helpers.checkpoint_oracle import Setup, assert_equal
+from helpers.checkpoint_oracle import ADAMW, SGD, Setup, assert_equal
 from helpers.forge import complete, data_file, only
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands import adaptdl
@@ -496,6 +496,27 @@ def test_a_model_may_be_loaded_in_another_precision(tmp_path):
     half = nn.Linear(2, 2, dtype=torch.bfloat16)
     mh.load(tmp_path, model=half)
     assert torch.equal(half.weight, model.weight.bfloat16())
+
+
+@pytest.mark.parametrize("way", ["plain", "OSS", "FSDP"])
+@pytest.mark.parametrize("kind", [ADAMW, SGD])
+def test_state_follows_its_parameters_into_another_precision(kind, way, tmp_path):
+    def go(here, there):
+        torch.set_default_dtype(here)
+        setup = Setup(way, kind).train(2)
+        mh.save(tmp_path, **setup.given())
+        torch.set_default_dtype(there)
+        other = Setup(way, kind, seed=3)
+        mh.load(tmp_path, **other.given())
+        for name, tensor in setup.held().items():
+            step = name.startswith("step ")  # always float32
+            if tensor.is_floating_point() and name != "lr":
+                expected = tensor if step else tensor.to(there)
+                assert torch.equal(other.held()[name], expected), name
+        other.train(1)
+
+    for types in ((torch.float64, torch.float32), (torch.float32, torch.float64)):
+        run_ranks(2, go, *types)
 
 
 def test_the_default_device_may_be_any(tmp_path):

@@ -389,10 +389,9 @@ class OptimizerLoader:
                     continue
                 target = tensor_parts.entry_parts(part, EXACT_ENTRY, part.exact)
             else:
-                shape, dtype = stored.shape, stored.torch_dtype
-                result[entry], target = tensor_parts.allocate_target(
-                    part, name, entry, shape, dtype
-                )
+                # The parameter itself, if the model was saved, too.
+                own = self._reader.tensors.get("model/" + key.partition(f"/{escape(entry)}/")[2])
+                result[entry], target = tensor_parts.allocate_target(part, name, entry, stored, own)
             self.targets[key] = target.merge(self.targets.get(key))
         return result
 
