@@ -490,6 +490,28 @@ def test_a_rule_that_patches_its_optimizer_is_saved_with_it(tmp_path):
     assert str(other.scaling_rule.state_dict()) == str(model.scaling_rule.state_dict())
 
 
+def test_state_of_the_parameters_size_in_another_shape_continues(tmp_path):
+    def build():
+        layer = nn.Linear(3, 2, bias=False)
+        return layer, torch.optim.LBFGS(layer.parameters(), lr=0.1, max_iter=3)
+
+    def step(layer, optimizer):
+        def closure():
+            optimizer.zero_grad()
+            loss = layer(torch.eye(3)).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    (layer, optimizer), (other, twin) = build(), build()
+    step(layer, optimizer)
+    mh.save(tmp_path, model=layer, optimizer=optimizer)
+    mh.load(tmp_path, model=other, optimizer=twin)
+    step(layer, optimizer), step(other, twin)
+    assert torch.equal(other.weight, layer.weight)
+
+
 def test_a_model_may_be_loaded_in_another_precision(tmp_path):
     model = nn.Linear(2, 2)
     mh.save(tmp_path, model=model)

@@ -502,8 +502,9 @@ def allocate_target(
     # State in the parameter's type follows it into another, as torch's loading does.
     if elementwise and own is not None and dtype == own.torch_dtype:
         dtype = like.dtype
-    # As many elements as the parameter in another shape: surely another model's.
-    if not elementwise and torch.Size(shape).numel() == param.numel() > 1:
+    same = own is not None and own.shape == tuple(param.shape) and part.start is None
+    # As many elements as a parameter that may be another model's: surely it is.
+    if not (elementwise or same) and torch.Size(shape).numel() == param.numel() > 1:
         raise ValueError(
             f"the state {entry!r} of {name!r} has the shape {shape} in the checkpoint, and "
             f"the parameter {tuple(param.shape)}."
