@@ -82,6 +82,15 @@ def test_another_optimizer_is_an_error(make, error, message, tmp_path):
     assert_equal(setup.held(), before)
 
 
+def test_a_parameter_outside_of_the_model_is_told_its_place(tmp_path):
+    model, temperature = nn.Linear(2, 1), nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature])
+    with pytest.raises(ValueError, match=r"model\.register_parameter\(name, parameter\)"):
+        mh.save(tmp_path, model=model, optimizer=optimizer)
+    model.register_parameter("temperature", temperature)
+    mh.save(tmp_path, model=model, optimizer=optimizer)
+
+
 def test_a_rule_needs_a_saved_rule_but_not_the_other_way_round(tmp_path):
     bare, ruled = Setup("plain").train(1), Setup("plain", rule=mh.AdamScale).train(1)
     mh.save(tmp_path / "bare", **bare.given())
@@ -107,6 +116,9 @@ def test_another_scheduler_and_other_values(tmp_path):
         mh.load(tmp_path, scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(TypeError, match=r"one= must have state_dict\(\)"):
         mh.load(tmp_path, one=2)
+    mh.save(tmp_path, model=setup.model)
+    with pytest.raises(ValueError, match="has no 'one', and no other value"):
+        mh.load(tmp_path, one=nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -150,6 +162,17 @@ def test_a_newer_format_is_an_error(tmp_path, monkeypatch):
         mh.save(tmp_path, value=1)
     with pytest.raises(ValueError, match="format version 3, and this release reads 2"):
         mh.load(tmp_path)
+
+
+def test_torchs_older_fsdp_is_an_error(tmp_path):
+    def go(call):
+        cpu = torch.device("cpu")
+        model = torch.distributed.fsdp.FullyShardedDataParallel(nn.Linear(4, 2), device_id=cpu)
+        call(tmp_path, model=model)
+
+    mh.save(tmp_path, model=nn.Linear(4, 2))
+    for call in (mh.save, mh.load):
+        raises_on_ranks(2, TypeError, go, call, match="Use mh.FSDP or torch's fully_shard")
 
 
 def test_ranks_that_disagree_are_an_error(tmp_path):

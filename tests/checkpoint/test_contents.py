@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
-from helpers.checkpoint_oracle import Setup, assert_equal
+from helpers.checkpoint_oracle import ADAMW, SGD, Setup, assert_equal
 from helpers.forge import complete, data_file, only
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands import adaptdl
@@ -447,6 +447,31 @@ def test_state_of_a_frozen_parameter_waits_until_it_thaws(tmp_path):
     run_ranks(2, go)
 
 
+class Counting(torch.optim.SGD):
+    """An optimizer that keeps state of all parameters together."""
+
+    def step(self, closure=None):
+        self.state["steps"] = 1 + (self.state["steps"] or 0)
+        self.state["global"]["seen"] = self.state["global"].get("seen", torch.zeros(9)) + 1
+        return super().step(closure)
+
+
+def test_state_of_no_parameter_continues(tmp_path):
+    def go(path):
+        setups = [Setup("OSS", (Counting, {"lr": 0.1}), seed) for seed in (0, 1, 2)]
+        setups[0].train(2)
+        mh.save(path, **setups[0].given())
+        mh.load(path, **setups[1].given())
+        setups[0].optimizer.consolidate_state_dict(-1)
+        setups[2].optimizer.load_state_dict(setups[0].optimizer.state_dict())
+        for setup in setups:
+            state = setup.train(2).optimizer.optim.state
+            assert state["steps"] == 4 and state["global"]["seen"].tolist() == [4] * 9
+
+    go(tmp_path / "one")
+    run_ranks(2, go, tmp_path / "two")
+
+
 def test_a_rule_that_patches_its_optimizer_is_saved_with_it(tmp_path):
     def build():
         model = nn.Linear(2, 1)
@@ -465,12 +490,68 @@ def test_a_rule_that_patches_its_optimizer_is_saved_with_it(tmp_path):
     assert str(other.scaling_rule.state_dict()) == str(model.scaling_rule.state_dict())
 
 
+def test_state_of_the_parameters_size_in_another_shape_continues(tmp_path):
+    def build():
+        layer = nn.Linear(3, 2, bias=False)
+        return layer, torch.optim.LBFGS(layer.parameters(), lr=0.1, max_iter=3)
+
+    def step(layer, optimizer):
+        def closure():
+            optimizer.zero_grad()
+            loss = layer(torch.eye(3)).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    (layer, optimizer), (other, twin) = build(), build()
+    step(layer, optimizer)
+    mh.save(tmp_path, model=layer, optimizer=optimizer)
+    mh.load(tmp_path, model=other, optimizer=twin)
+    step(layer, optimizer), step(other, twin)
+    assert torch.equal(other.weight, layer.weight)
+
+
 def test_a_model_may_be_loaded_in_another_precision(tmp_path):
     model = nn.Linear(2, 2)
     mh.save(tmp_path, model=model)
     half = nn.Linear(2, 2, dtype=torch.bfloat16)
     mh.load(tmp_path, model=half)
     assert torch.equal(half.weight, model.weight.bfloat16())
+
+
+@pytest.mark.parametrize("way", ["plain", "OSS", "FSDP"])
+@pytest.mark.parametrize("kind", [ADAMW, SGD])
+def test_state_follows_its_parameters_into_another_precision(kind, way, tmp_path):
+    def go(here, there):
+        torch.set_default_dtype(here)
+        setup = Setup(way, kind).train(2)
+        mh.save(tmp_path, **setup.given())
+        torch.set_default_dtype(there)
+        other = Setup(way, kind, seed=3)
+        mh.load(tmp_path, **other.given())
+        for name, tensor in setup.held().items():
+            step = name.startswith("step ")  # always float32
+            if tensor.is_floating_point() and name != "lr":
+                expected = tensor if step else tensor.to(there)
+                assert torch.equal(other.held()[name], expected), name
+        other.train(1)
+
+    for types in ((torch.float64, torch.float32), (torch.float32, torch.float64)):
+        run_ranks(2, go, *types)
+
+
+def test_the_default_device_may_be_any(tmp_path):
+    def go():
+        setup, other = Setup("OSS").train(1), Setup("OSS", seed=3)
+        expected = setup.held()
+        with torch.device("meta"):
+            for wait in (False, True):
+                mh.save(tmp_path, **setup.given(), value=torch.ones(2, device="cpu"), wait=wait)
+            assert mh.load(tmp_path, **other.given())["value"].tolist() == [1, 1]
+        assert_equal(other.held(), expected)
+
+    run_ranks(2, go)
 
 
 def test_state_in_another_type_than_the_parameter_keeps_it(tmp_path):

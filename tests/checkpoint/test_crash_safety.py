@@ -337,7 +337,8 @@ def test_a_file_system_that_takes_no_more_files_leaves_nothing_half_made(at, tmp
     assert mh.load(tmp_path)["value"].tolist() == [1, 1, 1]
 
 
-def test_an_asynchronous_error_surfaces_at_the_next_save(tmp_path, monkeypatch):
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_asynchronous_error_surfaces_once(waits, tmp_path, monkeypatch):
     model = torch.nn.Linear(2, 2)
     full = OSError(errno.ENOSPC, "full")
 
@@ -351,7 +352,7 @@ def test_an_asynchronous_error_surfaces_at_the_next_save(tmp_path, monkeypatch):
             pass
     assert "failed" in repr(saving)
     with pytest.raises(OSError, match="no room"):
-        mh.save(tmp_path, model=model)
+        saving.wait() if waits else mh.save(tmp_path, model=model)
     mh.save(tmp_path, model=model)
     assert len(complete(tmp_path)) == 1
 

@@ -107,7 +107,7 @@ def connect(
     if pairs:
         open_pairs(group, rank, size)
     else:
-        group.allreduce([torch.zeros(1)]).wait()
+        group.allreduce([torch.zeros(1, device="cpu")]).wait()
     return Lease(group, tuple(ranks))
 
 
@@ -115,8 +115,8 @@ def open_pairs(group: Any, rank: int, size: int) -> None:
     """Let all ranks exchange a message with each other, which connects them."""
     works = []
     for turn in range(1, size):  # on all ranks in the same order
-        works.append(group.recv([torch.empty(1)], (rank - turn) % size, TAG))
-        works.append(group.send([torch.empty(1)], (rank + turn) % size, TAG))
+        works.append(group.recv([torch.empty(1, device="cpu")], (rank - turn) % size, TAG))
+        works.append(group.send([torch.empty(1, device="cpu")], (rank + turn) % size, TAG))
     for work in works:
         work.wait()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -23,10 +24,11 @@ WORDS = 624  # in the state of a Mersenne Twister
 def random_state() -> dict[str, Tensor]:
     """Return the state from which the generators will draw."""
     version, words, gauss = random.getstate()
+    tensor = partial(torch.tensor, device="cpu")  # the default device may be another
     state = {
-        "python": torch.tensor([version, *words]),  # the last word is the position
+        "python": tensor([version, *words]),  # the last word is the position
         # Normal numbers are drawn in pairs; the second waits here. NaN stands for "none waits".
-        "python.gauss": torch.tensor(math.nan if gauss is None else gauss, dtype=torch.float64),
+        "python.gauss": tensor(math.nan if gauss is None else gauss, dtype=torch.float64),
         "torch": torch.get_rng_state(),
     }
     device = _device_in_use()
@@ -36,8 +38,8 @@ def random_state() -> dict[str, Tensor]:
     if numpy is not None:
         name, keys, position, has_gauss, gauss = numpy.get_state()
         if name == "MT19937":  # a program may have put another generator there
-            state["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss])
-            state["numpy.gauss"] = torch.tensor(gauss, dtype=torch.float64)
+            state["numpy"] = tensor([*keys.tolist(), position, has_gauss])
+            state["numpy.gauss"] = tensor(gauss, dtype=torch.float64)
     return state
 
 

@@ -373,6 +373,12 @@ def state_parts(
     return [part for part in parts if include_empty or not part.empty], packed
 
 
+def common_state(packed: SavedState) -> StateDict:
+    """Return the state under keys that are no parameter's, such as "global"."""
+    numbers = {number for group in packed["param_groups"] for number in group["params"]}
+    return {key: value for key, value in packed["state"].items() if key not in numbers}
+
+
 def options_of(group: Mapping[str, Value]) -> dict[str, Value]:
     """Return a parameter group without its parameters."""
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}

@@ -490,19 +490,23 @@ def to_parts(tensor: Tensor, savers: Savers = ALONE) -> TensorParts:
 
 
 def allocate_target(
-    part: OptimizerStatePart, name: str, entry: str, shape: Sequence[int], dtype: torch.dtype
+    part: OptimizerStatePart, name: str, entry: str, stored: StoredTensor, own: StoredTensor | None
 ) -> tuple[Tensor, TensorParts]:
     """Return a tensor to fill with a saved entry, and its slices.
 
-    `shape` is the saved entry's whole shape. If the optimizer has a tensor that fits already, that
-    one is returned, and filled in place.
+    `own` is the parameter in the checkpoint. If the optimizer has a tensor that fits already,
+    that one is returned, and filled in place.
     """
-    param, like = part.param, part.like
-    elementwise = tuple(shape) == tuple(param.shape) and (len(shape) > 0 or entry != "step")
-    # As many elements as the parameter in another shape: surely another model's.
-    if not elementwise and torch.Size(shape).numel() == param.numel() > 1:
+    param, like, shape, dtype = part.param, part.like, stored.shape, stored.torch_dtype
+    elementwise = shape == tuple(param.shape) and (len(shape) > 0 or entry != "step")
+    # State in the parameter's type follows it into another, as torch's loading does.
+    if elementwise and own is not None and dtype == own.torch_dtype:
+        dtype = like.dtype
+    same = own is not None and own.shape == tuple(param.shape) and part.start is None
+    # As many elements as a parameter that may be another model's: surely it is.
+    if not (elementwise or same) and torch.Size(shape).numel() == param.numel() > 1:
         raise ValueError(
-            f"the state {entry!r} of {name!r} has the shape {tuple(shape)} in the checkpoint, and "
+            f"the state {entry!r} of {name!r} has the shape {shape} in the checkpoint, and "
             f"the parameter {tuple(param.shape)}."
         )
     now = part.entries.get(entry)
@@ -511,7 +515,7 @@ def allocate_target(
             return now, to_parts(now)
         # torch's optimizers keep `step` on the CPU: reading it must not wait for the GPU.
         device = "cpu" if entry == "step" else param.device
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+        tensor = torch.empty(shape, dtype=dtype, device=device)
         return tensor, to_parts(tensor)
     if _has_shape_and_type(now, like.shape, dtype) and _has_same_layout(now, like):
         tensor = now

@@ -60,8 +60,11 @@ class Saving:
 
     def wait(self) -> Path:
         """Wait until the checkpoint is complete on the disk. Raise on every rank if it failed."""
+        global _pending
         if self._thread is not None:
             self._thread.join()
+        if _pending is self:  # what is raised here does not block later saves
+            _pending = None
         if self._problem is not None:
             raise self._problem
         return self.path
@@ -90,11 +93,8 @@ _pending: Saving | None = None
 
 def wait_for_pending() -> None:
     """Wait for the last asynchronous save. Raise its error if nobody has waited for it."""
-    global _pending
-    # Forgotten first: an error is raised once, and does not block later saves.
-    before, _pending = _pending, None
-    if before is not None:
-        before.wait()
+    if _pending is not None:
+        _pending.wait()
 
 
 @arguments.explained

@@ -121,6 +121,11 @@ def _reshard(model: nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
         for module in model.modules():
+            if isinstance(module, fsdp.FullyShardedDataParallel):
+                raise TypeError(
+                    "torch's FullyShardedDataParallel shows only this rank's shard of the model, "
+                    "without its place. Use mh.FSDP or torch's fully_shard."
+                )
             if isinstance(module, fsdp.FSDPModule):
                 module.reshard()
 

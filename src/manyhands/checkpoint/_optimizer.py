@@ -13,6 +13,7 @@ replica r of a later run continues from the saved replica r modulo N.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +32,10 @@ from manyhands._core.state_parts import (
     OptimizerLayers,
     OptimizerStatePart,
     RuleParts,
+    SavedState,
     ShardedOptimizer,
     StatePart,
+    common_state,
     options_of,
     plain_optimizer,
     state_parts,
@@ -142,7 +145,8 @@ def group_names(optimizer: Optimizer, names: ModelNames | None) -> list[list[str
             if name is None:
                 raise ValueError(
                     f"parameter {place} of group {number}, of shape {tuple(param.shape)}, is not "
-                    "the model's. Make the optimizer after the model is moved and sharded."
+                    "the model's. Make the optimizer after the model is moved and sharded. If the "
+                    "model never had it: model.register_parameter(name, parameter)."
                 )
             members.append(name)
         result.append(members)
@@ -227,9 +231,11 @@ def no_put(path: str, _: Tensor) -> str:
     return path
 
 
-def _other_state(packed: Mapping[str, object], layers: OptimizerLayers) -> dict[str, object]:
-    """Return what a user's own optimizer adds to its state dict."""
+def _other_state(packed: SavedState, layers: OptimizerLayers) -> dict[str, object]:
+    """Return what a user's own optimizer adds to its state dict, and to its "state"."""
     found = {k: v for k, v in packed.items() if k not in ("state", "param_groups", "manyhands")}
+    if common := common_state(packed):
+        found["state"] = common
     # The layers ended at a wrapper with state of its own, and ours is inside: saving that as
     # "other" would store every rank's state as if it were rank 0's.
     if "blocks" in packed or ("manyhands" in packed and layers.rule is None):
@@ -383,10 +389,9 @@ class OptimizerLoader:
                     continue
                 target = tensor_parts.entry_parts(part, EXACT_ENTRY, part.exact)
             else:
-                shape, dtype = stored.shape, stored.torch_dtype
-                result[entry], target = tensor_parts.allocate_target(
-                    part, name, entry, shape, dtype
-                )
+                # The parameter itself, if the model was saved, too.
+                own = self._reader.tensors.get("model/" + key.partition(f"/{escape(entry)}/")[2])
+                result[entry], target = tensor_parts.allocate_target(part, name, entry, stored, own)
             self.targets[key] = target.merge(self.targets.get(key))
         return result
 
@@ -405,7 +410,8 @@ class OptimizerLoader:
             {**{k: v for k, v in group.items() if k not in loaded}, **loaded}
             for group, loaded in zip(self._packed["param_groups"], options, strict=True)
         ]
-        packed = {**self._packed, **self._other, "state": state, "param_groups": groups}
+        all_state = {**self._other.get("state", {}), **state}
+        packed = {**self._packed, **self._other, "state": all_state, "param_groups": groups}
         holder, sharded = self.inner, self._layers.sharded
         if sharded is None:
             holder.load_state_dict(packed)
@@ -564,7 +570,7 @@ class OptimizerSnapshot:
         for optimizer in optimizers:
             for each in _that_load(optimizer):
                 groups = [(group, dict(group)) for group in each.param_groups]
-                state = {param: dict(entries) for param, entries in each.state.items()}
+                state = {param: copy.copy(entries) for param, entries in each.state.items()}
                 self._optimizers.append((each, dict(vars(each)), groups, state))
 
     @torch.no_grad()

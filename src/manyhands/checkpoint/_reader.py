@@ -183,7 +183,7 @@ class SafetensorsFile:
                 increment_version(target)  # torch has not seen the change
                 continue
             # Otherwise read whole rows into a block, and copy the wanted columns out of it.
-            block = torch.empty((len(rows), *shape[1:]), dtype=entry.dtype)
+            block = torch.empty((len(rows), *shape[1:]), dtype=entry.dtype, device="cpu")
             self._fill(start, _format.memory_of(block))
             for dim in range(1, len(shape)):
                 block = block.narrow(dim, offsets[dim], rows.shape[dim])
@@ -255,7 +255,7 @@ class Reader(ExitStack):
         """Return a whole tensor, compared with its checksums; in `result`, if it is given."""
         tensor = self.tensors[key]
         if result is None:
-            result = torch.empty(tensor.shape, dtype=tensor.torch_dtype)
+            result = torch.empty(tensor.shape, dtype=tensor.torch_dtype, device="cpu")
         for stored in tensor.slices:
             target, offsets = result, (0,) * len(stored.sizes)
             for dim, (offset, size) in enumerate(zip(stored.offsets, stored.sizes, strict=True)):
@@ -273,7 +273,7 @@ class Reader(ExitStack):
         own = [(name, (), e.shape) for name, e in file.entries.items() if name.startswith(OWN)]
         file.verify(own)
         for name, _, shape in own:
-            tensor = torch.empty(shape, dtype=file.entries[name].dtype)
+            tensor = torch.empty(shape, dtype=file.entries[name].dtype, device="cpu")
             file.read(name, (), tensor)
             result[name.removeprefix(OWN)] = tensor
         return result

@@ -202,7 +202,8 @@ class RunLoader:
         missing = sorted(set(values) - set(commit.values))
         if missing:
             saved = list_names(sorted(commit.values))
-            raise ValueError(f"the checkpoint has no {list_names(missing)}, but {saved}.")
+            others = f"but {saved}" if saved else "and no other value"
+            raise ValueError(f"the checkpoint has no {list_names(missing)}, {others}.")
         for name, value in commit.values.items():
             self._add_value(name, value, values.get(name), reader)
 

@@ -178,7 +178,7 @@ class Save:
         for name, tensor in named.items():
             entry = TensorEntry(name, tensor.dtype, tuple(tensor.shape))
             if copy:  # on the CPU even for a GPU
-                tensor = torch.empty(entry.shape, dtype=entry.dtype).copy_(tensor)
+                tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu").copy_(tensor)
             self._tensors.append((entry, tensor))
         # Wide types first: each tensor then begins at a multiple of its element size. Written from
         # the end, so that each copy is freed then.

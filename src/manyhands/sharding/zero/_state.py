@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from manyhands._core.flat import check_own_shards, flatten, unflatten
-from manyhands._core.state_parts import OptimizerStatePart, SavedState, options_of
+from manyhands._core.state_parts import OptimizerStatePart, SavedState, common_state, options_of
 from manyhands.sharding.zero._flat_params import FlatBuffer, ParamSlice, Shards
 
 SMALL = 8  # elements
@@ -98,7 +98,9 @@ def collect_state(
                     full.copy_(unflatten(tensor, param))
                 else:
                     flatten(full, param)[start:stop] = tensor.view(-1)
-    ordered = {index: result[index] for index in sorted(result)}
+    ordered: dict[Any, ParamState] = {index: result[index] for index in sorted(result)}
+    # Every rank has the state that is no parameter's.
+    ordered |= copy.deepcopy({k: v for k, v in optim.state.items() if not isinstance(k, Tensor)})
     return ordered if here else None
 
 
@@ -186,7 +188,7 @@ def cut_state_dict(
 def _shard_state_dict(state_dict: SavedState, groups: Groups, shards: Shards) -> StateDict:
     """Cut this rank's shard out of a plain optimizer's state dict, for the inner optimizer."""
     saved = state_dict["state"]
-    state: dict[int, ParamState] = {}
+    state: dict[Any, ParamState] = copy.deepcopy(common_state(state_dict))
     # The inner optimizer counts slices, the saved dict parameters: `count` and `first + number`.
     inner_groups, count, first = [], 0, 0
     for group, given in zip(groups, state_dict["param_groups"], strict=True):
@@ -221,7 +223,8 @@ def plain_state_dict(
         numbers = range(first, first + len(group["params"]))
         packed.append({**group, "params": list(numbers)})
         first += len(numbers)
-    return {"state": {i: dict(entries) for i, entries in collected.items()}, "param_groups": packed}
+    state = {key: copy.copy(entries) for key, entries in collected.items()}
+    return {"state": state, "param_groups": packed}
 
 
 def _state_without_slices(state_dict: SavedState, shards: Shards) -> dict[int, ParamState]:
@@ -259,7 +262,7 @@ def _check_plain_state_dict(state_dict: SavedState, groups: Groups, shards: Shar
         )
     cut = shards.even and shards.workers.size > 1
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    if foreign := state_dict["state"].keys() - set(numbers):
+    if foreign := [key for key in common_state(state_dict) if str(key).isdigit()]:
         # They would be lost: numbers become strings on the way through JSON.
         raise ValueError(
             f"the state dict has state of {sorted(foreign, key=str)[:4]}, which no parameter "
