@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -78,3 +79,22 @@ def test_a_module_of_a_package_runs_as_under_torchrun(tmp_path, monkeypatch):
     assert result.exit_code == 1, result.output
     assert "0.5000 times" in result.output
     assert "train.py:18" in result.output
+
+
+@pytest.mark.long
+def test_a_check_that_is_stopped_ends_its_processes_and_puts_files_back(tmp_path):
+    (tmp_path / "log").write_text("mine")
+    text = "import os, time\nopen('log', 'a').write('.')\nopen(f'{os.getpid()}', 'w')\n"
+    (tmp_path / "train.py").write_text(text + "while True: time.sleep(0.1)")
+    command = "from manyhands.cli import main; main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", command, "check", "train.py"], cwd=tmp_path
+    ) as checking:
+        while not (ranks := [path.name for path in tmp_path.glob("[0-9]*")]):
+            assert checking.poll() is None
+            time.sleep(0.05)
+        checking.terminate()
+        assert checking.wait(30) == 143
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "train.py"]
+    assert (tmp_path / "log").read_text() == "mine"
+    assert not any(os.path.exists(f"/proc/{rank}") for rank in ranks)

@@ -145,8 +145,8 @@ def group_names(optimizer: Optimizer, names: ModelNames | None) -> list[list[str
             if name is None:
                 raise ValueError(
                     f"parameter {place} of group {number}, of shape {tuple(param.shape)}, is not "
-                    "the model's. Make the optimizer after the model is moved and sharded. If the "
-                    "model never had it: model.register_parameter(name, parameter)."
+                    "the model's. Make the optimizer after the model is moved and sharded. If it "
+                    "is in no module, add it: model.register_parameter(name, parameter)."
                 )
             members.append(name)
         result.append(members)

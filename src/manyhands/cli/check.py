@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -61,6 +63,8 @@ def check(
         stop("check", f"{name or 'nothing'} is not a file. Give a Python script.")
     from manyhands.check import check_script
 
+    # So that a check which is stopped ends its processes, and puts files back.
+    before_it = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     verdict = check_script(
         name,
         arguments,
@@ -70,6 +74,7 @@ def check(
         seconds=float(options.get("--timeout", 300.0)),
         module=module,
     )
+    signal.signal(signal.SIGTERM, before_it)
     if "--json" in options:
         typer.echo(verdict.as_json())
     else:
