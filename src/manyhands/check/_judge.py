@@ -92,8 +92,13 @@ class Check:
 
     def one_process(self) -> Recording:
         """Return the record of one process that was given the ranks' batches."""
-        keys = [{k for k, x in r.loaders.items() if x.trains} for r in self.case.ranks]
-        loaders = [False] if keys[0] and all(other == keys[0] for other in keys) else []
+        ranks = self.case.ranks
+        keys = [{k for k, x in r.loaders.items() if x.trains} for r in ranks]
+        given = [sum(map(len, x.epochs)) for r in ranks for x in r.training_loaders()]
+        passes = sum(len(step.passes) for step in self.case.steps)
+        leaves_out = max(given, default=0) > 1.5 * passes  # the batches of other ranks, say
+        same = bool(keys[0]) and all(other == keys[0] for other in keys)
+        loaders = [False] if same and not leaves_out else []
         plans = [(how, calls) for calls in (*loaders, True) for how in ("joined", "split")]
         reasons = []
         for how, calls in [*plans, *(("apart", calls) for calls in (*loaders, True))]:
