@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -14,8 +15,9 @@ def ranks_end_by_themselves(monkeypatch):
 
     def wait_and_kill(process, number):
         until, flags = time.monotonic() + 1.0, os.WEXITED | os.WNOHANG | os.WNOWAIT
-        while not os.waitid(os.P_PID, process, flags) and time.monotonic() < until:
-            time.sleep(0.01)
+        with suppress(ChildProcessError):  # it ended before, and was waited for
+            while not os.waitid(os.P_PID, process, flags) and time.monotonic() < until:
+                time.sleep(0.01)
         kill(process, number)
 
     if coverage.Coverage.current() is not None:

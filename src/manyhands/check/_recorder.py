@@ -86,7 +86,7 @@ class Recorder:
         return best
 
     def _call(self, call: Any, module: Any, *args: Any, **named: Any) -> Any:
-        if detect_fake_mode() is not None:  # a dry run, without values
+        if not self.depth and detect_fake_mode() is not None:  # a dry run, without values
             return call(module, *args, **named)
         outer, frozen = self.depth, self.noise.frozen
         if not outer and torch.is_grad_enabled():
