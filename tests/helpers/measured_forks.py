@@ -36,7 +36,9 @@ class MeasuredForks:
     def __init__(self, coverage: Coverage) -> None:
         self._coverage = coverage
         self._collector = coverage._collector
-        self._folder = tempfile.TemporaryDirectory(prefix="coverage-")
+        self._temporary = tempfile.TemporaryDirectory(prefix="coverage-")
+        self._folder = Path(self._temporary.name, ".cache")  # `manyhands check` leaves it alone
+        self._folder.mkdir()
         self._pid = os.getpid()
         self._known: Arcs = {}
         os.register_at_fork(before=self.collect, after_in_child=self._begin)
@@ -45,7 +47,7 @@ class MeasuredForks:
         """Take over what forks have written."""
         if os.getpid() != self._pid:
             return  # a fork that forks: this is left to the test process
-        for path in Path(self._folder.name).glob("*.arcs"):
+        for path in self._folder.glob("*.arcs"):
             for name, arcs in marshal.loads(path.read_bytes()).items():
                 self._collector.data.setdefault(name, set()).update(arcs)
             path.unlink()
@@ -66,6 +68,6 @@ class MeasuredForks:
             if (added := arcs - self._known.get(name, set()))
         }
         if new:
-            path = Path(self._folder.name, f"{os.getpid()}.part")
+            path = self._folder / f"{os.getpid()}.part"
             path.write_bytes(marshal.dumps(new))
             path.rename(path.with_suffix(".arcs"))  # whole, or not there
