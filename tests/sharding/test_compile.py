@@ -104,9 +104,10 @@ def compilers_files(tmp_path_factory):
     import torch._dynamo.utils  # here, once, and not in each rank
     import torch._inductor.config
 
-    with pytest.MonkeyPatch.context() as patch:
+    # Not with setattr of the patch: undoing that deletes the setting, for a second time here.
+    threads = torch._inductor.config.patch(compile_threads=1)
+    with pytest.MonkeyPatch.context() as patch, threads:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        patch.setattr(torch._inductor.config, "compile_threads", 1)
         yield
 
 
