@@ -135,12 +135,11 @@ def shared_samples(case: Case) -> Found:
     # Noise in the data set hides that two samples are one. Their indices show it, in equal sets.
     by_index = bool(every and every[0].data) and len({loader.data for loader in every}) == 1
     by_index = by_index and all(loader.indexed for loader in every)
-    what = "indices" if by_index else "samples"
-    seen = [[one for step in r.steps for one in getattr(step, what) if one] for r in case.ranks]
-    if not all(seen):
-        what = "samples"
-        seen = [[one for step in r.steps for one in step.samples if one] for r in case.ranks]
-    if not all(seen):
+    for what in ("indices", "samples")[not by_index :]:
+        seen = [[one for step in r.steps for one in getattr(step, what) if one] for r in case.ranks]
+        if all(seen):
+            break
+    else:
         return
     pairs = [(first, other) for first, *rest in zip(*seen, strict=False) for other in rest]
     same = sum(sum((Counter(a) & Counter(b)).values()) for a, b in pairs)

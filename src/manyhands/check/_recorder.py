@@ -337,7 +337,7 @@ def full(tensor: Any) -> Tensor:
     return whole.detach().clone()
 
 
-def _indices(drawn: "deque[Any] | None") -> list[int]:
+def _indices(drawn: deque[Any] | None) -> list[int]:
     """Return the indices of the batch that was drawn first, if they are known."""
     first = drawn.popleft() if drawn else None
     indices: list[Any] = list(first) if isinstance(first, list | tuple) else [first]

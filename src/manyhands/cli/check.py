@@ -65,16 +65,18 @@ def check(
 
     # So that a check which is stopped ends its processes, and puts files back.
     before_it = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    verdict = check_script(
-        name,
-        arguments,
-        ranks=int(options.get("--ranks", 2)),
-        steps=int(options.get("--steps", 5)),
-        float64=True if "--float64" in options else False if "--native" in options else None,
-        seconds=float(options.get("--timeout", 300.0)),
-        module=module,
-    )
-    signal.signal(signal.SIGTERM, before_it)
+    try:
+        verdict = check_script(
+            name,
+            arguments,
+            ranks=int(options.get("--ranks", 2)),
+            steps=int(options.get("--steps", 5)),
+            float64=True if "--float64" in options else False if "--native" in options else None,
+            seconds=float(options.get("--timeout", 300.0)),
+            module=module,
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before_it)
     if "--json" in options:
         typer.echo(verdict.as_json())
     else:
