@@ -4,6 +4,7 @@ import gc
 import os
 import resource
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -21,8 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 import manyhands as mh
 from helpers.pages import ROOT
 from helpers.ranks import run_ranks
-from manyhands._core.groups import GroupCloser, group_closer
-from manyhands._core.sockets import closed_in_epolls, forget_sockets
+from manyhands._core.groups import GroupCloser, HeldGroup, group_closer
+from manyhands._core.ranks import RankGroup
+from manyhands._core.sockets import TCP_CLOSE, forget_sockets, shut_connections, watched_sockets
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc, which is Linux's"
@@ -162,10 +164,10 @@ def test_a_forked_child_lets_go_of_no_group():
 
     group = Group()
     seen = weakref.ref(group)
-    held = [group]
+    held = HeldGroup(group, process=os.getpid() + 1)  # as in a forked child
     del group
-    group_closer.close_when_unused(held, os.getpid() + 1)  # as in a forked child
-    held.clear()
+    group_closer.close_when_unused(held)
+    held.group = None
     assert seen() is not None
     assert not any(thread.name == "manyhands end" for thread in threading.enumerate())
 
@@ -282,10 +284,59 @@ def test_only_sockets_that_were_never_connected_are_taken_off_an_epoll():
     ):
         for end in (server, connected, closed, datagrams):
             epoll.register(end)
-        found = {each for each in closed_in_epolls() if each.epoll == epoll.fileno()}
-        assert [each.descriptor for each in found] == [closed.fileno()]
+        watched = watched_sockets([epoll.fileno()])
+        assert {each.descriptor for each in watched} == {
+            server.fileno(),
+            connected.fileno(),
+            closed.fileno(),
+        }
+        never_connected = {each for each in watched if each.state == TCP_CLOSE}
+        assert [each.descriptor for each in never_connected] == [closed.fileno()]
         assert (closed.fileno(), select.EPOLLHUP | select.EPOLLOUT) in epoll.poll(0)
-        forget_sockets(found)
-        forget_sockets(found)  # twice changes nothing
+        forget_sockets(never_connected)
+        forget_sockets(never_connected)  # twice changes nothing
         assert closed.fileno() not in dict(epoll.poll(0))
-        assert not found & closed_in_epolls()
+        assert not never_connected & watched_sockets([epoll.fileno()])
+
+
+def test_connections_that_are_shut_deliver_what_was_sent_before():
+    with (
+        select.epoll() as epoll,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as connected,
+    ):
+        accepted, _ = server.accept()
+        with accepted:
+            epoll.register(server)
+            epoll.register(connected)
+            connected.sendall(b"sent before")
+            shut = shut_connections([epoll.fileno()])
+            assert [each.descriptor for each in shut] == [connected.fileno()]
+            assert accepted.recv(100) == b"sent before"
+            assert accepted.recv(100) == b""
+        assert shut_connections([]) == set()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_groups_end_while_forked_processes_have_copies_of_their_sockets(size):
+    """As the workers of a DataLoader: gloo aborted the process that closed such a group."""
+
+    def work():
+        children = []
+        for _ in range(15):
+            ranks = RankGroup.of().with_cpu_group(pairs=True)
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+            children.append(child)
+            dist.barrier()  # all ranks drop the group together
+            del ranks
+        left = settled(lambda: sum(t.name == "manyhands end" for t in threading.enumerate()), 0)
+        dist.barrier()
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        return left
+
+    assert run_ranks(size, work) == [0] * size

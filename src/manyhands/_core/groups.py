@@ -38,8 +38,9 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -48,14 +49,24 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
 from manyhands._core.dry_run import DryGroup, dry_group
-from manyhands._core.sockets import WatchedSocket, closed_in_epolls, forget_sockets
+from manyhands._core.sockets import (
+    TCP_CLOSE,
+    WatchedSocket,
+    forget_sockets,
+    idle_gloo_loops,
+    shut_connections,
+    watched_sockets,
+)
 from manyhands._core.warn import warn
 
 Gather: TypeAlias = Callable[[list[float]], list[list[float]]]  # numbers, over some ranks
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 1.0  # seconds between two looks at who still holds a group
 STUCK = 0.3  # seconds between two looks at what keeps a group from ending
+SHUT_WITHIN = 1.0  # seconds in which gloo closes connections that have been shut
 
 CALL, TAG = "Call it on every worker.", 7060  # the tag of the messages that open connections
+
+_making_devices = threading.Lock()
 
 # The newest prefixes that this rank has used, by name. Weak: a store is a server's port.
 _serials: weakref.WeakKeyDictionary[Store, Counter[str]] = weakref.WeakKeyDictionary()
@@ -75,13 +86,22 @@ def new_prefix(store: Store, kind: str, ranks: Sequence[int], gather: Gather) ->
     return f"{name}/{serial}"
 
 
+@dataclass
+class HeldGroup:
+    """A group of our own, on its way from its maker to `GroupCloser`, which drops it."""
+
+    group: Any  # None once it has been dropped
+    epolls: frozenset[int] = frozenset()  # on which the threads of gloo wait for its sockets
+    process: int = field(default_factory=os.getpid)
+
+
 class Lease:
     """Keeps a group of our own alive. An object that keeps `group` keeps the lease as well."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
-        self.group = group
+    def __init__(self, held: HeldGroup, ranks: tuple[int, ...]) -> None:
+        self.group: dist.ProcessGroup = held.group
         self.ranks = ranks  # among all processes
-        weakref.finalize(self, group_closer.close_when_unused, [group], os.getpid())
+        weakref.finalize(self, group_closer.close_when_unused, held)
 
 
 def connect(
@@ -97,18 +117,20 @@ def connect(
     # `pairs`: they will exchange slices, or broadcast; else they pass messages on in a ring.
     own_store, size = PrefixStore(new_prefix(store, "group", ranks, gather), store), len(ranks)
     if (dry := dry_group()) is not None:
-        return Lease(DryGroup(rank, size, dry.counted), tuple(ranks))
-    gloo = make_gloo(own_store, rank, size, timeout or default_pg_timeout)
+        return Lease(HeldGroup(DryGroup(rank, size, dry.counted)), tuple(ranks))
+    held = make_gloo(own_store, rank, size, timeout or default_pg_timeout)
     # Around it what torch has around every backend, so that profilers see its collectives too.
     group = dist.ProcessGroup(own_store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, held.group)
+    held.group = group
+    lease = Lease(held, tuple(ranks))
     # A barrier, too: a rank that drops the group before all have connected would break it.
     if pairs:
         open_pairs(group, rank, size)
     else:
         group.allreduce([torch.zeros(1, device="cpu")]).wait()
-    return Lease(group, tuple(ranks))
+    return lease
 
 
 def open_pairs(group: Any, rank: int, size: int) -> None:
@@ -121,13 +143,16 @@ def open_pairs(group: Any, rank: int, size: int) -> None:
         work.wait()
 
 
-def make_gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str = "") -> Any:
+def make_gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str = "") -> HeldGroup:
     """Return a gloo group that connects two ranks when they first exchange a message."""
     make: Any = dist.ProcessGroupGloo  # torch's types leave its options out
     options = make._Options()
     options._timeout = timeout
-    options._devices = gloo_devices(host)
-    return make(store, rank, size, options)
+    with _making_devices:  # torch does not say which epolls belong to a device
+        before = idle_gloo_loops()
+        options._devices = gloo_devices(host)
+        epolls = {loop.epoll for loop in idle_gloo_loops() - before}
+    return HeldGroup(make(store, rank, size, options), frozenset(epolls))
 
 
 def gloo_devices(host: str = "") -> list[Any]:
@@ -201,17 +226,33 @@ class RollCall:
         return False
 
 
-def _end_loop(dropped: threading.Event) -> None:
-    """Let gloo's thread end that waits for sockets, while the group it belongs to is dropped.
+def _close_connections(epolls: Collection[int]) -> bool:
+    """Shut a group's connections; return whether gloo's thread has closed all of them."""
+    deadline = time.monotonic() + SHUT_WITHIN
+    while connections := shut_connections(epolls):
+        if time.monotonic() > deadline:
+            # One that never connected has no owner that could close it (see `_end_loop`).
+            return all(connection.state == TCP_CLOSE for connection in connections)
+        time.sleep(FIRST_PAUSE)
+    return True
+
+
+def _end_loop(epolls: Collection[int], dropped: threading.Event) -> None:
+    """Let gloo's thread end that waits on these epolls, while the group it belongs to is dropped.
 
     It ends as soon as no socket has anything to say. After a cut one may be left that was never
     connected, which always has (torch 2.13). Then the thread is busy, and never ends.
     """
     seen: set[WatchedSocket] = set()
     while not dropped.wait(STUCK):
-        now = closed_in_epolls()
+        now = {each for each in watched_sockets(epolls) if each.state == TCP_CLOSE}
         forget_sockets(seen & now)  # not those that are about to be connected
         seen = now
+
+
+def _keep_for_ever(group: object) -> None:
+    """Leave a group to the end of the process."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 class GroupCloser:
@@ -226,9 +267,9 @@ class GroupCloser:
         self._under_way: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._closed = False
 
-    def close_when_unused(self, held: list[object], process: int) -> None:
-        """Drop the group in this list once nobody else has it; return at once."""
-        if process == os.getpid() and not self._closed:
+    def close_when_unused(self, held: HeldGroup) -> None:
+        """Drop this group once it has no other user; return at once."""
+        if held.process == os.getpid() and not self._closed:
             thread = threading.Thread(target=self._drop, args=(held,), name="manyhands end")
             thread.daemon = True
             try:
@@ -238,19 +279,28 @@ class GroupCloser:
                 pass
         # The group's threads belong to the process that made it, and the system ends them with it.
         # A forked child would wait for them for ever, and at Python's end it is too late to wait.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held[0]))
+        _keep_for_ever(held.group)
 
-    def _drop(self, held: list[object]) -> None:
-        """Wait, in a thread, until nobody else has the group, and let it end."""
+    def _drop(self, held: HeldGroup) -> None:
+        """Wait, in a thread, until the group has no other user, and let it end."""
         pause = FIRST_PAUSE
-        while sys.getrefcount(held[0]) > 2 or not self._enter():  # the list, and the call itself
+        while sys.getrefcount(held.group) > 2 or not self._enter():  # the field, and the call
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+        # While gloo ends a group, it closes sockets without taking them off its epoll. Where a
+        # forked process has copies of them, such as a DataLoader's worker, the epoll still reports
+        # them, and gloo aborts this process (torch 2.13). So the connections are closed first.
+        if not _close_connections(held.epolls):
+            _keep_for_ever(held.group)
+        # Under numbers that no other epoll gets when gloo closes these.
+        epolls = [os.dup(epoll) for epoll in held.epolls]
         dropped = threading.Event()
         with suppress(RuntimeError):  # Python is ending, as above
-            threading.Thread(target=_end_loop, args=(dropped,), daemon=True).start()
-        held.clear()
+            threading.Thread(target=_end_loop, args=(epolls, dropped), daemon=True).start()
+        held.group = None
         dropped.set()
+        for epoll in epolls:
+            os.close(epoll)
 
     def _enter(self) -> bool:
         """Return whether there is still time to drop a group, and note that this thread does so."""

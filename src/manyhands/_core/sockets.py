@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TCP_RTO_MAX_MS = 44  # of Linux 6.15; Python has no name for it
-TCP_CLOSE = 7  # a state, of linux/tcp_states.h
-
-Address = tuple[str, int]  # host and port
-Endpoints = tuple[Address, Address]  # of a connected socket: its own, and the other side's
+# States of a connection, of linux/tcp_states.h.
+TCP_CLOSE = 7
+TCP_LISTEN = 10
 
 
 def resend_often(end: socket.socket) -> None:
@@ -33,8 +32,8 @@ def resend_often_to(port: int) -> None:
     """Do so on the connections of this process to a port: torch has no option for its own."""
     if sys.platform == "linux":
         for end in internet_sockets():
-            with closing(end):
-                if (ends := endpoints_of(end)) is not None and ends[1][1] == port:
+            with closing(end), suppress(OSError):  # not connected
+                if end.getpeername()[1] == port:
                     resend_often(end)
 
 
@@ -67,54 +66,57 @@ def internet_socket(descriptor: int) -> socket.socket | None:
     return None
 
 
-def endpoints_of(end: socket.socket) -> Endpoints | None:
-    """Return both addresses of a connection; None of a socket that is not connected."""
-    try:
-        return end.getsockname()[:2], end.getpeername()[:2]  # without IPv6's flow and scope
-    except OSError:  # not connected
-        return None
-
-
-def listening_ports() -> list[int]:
-    """Return the ports on which this process listens."""
-    ports = []
-    for end in internet_sockets():
-        with closing(end):
-            if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                ports.append(int(end.getsockname()[1]))
-    return ports
-
-
-def connected_endpoints() -> Iterator[Endpoints]:
-    """Yield the two endpoints of each connection of this process."""
-    for end in internet_sockets():
-        with closing(end):
-            if (endpoints := endpoints_of(end)) is not None:
-                yield endpoints
-
-
-# -- sockets that nobody waits for any more --------------------------------------------------------
+# -- the event loops of gloo ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class WatchedSocket:
-    """A socket in the list of an epoll, by their descriptors and the socket's inode."""
+    """A TCP socket in the list of an epoll."""
 
-    epoll: int
+    epoll: int  # a descriptor
     descriptor: int
-    inode: str
+    inode: str  # of the socket
+    state: int  # of the connection, as TCP_LISTEN
 
 
-def closed_in_epolls() -> set[WatchedSocket]:
-    """Return the TCP sockets that epolls of this process wait for and that are not connected."""
+def watched_sockets(epolls: Iterable[int]) -> set[WatchedSocket]:
+    """Return the TCP sockets in the lists of these epolls."""
     found = set()
-    for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else []:
-        with suppress(OSError):  # closed meanwhile
-            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
-                lines = Path("/proc/self/fdinfo", name).read_text().splitlines()
-                watched = (re.search(r"tfd: *(\d+) .* ino:(\w+)", line) for line in lines)
-                found |= {WatchedSocket(int(name), int(w[1]), w[2]) for w in watched if w}
-    return {watched for watched in found if _is_closed(watched.descriptor)}
+    for epoll in epolls:
+        for descriptor, inode in _watched_by(epoll):
+            state = _tcp_state(descriptor)
+            if state is not None:
+                found.add(WatchedSocket(epoll, descriptor, inode, state))
+    return found
+
+
+def idle_gloo_loops() -> set[WatchedSocket]:
+    """Return the listening sockets of gloo devices without connections, with their epolls.
+
+    The event loop of a gloo device waits on an epoll. A new device watches a pipe and a listening
+    socket.
+    """
+    found = set()
+    for epoll in _epolls():
+        if len(_watched_by(epoll)) == 2:
+            listening = [each for each in watched_sockets([epoll]) if each.state == TCP_LISTEN]
+            found.update(listening)
+    return found
+
+
+def shut_connections(epolls: Iterable[int]) -> set[WatchedSocket]:
+    """Shut the connections that these epolls watch; return those that gloo has not closed yet.
+
+    Each waiting message fails at once, at both ends. Data that has been sent still arrives.
+    """
+    connections = {each for each in watched_sockets(epolls) if each.state != TCP_LISTEN}
+    for watched in connections:
+        end = internet_socket(watched.descriptor)
+        if end is not None:
+            with closing(end), suppress(OSError):  # closed meanwhile, or never connected
+                # Not close(): gloo owns the descriptor, and still waits on it.
+                end.shutdown(socket.SHUT_RDWR)
+    return connections
 
 
 def forget_sockets(sockets: Iterable[WatchedSocket]) -> None:
@@ -124,12 +126,32 @@ def forget_sockets(sockets: Iterable[WatchedSocket]) -> None:
             epoll.unregister(watched.descriptor)
 
 
-def _is_closed(descriptor: int) -> bool:
+def _epolls() -> list[int]:
+    """Return the epolls of this process, by their descriptors; none outside Linux."""
+    found = []
+    for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else []:
+        with suppress(OSError):  # closed meanwhile
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
+                found.append(int(name))
+    return found
+
+
+def _watched_by(epoll: int) -> list[tuple[int, str]]:
+    """Return the descriptors in an epoll's list, each with its inode."""
+    try:
+        text = Path(f"/proc/self/fdinfo/{epoll}").read_text()
+    except OSError:  # closed meanwhile
+        return []
+    return [(int(fd), inode) for fd, inode in re.findall(r"tfd: *(\d+) .* ino:(\w+)", text)]
+
+
+def _tcp_state(descriptor: int) -> int | None:
+    """Return the state of a TCP socket; None of any other descriptor."""
     found = internet_socket(descriptor)
     if found is None:
-        return False
+        return None
     with closing(found):
         try:
-            return found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE
+            return found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
         except OSError:  # not of TCP
-            return False
+            return None

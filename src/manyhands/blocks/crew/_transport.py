@@ -1,9 +1,9 @@
 """The connections of a generation: a gloo group that can be aborted.
 
 gloo has no way to end a message that waits for a stopped process: `abort` returns at once and
-changes nothing (torch 2.13), so the message waits until the timeout. Therefore we keep track of
-which of the process's sockets belong to the group, and shut them down. Every waiting message then
-fails at once, at both ends.
+changes nothing (torch 2.13), so the message waits until the timeout. Therefore we shut down the
+connections on which the group's threads wait (on Linux). Every waiting message then fails at once,
+at both ends.
 
 There is one rare exception. If gloo is about to send a message and the sending thread itself finds
 the connection broken, gloo forgets the message. A thread that waits for it waits until the
@@ -18,20 +18,19 @@ import os
 import socket
 import threading
 import time
-from contextlib import closing, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from manyhands._core.groups import gloo_devices, group_closer, make_gloo, open_pairs
-from manyhands._core.sockets import (
-    Endpoints,
-    connected_endpoints,
-    endpoints_of,
-    internet_sockets,
-    listening_ports,
+from manyhands._core.groups import (
+    HeldGroup,
+    gloo_devices,
+    group_closer,
+    make_gloo,
+    open_pairs,
 )
+from manyhands._core.sockets import shut_connections
 from manyhands.blocks.crew._store import UNSIGNED, Signer, connect_to_store, parse_address
 
 # Seconds between two checks of something that is waited for: at first, and in a long wait.
@@ -110,18 +109,14 @@ class SignedStore(Store):
                 raise RuntimeError(f"no member has written {key} for {timeout.total_seconds():g} s")
             time.sleep(0.05)
 
-    def exchange(self, rank: int, size: int, ports: list[int]) -> list[int]:
-        """Read all members' addresses at once, for gloo; return the ports on which they listen."""
-        self.set(f"member/{rank}", json.dumps([self._written, ports]))
+    def exchange(self, rank: int, size: int) -> None:
+        """Read all members' addresses at once, for gloo."""
+        self.set(f"member/{rank}", json.dumps(self._written))
         keys = [f"{self._prefix}member/{other}" for other in range(size)]
         self._client.wait(keys, self._timeout)
         texts = map(self._signer.verify, keys, self._client.multi_get(keys))
-        found = []
         for other, text in enumerate(texts):
-            addresses, its_ports = json.loads(text or self.text(f"member/{other}"))
-            self._known |= addresses
-            found += its_ports
-        return found
+            self._known |= json.loads(text or self.text(f"member/{other}"))
 
 
 class GlooTransport:
@@ -130,9 +125,9 @@ class GlooTransport:
     def __init__(
         self, connection: StoreConnection, prefix: str, rank: int, size: int, timeout: float
     ) -> None:
-        self.group: dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroupGloo | None = None  # once all members have connected
+        self._held: HeldGroup | None = None  # the group from the moment it is made
         self.error: Exception | None = None
-        self._endpoints: set[Endpoints] = set()  # of the group's own sockets
         self._aborted = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(
@@ -152,12 +147,9 @@ class GlooTransport:
     def abort(self) -> None:
         """Make every message that waits in the group fail, here and at the other end."""
         self._aborted = True
-        for end in internet_sockets():
-            with closing(end):
-                if endpoints_of(end) in self._endpoints:
-                    with suppress(OSError):  # the other side has closed it since
-                        # Not close(): gloo owns the descriptor, and still waits on it.
-                        end.shutdown(socket.SHUT_RDWR)
+        with self._lock:  # the group is not dropped meanwhile
+            if self._held is not None:
+                shut_connections(self._held.epolls)
 
     def release(self) -> None:
         """Abort, and let the group be destroyed without a wait."""
@@ -165,10 +157,11 @@ class GlooTransport:
         # the group's threads.
         self.abort()
         with self._lock:  # the connecting thread may release too, if the group came too late
-            held: list[object] = [self.group]
+            held = self._held
+            self._held = None
             self.group = None
-        if held[0] is not None:
-            group_closer.close_when_unused(held, os.getpid())
+        if held is not None:
+            group_closer.close_when_unused(held)
 
     def _connect(
         self, connection: StoreConnection, prefix: str, rank: int, size: int, timeout: float
@@ -178,25 +171,14 @@ class GlooTransport:
             client = connection.acquire()
             seconds = min(timeout, CONNECT_TIMEOUT)
             store = SignedStore(client, prefix, connection.signer, seconds)
-            # Compare the process's sockets before and after, to find which ones gloo has opened.
-            ports_before, endpoints_before = set(listening_ports()), set(connected_endpoints())
-            group = make_gloo(
-                store, rank, size, timedelta(seconds=seconds), own_address(connection.store)
-            )
-            # Other threads may open a listening port meanwhile. One more port here does no harm.
-            new_ports = [port for port in listening_ports() if port not in ports_before]
-            ports = set(store.exchange(rank, size, new_ports))
-            open_pairs(group, rank, size)  # returns when all members have connected
-            group._set_default_timeout(timedelta(seconds=timeout))
-            # A connection of the group is new, and has a member's listening port at one end.
-            self._endpoints = {
-                ends
-                for ends in connected_endpoints()
-                if ends not in endpoints_before and not ports.isdisjoint((ends[0][1], ends[1][1]))
-            }
+            limit = timedelta(seconds=seconds)
+            held = make_gloo(store, rank, size, limit, own_address(connection.store))
+            self._held = held
+            store.exchange(rank, size)
+            open_pairs(held.group, rank, size)  # returns when all members have connected
+            held.group._set_default_timeout(timedelta(seconds=timeout))
             connection.put_back(client)
-            self.group = group
-            del group  # self.group is the last reference, which release() hands on
+            self.group = held.group
             if self._aborted:  # before the group existed, so abort() could not reach its sockets
                 self.release()
         except Exception as error:
