@@ -317,19 +317,19 @@ def test_connections_that_are_shut_deliver_what_was_sent_before():
         assert shut_connections([]) == set()
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_groups_end_while_forked_processes_have_copies_of_their_sockets(size):
+def test_groups_end_while_forked_processes_have_copies_of_their_sockets():
     """As the workers of a DataLoader: gloo aborted the process that closed such a group."""
 
     def work():
         children = []
         for _ in range(15):
             ranks = RankGroup.of().with_cpu_group(pairs=True)
-            child = os.fork()
-            if child == 0:
-                time.sleep(60)
-                os._exit(0)
-            children.append(child)
+            if dist.get_rank() > 0:  # rank 0's connections really end when it closes them
+                child = os.fork()
+                if child == 0:
+                    time.sleep(60)
+                    os._exit(0)
+                children.append(child)
             dist.barrier()  # all ranks drop the group together
             del ranks
         left = settled(lambda: sum(t.name == "manyhands end" for t in threading.enumerate()), 0)
@@ -339,4 +339,4 @@ def test_groups_end_while_forked_processes_have_copies_of_their_sockets(size):
             os.waitpid(child, 0)
         return left
 
-    assert run_ranks(size, work) == [0] * size
+    assert run_ranks(4, work) == [0] * 4
