@@ -6,6 +6,7 @@ import resource
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -315,6 +316,23 @@ def test_connections_that_are_shut_deliver_what_was_sent_before():
             assert accepted.recv(100) == b"sent before"
             assert accepted.recv(100) == b""
         assert shut_connections([]) == set()
+
+
+def test_a_connection_that_the_other_side_has_reset_does_not_keep_the_next_one_open():
+    with (
+        select.epoll() as epoll,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as first,
+        socket.create_connection(server.getsockname()) as second,
+    ):
+        peers = [server.accept()[0] for _ in range(2)]
+        peers[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peers[0].close()
+        epoll.register(first)
+        epoll.register(second)
+        with peers[1]:
+            shut_connections([epoll.fileno()])
+            assert peers[1].recv(1) == b""
 
 
 def test_groups_end_while_forked_processes_have_copies_of_their_sockets():
