@@ -1,10 +1,12 @@
 """What every test shares. Ranks are forked (ranks.py), so the slow imports happen once, here."""
 
+import faulthandler
 import gc
 import os
 import random
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 
 import hypothesis
@@ -34,6 +36,9 @@ torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 gc.collect()
 gc.freeze()
 os.register_at_fork(before=huge_pages.before_fork)
+# pytest has Python report a crash on a copy of stderr that it does not capture. Forked processes
+# that a test lets crash report on stderr, which is shown if the test fails.
+os.register_at_fork(after_in_child=partial(faulthandler.enable, 2))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -110,6 +110,28 @@ def test_a_rank_that_dies_is_named_with_its_signal():
         run_ranks(2, shoots_itself)
 
 
+def test_a_rank_that_aborts_shows_its_stack_in_the_message_only(capfd):
+    def aborts():
+        if dist.get_rank() == 1:
+            os.abort()
+
+    with pytest.raises(
+        RanksFailed, match=r"rank 1 died \(SIGABRT\):\nFatal Python error"
+    ) as caught:
+        run_ranks(2, aborts)
+    assert "in aborts" in str(caught.value)
+    assert "in pytest_runtest_call" not in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_forked_process_reports_its_crash_where_pytest_captures_it(capfd):
+    process = os.fork()
+    if process == 0:
+        os.abort()
+    os.waitpid(process, 0)
+    assert "Fatal Python error: Aborted" in capfd.readouterr().err
+
+
 def test_no_process_is_left_behind(tmp_path):
     def note_pid(hang):
         (tmp_path / str(os.getpid())).touch()

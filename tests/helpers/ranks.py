@@ -211,7 +211,9 @@ class _Rank:
         if self.state == DIED:
             code = self.process.exitcode or 0
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            return f"rank {self.rank} died without a traceback ({how}).\n"
+            crash = _frames_of_rank(self.stack_file.read_text())
+            found = f" ({how}):\n{crash}" if crash else f" without a traceback ({how}).\n"
+            return f"rank {self.rank} died{found}"
         if self.state == WAITING:
             return f"rank {self.rank} was still waiting here:\n{self._stack()}"
         return f"rank {self.rank} returned.\n"
@@ -237,9 +239,14 @@ class _Rank:
             stack = self.stack_file.read_text()
         if not stack:
             return "  (no answer to SIGUSR1)\n"
-        # Below _live stand the frames of pytest, which the rank inherited from its parent.
-        frames = stack.partition(" in _live\n")[0].splitlines(keepends=True)
-        return "".join(line for line in frames if f'"{__file__}"' not in line)
+        return _frames_of_rank(stack)
+
+
+def _frames_of_rank(stack: str) -> str:
+    """Return the part of a stack that is the rank's, without this file's frames."""
+    # Below _live stand the frames of pytest, which the rank inherited from its parent.
+    frames = stack.partition(" in _live\n")[0].splitlines(keepends=True)
+    return "".join(line for line in frames if f'"{__file__}"' not in line)
 
 
 def _wait_for_all(ranks: list[_Rank], timeout: float) -> None:
@@ -283,6 +290,7 @@ def _live(rank: _Rank, call: Callable[[], Any], connection: Connection) -> NoRet
         os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
         stack_file = rank.stack_file.open("w")
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+        faulthandler.enable(stack_file)  # for `_describe`, if the rank aborts
         try:
             torch.save(call(), rank.result_file)
             state = RETURNED

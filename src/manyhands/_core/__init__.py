@@ -15,6 +15,7 @@ wrappers.py       optimizers around optimizers, and what a gradient scaler leave
 several.py        several optimizers as one
 foreign.py        objects of other libraries: our integration with theirs
 modules.py        modules around a model, and the names in it
+uneven.py         errors for ranks with unequal numbers of batches, inside torch's `Join`
 stop_notice.py    whether this process was asked to stop
 state_parts.py    the layers of an optimizer, and their state in parts, for checkpoints
 tensor_parts.py  the slices of tensors on this rank, and where slices are stored

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from manyhands._core.foreign import advice
+from manyhands._core.uneven import refuse_join
 from manyhands._core.wrappers import YieldingProperty
 
 INNER = "_fsdp_wrapped_module"  # in names of parameters; torch's own tools know it, and drop it
@@ -44,6 +46,10 @@ class ModuleWrapper(nn.Module):
         if isinstance(asks, DistributedDataParallel) and dist.get_world_size() > 1:
             raise inside_ddp(self)
         raise AttributeError("only DistributedDataParallel is refused")
+
+    def join_hook(self, **kwargs: object) -> NoReturn:
+        """Refuse torch's `Join`, which calls this when it is made."""
+        raise refuse_join(type(self).__name__)
 
     def check_can_save(self, model: nn.Module) -> None:
         """Raise if a checkpoint could not hold the parameters of `model`, which has this inside."""
@@ -98,3 +104,37 @@ def modules_holding(
             found = {index_of[id(p)] for p in thing.parameters() if id(p) in index_of}
             if found:
                 yield thing, found
+
+
+class ParallelModules:
+    """The `DistributedDataParallel` modules around some parameters, found at the first use."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = params
+        self._found: list[weakref.ref[nn.Module]] | None = None  # None: not searched yet
+
+    def _live(self) -> Iterator[nn.Module]:
+        if self._found is None:
+            found = modules_holding(self._params, _is_ddp)
+            self._found = [weakref.ref(module) for module, _ in found]
+        for reference in self._found:
+            module = reference()
+            if module is not None:
+                yield module
+
+    @property
+    def in_no_sync(self) -> bool:
+        """Whether any of them leaves the pass under way unaveraged."""
+        return any(not module.require_backward_grad_sync for module in self._live())
+
+    def check_not_joined(self, name: str) -> None:
+        """Raise inside `Join`, where ranks without data would not take part in a step."""
+        for module in self._live():
+            # torch has no public way to ask for this, and does not clear it after the `with` block.
+            join: Any = getattr(module, "_join_config", None)
+            if join is not None and join.enable and not join.throw_on_early_termination:
+                raise refuse_join(name)
+
+
+def _is_ddp(module: nn.Module) -> bool:
+    return isinstance(module, DistributedDataParallel)

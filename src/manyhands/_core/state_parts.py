@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -25,6 +25,7 @@ from torch.optim.optimizer import StateDict
 
 from manyhands._core.arguments import flag, real, whole
 from manyhands._core.several import optimizers_in
+from manyhands._core.uneven import refuse_join
 from manyhands._core.wrappers import OptimizerWrapper, ParamGroup, unwrap
 
 Value = TypeVar("Value")
@@ -229,6 +230,10 @@ class ShardedOptimizer(Optimizer):
     @state.setter
     def state(self, value: object) -> None:
         """Ignore the empty state that torch's constructor sets."""
+
+    def join_hook(self, **kwargs: object) -> NoReturn:
+        """Refuse torch's `Join`, which calls this when it is made."""
+        raise refuse_join(type(self).__name__)
 
     def join_in(self) -> None:
         """Take part in averaging gradients, if this rank has had no backward pass for them."""

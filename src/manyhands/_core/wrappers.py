@@ -50,6 +50,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._core.flat import local_shard
+from manyhands._core.uneven import EVEN_INPUTS, refuse_join
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -154,6 +155,10 @@ class OptimizerWrapper(Optimizer):
         """Whether stopping after this step loses less than going on, as far as this rank knows."""
         return True
 
+    def join_hook(self, **kwargs: object) -> NoReturn:
+        """Refuse torch's `Join`, which calls this when it is made."""
+        raise refuse_join(type(self).__name__)
+
     def state_parts(self) -> object:
         """Return what saves and loads the state that this layer adds (`state_parts.py`)."""
         return self
@@ -215,9 +220,10 @@ def wrapped_attribute(wrapper: object, wrapped: object, name: str) -> Any:
     try:
         return getattr(wrapped, name)
     except AttributeError as error:
+        advice = f". {EVEN_INPUTS}" if name == "join" else ""  # the method of torch's DDP
         raise AttributeError(
             f"{type(wrapper).__name__!r} object has no attribute {name!r}, and neither has the "
-            f"{type(wrapped).__name__} inside",
+            f"{type(wrapped).__name__} inside{advice}",
             name=name,
             obj=wrapper,
         ) from error

@@ -41,14 +41,13 @@ from typing import Protocol, SupportsIndex
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from manyhands._core.arguments import whole
 from manyhands._core.backward import BackwardPasses
 from manyhands._core.flat import local_shard
 from manyhands._core.foreign import PreparedOptimizer
-from manyhands._core.modules import modules_holding
+from manyhands._core.modules import ParallelModules
 from manyhands._core.ranks import RankGroup
 from manyhands._core.state_parts import SavedEntries
 from manyhands._core.wrappers import LossScale, ParamGroup, unwrap
@@ -432,7 +431,7 @@ class Measurement:
             compare_at_scale_1=self._compare_at_scale_1,
         )
         self.exchange.set_groups(len(param_groups), self._params[0].device)
-        self._in_no_sync = NoSync(self._params)
+        self._parallel = ParallelModules(self._params)
         self._unsharded = unsharded_parameters(self._params, self._model)
         self.hooks.attach(self._params, self._unsharded)
         self.clear()
@@ -561,6 +560,8 @@ class Measurement:
         `checksum`, `rates` and `report` are what the holder claims: see `RankClaims`.
         """
         step, batch, schedule = self.step, self.batch, self.schedule
+        if self.ranks.size > 1:
+            self._parallel.check_not_joined("a scaling rule or NoiseScale")
         passes = step.passes if batch.loop.counts else batch.passes
         if step.passes == 0:
             self._begin_step()
@@ -641,7 +642,7 @@ class Measurement:
         if self._unsharded:
             return find_unaveraged_gradients(self._params, self._unsharded, hooks.norms)
         # In a measured step the ranks compare their gradients.
-        if hooks.idle and step.passes and self.ranks.size > 1 and self._in_no_sync():
+        if hooks.idle and step.passes and self.ranks.size > 1 and self._parallel.in_no_sync:
             return f"{NOT_AVERAGED}."
         return None
 
@@ -803,25 +804,3 @@ class Measurement:
         self.schedule = replace(state.schedule)
         self.norms.load_state(state.norms)
         self.previous.load_state(state.previous, self._params)
-
-
-class NoSync:
-    """Whether the pass under way is inside DDP's `no_sync()`: asked where no norm can tell."""
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self._params = params
-        self._modules: list[weakref.ref[nn.Module]] | None = None  # None: not searched yet
-
-    def __call__(self) -> bool:
-        """Return whether a DDP of these parameters leaves the pass under way unaveraged."""
-        if self._modules is None:
-            found = modules_holding(self._params, _is_ddp)
-            self._modules = [weakref.ref(module) for module, _ in found]
-        return any(
-            module is not None and not module.require_backward_grad_sync
-            for module in (each() for each in self._modules)
-        )
-
-
-def _is_ddp(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel)

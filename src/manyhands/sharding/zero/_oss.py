@@ -26,6 +26,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 from manyhands._core.agreement import agree
 from manyhands._core.arguments import flag, whole
 from manyhands._core.flat import is_dtensor, norm
+from manyhands._core.modules import ParallelModules
 from manyhands._core.ranks import RankGroup
 from manyhands._core.state_parts import OptimizerStatePart, SavedState, ShardedOptimizer, options_of
 from manyhands._core.warn import warn
@@ -161,6 +162,7 @@ class OSS(ShardedOptimizer):
             largest=bucket_size,
             wire=torch.float16 if broadcast_fp16 and not shared_memory else None,
         )
+        self._parallel = ParallelModules(self._shards.params)
         self._lay_out_all(bucket_size, gather_state)
         several = self._workers.size > 1
         self._roll_call = self._workers.roll_call() if gather_state and several else None
@@ -324,6 +326,7 @@ class OSS(ShardedOptimizer):
                 # As in torch's optimizers: the caller may have turned gradients off.
                 with torch.enable_grad():
                     result = closure()
+            self._parallel.check_not_joined(type(self).__name__)
             self.join_in()
             self._check_averaged()
             self._sliced.step(**kwargs)
