@@ -125,7 +125,7 @@ class GlooTransport:
     def __init__(
         self, connection: StoreConnection, prefix: str, rank: int, size: int, timeout: float
     ) -> None:
-        self.group: dist.ProcessGroupGloo | None = None  # once all members have connected
+        self.group: dist.ProcessGroup | None = None  # once all members have connected
         self._held: HeldGroup | None = None  # the group from the moment it is made
         self.error: Exception | None = None
         self._aborted = False
