@@ -12,14 +12,14 @@ is refused where the order is another one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any, Protocol, TypedDict, cast
 
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from manyhands._core.agreement import agree
-from manyhands._core.arguments import one_of, whole
+from manyhands._core.arguments import one_of, shown, whole
 from manyhands._core.ranks import RankGroup
 from manyhands._core.state_parts import SavedEntries
 from manyhands.data._ledger import CommittedPart
@@ -109,7 +109,11 @@ def _find_mistake(
 ) -> ValueError | TypeError | None:
     """Return what is wrong with a cursor's arguments, if anything is."""
     if isinstance(dataset, DataLoader):
-        return TypeError("Cursor makes the batches itself: give it the loader's dataset.")
+        return loader_given(dataset)
+    if not isinstance(dataset, Sized):
+        return TypeError(
+            f"dataset must be a dataset with a length, or a stream, got {shown(dataset)}."
+        )
     if len(dataset) == 0:
         return ValueError("Cursor needs a dataset with samples, and got one of length 0.")
     for name in OWN_OPTIONS:
@@ -133,6 +137,15 @@ def _find_mistake(
             'ranks. keep="micro" gives it for one rank.'
         )
     return None
+
+
+def loader_given(loader: DataLoader[Any]) -> TypeError:
+    """Return the error for a loader in the dataset's place."""
+    return TypeError(
+        "Cursor makes the batches itself, and got a DataLoader. Give it the loader's dataset and "
+        f"options: mh.Cursor(loader.dataset, batch_size={loader.batch_size or 32}, "
+        f"num_workers={loader.num_workers}, ...)."
+    )
 
 
 def describe_order(rules: EpochOrder) -> SavedOrder:

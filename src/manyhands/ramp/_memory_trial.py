@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from manyhands._core.arguments import parse_bytes, whole
+from manyhands._core.arguments import explained, parse_bytes, whole
 from manyhands._core.random_state import random_state, set_random_state
 from manyhands._core.ranks import RankGroup
 from manyhands._core.trees import tensors_in, tree_map_tensors
@@ -23,6 +23,7 @@ Batch = TypeVar("Batch")
 PRECISION = 8  # the answer is at most 1/8 below the largest size that fits
 
 
+@explained
 def largest_micro_batch(
     model: nn.Module,
     loss: Callable[[nn.Module, Batch], Tensor],
