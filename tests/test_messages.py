@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
+from manyhands import adaptdl
 from manyhands._core.arguments import explained, shown
 
 DATA = TensorDataset(torch.ones(8, 2))
@@ -49,10 +50,19 @@ NO_PATH = "must be a str or an os.PathLike, got"
 
 MESSAGES = [
     # A loader, a list, None or a model where a dataset is expected.
-    (lambda: mh.Cursor(loader()), "mh.Cursor(loader.dataset, batch_size=4, num_workers=0, ...)"),
-    (lambda: mh.Cursor(loader(), 4), "mh.Cursor(loader.dataset, batch_size=4, num_workers=0, ...)"),
+    (
+        lambda: mh.Cursor(loader()),
+        "Give it the loader's dataset and options: Cursor(loader.dataset, ba",
+    ),
+    (
+        lambda: mh.Cursor(loader(), 4),
+        "Give it the loader's dataset and options: Cursor(loader.dataset, ba",
+    ),
     (lambda: mh.Cursor(DATA), "Cursor needs batch_size: the samples of a step, see `keep`."),
-    (lambda: mh.Cursor(None, 4), "dataset must be a dataset with a length, or a stream, got None"),
+    (lambda: mh.Cursor(None, 4), "dataset must be a dataset with a length, got None."),
+    (lambda: adaptdl.AdaptiveDataLoader(loader(), 4), "AdaptiveDataLoader(loader.dataset, batch_s"),
+    (lambda: adaptdl.AdaptiveDataLoader(None, 4), "a dataset with a length, got None."),
+    (lambda: mh.largest_micro_batch(model(), None, loader(), 4), "one batch of the loader, with"),
     # Anything else where an optimizer is expected.
     (lambda: mh.Cursor(DATA, 4, optimizer=model()), NO_OPTIMIZER),
     (lambda: mh.Cursor(DATA, 4, optimizer=[sgd()]), "got list. Of several, give the last one"),
@@ -83,6 +93,11 @@ MESSAGES = [
     (lambda: mh.WholeTensorOptimizer(model().parameters(), sgd()), "is made already"),
     (lambda: mh.ShardedDataParallel([model()], oss()), "module must be a torch.nn.Module, got ["),
     (lambda: mh.ShardedDataParallel(None, oss()), "module must be a torch.nn.Module, got None."),
+    (lambda: adaptdl.AdaptiveDataParallel(sgd(), model()), "model must be a torch.nn.Module, got"),
+    (
+        lambda: mh.largest_micro_batch(sgd(), None, 1, 4),
+        "model must be a torch.nn.Module, got SGD.",
+    ),
     (lambda: mh.FSDP(sgd()), "module must be a torch.nn.Module, got SGD."),
     (lambda: mh.plan(SGD, model()), "must be a torch.nn.Module, or a function of one, got <class"),
     (lambda: mh.plan(model(), sgd), "optimizer must be a name, a class or an optimizer, got funct"),
@@ -99,10 +114,17 @@ MESSAGES = [
     (lambda: mh.save_weights("out", model()), "Write save_weights(model, folder)."),
     (lambda: mh.load_weights(model(), None), "got None. Or give a dict of tensors."),
     # Numbers and functions.
+    (lambda: mh.Cursor(DATA, 4, sgd()), "after it. Name the others: keep=, max_local_batch_size="),
+    (lambda: mh.DiLoCo(sgd(), model()), "DiLoCo takes only optimizer by position, got Linear aft"),
+    (lambda: mh.DiLoCo(), "DiLoCo needs optimizer: the inner optimizer, with which each"),
     (lambda: mh.DataShards(["a"]), "DataShards needs sizes: the number of samples in each shard."),
     (lambda: mh.largest_micro_batch(model()), "most: the largest size to try."),
 ]
 VALUES = [
+    (
+        lambda: mh.Cursor(DATA, 4, num_workers=None),
+        "num_workers must be a whole number of at leas",
+    ),
     (lambda: mh.WeightedMean(4), "counts must be a list with one number of at least 0 for each"),
     (lambda: mh.WeightedMean([sgd()]), "micro-batch, got"),
     (lambda: mh.Crew(model()), 'store is "host:port", such as "10.0.0.1:29400", got Linear('),

@@ -219,7 +219,7 @@ def explained(call: Callable[P, R]) -> Callable[P, R]:
             meant = f"Is {near[0]} meant?" if near else f"See help({who})."
             raise TypeError(f"{who} has no argument {name}. {meant}")
         if len(args) > len(first):
-            others = ", ".join(f"{name}=" for name in named[len(first) :])
+            others = ", ".join(f"{name}=" for name in named if name not in first)
             raise TypeError(
                 f"{who} takes only {', '.join(first).removeprefix('self, ')} by position, got "
                 f"{type(args[len(first)]).__name__} after it. Name the others: {others}."

@@ -42,9 +42,9 @@ from manyhands.data._rules import (
     MapDataset,
     Rules,
     agree_on_rules,
+    check_dataset,
     check_state,
     describe_order,
-    loader_given,
 )
 from manyhands.scaling._weighted_mean import WeightedMean
 
@@ -172,7 +172,7 @@ class Cursor:
     def __new__(cls, dataset: object = None, *arguments: object, **options: object) -> Cursor:
         """Make a `Cursor`, or for an iterable without a length a `StreamCursor`."""
         if isinstance(dataset, DataLoader) and not arguments and "batch_size" not in options:
-            raise loader_given(dataset)
+            check_dataset("Cursor", dataset)
         stream = isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized)
         stream = stream and dataset is not None and cls is Cursor
         return super().__new__(cls.of_streams if stream else cls)

@@ -124,7 +124,8 @@ class StreamCursor(Cursor):
         one_of("keep", keep, ["batch", "micro"])
         whole("batch_size", batch_size, size if keep == "batch" else 1)
         _check_stream(dataset)
-        shards, readers = dataset.num_shards, max(1, options.get("num_workers", 0))
+        workers = whole("num_workers", options.get("num_workers", 0))
+        shards, readers = dataset.num_shards, max(1, workers)
         self._order = {
             "version": FORMAT,
             "shards": shards,
@@ -137,7 +138,7 @@ class StreamCursor(Cursor):
         batch = batch_size if keep == "batch" else batch_size * size
         self._batch = batch
         self._dataset = dataset
-        self._num_workers = options.get("num_workers", 0)
+        self._num_workers = workers
         self._drop_last = drop_last
         self._collate_fn = collate_fn
         rank = self._ranks.rank
