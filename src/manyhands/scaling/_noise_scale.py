@@ -109,10 +109,10 @@ class NoiseScale:
             grad_scaler = grad_scaler or prepared.scaler
         given = list(parameters) if isinstance(parameters, Iterable) else [parameters]
         groups = optimizer.param_groups if optimizer else [{"params": given}]
+        why = "Give the optimizer, or model.parameters()."
         params: list[Tensor] = []
         for group in groups:
             for param in group["params"]:
-                why = "Give the optimizer, or model.parameters()."
                 params.append(instance("each parameter", param, Tensor, "a tensor", why))
         self._params = params
         if not params:
