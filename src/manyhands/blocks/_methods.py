@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands._core.arguments import explained, flag, real, whole
+from manyhands._core.arguments import flag, real, whole
 from manyhands.blocks._anchor import Average, BlockMomentum, Outer, SlowMomentum
 from manyhands.blocks._optimizer import Blocks
 from manyhands.blocks._schedule import Every
@@ -65,7 +65,6 @@ def list_options(passed_on: type[CommonOptions]) -> Callable[[Method], Method]:
             described = _described_args(Blocks.__doc__) | _described_args(method.__doc__)
             args = [described[p.name] for p in (*named, *more) if p.name in described]
             method.__doc__ = f"{text}\n\nArgs:\n" + "\n".join(args)
-        method.__init__ = explained(init)  # type: ignore[method-assign]
         return method
 
     return decorate

@@ -120,7 +120,7 @@ def shard(
     if chosen != 3:
         check_has_memory(model)
     if chosen in (0, 1) and not dist.is_initialized():
-        raise RuntimeError(
+        raise ValueError(
             f"level {chosen} wraps the model in DistributedDataParallel, which needs a process "
             f"group, also on one rank. {JOIN} Levels 2 and 3 need none on one rank."
         )
