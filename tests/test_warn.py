@@ -28,17 +28,6 @@ def test_an_environment_of_several_processes_is_said_at_the_users_line(monkeypat
     assert seen[0].filename == __file__
 
 
-def test_common_first_mistakes():
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match="takes the model, and then the optimizer; got SGD"):
-        mh.shard(optimizer, model, level=1)
-    with pytest.raises(TypeError, match=r"give it model\.parameters\(\)"):
-        mh.NoiseScale(model)
-    with pytest.raises(TypeError, match="give it the loader's dataset"):
-        mh.Cursor(torch.utils.data.DataLoader(range(4)), batch_size=2)
-
-
 def test_a_record_that_is_stepped_before_the_optimizer_says_so_once(tmp_path):
     model = nn.Linear(2, 2)
     rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)

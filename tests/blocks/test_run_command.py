@@ -570,6 +570,7 @@ def test_a_host_that_vanished_is_not_waited_for_longer_than_that(tmp_path, monke
         ((), "how many workers"),
         (("--store", "a:1"), "--store needs --numbers"),
         (("--worker", "2"), "there is no option --worker. Did you mean --workers?"),
+        (("--module", "train"), "there is no option --module. Options come before the script."),
         (("--numbers", "7-4"), "--numbers takes FIRST-LAST"),
         (("--numbers", "4-7", "--workers", "2"), "do not fit"),
         (("--workers", "1", "--listen", "nowhere"), 'store is "host:port"'),

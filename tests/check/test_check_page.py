@@ -69,6 +69,23 @@ def test_options_after_the_script_have_their_limits(arguments, said, tmp_path, m
     assert said in result.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rank", "2", "train.py"], "there is no option --rank. Did you mean --ranks?"),
+        (["--rank=2", "train.py"], "there is no option --rank=2. Did you mean --ranks?"),
+        (["-m", "--flaot64", "train"], "there is no option --flaot64. Did you mean --float64?"),
+        (["trian.py"], "trian.py is not a file. Give a Python script."),
+    ],
+)
+def test_an_option_that_does_not_exist_is_compared_with_those_that_do(
+    arguments, said, tmp_path, monkeypatch
+):
+    result = run(["check", *arguments], tmp_path, monkeypatch)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
 def test_a_module_of_a_package_runs_as_under_torchrun(tmp_path, monkeypatch):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "rates.py").write_text("RATE = 0.01")

@@ -106,12 +106,17 @@ def test_a_rule_needs_a_saved_rule_but_not_the_other_way_round(tmp_path):
 
 def test_another_scheduler_and_other_values(tmp_path):
     setup = Setup("plain").train(1)
+    mh.save(tmp_path / "bare", model=setup.model)
     mh.save(tmp_path, **setup.given(), one=1)
     step = torch.optim.lr_scheduler.StepLR(setup.optimizer, 2)
     with pytest.raises(ValueError, match="state of a CosineAnnealingLR, and the scheduler here"):
         mh.load(tmp_path, scheduler=step)
     with pytest.raises(ValueError, match=r"1 scheduler\(s\), and 2"):
         mh.load(tmp_path, scheduler=[step, step])
+    with pytest.raises(ValueError, match=r"saved without optimizer=\. Load it without optimizer="):
+        mh.load(tmp_path / "bare", optimizer=setup.optimizer)
+    with pytest.raises(ValueError, match=r"saved without scheduler=\. .* Give mh\.save scheduler="):
+        mh.load(tmp_path / "bare", scheduler=step)
     with pytest.raises(ValueError, match="has no 'scaler', but 'one'"):
         mh.load(tmp_path, scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(TypeError, match=r"one= must have state_dict\(\)"):

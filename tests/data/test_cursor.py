@@ -42,6 +42,32 @@ def test_drop_last_leaves_out_a_short_batch():
     assert (cursor.epoch, cursor.position, len(cursor)) == (1, 0, 6)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_cursor_has_the_attributes_of_a_loader_that_other_code_reads(workers):
+    data = TensorDataset(numbers(53))
+    loader = DataLoader(data, batch_size=8, drop_last=True, num_workers=workers)
+    cursor = mh.Cursor(data, 8, drop_last=True, num_workers=workers)
+    for name in ("dataset", "batch_size", "drop_last", "num_workers", "collate_fn"):
+        assert getattr(cursor, name) == getattr(loader, name), name
+        with pytest.raises(AttributeError):  # it would change nothing
+            setattr(cursor, name, None)
+    cursor = mh.Cursor(data, 8, collate_fn=list)
+    assert (cursor.collate_fn, cursor.drop_last) == (list, False)
+
+
+def test_the_attributes_of_a_cursor_over_shards_are_its_own():
+    data = mh.DataShards([0, 1], [5, 5], lambda shard, start: iter(range(start, 5)))
+    assert mh.Cursor(data, 4).dataset is data
+
+
+def test_a_loader_without_a_collate_function_shows_the_option():
+    def batches(dataset, batch_sampler, **_):
+        return [[dataset[i] for i in batch] for batch in batch_sampler]
+
+    assert mh.Cursor(numbers(4), 2, loader=batches, collate_fn=len).collate_fn is len
+    assert mh.Cursor(numbers(4), 2, loader=batches).collate_fn is None
+
+
 def test_a_dataset_smaller_than_a_batch_is_one_short_batch():
     assert [sorted(batch) for batch in epoch_of(mh.Cursor(numbers(3), 8))] == [[0, 1, 2]]
     assert epoch_of(mh.Cursor(numbers(3), 8, drop_last=True)) == []

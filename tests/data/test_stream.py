@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate
 
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
@@ -344,3 +344,15 @@ def test_no_sample_is_lost_or_repeated_when_runs_are_killed(options, tmp_path):
             counts = mh.load(folder, cursor=cursor)["counts"]
             assert cursor.epoch or cursor.position == counts.sum()
     assert torch.equal(counts, torch.ones_like(counts)) and kills > 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_attributes_of_a_loader_are_those_of_the_stream(kind):
+    stream = KINDS[kind]()
+    cursor = mh.Cursor(stream, batch_size=4, drop_last=True, num_workers=2, collate_fn=list)
+    assert isinstance(cursor, StreamCursor)
+    assert cursor.dataset is stream
+    assert (cursor.num_workers, cursor.drop_last, cursor.collate_fn) == (2, True, list)
+    cursor = mh.Cursor(stream, batch_size=4)
+    assert (cursor.num_workers, cursor.drop_last) == (0, False)
+    assert cursor.collate_fn is default_collate

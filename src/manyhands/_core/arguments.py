@@ -1,6 +1,7 @@
 """Check the arguments that users pass: numbers, flags and words.
 
-Each function returns the value in the type that the code needs, or raises a ValueError of one form:
+Each function returns the value in the type that the code needs, or raises a ValueError (a TypeError
+for an object of another class) of one form:
 
     NAME must be WHAT IS NEEDED, got WHAT CAME. WHY, OR WHAT TO DO.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +27,7 @@ from typing import ParamSpec, SupportsIndex, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 Number = TypeVar("Number", int, float)
 
 SIZES = {"": 1, "b": 1} | {
@@ -37,6 +40,8 @@ RATES = {
     for per in ("", "/s")
     for power, prefix in enumerate(("", "k", "m", "g", "t"))
 }
+SHOWN = 100  # characters of a value in a message
+ADDRESS = " at 0x"  # in the text of an object that has no better one
 SIZE_NAMES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -86,6 +91,19 @@ def one_of(name: str, value: object, choices: Sequence[object], why: str = "") -
         raise _wrong(name, f"one of {', '.join(map(repr, choices))}", value, why)
 
 
+def instance(name: str, value: object, kind: type[T], needed: str, why: str = "") -> T:
+    """Return a value of this class."""
+    if isinstance(value, kind):
+        return value
+    raise TypeError(_message(name, needed, value, why))
+
+
+def file_path(name: str, value: object, why: str = "") -> str:
+    """Return a path as text."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else value
+    return instance(name, text, str, "a str or an os.PathLike", why)
+
+
 def number_in(
     variables: Mapping[str, str],
     name: str,
@@ -103,8 +121,24 @@ def number_in(
         raise ValueError(f"the variable {name} must be {kind}, got {text!r}.") from error
 
 
+def shown(value: object) -> str:
+    """Return a value as a message shows it: in full if that is short, or else its class.
+
+    >>> import torch
+    >>> shown(-1), shown("sum"), shown(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.ReLU()))
+    ('-1', "'sum'", 'Sequential')
+    """
+    text = repr(value)
+    is_short = len(text) <= SHOWN and text.isprintable() and ADDRESS not in text
+    return text if is_short else type(value).__name__
+
+
 def _wrong(name: str, needed: str, came: object, why: str = "") -> ValueError:
-    return ValueError(f"{name} must be {needed}, got {came!r}." + (f" {why}" if why else ""))
+    return ValueError(_message(name, needed, came, why))
+
+
+def _message(name: str, needed: str, came: object, why: str) -> str:
+    return f"{name} must be {needed}, got {shown(came)}." + (f" {why}" if why else "")
 
 
 def _is_flag(value: object) -> bool:
@@ -169,25 +203,41 @@ def format_seconds(seconds: float) -> str:
 
 
 def explained(call: Callable[P, R]) -> Callable[P, R]:
-    """Name the argument that was meant, where Python would name a base class, or a number."""
+    """Name the argument that was meant or left out, where Python would name a base class."""
     known = inspect.signature(call).parameters.values()
     named = [each.name for each in known if each.kind != each.VAR_KEYWORD and each.name != "self"]
     first = [each.name for each in known if each.kind == each.POSITIONAL_OR_KEYWORD]
+    required = {each.name for each in known if each.default is each.empty}
     any_name = any(each.kind == each.VAR_KEYWORD for each in known)
 
     @wraps(call)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        who = type(args[0]).__name__ if first[0] == "self" and args else call.__name__
+        thing = type(args[0]) if first[0] == "self" and args else call
+        who = thing.__name__
         for name in () if any_name else kwargs.keys() - set(named):
             near = get_close_matches(name, named, 1, 0.4)
             meant = f"Is {near[0]} meant?" if near else f"See help({who})."
             raise TypeError(f"{who} has no argument {name}. {meant}")
         if len(args) > len(first):
-            others = ", ".join(f"{name}=" for name in named[len(first) :])
+            others = ", ".join(f"{name}=" for name in named if name not in first)
             raise TypeError(
                 f"{who} takes only {', '.join(first).removeprefix('self, ')} by position, got "
                 f"{type(args[len(first)]).__name__} after it. Name the others: {others}."
             )
+        missing = [name for name in first[len(args) :] if name in required - kwargs.keys()]
+        if missing:
+            meanings = " ".join(f"{name}: {_documented(thing, name)}." for name in missing)
+            raise TypeError(f"{who} needs {meanings}")
         return call(*args, **kwargs)
 
     return checked
+
+
+def _documented(thing: Callable[..., object], argument: str) -> str:
+    """Return the first sentence about an argument in the docstring of a class or function."""
+    for each in inspect.getmro(thing) if isinstance(thing, type) else [thing]:
+        text = inspect.getdoc(each) or ""  # python -OO
+        found = re.search(rf"^    {argument}: (.+(?:\n      .+)*)", text, re.MULTILINE)
+        if found:
+            return " ".join(found[1].split()).rstrip(".").split(". ")[0]
+    return f"see help({thing.__name__})"

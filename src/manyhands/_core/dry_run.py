@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from manyhands._core.arguments import whole
+from manyhands._core.arguments import format_bytes, whole
 
 BACKEND = "dry"  # not "gloo": parts choose what they choose on GPUs
 Group: Any = dist.ProcessGroup  # torch's types know each method in several forms
@@ -56,6 +56,14 @@ class DryRun:
         """Count from here on."""
         self.calls, self.sent, self.requests = Counter[str](), Counter[str](), Counter[str]()
         self.keys, self.store_bytes = set[str](), 0
+
+    def __repr__(self) -> str:
+        kinds = [
+            f"{kind}: {calls:,} ({format_bytes(self.sent[kind])})"
+            for kind, calls in self.calls.items()
+        ]
+        requests = f"{self.requests.total():,} ({format_bytes(self.store_bytes)})"
+        return f"DryRun({', '.join([*kinds, f'store requests: {requests}'])})"
 
 
 class CountingStore(Store):

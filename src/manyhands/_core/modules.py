@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from manyhands._core.arguments import instance
 from manyhands._core.foreign import advice
 from manyhands._core.uneven import refuse_join
 from manyhands._core.wrappers import YieldingProperty
@@ -31,6 +32,7 @@ CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's wrapper takes it out of i
 # user's name as well, and is left out only below the classes of wrappers.
 WRAPPER_NAMES = ("_orig_mod", CHECKPOINTED, INNER)
 TORCH_WRAPPERS = (DistributedDataParallel, nn.DataParallel)
+NAMED = 4  # tensors that a message names
 
 
 class ModuleWrapper(nn.Module):
@@ -82,14 +84,27 @@ def plain_name(name: str, wrappers: tuple[str, ...] = (CHECKPOINTED, INNER)) -> 
 
 
 def check_not_averaged_inside(module: nn.Module) -> None:
-    """Raise a TypeError if a module that averages gradients is inside."""
-    for inside in module.modules():
+    """Raise a TypeError if a module that averages gradients is inside, or if it is no module."""
+    for inside in instance("module", module, nn.Module, "a torch.nn.Module").modules():
         ours = isinstance(inside, ModuleWrapper) and inside.averages_gradients
         if ours or isinstance(inside, DistributedDataParallel):
             raise TypeError(
                 f"the module contains a {type(inside).__name__} already: gradients would be "
                 "averaged twice. Wrap the bare module."
             )
+
+
+def check_has_memory(module: nn.Module) -> None:
+    """Raise a RuntimeError if tensors are on the meta device, where nothing can be trained."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    on_meta = [plain_name(name, WRAPPER_NAMES) for name, tensor in tensors if tensor.is_meta]
+    if on_meta:
+        more = f" and {len(on_meta) - NAMED} more" if len(on_meta) > NAMED else ""
+        raise RuntimeError(
+            f"{', '.join(on_meta[:NAMED])}{more} of the model: on the meta device, without memory. "
+            'Call mh.load_weights(model, path), or model.to_empty(device="cpu") and initialize it. '
+            "Do so before levels 0 to 2 of mh.shard, or after level 3."
+        )
 
 
 def modules_holding(

@@ -49,6 +49,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands._core.arguments import instance
 from manyhands._core.flat import local_shard
 from manyhands._core.uneven import EVEN_INPUTS, refuse_join
 
@@ -184,7 +185,8 @@ def unwrap(optimizer: Optimizer, *, every_layer: bool = False) -> list[Optimizer
     # A wrapper shows the inner one's state and parameter groups as its own, as ours do, and those
     # that trainers put around ours. An optimizer that keeps state of its own beside the one that it
     # calls is not looked into, unless `every_layer` is True.
-    found = [optimizer]
+    several = "Of several, give the last one to step." if isinstance(optimizer, list) else ""
+    found = [instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer", several)]
     while True:
         outer, inner = found[-1], getattr(found[-1], "optimizer", None)
         # A proxy's `optimizer` may lead back to a layer that was seen.

@@ -43,6 +43,8 @@ from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from manyhands._core.arguments import file_path
+
 try:
     import fcntl
 except ImportError:  # Windows has no such locks
@@ -76,7 +78,7 @@ class UrlPath(PurePosixPath):
 
 def to_path(path: str | os.PathLike[str]) -> Path:
     """Return a path of the file system, or the `UrlPath` of a URL."""
-    text = os.fspath(path)
+    text = file_path("path", path, "It is the folder of the checkpoints.")
     if "://" in text and not text.startswith("file://"):
         return UrlPath(text)  # type: ignore[return-value]
     return Path(text.removeprefix("file://"))

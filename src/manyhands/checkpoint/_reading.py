@@ -37,6 +37,7 @@ from manyhands.checkpoint._values import (
     GetTensor,
     HasState,
     check_has_state,
+    check_scheduler,
     check_value,
     decode,
     escape,
@@ -219,7 +220,7 @@ class RunLoader:
             _check_as_many("scheduler", len(here), len(saved))
         # Not strict: with no scheduler here, the saved ones are left out.
         for each, meta in zip(here, saved, strict=False):
-            check_has_state("scheduler", each)
+            check_scheduler(each)
             if type(each).__name__ != meta["class"]:
                 raise ValueError(
                     f"the checkpoint has the state of a {meta['class']}, and the scheduler here is "
@@ -283,6 +284,11 @@ class RunLoader:
 
 def _check_as_many(what: str, here: int, saved: int) -> None:
     """Raise unless as many schedulers, say, are given as were saved."""
+    if here and not saved:
+        raise ValueError(
+            f"the checkpoint was saved without {what}=. Load it without {what}=: the {what} then "
+            f"starts with new state. Give mh.save {what}= from now on."
+        )
     if here != saved:
         raise ValueError(
             f"the checkpoint has {saved} {what}(s), and {here} were given. Give all, in order."

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 # What `json` reads and writes.
@@ -133,6 +133,16 @@ def check_has_state(what: str, value: object) -> HasState:
     raise TypeError(
         f"{what} must have state_dict() and load_state_dict(), got {type(value).__name__}."
     )
+
+
+def check_scheduler(value: object) -> HasState:
+    """Return the value, or raise TypeError if it is something else that has a state."""
+    if isinstance(value, Optimizer | nn.Module):
+        raise TypeError(
+            f"scheduler must be a scheduler, got {type(value).__name__}. Give a model as model=, "
+            "and an optimizer as optimizer=."
+        )
+    return check_has_state("scheduler", value)
 
 
 def check_value(name: str, value: object) -> None:

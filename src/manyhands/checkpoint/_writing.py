@@ -57,7 +57,7 @@ from manyhands.checkpoint._folder import DryFolder, Folder, new_token
 from manyhands.checkpoint._format import OWN, Commit, Contents, TensorEntry, file_name
 from manyhands.checkpoint._model import collect_model, find_names
 from manyhands.checkpoint._optimizer import collect_optimizer
-from manyhands.checkpoint._values import HasState, check_has_state, check_value, encode, escape
+from manyhands.checkpoint._values import HasState, check_scheduler, check_value, encode, escape
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 VISIBLE_AFTER = 3.0  # seconds within which a network file system must show a new file
@@ -140,7 +140,7 @@ class Save:
             ],
             "schedulers": [
                 {
-                    "class": type(check_has_state("scheduler", each)).__name__,
+                    "class": type(check_scheduler(each)).__name__,
                     "state": encode(dict(each.state_dict()), f"scheduler.{number}", put),
                 }
                 for number, each in enumerate(schedulers)

@@ -13,7 +13,7 @@ entry in `COMMANDS`. typer reads the command's arguments off the function and it
 docstring. `CONTEXT_SETTINGS`, if a module has them, are passed to click.
 `main` imports only the command that is called: `manyhands --help` needs no torch.
 
-`stop`, `printable` and `import_object` are for the commands.
+`stop`, `check_no_option`, `printable` and `import_object` are for the commands.
 """
 
 from __future__ import annotations
@@ -99,6 +99,15 @@ def stop(command: str, *lines: str, code: int = 2) -> NoReturn:
     message = "\n".join(map(printable, lines))
     typer.echo(f"manyhands {command}: {message}", err=True)
     raise typer.Exit(code)
+
+
+def check_no_option(command: str, word: str, options: Collection[str], where: str) -> None:
+    """End a command if the word in the script's place is an option that does not exist."""
+    if not word.startswith("-"):
+        return
+    like = get_close_matches(word.partition("=")[0], options, 1)
+    meant = f" Did you mean {like[0]}?" if like else ""
+    stop(command, f"there is no option {word}.{meant} {where}")
 
 
 def printable(text: str) -> str:

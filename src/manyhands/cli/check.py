@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from manyhands.cli import printable, stop
+from manyhands.cli import check_no_option, printable, stop
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
@@ -59,6 +59,9 @@ def check(
     if {"--float64", "--native"} <= options.keys():
         stop("check", "give either --float64 or --native.")
     name = arguments.pop(0) if arguments else ""
+    if module or not Path(name).is_file():
+        where = "Options stand before the script or after it."
+        check_no_option("check", name, [*VALUES, *FLAGS], where)
     if not (name if module else Path(name).is_file()):
         stop("check", f"{name or 'nothing'} is not a file. Give a Python script.")
     from manyhands.check import check_script

@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 import sys
-from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,7 @@ import typer
 
 from manyhands.blocks.crew import _launcher
 from manyhands.blocks.crew._store import SECRET_VARIABLE, parse_address, serve_store
-from manyhands.cli import stop
+from manyhands.cli import check_no_option, stop
 from manyhands.errors import StoreLost
 
 # Arguments after the script are passed to it, even if they look like options of ours.
@@ -159,10 +158,8 @@ def _check_patience(patience: str, stall: float) -> None:
 def _check_script(arguments: list[str], module: str | None) -> None:
     if module is None and not (arguments and Path(arguments[0]).is_file()):
         given = arguments[0] if arguments else "nothing"
-        if given.startswith("-"):
-            like = get_close_matches(given, [f"--{name}" for name in signature(run).parameters], 1)
-            meant = f" Did you mean {like[0]}?" if like else ""
-            stop("run", f"there is no option {given}.{meant} Options come before the script.")
+        names = [f"--{n}" for n in signature(run).parameters if n not in ("script", "module")]
+        check_no_option("run", given, names, "Options come before the script.")
         stop("run", f"{given} is not a file. Give a Python script, or a module with -m.")
 
 

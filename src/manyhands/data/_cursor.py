@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from manyhands._core.agreement import agree
+from manyhands._core.arguments import explained
 from manyhands._core.ranks import RankGroup
 from manyhands._core.warn import warn
 from manyhands._core.wrappers import gradient_ranks, unwrap
@@ -41,6 +42,7 @@ from manyhands.data._rules import (
     MapDataset,
     Rules,
     agree_on_rules,
+    check_dataset,
     check_state,
     describe_order,
 )
@@ -118,7 +120,12 @@ class Cursor:
     """
 
     of_streams: ClassVar[type[Cursor]]  # `StreamCursor`, which is a Cursor
+    _dataset: Any
+    _num_workers: int
+    _drop_last: bool
+    _collate_fn: Any
 
+    @explained
     def __init__(
         self,
         dataset: MapDataset,
@@ -132,7 +139,7 @@ class Cursor:
         optimizer: Optimizer | None = None,
         process_group: torch.distributed.ProcessGroup | None = None,
         loader: Callable[..., Iterable[Any]] = DataLoader,
-        **options: object,
+        **options: Any,
     ) -> None:
         self._join(optimizer, process_group)
         arguments: Arguments = {
@@ -156,10 +163,16 @@ class Cursor:
         self._generator = None if "generator" in options else torch.Generator()
         options.setdefault("generator", self._generator)
         self._loader = loader(dataset, batch_sampler=self._plan, **options)
+        self._dataset = dataset
+        self._num_workers = options.get("num_workers", 0)
+        self._drop_last = self._rules["drop_last"]
+        self._collate_fn = getattr(self._loader, "collate_fn", options.get("collate_fn"))
         self._begin_with(Ledger(len(dataset)))
 
     def __new__(cls, dataset: object = None, *arguments: object, **options: object) -> Cursor:
         """Make a `Cursor`, or for an iterable without a length a `StreamCursor`."""
+        if isinstance(dataset, DataLoader) and not arguments and "batch_size" not in options:
+            check_dataset("Cursor", dataset)
         stream = isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized)
         stream = stream and dataset is not None and cls is Cursor
         return super().__new__(cls.of_streams if stream else cls)
@@ -195,6 +208,28 @@ class Cursor:
     def batch_size(self) -> int:
         """The samples of a step: of all ranks together, or in blocks of one worker."""
         return self._rules["batch"]
+
+    # Read-only: other code may ask a loader for these, and a change would reach no loader.
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset or the stream that was given."""
+        return self._dataset
+
+    @property
+    def num_workers(self) -> int:
+        """The number of this rank's processes that load samples; 0: the process that trains."""
+        return self._num_workers
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether an epoch ends with the last full batch."""
+        return self._drop_last
+
+    @property
+    def collate_fn(self) -> Any:
+        """The function that makes a batch of a list of samples."""
+        return self._collate_fn
 
     @property
     def passes(self) -> int:

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from manyhands._core.arguments import whole
+from manyhands._core.arguments import explained, whole
 from manyhands.data._ledger import Spans
 
 ROUNDS = 8
@@ -144,6 +144,7 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
             the run may have, which divides the batch: then each rank reads shards of its own.
     """
 
+    @explained
     def __init__(
         self,
         shards: Sequence[Shard],

@@ -12,14 +12,14 @@ is refused where the order is another one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any, Protocol, TypedDict, cast
 
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from manyhands._core.agreement import agree
-from manyhands._core.arguments import one_of, whole
+from manyhands._core.arguments import one_of, shown, whole
 from manyhands._core.ranks import RankGroup
 from manyhands._core.state_parts import SavedEntries
 from manyhands.data._ledger import CommittedPart
@@ -81,7 +81,11 @@ def agree_on_rules(
 ) -> Rules:
     """Return the rules, or raise on every rank if one made a mistake, or if ranks differ."""
     # `options` are those of the loader.
-    mistake = _find_mistake(dataset, arguments, options, ranks.size)
+    mistake: TypeError | ValueError | None = None
+    try:
+        _check_arguments(dataset, arguments, options, ranks.size)
+    except (TypeError, ValueError) as error:
+        mistake = error
     samples = len(dataset) if mistake is None else 0
     shards = dataset.checksum if isinstance(dataset, DataShards) else None
     facts = {"mistake": str(mistake), "samples": samples, "shards": shards}
@@ -104,35 +108,43 @@ def agree_on_rules(
     }
 
 
-def _find_mistake(
+def _check_arguments(
     dataset: MapDataset, arguments: Arguments, options: Mapping[str, object], ranks: int
-) -> ValueError | TypeError | None:
-    """Return what is wrong with a cursor's arguments, if anything is."""
-    if isinstance(dataset, DataLoader):
-        return TypeError("Cursor makes the batches itself: give it the loader's dataset.")
+) -> None:
+    """Raise if a cursor's arguments are wrong on this rank."""
+    check_dataset("Cursor", dataset)
     if len(dataset) == 0:
-        return ValueError("Cursor needs a dataset with samples, and got one of length 0.")
+        raise ValueError("Cursor needs a dataset with samples, and got one of length 0.")
     for name in OWN_OPTIONS:
         if options.get(name) is not None:
-            return ValueError(f"{name} must be left out: a Cursor orders the samples itself.")
+            raise ValueError(f"{name} must be left out: a Cursor orders the samples itself.")
     if options.get("in_order") is False:
-        return ValueError(
+        raise ValueError(
             "in_order=False gives batches in the order in which they are ready, and then a Cursor "
             "cannot know which were trained on. Leave it out."
         )
-    try:
-        one_of("keep", arguments["keep"], ["batch", "micro"])
-        whole("batch_size", arguments["batch_size"], 1)
-        whole("max_local_batch_size", arguments["max_local_batch_size"] or 1, 1)
-        whole("seed", arguments["seed"])
-    except ValueError as mistake:
-        return mistake
+    one_of("keep", arguments["keep"], ["batch", "micro"])
+    whole("batch_size", arguments["batch_size"], 1)
+    whole("max_local_batch_size", arguments["max_local_batch_size"] or 1, 1)
+    whole("seed", arguments["seed"])
+    whole("num_workers", options.get("num_workers", 0))
     if arguments["keep"] == "batch" and arguments["batch_size"] < ranks:
-        return ValueError(
+        raise ValueError(
             f"batch_size={arguments['batch_size']} is less than a sample for each of {ranks} "
             'ranks. keep="micro" gives it for one rank.'
         )
-    return None
+
+
+def check_dataset(owner: str, dataset: object) -> None:
+    """Raise a TypeError unless the dataset of a loader of ours has a length."""
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            f"{owner} makes the batches itself, and got a DataLoader. Give it the loader's dataset "
+            f"and options: {owner}(loader.dataset, batch_size={dataset.batch_size or 32}, "
+            f"num_workers={dataset.num_workers}, ...)."
+        )
+    if not isinstance(dataset, Sized):
+        raise TypeError(f"dataset must be a dataset with a length, got {shown(dataset)}.")
 
 
 def describe_order(rules: EpochOrder) -> SavedOrder:

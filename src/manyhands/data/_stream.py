@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from manyhands._core.agreement import agree
-from manyhands._core.arguments import one_of, whole
+from manyhands._core.arguments import explained, one_of, whole
 from manyhands._core.state_parts import SavedEntries
 from manyhands.data._cursor import Cursor
 from manyhands.data._order import Order
@@ -93,6 +93,7 @@ class StreamCursor(Cursor):
         options: further arguments of the loader, such as `num_workers`.
     """
 
+    @explained
     def __init__(
         self,
         dataset: Stream,
@@ -123,7 +124,8 @@ class StreamCursor(Cursor):
         one_of("keep", keep, ["batch", "micro"])
         whole("batch_size", batch_size, size if keep == "batch" else 1)
         _check_stream(dataset)
-        shards, readers = dataset.num_shards, max(1, options.get("num_workers", 0))
+        workers = whole("num_workers", options.get("num_workers", 0))
+        shards, readers = dataset.num_shards, max(1, workers)
         self._order = {
             "version": FORMAT,
             "shards": shards,
@@ -134,7 +136,11 @@ class StreamCursor(Cursor):
         facts = {"batch_size": batch_size, "keep": keep, "drop_last": drop_last}
         agree(self._ranks, {"data": {**self._order, **facts, "num_workers": readers}}, ADVICE)
         batch = batch_size if keep == "batch" else batch_size * size
-        self._batch, self._drop_last = batch, drop_last
+        self._batch = batch
+        self._dataset = dataset
+        self._num_workers = workers
+        self._drop_last = drop_last
+        self._collate_fn = collate_fn
         rank = self._ranks.rank
         self._own_batch = batch * (rank + 1) // size - batch * rank // size
         self._readers = Readers(dataset, self._own_batch, buffer_size, seed, collate_fn)

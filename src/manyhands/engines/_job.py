@@ -15,7 +15,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -81,6 +81,7 @@ def start(
         signals: the signals that ask this process to stop. By default the engine's: SIGTERM, with
             Slurm also SIGUSR1, and with submitit also SIGUSR2.
     """
+    folder = to_path(checkpoints)
     listener.start(signals, None if stop_file is None else os.fspath(stop_file))
     if _ray.is_ray_worker():
         place = Place("ray", *_ray.place_of_ray())
@@ -98,7 +99,7 @@ def start(
             os.environ.setdefault(name, value)  # torchrun's own values stay
     if process_group and not dist.is_initialized():
         _make_process_group(place, backend)
-    return Job(place, to_path(checkpoints))
+    return Job(place, folder)
 
 
 def _make_process_group(place: Place, backend: str | None) -> None:
@@ -121,7 +122,9 @@ def _end_process_group(made: object) -> None:
 
 
 def optimizers_of(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    return [given] if isinstance(given, Optimizer) else list(given or ())
+    if given is None:
+        return []
+    return list(given) if isinstance(given, Iterable) else [given]
 
 
 class Job:
@@ -138,6 +141,13 @@ class Job:
         self._checkpoints = checkpoints
         # Read here, so that a wrong value is an error at the start and not at the end.
         self._stop_code = number_in(os.environ, STOP_CODE_VARIABLE, int, 0)
+
+    def __repr__(self) -> str:
+        # Not `crew` and `folder`, which connect to the engine.
+        return (
+            f"Job(engine={self.engine!r}, rank={self.rank}, world_size={self.world_size}, "
+            f"checkpoints={str(self._checkpoints)!r})"
+        )
 
     @property
     def engine(self) -> str:

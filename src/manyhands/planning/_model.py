@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from manyhands._core.arguments import one_of
+from manyhands._core.arguments import instance, one_of, shown
 from manyhands._core.optimizers import StateSizes, traits_of
 from manyhands._core.ranks import SENT_ALONE
 from manyhands._core.several import optimizers_in
@@ -44,15 +44,14 @@ def build_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     module.
     """
     made: object = model
-    if not isinstance(model, nn.Module) and callable(model):
+    is_other_class = isinstance(model, type) and not issubclass(model, nn.Module)
+    if not isinstance(model, nn.Module) and callable(model) and not is_other_class:
         try:
             with torch.device("meta"):
                 made = model()
         except (RuntimeError, NotImplementedError):
             made = model()
-    if not isinstance(made, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, or a function of one, got {made!r}.")
-    return made
+    return instance("model", made, nn.Module, "a torch.nn.Module, or a function of one")
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,9 @@ def planned_optimizers(
         one_of("optimizer", optimizer.lower(), sorted(known), "Give the class of any other.")
         optimizer = known[optimizer.lower()]
     if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
-        raise TypeError(f"optimizer must be a name, a class or an optimizer, got {optimizer!r}.")
+        raise TypeError(
+            f"optimizer must be a name, a class or an optimizer, got {shown(optimizer)}."
+        )
     return [PlannedOptimizer(optimizer, dict(options), [({}, list(model.parameters()))])]
 
 

@@ -85,6 +85,10 @@ class Row(Cost):
         held = self.parameters + self.gradients + self.optimizer + self.scaling
         return held + self.in_flight + self.buffers + (self.activations or 0)
 
+    def __repr__(self) -> str:
+        held = format_bytes(self.total)
+        return f"Row({self.name!r}, {held} per worker, {format_bytes(self.sent)} sent per step)"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -169,6 +173,8 @@ class Plan:
         ]
         code = [] if self.cheapest is None else ["", f"    {self.cheapest.code}"]
         return "\n".join([self.title, "", *table, "", *self.notes, "", self.verdict, *code])
+
+    __repr__ = __str__  # a notebook shows the table
 
 
 def plan(

@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer, SparseAdam
@@ -26,9 +27,14 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from manyhands._core.agreement import agree, run_on_all
 from manyhands._core.arguments import one_of
 from manyhands._core.flat import is_dtensor
-from manyhands._core.modules import TORCH_WRAPPERS, ModuleWrapper, modules_holding
+from manyhands._core.modules import (
+    TORCH_WRAPPERS,
+    ModuleWrapper,
+    check_has_memory,
+    modules_holding,
+)
 from manyhands._core.optimizers import fused_problem
-from manyhands._core.ranks import RankGroup
+from manyhands._core.ranks import JOIN, RankGroup
 from manyhands._core.state_parts import ShardedOptimizer
 from manyhands._core.wrappers import OptimizerWrapper
 from manyhands.planning._model import PlannedOptimizer, by_size, check_covers, wrap_size_of
@@ -111,6 +117,13 @@ def shard(
     chosen: int = (
         level if level != "auto" else _cheapest_level(model, optimizers, ranks, memory, input)
     )
+    if chosen != 3:
+        check_has_memory(model)
+    if chosen in (0, 1) and not dist.is_initialized():
+        raise ValueError(
+            f"level {chosen} wraps the model in DistributedDataParallel, which needs a process "
+            f"group, also on one rank. {JOIN} Levels 2 and 3 need none on one rank."
+        )
     sharded: nn.Module
     if chosen == 3:
         if gather_state:

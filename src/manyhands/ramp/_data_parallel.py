@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands._core.arguments import instance
 from manyhands._core.modules import ModuleWrapper
 from manyhands._core.wrappers import LossScaler, wrapped_attribute
 from manyhands.scaling._hooks import fsdp_modules
@@ -90,6 +91,7 @@ class AdaptiveDataParallel(ModuleWrapper):
         **ddp_arguments: Any,
     ) -> None:
         super().__init__()
+        instance("model", model, nn.Module, "a torch.nn.Module")
         # Raises for a misspelt keyword: without a process group no DDP would notice it.
         inspect.signature(DistributedDataParallel.__init__).bind(None, None, **ddp_arguments)
         arguments = _sort_arguments(rule, lr_scheduler, mp_scaler, scaling_rule)

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from manyhands._core.arguments import parse_bytes, whole
+from manyhands._core.arguments import explained, instance, parse_bytes, shown, whole
 from manyhands._core.random_state import random_state, set_random_state
 from manyhands._core.ranks import RankGroup
 from manyhands._core.trees import tensors_in, tree_map_tensors
@@ -23,6 +23,7 @@ Batch = TypeVar("Batch")
 PRECISION = 8  # the answer is at most 1/8 below the largest size that fits
 
 
+@explained
 def largest_micro_batch(
     model: nn.Module,
     loss: Callable[[nn.Module, Batch], Tensor],
@@ -60,8 +61,12 @@ def largest_micro_batch(
         process_group: the ranks; by default all.
     """
     ranks = RankGroup.of(process_group)
+    instance("model", model, nn.Module, "a torch.nn.Module")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    least = len(tensors_in(batch)[0])
+    tensors = tensors_in(batch)
+    if not tensors:
+        raise TypeError(f"batch must be one batch of the loader, with tensors, got {shown(batch)}.")
+    least = len(tensors[0])
     whole("most", most, max(least, 1), "It may not be below the example's number of samples.")
     if memory is None and device.type == "cpu":
         raise ValueError(

@@ -49,7 +49,7 @@ from manyhands._core.ranks import RankGroup
 from manyhands._core.state_parts import SavedState
 from manyhands.data._ledger import Ledger
 from manyhands.data._order import Order
-from manyhands.data._rules import EpochOrder, check_state, describe_order
+from manyhands.data._rules import EpochOrder, check_dataset, check_state, describe_order
 from manyhands.scaling._optimizer import ScaledOptimizer
 from manyhands.scaling._payload import RankReport
 from manyhands.scaling._weighted_mean import WeightedMean
@@ -229,6 +229,7 @@ class StepLoader(DataLoader[Any]):
         process_group: torch.distributed.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
+        check_dataset(type(self).__name__, dataset)
         self._ranks = RankGroup.of(process_group)
         self._small_batch = whole("batch_size", batch_size, 1)
         self._samples = len(dataset)  # type: ignore[arg-type]

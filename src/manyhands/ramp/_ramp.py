@@ -28,7 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._core.arguments import one_of, real, whole
+from manyhands._core.arguments import explained, one_of, real, whole
 from manyhands._core.modules import modules_holding
 from manyhands._core.state_parts import SavedEntries, SavedState
 from manyhands._core.warn import warn
@@ -92,6 +92,7 @@ class Ramp:
     would change with the batch.
     """
 
+    @explained
     def __init__(
         self,
         optimizer: Optimizer,

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
-from manyhands._core.arguments import one_of, real, whole
+from manyhands._core.arguments import file_path, instance, one_of, real, whole
 from manyhands._core.backward import BackwardPasses, current_task
 from manyhands._core.ranks import RankGroup
 from manyhands._core.warn import warn
@@ -139,7 +139,7 @@ class Record:
         until: float | None = None,
         config: Mapping[str, object] | None = None,
     ) -> None:
-        self.path = Path(path)
+        self.path = Path(file_path("path", path, "Write Record(path, source, ...)."))
         self.name = self.path.stem if name is None else name
         ranks = RankGroup.of()
         every = whole("every", every, least=1)
@@ -493,6 +493,7 @@ class StepTiming:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
         params = [param for group in optimizer.param_groups for param in group["params"]]
         trained = [param for param in params if param.requires_grad]
         if not trained:

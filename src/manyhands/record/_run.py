@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from manyhands._core.arguments import file_path
 from manyhands.record._tally import WorkerTime, to_number
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def read_record(path: str | os.PathLike[str]) -> Run:
     >>> len(mh.read_record("runs/b.jsonl").lines)
     1
     """
-    path = Path(path)
+    path = Path(file_path("path", path))
     header: Header | None = None
     lines: list[Line] = []
     worker_time = WorkerTime()

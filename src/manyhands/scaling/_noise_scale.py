@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, describe_tensors
-from manyhands._core.arguments import explained, real, whole
+from manyhands._core.arguments import explained, instance, real, whole
 from manyhands._core.foreign import PreparedOptimizer, find_prepared
 from manyhands._core.ranks import RankGroup, rank_group_of
 from manyhands._core.state_parts import BELOW, SavedEntries, SavedState
@@ -102,15 +102,19 @@ class NoiseScale:
             "smoothing": Option(0.99, smoothing, check=check_smoothing),
         }
         passes, loop = passes_and_loop(num_gradients_to_accumulate)
-        if isinstance(parameters, nn.Module):
-            raise TypeError("NoiseScale measures parameters: give it model.parameters().")
         optimizer = parameters if isinstance(parameters, Optimizer) else None
         prepared = None if optimizer is None else find_prepared(optimizer)
         if prepared is not None:
             loop = prepared_loop(prepared, passes) or loop
             grad_scaler = grad_scaler or prepared.scaler
-        groups = optimizer.param_groups if optimizer else [{"params": list(parameters)}]  # type: ignore[arg-type]
-        self._params = params = [param for group in groups for param in group["params"]]
+        given = list(parameters) if isinstance(parameters, Iterable) else [parameters]
+        groups = optimizer.param_groups if optimizer else [{"params": given}]
+        why = "Give the optimizer, or model.parameters()."
+        params: list[Tensor] = []
+        for group in groups:
+            for param in group["params"]:
+                params.append(instance("each parameter", param, Tensor, "a tensor", why))
+        self._params = params
         if not params:
             raise ValueError("no parameters to measure: the iterable was empty.")
         self._begin_measurement()

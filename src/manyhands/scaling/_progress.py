@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands._core.arguments import real
+from manyhands._core.arguments import explained, real
 from manyhands._core.state_parts import SavedEntries, SavedState
 from manyhands.scaling._rule_base import ScalingRuleBase, rule_of
 
@@ -48,6 +48,7 @@ class ProgressScheduler(LRScheduler):
             beyond that, because some schedulers (such as OneCycleLR) would raise an error.
     """
 
+    @explained
     def __init__(
         self,
         scheduler: LRScheduler,
@@ -62,8 +63,11 @@ class ProgressScheduler(LRScheduler):
         if not isinstance(rule, ScalingRuleBase):
             name = type(optimizer).__name__
             raise TypeError(
-                f"ProgressScheduler needs an optimizer under a scaling rule, not {name}."
+                f"ProgressScheduler needs an optimizer under a scaling rule, not {name}. Write "
+                "ProgressScheduler(scheduler, optimizer) with optimizer = mh.AdaScale(optimizer)."
             )
+        if isinstance(scheduler, Optimizer) or not hasattr(scheduler, "step"):
+            raise TypeError(f"scheduler must be a torch scheduler, got {type(scheduler).__name__}.")
         # `LRScheduler.__init__` is not called: the schedule is the other scheduler's, which has
         # set the first learning rates.
         self.scheduler = scheduler

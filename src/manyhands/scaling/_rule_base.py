@@ -68,8 +68,9 @@ _DEBIAS = partial(flag, "debias_ewma")
 
 def rule_of(optimizer: Optimizer) -> ScalingRuleBase | None:
     """Return the rule that is around an optimizer, or bound to it by `AdaptiveDataParallel`."""
+    around = find_layer(optimizer, ScalingRuleBase)
     patched_by = vars(optimizer).get("_manyhands_rule", lambda: None)()
-    return patched_by or find_layer(optimizer, ScalingRuleBase)
+    return patched_by or around
 
 
 class LoopPort:

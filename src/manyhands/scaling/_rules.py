@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from manyhands._core.arguments import flag, real
+from manyhands._core.arguments import explained, flag, real
 from manyhands._core.state_parts import SavedState, plain_optimizer
 from manyhands._core.warn import warn
 from manyhands._core.wrappers import ParamGroup, unwrap
@@ -318,6 +318,7 @@ class LEGWScale(ScalingRuleBase):
     >>> optimizer = mh.LEGWScale(5, 50_000, sgd, batch_size=32, num_gradients_to_accumulate=4)
     """
 
+    @explained
     def __init__(
         self,
         base_warmup_epochs: float,

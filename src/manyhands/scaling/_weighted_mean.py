@@ -27,12 +27,13 @@ Whoever divides a pass's loss or gradient once more, by the passes of a step, is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manyhands._core.arguments import shown
 from manyhands._core.foreign import find_prepared
 from manyhands._core.ranks import RankGroup
 from manyhands._core.wrappers import gradient_ranks, unwrap
@@ -80,9 +81,9 @@ class WeightedMean:
         *,
         process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
-        numbers = [float(count) for count in counts]
+        numbers = _to_numbers(counts)
         rule = None if optimizer is None else rule_of(optimizer)
-        mistake = self._mistake(numbers, rule)
+        mistake = self._mistake(counts, numbers, rule)
         ranks = None if optimizer is None else gradient_ranks(optimizer)
         if ranks is None:
             ranks = RankGroup.of(process_group)
@@ -115,9 +116,9 @@ class WeightedMean:
         All `ranks` have equally many passes. `not_empty` is how many of all these micro-batches
         have tokens, and `total` how many tokens they have.
         """
-        mean, numbers = cls.__new__(cls), [float(count) for count in counts]
+        mean, numbers = cls.__new__(cls), _to_numbers(counts)
         rule = None if optimizer is None else rule_of(optimizer)
-        mistake = cls._mistake(numbers, rule)
+        mistake = cls._mistake(counts, numbers, rule)
         if mistake is not None:
             raise ValueError(mistake)
         factor = ranks * _divided_by(optimizer, rule, len(numbers))
@@ -142,10 +143,15 @@ class WeightedMean:
         self._not_empty, self._passes = not_empty, passes
 
     @staticmethod
-    def _mistake(numbers: Sequence[float], rule: ScalingRuleBase | None) -> str | None:
+    def _mistake(
+        counts: object, numbers: Sequence[float], rule: ScalingRuleBase | None
+    ) -> str | None:
         """Return what is wrong with the counts, or None; the caller raises it."""
         if not numbers or not all(0.0 <= number < float("inf") for number in numbers):
-            return f"counts must be one number of at least 0 for each micro-batch, got {numbers}."
+            return (
+                "counts must be a list with one number of at least 0 for each micro-batch, got "
+                f"{shown(counts)}."
+            )
         if rule is not None and not rule.port.batch.loop.counts:
             batch = rule.port.batch
             passes = batch.loop.passes() or batch.passes
@@ -179,6 +185,14 @@ class WeightedMean:
             squares = self.total * self._not_empty / (self._passes**2 * count) if count else 0.0
             self._rule.port.weigh_pass(squares, self._not_empty, self._own_passes)
         return count
+
+
+def _to_numbers(counts: Iterable[int | float | Tensor]) -> list[float]:
+    """Return the counts as numbers, or an empty list if they are something else."""
+    try:
+        return [float(count) for count in counts]
+    except (TypeError, ValueError):
+        return []
 
 
 def _divided_by(optimizer: Optimizer | None, rule: ScalingRuleBase | None, passes: int) -> int:

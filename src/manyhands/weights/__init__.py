@@ -102,6 +102,7 @@ def save_weights(
         process_group: the ranks that share the run; all, by default.
     """
     size = arguments.parse_bytes(max_shard_size)
+    path = Path(arguments.file_path("folder", folder, "Write save_weights(model, folder)."))
     ranks = RankGroup.of(process_group)
     wait_for_all_ranks(ranks, "mh.save_weights()")
-    return write_model(model, Path(folder), size, ranks)
+    return write_model(model, path, size, ranks)

@@ -19,6 +19,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from manyhands._core.arguments import file_path
 from manyhands.checkpoint._folder import OpenFile
 from manyhands.checkpoint._format import DTYPES, TensorEntry
 from manyhands.checkpoint._reader import SafetensorsFile
@@ -71,7 +72,9 @@ class Weights(ExitStack):
             if isinstance(source, Mapping):
                 self._add_mapping(source, "the source")
             else:
-                for path in find_files(Path(source)):
+                for path in find_files(
+                    Path(file_path("source", source, "Or give a dict of tensors."))
+                ):
                     self._add_file(path)
         except BaseException:
             self.close()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from manyhands._core.agreement import agree, run_on_all
 from manyhands._core.flat import is_dtensor
-from manyhands._core.modules import WRAPPER_NAMES, ModuleWrapper, plain_modules, plain_name
+from manyhands._core.modules import WRAPPER_NAMES, plain_modules, plain_name
 from manyhands._core.ranks import RankGroup
 from manyhands._core.tensor_parts import to_parts
 from manyhands.checkpoint._model import ModelNames, can_convert, find_names, list_names
@@ -68,7 +68,6 @@ class Match:
         name_in_source: Callable[[str], str] | None,
     ) -> Match:
         """Compare a model with weights. Raise a RuntimeError if they do not fit."""
-        check_memory_can_come(model)
         names, match, wrong = find_names(model, on_meta=True), cls(), []
         stored = _by_plain_name({**weights.tensors, **weights.others}, names)
         rename = name_in_source or (lambda name: name)
@@ -137,18 +136,6 @@ def _by_plain_name(stored: dict[str, Any], names: ModelNames) -> dict[str, Any]:
 
 
 # -- the meta device -------------------------------------------------------------------------------
-
-
-def check_memory_can_come(model: nn.Module) -> None:
-    """Raise if the model is on meta inside of a wrapper that has laid its memory out already."""
-    for module in model.modules():
-        if isinstance(module, ModuleWrapper) and module.averages_gradients:
-            on_meta = [name for name, param in module.named_parameters() if param.is_meta]
-            if on_meta:
-                raise RuntimeError(
-                    f"{list_names(on_meta)} on the meta device, in {type(module).__name__}. Load "
-                    "the weights first, and shard the model then; at level 3, the other way round."
-                )
 
 
 def materialize(model: nn.Module) -> None:

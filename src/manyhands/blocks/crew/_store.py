@@ -74,6 +74,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from manyhands._core.arguments import shown
 from manyhands._core.sockets import resend_often, resend_often_to
 from manyhands.blocks.crew._roster import WATCHED, Member, Roster
 from manyhands.errors import StoreLost
@@ -303,9 +304,9 @@ class StoreClient:
 
 def parse_address(store: str) -> tuple[str, int]:
     """Return the host and port of "host:port"."""
-    host, colon, port = store.rpartition(":")
+    host, colon, port = str(store).rpartition(":")
     if not (host and colon and port.isdigit()):
-        raise ValueError(f'store is "host:port", such as "10.0.0.1:29400", got {store!r}.')
+        raise ValueError(f'store is "host:port", such as "10.0.0.1:29400", got {shown(store)}.')
     return host.strip("[]"), int(port)  # brackets as in "[::1]:29400"
 
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from manyhands._core.modules import check_has_memory
 from manyhands._core.ranks import RankGroup
 from manyhands.sharding.fsdp._collectives import ReduceQueue
 from manyhands.sharding.fsdp._engine import Engine, dereference, eager
@@ -290,14 +291,16 @@ def _mark_root(wrap: Wrap) -> RootState | None:
     # The engine fixes its root in the first forward, and has no way to change it.
     if wrap.world_size > 1 and any(each._is_root for each in members):
         raise RuntimeError("a wrap inside has run by itself before. Run the outermost wrap first.")
+    if wrap._engine is not None:
+        facts = [(each._places, each._compared_options()) for each in members]
+        check_same_model(wrap._ranks, facts)
+    check_has_memory(wrap)
     wrap._is_root = True
     for each in wraps_in(wrap, Wrap):
         if each is not wrap:
             each._is_root = False
     if wrap._engine is None:
         return None
-    facts = [(each._places, each._compared_options()) for each in members]
-    check_same_model(wrap._ranks, facts)
     return RootState([each._engine for each in members if each._engine is not None])
 
 

@@ -34,7 +34,11 @@ from manyhands._core.state_parts import (
 from manyhands._core.wrappers import ParamGroup
 from manyhands.sharding._agreement import ADVICE, GroupLike, facts_of_groups, facts_of_options
 from manyhands.sharding.zero._layout import deal_out
-from manyhands.sharding.zero._slice_optimizer import choose_layout, copy_options
+from manyhands.sharding.zero._slice_optimizer import (
+    check_params_and_class,
+    choose_layout,
+    copy_options,
+)
 
 BUCKET = 2**24  # elements of tensors that travel together
 TAG = 28_103  # of messages between pairs of ranks; far from the tags that users choose
@@ -77,6 +81,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         group: GroupLike | None = None,
         **defaults: object,
     ) -> None:
+        check_params_and_class(type(self).__name__, params, optim)
         self.optimizer_class = optim
         self.optimizer_arguments = dict(defaults)
         self._inner: Any = None  # an optimizer, once the constructor's groups are taken in

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
@@ -15,7 +15,12 @@ from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree
 from manyhands._core.arguments import whole
-from manyhands._core.modules import ModuleWrapper, check_not_averaged_inside, inside_ddp
+from manyhands._core.modules import (
+    ModuleWrapper,
+    check_has_memory,
+    check_not_averaged_inside,
+    inside_ddp,
+)
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands._core.warn import warn
@@ -75,7 +80,7 @@ class ShardedDataParallel(ModuleWrapper):
     ) -> None:
         super().__init__()
         optimizer = optimizer or sharded_optimizer
-        given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
         self._optimizers = [find_oss(one) for one in given]
         check_module_and_oss(module, self._optimizers, process_group)
         self.module = module
@@ -287,6 +292,7 @@ def check_module_and_oss(
     if not optimizers:
         raise ValueError("ShardedDataParallel needs at least one optimizer, got an empty list.")
     check_not_averaged_inside(module)
+    check_has_memory(module)
     given = optimizers[0].group if group is None else group
     for one in optimizers:
         if one._run.reducer is not None:

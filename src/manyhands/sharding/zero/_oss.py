@@ -42,7 +42,12 @@ from manyhands.sharding._gradients import clip
 from manyhands.sharding.zero import _state
 from manyhands.sharding.zero._flat_params import Shards
 from manyhands.sharding.zero._reducer import Reducer
-from manyhands.sharding.zero._slice_optimizer import SliceOptimizer, choose_layout, copy_options
+from manyhands.sharding.zero._slice_optimizer import (
+    SliceOptimizer,
+    check_params_and_class,
+    choose_layout,
+    copy_options,
+)
 
 
 @dataclass
@@ -130,7 +135,7 @@ class OSS(ShardedOptimizer):
         gather_state: bool = False,
         **defaults: object,
     ) -> None:
-        _check_optimizer_class(params, optim)
+        check_params_and_class(type(self).__name__, params, optim)
         if isinstance(group, float | str):
             raise TypeError(f"group must be a process group, got {group!r}. Give lr by name.")
         flag("broadcast_fp16", broadcast_fp16)  # catches arguments in another order
@@ -486,22 +491,6 @@ def find_oss(optimizer: Optimizer) -> OSS:
             "Write OSS(model.parameters(), optim=..., ...)."
         )
     return inner
-
-
-def _check_optimizer_class(params: object, optim: object) -> None:
-    """Raise a TypeError if `optim` is no optimizer class, or if an optimizer was given instead."""
-    for name, given in (("params", params), ("optim", optim)):
-        if isinstance(given, Optimizer):
-            raise TypeError(
-                f"{name} is an optimizer that is made already. OSS makes its own: "
-                f"OSS(model.parameters(), optim={type(given).__name__}, lr=...). Or give yours "
-                "to mh.shard(model, optimizer, level=1)."
-            )
-    if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
-        raise TypeError(
-            f"optim must be an optimizer class, got {type(optim).__name__}. Its arguments "
-            "follow by name: OSS(params, optim=AdamW, lr=1e-3)."
-        )
 
 
 def _global_rank(group: GroupLike | None, rank: int) -> tuple[int, str | None]:

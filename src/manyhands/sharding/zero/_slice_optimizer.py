@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -157,3 +158,24 @@ def choose_layout(
             'Use it without OSS. (If it only adds noise of its own, layout="whole" will do.)'
         )
     return asked or ("even" if traits_of(kind).elementwise else "whole")
+
+
+def check_params_and_class(owner: str, params: object, optim: object) -> None:
+    """Raise a TypeError unless an `owner` of optimizers was given parameters, and a class."""
+    for name, given in (("params", params), ("optim", optim)):
+        if isinstance(given, Optimizer):
+            raise TypeError(
+                f"{name} is an optimizer that is made already. {owner} makes another: "
+                f"{owner}(model.parameters(), optim={type(given).__name__}, lr=...). Or give yours "
+                "to mh.shard(model, optimizer)."
+            )
+    if isinstance(params, nn.Module) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"params must be parameters or groups of them, got {type(params).__name__}. Write "
+            f"{owner}(model.parameters(), optim=..., lr=...)."
+        )
+    if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
+        raise TypeError(
+            f"optim must be an optimizer class, got {type(optim).__name__}. Its arguments "
+            f"follow by name: {owner}(params, optim=AdamW, lr=1e-3)."
+        )
