@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TCP_RTO_MAX_MS = 44  # of Linux 6.15; Python has no name for it
-TCP_CLOSE = 7  # a state, of linux/tcp_states.h
+TCP_ESTABLISHED, TCP_CLOSE = 1, 7  # states, of linux/tcp_states.h
 
 Address = tuple[str, int]  # host and port
 Endpoints = tuple[Address, Address]  # of a connected socket: its own, and the other side's
@@ -93,6 +93,18 @@ def connected_endpoints() -> Iterator[Endpoints]:
                 yield endpoints
 
 
+def is_connected_to(port: int) -> bool:
+    """Return whether a connection of this process to a port is open on both sides."""
+    for end in internet_sockets():
+        with closing(end):
+            ends = endpoints_of(end)
+            # The state is known on Linux only.
+            is_open = sys.platform != "linux" or _state_of(end) == TCP_ESTABLISHED
+            if is_open and ends is not None and ends[1][1] == port:
+                return True
+    return False
+
+
 # -- sockets that nobody waits for any more --------------------------------------------------------
 
 
@@ -129,7 +141,12 @@ def _is_closed(descriptor: int) -> bool:
     if found is None:
         return False
     with closing(found):
-        try:
-            return found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE
-        except OSError:  # not of TCP
-            return False
+        return _state_of(found) == TCP_CLOSE
+
+
+def _state_of(end: socket.socket) -> int:
+    """Return the state of a TCP socket; 0 of another one."""
+    try:
+        return end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    except OSError:
+        return 0
