@@ -43,7 +43,7 @@ def check(part, way, times):
                 assert said == ""
 
 
-@pytest.mark.parametrize("part", ["fsdp"])  # all of them in the long tests
+@pytest.mark.parametrize("part", ["fsdp", "loading"])  # all of them in the long tests
 def test_a_script_that_returns_ends_with_0(part):
     check(part, "return", 1)
 

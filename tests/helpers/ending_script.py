@@ -53,13 +53,30 @@ def blocks(model):
     return model, mh.DiLoCo(SGD(model.parameters(), lr=0.1), every=2, overlap=1)
 
 
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, i):
+        return torch.full((8,), float(i))
+
+
+def loading(model):
+    """Processes that load data, and outlive signals to the whole job, are there when it ends."""
+    global loader
+    mh.stopping()
+    loader = torch.utils.data.DataLoader(Samples(), num_workers=2, persistent_workers=True)
+    next(iter(loader))
+    return model, SGD(model.parameters(), lr=0.1)
+
+
 def aborting(model):
     """No part of ours: what a thread that comes back too late would do."""
     atexit.register(os.abort)
     return model, SGD(model.parameters(), lr=0.1)
 
 
-PARTS = [scaling, sharding, shared_memory, fsdp, blocks]
+PARTS = [scaling, sharding, shared_memory, fsdp, blocks, loading]
 
 # How the script ends, and the exit code that its author means.
 WAYS = {"return": 0, "destroy": 0, "del": 0, "exception": 1, "exit": 7, "sigterm": -signal.SIGTERM}

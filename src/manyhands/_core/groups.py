@@ -32,6 +32,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import hashlib
+import json
 import os
 import sys
 import threading
@@ -48,6 +49,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
+from manyhands._core import presence
 from manyhands._core.dry_run import DryGroup, dry_group
 from manyhands._core.sockets import (
     TCP_CLOSE,
@@ -183,8 +185,16 @@ class RollCall:
     warn_after, give_up_after = 30.0, 600.0  # seconds: a rank may be writing files meanwhile
     look_after = 10.0  # seconds after which the caller looks whether waiting is in vain
 
-    def __init__(self, store: Store, rank: int, size: int, prefix: str = "manyhands/call") -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        prefix: str = "manyhands/call",
+        ranks: Sequence[int] = (),
+    ) -> None:
         self.store, self._rank, self._size, self.prefix = store, rank, size, prefix
+        self._ranks = ranks  # among all processes, if they are known
 
     def wait(self, call: str, in_vain: Callable[[], str] = str) -> None:
         """Wait until all ranks are here; warn if that takes long, and raise if they do not come."""
@@ -195,9 +205,18 @@ class RollCall:
         first = count == earlier + 1
         if count < earlier + self._size:
             self.store.set(f"{self.prefix}/{self._rank}", str(earlier))
+        if first and self._size > 1:
+            self._note_problem("")
+        looked = began + self.look_after - presence.LOOK
         while (here := count - earlier) < self._size:
             waited = time.monotonic() - began
-            if waited > self.look_after and (problem := in_vain()) and self._leave(earlier):
+            problem = ""
+            if waited > self.look_after:
+                problem = in_vain()
+                if not problem and time.monotonic() - looked >= presence.LOOK:
+                    looked = time.monotonic()
+                    problem = self._look_for_missing(call, earlier, first)
+            if problem and self._leave(earlier):
                 raise RuntimeError(problem)
             if waited > self.give_up_after and self._leave(earlier):
                 who = self._find_missing(earlier, here, first)
@@ -209,13 +228,34 @@ class RollCall:
             pause = min(2 * pause, 0.05 if waited < self.look_after else LONGEST_PAUSE)
             count = self.store.add(self.prefix, 0)
 
-    def _find_missing(self, earlier: int, here: int, first: bool) -> str:
-        """Return who is missing. The first to come asks for their names: all would be too many."""
+    def _look_for_missing(self, call: str, earlier: int, first: bool) -> str:
+        """Return an error's message if the missing ranks will not come, else ""."""
+        if not self._ranks:
+            return ""
+        others = presence.Presence(self.store)
+        if first:
+            reason = others.why_absent([self._ranks[rank] for rank in self._missing(earlier)])
+            self._note_problem(reason)
+        else:  # the first to come looks for all
+            number, reason = json.loads(self.store.get(f"{self.prefix}/first"))
+            reason = reason or others.why_absent([self._ranks[number]])
+        return reason and f"rank {self._rank} has called {call}, and {reason}. {CALL}"
+
+    def _note_problem(self, reason: str) -> None:
+        """Tell the others, on the first rank to come, that it is the first, and its `reason`."""
+        self.store.set(f"{self.prefix}/first", json.dumps([self._rank, reason]))
+
+    def _missing(self, earlier: int) -> list[int]:
         missing: list[int] = []
-        for rank in range(self._size) if first else ():
+        for rank in range(self._size):
             key = f"{self.prefix}/{rank}"
             if not self.store.check([key]) or int(self.store.get(key)) != earlier:
                 missing.append(rank)
+        return missing
+
+    def _find_missing(self, earlier: int, here: int, first: bool) -> str:
+        """Return who is missing. The first to come asks for their names: all would be too many."""
+        missing = self._missing(earlier) if first else []
         return f"rank(s) {missing[:8]}" if missing else f"{self._size - here} of {self._size} ranks"
 
     def _leave(self, earlier: int) -> bool:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed.distributed_c10d import _get_default_store
 
-from manyhands._core import slices
+from manyhands._core import presence, slices
 from manyhands._core.dry_run import DryGroup
 from manyhands._core.flat import group_by_type, is_dtensor
 from manyhands._core.groups import Lease, RollCall, connect, name_of_ranks, new_prefix
@@ -74,6 +74,8 @@ class RankGroup:
             )
         if size < 1:  # torch reports -1 to a process that is not in the group
             raise ValueError("this process is not a member of the process group that was given.")
+        if size > 1:
+            presence.begin()
         return cls(size, dist.get_rank(group) if ready else 0, group)
 
     @classmethod
@@ -125,7 +127,7 @@ class RankGroup:
         store, gather = _get_default_store(), partial(self.all_gather, device=self.any_device)
         own = f"manyhands/{name}/{name_of_ranks(self.ranks)}" if name else ""
         prefix = own or new_prefix(store, "roll call", self.ranks, gather)
-        return RollCall(store, self.rank, self.size, prefix)
+        return RollCall(store, self.rank, self.size, prefix, self.ranks if self.size > 1 else ())
 
     def with_background_group(self, device: torch.device) -> RankGroup:
         """Return the same ranks in a group that another thread may use."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 TCP_RTO_MAX_MS = 44  # of Linux 6.15; Python has no name for it
 # States of a connection, of linux/tcp_states.h.
+TCP_ESTABLISHED = 1
 TCP_CLOSE = 7
 TCP_LISTEN = 10
 
@@ -64,6 +65,18 @@ def internet_socket(descriptor: int) -> socket.socket | None:
         return found
     found.close()
     return None
+
+
+def is_connected_to(port: int) -> bool:
+    """Return whether a connection of this process to a port is open on both sides."""
+    for end in internet_sockets():
+        with closing(end):
+            # The state is known on Linux only.
+            is_open = sys.platform != "linux" or _state_of(end) == TCP_ESTABLISHED
+            with suppress(OSError):  # not connected
+                if is_open and end.getpeername()[1] == port:
+                    return True
+    return False
 
 
 # -- the event loops of gloo ----------------------------------------------------------------------
@@ -151,7 +164,12 @@ def _tcp_state(descriptor: int) -> int | None:
     if found is None:
         return None
     with closing(found):
-        try:
-            return found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-        except OSError:  # not of TCP
-            return None
+        return _state_of(found)
+
+
+def _state_of(end: socket.socket) -> int | None:
+    """Return the state of a TCP socket; None of another one."""
+    try:
+        return end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    except OSError:
+        return None

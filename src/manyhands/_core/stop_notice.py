@@ -19,6 +19,7 @@ class StopNotice:
 
     def __init__(self) -> None:
         self.reason = ""  # such as "SIGTERM"; empty while nobody has asked this process to stop
+        self.read = False  # whether the script has asked, since then, whether it should stop
         self.grace = 30.0  # seconds from a notice until the process is killed
         self.given_at = 0.0
         self.sources: list[Callable[[], str]] = []  # each returns a reason, or nothing yet
@@ -46,7 +47,7 @@ class StopNotice:
 
     def clear(self) -> None:
         """Forget the notice, for a process that trains again."""
-        self.reason, self._looked_at = "", -LOOK
+        self.reason, self.read, self._looked_at = "", False, -LOOK
 
 
 stop_notice = StopNotice()

@@ -18,10 +18,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 
 from manyhands._core.agreement import agree, run_on_all
 from manyhands._core.dry_run import dry_group
+from manyhands._core.presence import KILLED, Presence, explained, have_ended
 from manyhands._core.random_state import check_random_state, set_random_state
 from manyhands._core.ranks import RankGroup
 from manyhands._core.tensor_parts import Savers, TensorParts, find_reads
@@ -56,6 +58,18 @@ def load_newest(
 ) -> dict[str, Any]:
     """Load the newest checkpoint; if it is removed meanwhile for a newer one, load that."""
     ranks = _join(process_group)
+    with explained(ranks, f"while it loaded a checkpoint. {KILLED}"):
+        return _load_newest(folder, model, optimizers, schedulers, values, ranks)
+
+
+def _load_newest(
+    folder: Folder,
+    model: nn.Module | None,
+    optimizers: Sequence[Optimizer],
+    schedulers: Sequence[HasState],
+    values: Mapping[str, object],
+    ranks: RankGroup,
+) -> dict[str, Any]:
     _optimizer.prepare_to_load(optimizers)
     savers = Savers.of(ranks)
     replicas = run_on_all(ranks, lambda: [Replica.of(each, savers) for each in optimizers])
@@ -89,9 +103,12 @@ def _join(process_group: dist.ProcessGroup | None) -> RankGroup:
     try:
         return replace(ranks.with_cpu_group(), patience=DISK_TIMEOUT)
     except RuntimeError as error:
+        ended, _ = Presence(_get_default_store()).find_first_ended(ranks.ranks)
+        reason = f"not every rank has within the group's timeout ({error})"
+        if ended:
+            reason = have_ended(ended)
         raise RuntimeError(
-            f"rank {ranks.rank} has called mh.load, and not every rank has within the group's "
-            f"timeout. Call it on every rank. ({error})"
+            f"rank {ranks.rank} has called mh.load, and {reason}. Call it on every rank."
         ) from error
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import atexit
 import errno
 import json
-import math
 import threading
 import time
 import weakref
@@ -41,6 +40,7 @@ from torch.optim import Optimizer
 
 from manyhands._core.agreement import NAMED, describe_error, raise_if_different, to_error
 from manyhands._core.dry_run import DryGroup, dry_group
+from manyhands._core.presence import LOOK, Presence, name_ranks
 from manyhands._core.random_state import random_state
 from manyhands._core.ranks import RankGroup
 from manyhands._core.tensor_parts import (
@@ -65,6 +65,7 @@ CALL_TIMEOUT = 1800.0  # seconds for all ranks to call, if the group has no time
 SAY_AFTER = 40.0  # seconds after which a rank that waits for another's call says so
 PULSE = 5.0  # seconds between two signs of life of a rank that writes
 SILENCE = 60.0  # seconds without one after which a rank counts as dead
+EVERYWHERE = "Call it on every rank, not under `if rank == 0`."
 LINGER = 0.25  # seconds for the others to read the last answer, if rank 0 has the store and ends
 
 
@@ -353,6 +354,7 @@ class Post:
         self._next: tuple[Path, int] | None = None  # a folder, and the number of the next in it
         self._old = ""  # the token of the save before
         self._began, self._warned, self._seen = 0.0, False, (0.0, "", "")
+        self._looked = 0.0  # when this rank last looked whether others will come
         self._done = threading.Event()  # set once a rank need not show any more that it lives
         if store is not None:
             ranks = sha256(",".join(map(str, savers.ranks)).encode()).hexdigest()[:16]
@@ -382,9 +384,9 @@ class Post:
         if self.rank == 0:
             number = self._begin_as_first(number, step, folder)
         else:
-            self.token = self.token or self._wait("first", lambda: self._miss("rank 0"))
+            self.token = self.token or self._wait("first", lambda: self._miss([0]))
             if number is None:
-                told = json.loads(self._wait("begun", lambda: self._miss("rank 0")))
+                told = json.loads(self._wait("begun", lambda: self._miss([0])))
                 self.begun = True
                 if "error" in told:
                     raise to_error(*told["error"])
@@ -429,9 +431,8 @@ class Post:
         ranks = range(first, self.size)
         absent = [r for r in ranks if not (self._has(f"receipt/{r}") or self._has(f"alive/{r}"))]
         if absent:
-            names = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent[:NAMED]))}"
-            self._set("absent", names)
-            self._miss(names)
+            self._set("absent", name_ranks(absent))
+            self._miss(absent)
         else:
             self._set("absent", "")
             self._check_alive(first)
@@ -465,11 +466,11 @@ class Post:
     def _check_rank_0(self) -> None:
         """Wait on as long as rank 0 lives: it gives up for all, and says why."""
         if not self._has("begun"):
-            self._miss("rank 0")
+            self._miss([0])
             return
         absent = (self._get("absent") if self._has("absent") else "") or ""
         if absent:
-            self._miss(absent, patience=math.inf)
+            self._warn_of(absent)
         self._check_alive(0)
 
     def _prepare_next(self, failed: list[str], token: str) -> None:
@@ -487,29 +488,55 @@ class Post:
             self._store.set(key, str(count))
 
     def _check_alive(self, rank: int) -> None:
-        """Raise RuntimeError if a rank has shown no life for too long."""
+        """Raise RuntimeError if a rank has ended, or has shown no life for too long."""
         key, now = self._key(f"alive/{rank}"), time.monotonic()
         found = (self._get(f"alive/{rank}") or "") if self._has(f"alive/{rank}") else ""
         if (key, found) != self._seen[1:]:
             self._seen = (now, key, found)
-        if now - self._seen[0] > SILENCE:
-            raise RuntimeError(
+        ended = self._presence.find_ended([self.savers.ranks[rank]]) if self._may_look() else []
+        if ended:
+            problem = f"rank {rank} has ended while it saved."
+        elif now - self._seen[0] > SILENCE:
+            problem = (
                 f"rank {rank} has not been heard of for {SILENCE:g} s while it saved. Has its "
-                "process ended? This checkpoint is dropped; earlier ones are unchanged."
+                "process ended?"
             )
+        else:
+            return
+        raise RuntimeError(f"{problem} This checkpoint is dropped; earlier ones are unchanged.")
 
-    def _miss(self, names: str, patience: float | None = None) -> None:
-        """Warn, and after the patience of the group raise, that some ranks have not called."""
-        waited, patience = time.monotonic() - self._began, patience or self._patience
-        text = f"rank {self.rank} has called mh.save, and {names} not"
-        if waited > patience:
-            raise RuntimeError(f"{text} within {patience:g} s. Call it on every rank.")
+    def _miss(self, absent: Sequence[int]) -> None:
+        """Raise if ranks that have not called will not, or have not for long; or warn."""
+        names, text = name_ranks(absent), f"rank {self.rank} has called mh.save, and"
+        if self._may_look():
+            reason = self._presence.why_absent([self.savers.ranks[rank] for rank in absent])
+            if reason:
+                raise RuntimeError(f"{text} {reason}. {EVERYWHERE}")
+        if time.monotonic() - self._began > self._patience:
+            raise RuntimeError(f"{text} {names} not within {self._patience:g} s. {EVERYWHERE}")
+        self._warn_of(names)
+
+    def _warn_of(self, names: str) -> None:
+        """Warn, once in a while of waiting, that some ranks have not called."""
+        waited = time.monotonic() - self._began
         if waited > SAY_AFTER and not self._warned:
             self._warned = True
             warn(
-                f"{text} for {waited:.0f} s. Call it on every rank, not under `if rank == 0`. "
-                f"(This rank waits for {self._patience:g} s in all.)"
+                f"rank {self.rank} has called mh.save, and {names} not for {waited:.0f} s. "
+                f"{EVERYWHERE} (This rank waits for {self._patience:g} s in all.)"
             )
+
+    def _may_look(self) -> bool:
+        """Return whether it is time to look at the other ranks again."""
+        now = time.monotonic()
+        if now - self._looked < LOOK:
+            return False
+        self._looked = now
+        return True
+
+    @property
+    def _presence(self) -> Presence:
+        return Presence(self._store)
 
     # -- the store -----------------------------------------------------------------------------
 
@@ -537,7 +564,11 @@ class Post:
         """Return a message. If it takes long to come, `check` now and then whether to go on."""
         text = self._get(key)
         while text is None:
-            check()
+            try:
+                check()
+            except RuntimeError:
+                if not self._has(key):  # else it has come meanwhile, as the last word of a rank
+                    raise
             # Not one long request: gloo's store prints a warning when that ends.
             time.sleep(min(0.5, self._patience / 20))
             text = self._get(key) if self._has(key) else None

@@ -14,5 +14,6 @@ A script names none of them:
     _places.py      who this process is, from the environment variables of each engine
     _ray.py         the same from Ray Train, with its checkpoints and its notice
     _stopping.py    a stop notice, and `mh.stopping`: one answer of all ranks
+    _hanging.py     end a process that was asked to stop, and hangs
     _job.py         `mh.start` and `Job`: the engine as a script sees it
 """

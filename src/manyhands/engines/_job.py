@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
+from manyhands._core import presence
 from manyhands._core.arguments import number_in
 from manyhands._core.dry_run import dry_group
 from manyhands._core.stop_notice import stop_notice
@@ -99,6 +100,8 @@ def start(
             os.environ.setdefault(name, value)  # torchrun's own values stay
     if process_group and not dist.is_initialized():
         _make_process_group(place, backend)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        presence.begin()
     return Job(place, folder)
 
 

@@ -14,8 +14,10 @@ puts the job into the queue again.
 
 **DataLoader workers.** Some engines signal a whole process group: torchrun's agent, systemd, Slurm.
 That would kill the processes that load data, and the step under way could not be finished. So a
-process that a DataLoader forks blocks these signals. It still ends with its DataLoader, or when its
-parent is gone.
+process that a DataLoader forks blocks these signals. It still ends with its DataLoader, when Python
+ends, or when its parent is gone.
+
+**A process that hangs** could not be stopped any more: `_hanging.py` ends it.
 
 **Is this the last step?** A notice reaches ranks at different moments, and may reach only one of
 them. Ranks that train one model have to stop after the same step, or those that go on would wait
@@ -32,12 +34,16 @@ one step more: a notice in step k ends the training after step k + 1.
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing.util  # registers its own exit function
 import os
+import re
 import signal
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
@@ -46,9 +52,11 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from manyhands._core.arguments import number_in
+from manyhands._core.presence import explained
 from manyhands._core.ranks import RankGroup
 from manyhands._core.stop_notice import stop_notice
 from manyhands._core.wrappers import OptimizerWrapper, find_layer, gradient_ranks
+from manyhands.engines._hanging import HangWatch
 
 STOP_FILE_VARIABLE = "MANYHANDS_STOP_FILE"
 GRACE_VARIABLE = "MANYHANDS_GRACE"
@@ -67,7 +75,8 @@ class Listener:
         self._files: set[Path] = set()
         self._chosen = False  # whether the script has chosen the signals
         self._listens = False
-        self._hooked_forks = False
+        self._hooked = False
+        self._hang_watch: HangWatch | None = None
 
     def start(self, numbers: Iterable[int] | None = None, file: str | None = None) -> None:
         """Listen to these signals and to this file. It may be called often."""
@@ -93,9 +102,14 @@ class Listener:
                 # The earlier handler is noted first: a signal may come between the two lines.
                 self.earlier[number] = signal.getsignal(number)
                 signal.signal(number, _note_signal)
-        if not self._hooked_forks and hasattr(os, "register_at_fork"):
-            self._hooked_forks = True
+        default = self.earlier.get(signal.SIGTERM) is signal.SIG_DFL
+        if default and self._hang_watch is None and os.name == "posix":
+            self._hang_watch = HangWatch()
+        if not self._hooked and hasattr(os, "register_at_fork"):
+            self._hooked = True
             os.register_at_fork(after_in_child=self._after_fork)
+            # After multiprocessing's own, which has been imported: functions run in reverse.
+            atexit.register(_end_data_loading)
 
     def stop(self) -> None:
         """Give the signals back to their earlier handlers, and forget the notice."""
@@ -105,6 +119,9 @@ class Listener:
         self.earlier.clear()
         self._files.clear()
         self._chosen = self._listens = False
+        if self._hang_watch is not None:
+            self._hang_watch.end()
+            self._hang_watch = None
         stop_notice.sources.clear()
         stop_notice.clear()
 
@@ -115,6 +132,10 @@ class Listener:
                 handler(number, None)
 
     def _after_fork(self) -> None:
+        if self._hang_watch is not None:
+            self._hang_watch.forget()
+            self._hang_watch = None
+            self._listens = False
         if self.earlier and _is_data_loading(sys._getframe()):
             signal.pthread_sigmask(signal.SIG_BLOCK, self.earlier.keys())
 
@@ -135,6 +156,29 @@ def _signals_of_engine() -> list[int]:
     if "SUBMITIT_EXECUTOR" in os.environ:
         names.append(f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}")
     return [getattr(signal, name) for name in names if hasattr(signal, name)]
+
+
+def _end_data_loading() -> None:
+    """End the processes that load data, before `multiprocessing` waits for them at Python's end.
+
+    It sends them SIGTERM first, which they block.
+    """
+    blocking = [child for child in multiprocessing.active_children() if _blocks_sigterm(child)]
+    if blocking:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the handler of DataLoader would raise
+    for child in blocking:
+        child.kill()
+
+
+def _blocks_sigterm(child: BaseProcess) -> bool:
+    """Return whether a daemon process blocks SIGTERM, as far as the system says."""
+    try:
+        status = Path(f"/proc/{child.pid}/status").read_text()
+    except OSError:  # not Linux, or it has ended
+        return False
+    blocked = re.search(r"^SigBlk:\s*(\w+)$", status, re.MULTILINE)
+    mask = int(blocked[1], 16) if blocked else 0
+    return child.daemon and bool(mask >> (signal.SIGTERM - 1) & 1)
 
 
 def _is_data_loading(frame: FrameType | None) -> bool:
@@ -180,6 +224,7 @@ def stopping(
     """
     listener.start()
     wanted = stop_notice.received
+    stop_notice.read = stop_notice.read or wanted
     layer = None if optimizer is None else find_layer(optimizer, OptimizerWrapper)
     if layer is not None:
         answer = layer.stop_agreed()
@@ -205,7 +250,8 @@ class StopVote:
         before = self._pending
         if before is not None:
             total, work = before
-            work.wait()
+            with explained(self._ranks):
+                work.wait()
             self._stopped = self._stopped or bool(total.item())
         if not self._stopped:  # on all ranks, or on none: they have the same total
             total = torch.tensor([float(wanted)])

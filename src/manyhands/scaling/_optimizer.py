@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands._core.arguments import real
 from manyhands._core.foreign import advice, report_skip
+from manyhands._core.presence import count_step
 from manyhands._core.ranks import RankGroup
 from manyhands._core.stop_notice import stop_notice
 from manyhands._core.warn import warn
@@ -260,6 +261,8 @@ class RuleCore:
             sums, extras = preview.sums, [float(tensor) for tensor in tensors]
         else:
             sums, extras = sent.read(tensors)
+        if self.ranks.size > 1:
+            count_step(self)
         skipped = bool(extras and extras[0])
         if self.loss_scale.at_step(signals) is not None:
             sums = self._unscale(sums, extras[1])

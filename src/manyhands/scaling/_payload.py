@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from manyhands._core.agreement import raise_if_different
 from manyhands._core.modules import modules_holding
+from manyhands._core.presence import explained
 from manyhands._core.ranks import PendingSums, RankGroup, widest_float
 from manyhands.scaling._hooks import Norm
 from manyhands.scaling._noise import NormSums
@@ -339,9 +340,10 @@ class SentStep:
             on_host: list[float] = self._host.tolist()
             return on_host
         self._check_late()
-        if not extras:
-            return self.pending.read()
-        numbers = self.pending.wait()
+        with explained():
+            if not extras:
+                return self.pending.read()
+            numbers = self.pending.wait()
         flat = [extra.detach().to(numbers).view(1) for extra in extras]
         joined: list[float] = torch.cat([numbers, *flat]).tolist()
         return joined

@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from manyhands._core.agreement import raise_if_different
 from manyhands._core.groups import group_closer
+from manyhands._core.presence import UNEVEN, explained
 from manyhands._core.ranks import RankGroup
 from manyhands.blocks._schedule import Drift
 from manyhands.blocks.averaging._chunks import PayloadChunk, cut_into_chunks
@@ -109,8 +110,9 @@ class FixedMembers:
         `moves_anchor` is False for a state transfer, which only brings joiners to the anchor.
         """
         background.finished()
-        if background.error is not None:
-            raise background.error
+        with explained(self.workers, f"before a sync round. {UNEVEN}"):
+            if background.error is not None:
+                raise background.error
         return background.result
 
     def begin_blocks(self) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands._core.backward import BackwardPasses, current_task
+from manyhands._core.presence import explained
 from manyhands._core.ranks import RankGroup
 from manyhands._core.slices import PendingReduceScatter, SharedMemoryReduceScatter
 
@@ -36,12 +37,13 @@ Pending: TypeAlias = PendingReduceScatter | SharedMemoryReduceScatter
 def _broken_explained() -> Iterator[None]:
     """Let the error of a broken connection say what may have broken it."""
     try:
-        yield
+        with explained():
+            yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"{error}\nAnother rank has ended. If its last words were gloo::EnforceNotMet, ranks "
-            "have run different layers, or one has evaluated alone, and gloo has ended it. Run "
-            "every forward of the model, and every wrap in it, on every rank."
+            f"{error}\nIf the last words of a rank were gloo::EnforceNotMet, ranks have run "
+            "different layers, or one has evaluated alone, and gloo has ended it. Run every "
+            "forward of the model, and every wrap in it, on every rank."
         ) from error
 
 

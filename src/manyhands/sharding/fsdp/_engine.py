@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from manyhands._core.backward import current_task
 from manyhands._core.flat import check_own_shards, is_dtensor
 from manyhands._core.optimizers import fused_problem, problem_on_shards
+from manyhands._core.presence import count_step
 from manyhands._core.ranks import RankGroup
 from manyhands._core.trees import as_type, tensors_in, tree_map_tensors
 from manyhands._core.warn import warn
@@ -558,6 +559,7 @@ class _StateDictCalls:
 
 def _check_at_step(optimizer: Optimizer, *_: object) -> None:
     """Before a step: raise if the optimizer has replaced parameters, or cannot train shards."""
+    count_step(optimizer)
     if optimizer in _state_calls:
         _state_calls[optimizer].compare()
     params = [param for group in optimizer.param_groups for param in group["params"]]

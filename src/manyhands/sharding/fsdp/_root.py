@@ -34,6 +34,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.modules import check_has_memory
+from manyhands._core.presence import explained
 from manyhands._core.ranks import RankGroup
 from manyhands.sharding.fsdp._collectives import ReduceQueue
 from manyhands.sharding.fsdp._engine import Engine, dereference, eager
@@ -165,7 +166,8 @@ class UsedParameters:
         # and 255 minus the smallest b. They agree only if all ranks have the same b.
         order = torch.frombuffer(bytearray(self._order.to_bytes(4, "little")), dtype=torch.uint8)
         flags = torch.cat([flags, order, 255 - order]).to(params[0].device)
-        self._ranks.all_reduce(flags, largest=True)
+        with explained(self._ranks):
+            self._ranks.all_reduce(flags, largest=True)
         self._order = 0
         some_unused = len(self._used_here) < len(trained)
         # Reading flags on a GPU would make the host wait for it, so only if they are needed anyway.

@@ -27,6 +27,7 @@ from manyhands._core.agreement import agree
 from manyhands._core.arguments import flag, whole
 from manyhands._core.flat import is_dtensor, norm
 from manyhands._core.modules import ParallelModules
+from manyhands._core.presence import count_step, explained
 from manyhands._core.ranks import RankGroup
 from manyhands._core.state_parts import OptimizerStatePart, SavedState, ShardedOptimizer, options_of
 from manyhands._core.warn import warn
@@ -339,7 +340,9 @@ class OSS(ShardedOptimizer):
             self._shards.raise_versions()
             if self._run.reducer is not None:
                 self._run.reducer.stepped(self._shards)
-            self._shards.wait()
+            with explained(self._workers):
+                self._shards.wait()
+            count_step(self)
         # Some optimizers count steps in their groups.
         copy_options(self.optim.param_groups, self.param_groups)
         return result

@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from manyhands._core.backward import BackwardPasses, current_task
 from manyhands._core.flat import flatten
+from manyhands._core.presence import explained
 from manyhands._core.ranks import RankGroup
 from manyhands._core.sharded_gradient import ShardedGradient
 from manyhands._core.slices import PendingReduceScatter, SharedMemoryReduceScatter
@@ -189,14 +190,16 @@ class Reducer:
         """Begin to send a bucket, once fewer than `IN_FLIGHT` are on their way."""
         while len(self._in_flight) >= IN_FLIGHT:
             self._finish_oldest()
-        bucket.send(self.workers)
+        with explained(self.workers):
+            bucket.send(self.workers)
         self._in_flight.append(bucket)
         self._next += 1
 
     def _finish_oldest(self) -> None:
         """Wait for the bucket that was sent first, and compute the mean of our slice."""
         bucket = self._in_flight.popleft()
-        bucket.finish(self.workers, self._buffers)
+        with explained(self.workers):
+            bucket.finish(self.workers, self._buffers)
 
     # -- the end of a pass ---------------------------------------------------------------------
 
@@ -252,7 +255,8 @@ class Reducer:
     def _find_used(self, used: Tensor) -> list[int]:
         """Return the parameters that some rank has used in this pass: they get a gradient."""
         # Reads the flags only if a gradient is missing here: with a GPU that is a synchronisation.
-        self._used_work.wait()
+        with explained(self.workers):
+            self._used_work.wait()
         gave_up, self.gave_up, self._open = self.gave_up, False, False
         if (gave_up or used.device.type == "cpu") and used[-2:].all():
             raise RuntimeError(

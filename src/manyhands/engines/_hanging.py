@@ -1,0 +1,132 @@
+"""End a process that was asked to stop, and hangs.
+
+Without a handler SIGTERM ends a process at once. With ours it is only noted, and Python cannot even
+do that while the main thread waits in C++, as in a collective: a job that hangs could only be ended
+with SIGKILL. So a thread waits for the signal, too. It ends the process as the signal would have:
+
+    UNREAD seconds after the signal    if the main thread has stood still since then, waiting for
+                                       other ranks, and none of them was at work either
+    MARGIN seconds before the kill     in any case
+
+and only as long as the script has not asked `mh.stopping` since the signal. A main thread that
+computes, reads files or waits for data does not stand still in this sense (`standstill.py`), and
+neither does one that waits for a rank that got the signal, too, and computes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from manyhands._core.presence import Presence
+from manyhands._core.standstill import Standstill
+from manyhands._core.stop_notice import stop_notice
+
+UNREAD = 8.0  # seconds
+MARGIN = 2.0  # seconds
+STEP = 0.25  # seconds between two looks
+
+
+class HangWatch:
+    """Waits for SIGTERM in a thread. Make it, and end it, in the main thread."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._standstill = Standstill()
+        self._pipe, self._wakes = os.pipe()
+        os.set_blocking(self._wakes, False)
+        # Python writes the number of each signal to it, whatever the main thread does.
+        before = signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
+        if before != -1:  # an event loop's, which needs it
+            signal.set_wakeup_fd(before)
+        self._thread = threading.Thread(target=self._run, name="manyhands stop", daemon=True)
+        self._thread.start()
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """End the thread."""
+        atexit.unregister(self.end)
+        self._over.set()
+        self._let_go()
+        self._thread.join(1.0)
+
+    def forget(self) -> None:
+        """Leave the signals to the process that this one was forked from, which has the thread."""
+        atexit.unregister(self.end)
+        self._let_go()
+        os.close(self._pipe)
+
+    def _let_go(self) -> None:
+        wakes = signal.set_wakeup_fd(-1)
+        if wakes not in (self._wakes, -1):
+            signal.set_wakeup_fd(wakes)
+        os.close(self._wakes)
+
+    def _run(self) -> None:
+        while numbers := os.read(self._pipe, 64):
+            if signal.SIGTERM in numbers:
+                self._await_reader()
+        os.close(self._pipe)
+
+    def _await_reader(self) -> None:
+        """Wait until the script reads the notice, or end the process."""
+        began = time.monotonic()
+        others = _OtherRanks(began)
+        others.start()
+        while not (stop_notice.read or self._over.wait(STEP)):
+            still = self._standstill.look()
+            others.tell = others.tell or still == 0.0
+            now = time.monotonic()
+            # Without a reason the main thread has run no line of Python since the signal.
+            waits = not stop_notice.reason or self._standstill.place() != ""
+            hangs = waits and min(still, now - others.heard) >= UNREAD
+            if hangs or now - began >= max(UNREAD, stop_notice.grace - MARGIN):
+                self._end_process(now - began)
+        others.over.set()
+
+    def _end_process(self, waited: float) -> None:
+        """End this process as SIGTERM does by itself."""
+        rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
+        place = self._standstill.place()
+        text = (
+            f"manyhands: {rank} ends by SIGTERM: it was asked to stop {waited:.0f} s ago, and has "
+            f"not called mh.stopping since{' in ' + place if place else ''}.\n"
+        )
+        os.write(2, text.encode())
+        # Python sets handlers in the main thread only, which waits.
+        ctypes.CDLL(None).signal(signal.SIGTERM, None)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class _OtherRanks(threading.Thread):
+    """Tells the other ranks that this one is at work, and hears it of them. The store may hang."""
+
+    def __init__(self, began: float) -> None:
+        super().__init__(name="manyhands at work", daemon=True)
+        self.over = threading.Event()
+        self.tell = False  # whether this rank has been at work since it last said so
+        self.heard = began  # when another rank was at work last
+
+    def run(self) -> None:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        with suppress(RuntimeError):  # the store has ended
+            store: Any = _get_default_store()
+            presence = Presence(store.clone())
+            known = presence.count_at_work()
+            while not self.over.wait(1.0):
+                own = int(self.tell)
+                self.tell = False
+                count = presence.count_at_work(own)
+                if count - own != known:
+                    self.heard = time.monotonic()
+                known = count
