@@ -14,6 +14,7 @@ import manyhands as mh
 from helpers.crew_workers import SECRET, Store
 from helpers.data_workers import DataWorkers
 from helpers.networks import Networks, NoNetworks
+from manyhands._core import sockets
 from manyhands._core.sockets import TCP_RTO_MAX_MS
 from manyhands.blocks.crew import _crew, _roster, _store
 
@@ -123,6 +124,26 @@ def test_a_call_to_the_store_ends_soon_after_the_line_is_mended(networks, monkey
         began = time.monotonic()
         client.fetch("key")
         assert time.monotonic() - began < 2.0
+        client.close()
+
+
+@pytest.mark.parametrize("linux", ["of today", "before 6.15"])
+@pytest.mark.parametrize("lost", ["both ways", "answers only"])
+def test_tcp_gives_up_after_the_store_client_does(networks, monkeypatch, linux, lost):
+    """By itself TCP gives up after 15 retries (here 3), which take 15 s with TCP_RTO_MAX_MS."""
+    monkeypatch.setattr(_store, "STORE_TIMEOUT", 30.0)
+    if linux == "before 6.15":
+        monkeypatch.setattr(sockets, "TCP_RTO_MAX_MS", 0x7FFF)  # an option that no Linux has
+    for host in ("store", "far"):
+        networks.set(host, "ipv4/tcp_retries2", 3)
+    with Store(networks.address("store")) as store:
+        with networks.inside("far"):
+            client = _store.StoreClient(store.address, 0.2, _store.Signer(SECRET))
+        client.start_heartbeat("heartbeat")
+        networks.drop("far", one_way=lost == "answers only")
+        time.sleep(6.0)
+        networks.mend("far", one_way=lost == "answers only")
+        assert client.fetch("key") is None
         client.close()
 
 

@@ -74,7 +74,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from manyhands._core.sockets import resend_often, resend_often_to
+from manyhands._core.sockets import survive_cuts, survive_cuts_to
 from manyhands.blocks.crew._roster import WATCHED, Member, Roster
 from manyhands.errors import StoreLost
 
@@ -318,7 +318,7 @@ def connect_to_store(store: str) -> TCPStore:
     except dist.DistError as error:
         raise OSError(f"no process answers there ({error})") from error
     if not LOOPBACK.fullmatch(host):  # which no cut interrupts
-        resend_often_to(port)
+        survive_cuts_to(port, 2 * STORE_TIMEOUT)  # the caller gives up first
     return client
 
 
@@ -327,7 +327,7 @@ def serve_store(host: str, port: int = 0) -> tuple[TCPStore, str]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # By itself TCPStore would listen on all interfaces. So it gets a socket that already listens.
     listening = socket.create_server((host, port), family=family, backlog=1024)
-    resend_often(listening)  # and with it what it accepts
+    survive_cuts(listening, 2 * STORE_TIMEOUT)  # and all connections that it accepts
     port = listening.getsockname()[1]
     store = TCPStore(
         host,
