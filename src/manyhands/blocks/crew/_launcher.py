@@ -44,8 +44,15 @@ from typing import IO
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from manyhands.blocks.crew import _store
-from manyhands.blocks.crew._kept import AFRESH, ForkedProcess, KeptProcess, pipes_of
-from manyhands.blocks.crew._processes import Guard, OutputForwarder, die_with_parent, say
+from manyhands.blocks.crew._kept import ENVIRONMENT, ForkedProcess, KeptProcess, pipes_of
+from manyhands.blocks.crew._processes import (
+    Guard,
+    OutputForwarder,
+    die_with_parent,
+    how_it_ended,
+    killed_from_outside,
+    say,
+)
 from manyhands.blocks.crew._roster import Roster, number_of
 from manyhands.blocks.crew._store import (
     PREFIX,
@@ -72,7 +79,6 @@ NO_CREW = (
     "DistributedDataParallel or mh.AdaScale by torchrun, or by "
     "`manyhands run --workers 1 --processes 2`."
 )
-CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGSYS", "SIGTRAP"}
 
 
 @dataclass
@@ -216,14 +222,15 @@ class Launcher:
     def _start(self, worker: LaunchedWorker) -> None:
         """Start a worker's processes, with their output forwarded and a guard over them."""
         worker.began = time.monotonic()
-        self._with_roster(self._look_whether_to_fork)
+        forks = self._may_fork(worker)
         port = None
         if self.processes > 1:
             worker.store, name = serve_store("127.0.0.1")
             port = parse_address(name)[1]
         for inner_rank in range(self.processes):
             own = self._own_environment(worker, inner_rank, port)
-            process = (self._kept and self._kept.fork(own)) or self._start_fresh(own)
+            kept = self._kept if forks else None
+            process = (kept and kept.fork(own)) or self._start_fresh(own)
             worker.processes.append(process)
             self._guard.add(process.pid)
             name = f"{worker.number}.{inner_rank}" if self.processes > 1 else f"{worker.number}"
@@ -231,10 +238,23 @@ class Launcher:
                 worker.pipes.append(pipe)
                 self._output.add(pipe, name, target)
 
-    def _look_whether_to_fork(self, shared: SharedRoster) -> None:
-        found = shared.client.fetch(AFRESH)
-        if self._kept is not None and (names := shared.client.verify_or_ignore(AFRESH, found)):
-            self._kept.give_up(f"the script sets {names}")
+    def _may_fork(self, worker: LaunchedWorker) -> bool:
+        """Return whether libraries would find in a fresh process what they found in the kept one.
+
+        The last process of the same number has reported which variables the script changes.
+        """
+        kept, shared = self._kept, self.shared
+        if kept is None or shared is None or not kept.ready:
+            return False
+        for inner_rank in range(self.processes):
+            key = f"{ENVIRONMENT}{worker.number * self.processes + inner_rank}"
+            described = shared.client.verify_or_ignore(key, shared.client.fetch(key))
+            if described is None:
+                return False  # it has never joined
+            if names := kept.differences(described, self.signer):
+                kept.give_up(f"the script changes {', '.join(names)}")
+                return False
+        return True
 
     def _start_fresh(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -272,7 +292,7 @@ class Launcher:
         self._reap(worker)
         self._report_end(worker.number, left=code == 0)
         roster = None if self.shared is None else self.shared.roster
-        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        how = how_it_ended(code)
         worker.code = code if code >= 0 else 128 - code
         worker.due = None
         if code == 0:
@@ -285,7 +305,7 @@ class Launcher:
         if code > 0 and roster is not None and self._is_refused(worker, roster) and roster.begun:
             say(f"worker {worker.number} was not let in ({how}): it is not started again.")
             return
-        if code > 0 or how in CRASHES:
+        if not killed_from_outside(code):
             worker.errors = [t for t in worker.errors if now - t < ERROR_WINDOW] + [now]
             if roster is None:
                 self._exit_code = worker.code

@@ -33,6 +33,7 @@ All keys begin with "manyhands/":
     arrived/G/ID      the latest round of generation G at which this member has arrived
     facts/P           what inner rank P of all workers must have in common (_enrollment.py)
     door/ID           where others see whether they reach a process (_enrollment.py); with a quorum
+    environment/N     the variables that the script of process number N has changed (_kept.py)
     expected          how many workers the first round waits for
     group/G/P/...     where inner rank P of each member of generation G publishes its addresses
 
@@ -129,13 +130,13 @@ class Signer:
 
     def sign(self, key: str, text: str) -> str:
         """Return the value to store under this key."""
-        return self._signature(key, text.encode()) + text
+        return self.signature(key, text.encode()) + text
 
     def verify(self, key: str, value: bytes) -> str | None:
         """Return the text of a stored value; None if no member wrote it under this key."""
         signature, text = value[:SIGNATURE_LENGTH], value[SIGNATURE_LENGTH:]
         # compare_digest takes equally long for every wrong signature: timing tells nothing.
-        valid = hmac.compare_digest(signature, self._signature(key, text).encode())
+        valid = hmac.compare_digest(signature, self.signature(key, text).encode())
         return text.decode() if valid else None
 
     def verify_or_ignore(self, key: str, value: bytes) -> str | None:
@@ -157,7 +158,8 @@ class Signer:
                 why,
             )
 
-    def _signature(self, key: str, text: bytes) -> str:
+    def signature(self, key: str, text: bytes) -> str:
+        """Return the signature of a text under this key, without the text."""
         # With the key's length in front, no other pair of key and text gives the same message.
         message = f"{len(key)}|{key}|".encode() + text
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
