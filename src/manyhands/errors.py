@@ -66,11 +66,12 @@ class StoreLost(RuntimeError):
     """The store of a crew does not answer. A crew cannot go on without its store.
 
     >>> from manyhands.errors import StoreLost
-    >>> issubclass(StoreLost, RuntimeError)
-    True
+    >>> StoreLost("10.0.0.1:29400", "no answer for 30 s").why
+    'no answer for 30 s'
     """
 
     def __init__(self, store: str, why: object) -> None:
+        self.why = str(why)
         super().__init__(
             f"the store at {store} is lost: {why}. It is the one place where the workers agree on "
             "who takes part, and it cannot be replaced while they run. Start the store (`manyhands "

@@ -168,6 +168,17 @@ def test_killing_the_kept_process_does_nothing_to_the_workers(tmp_path, monkeypa
 
 
 @pytest.mark.long
+def test_a_kept_process_that_is_killed_while_it_starts_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(_kept, "REPLACE", 0.5)
+    with Command(tmp_path, script(), "--workers", "2") as command:
+        command.until(r"\[1\] in 1", 60)
+        os.kill(kept_process(command), signal.SIGKILL)
+        die_until_forked(command)
+        finish(command)
+    assert "no worker is forked" not in command.said()
+
+
+@pytest.mark.long
 def test_a_kept_process_that_does_not_answer_is_replaced_and_forks_nothing_late(
     tmp_path, monkeypatch
 ):
@@ -205,14 +216,62 @@ def test_where_forking_is_not_safe_workers_are_started_afresh(tmp_path, preload,
 
 
 @pytest.mark.long
-def test_a_script_that_sets_what_torch_reads_at_its_import_is_not_forked(tmp_path):
-    setting = "os.environ['OMP_NUM_THREADS'] = '2'"
-    with Command(tmp_path, script(setting), "--workers", "2") as command:
+@pytest.mark.parametrize(
+    ("change", "name", "read"),
+    [
+        ("os.environ['PYTORCH_JIT'] = '0'", "PYTORCH_JIT", "torch.jit._state._enabled.enabled"),
+        ("os.environ['OMP_NUM_THREADS'] = '2'", "OMP_NUM_THREADS", "torch.get_num_threads()"),
+        ("del os.environ['PYTORCH_JIT']", "PYTORCH_JIT", "torch.jit._state._enabled.enabled"),
+    ],
+)
+def test_a_script_that_changes_a_variable_before_its_imports_is_not_forked(
+    tmp_path, monkeypatch, change, name, read
+):
+    if change.startswith("del"):
+        monkeypatch.setenv(name, "0")
+    before_imports = f"import os; {change}\n" + textwrap.dedent(script(f"print('read', {read})"))
+    with Command(tmp_path, before_imports, "--workers", "2") as command:
         command.until(r"\[1\] in 1", 60)
-        time.sleep(3.0)
+        while "no worker is forked" not in command.said():
+            assert not is_forked(die(command))
         assert not is_forked(die(command))
         finish(command)
-    assert command.said().count("(the script sets OMP_NUM_THREADS)") == 1
+    assert command.said().count(f"(the script changes {name})") == 1
+    found = re.findall(r"\[1\] read (\S+)", command.said())
+    assert len(found) >= 3
+    assert len(set(found)) == 1  # the replacements read the same
+
+
+UNCHANGED = """
+    import settings
+    os.environ["OMP_NUM_THREADS"] = "1"  # as it is
+    os.environ["LOCAL_WORLD_SIZE"] = "1"  # as mh.start() does
+    os.environ["MASTER_PORT"] = str(29500 + int(os.environ["MANYHANDS_WORKER"]))
+"""
+
+
+@pytest.mark.long
+def test_variables_of_a_place_or_of_a_preloaded_module_do_not_prevent_a_fork(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # the first optimizer sets it
+    (tmp_path / "settings.py").write_text("import os; os.environ['SETTING'] = 'x'")
+    start = textwrap.indent(textwrap.dedent(UNCHANGED), "    ").strip()
+    with Command(tmp_path, script(start), "--workers", "2", "--preload", "settings") as command:
+        die_until_forked(command)
+        assert is_forked(die(command))
+        finish(command)
+
+
+@pytest.mark.long
+def test_a_script_with_long_arguments_is_forked(tmp_path):
+    """The system allows 128 KiB in each, and more in all."""
+    start = "print('lengths', [len(word) for word in sys.argv[1:]])"
+    words = ["a" * 100_000, "\u00e9" * 50_000]
+    with Command(tmp_path, script(start), "--workers", "2", arguments=words) as command:
+        die_until_forked(command)
+        finish(command)
+    lengths = re.findall(r"\[1\] lengths (.*)", command.said())
+    assert set(lengths) == {"[100000, 50000]"}
+    assert len(lengths) == len(lives(command))
 
 
 @pytest.mark.long

@@ -5,6 +5,8 @@ half with the quorum goes on, the other one waits and comes back, in the same pr
 sample is committed once, and no two workers ever differ.
 """
 
+import os
+import signal
 import socket
 import time
 
@@ -14,6 +16,8 @@ import manyhands as mh
 from helpers.crew_workers import SECRET, Store
 from helpers.data_workers import DataWorkers
 from helpers.networks import Networks, NoNetworks
+from helpers.run_command import Command
+from manyhands._core import sockets
 from manyhands._core.sockets import TCP_RTO_MAX_MS
 from manyhands.blocks.crew import _crew, _roster, _store
 
@@ -126,6 +130,26 @@ def test_a_call_to_the_store_ends_soon_after_the_line_is_mended(networks, monkey
         client.close()
 
 
+@pytest.mark.parametrize("linux", ["of today", "before 6.15"])
+@pytest.mark.parametrize("lost", ["both ways", "answers only"])
+def test_tcp_gives_up_after_the_store_client_does(networks, monkeypatch, linux, lost):
+    """By itself TCP gives up after 15 retries (here 3), which take 15 s with TCP_RTO_MAX_MS."""
+    monkeypatch.setattr(_store, "STORE_TIMEOUT", 30.0)
+    if linux == "before 6.15":
+        monkeypatch.setattr(sockets, "TCP_RTO_MAX_MS", 0x7FFF)  # an option that no Linux has
+    for host in ("store", "far"):
+        networks.set(host, "ipv4/tcp_retries2", 3)
+    with Store(networks.address("store")) as store:
+        with networks.inside("far"):
+            client = _store.StoreClient(store.address, 0.2, _store.Signer(SECRET))
+        client.start_heartbeat("heartbeat")
+        networks.drop("far", one_way=lost == "answers only")
+        time.sleep(6.0)
+        networks.mend("far", one_way=lost == "answers only")
+        assert client.fetch("key") is None
+        client.close()
+
+
 def test_one_that_is_cut_off_as_it_finishes_waits_and_leaves_with_the_others(networks, tmp_path):
     options = {"every": OWN, "pause": 0.005}
     with (
@@ -145,3 +169,47 @@ def test_one_that_is_cut_off_as_it_finishes_waits_and_leaves_with_the_others(net
         workers.each_sample_once()
         for number in FAR:  # the run may have ended without it
             assert workers.events(number, "done") or workers.events(number, "late")
+
+
+COMMAND = """
+    import os, time, torch
+    import manyhands as mh
+    from manyhands.blocks.crew import _store
+    _store.STORE_TIMEOUT = 5.0
+    crew = mh.Crew()
+    param = torch.nn.Parameter(torch.zeros(3))
+    optimizer = mh.LocalSGD(torch.optim.SGD([param], lr=1.0), every=4, crew=crew)
+    generation = 0
+    while not os.path.exists("enough"):
+        if crew.generation != generation:
+            generation = crew.generation
+            print("in", crew.number, os.getpid(), crew.members, flush=True)
+        param.grad = torch.ones(3)
+        optimizer.step()
+        time.sleep(0.05)
+    crew.leave()
+"""
+
+
+def test_a_command_whose_host_returns_restarts_its_workers(networks, tmp_path):
+    options = ("--expected", "3", "--quorum", "2")
+    with Store(networks.address("store")) as store:
+        with networks.inside("near"):
+            places = ("--store", store.address, "--numbers", "0-1")
+            near = Command(tmp_path, COMMAND, *places, *options, name="near")
+        with networks.inside("far"):
+            places = ("--store", store.address, "--numbers", "2")
+            far = Command(tmp_path, COMMAND, *places, *options, name="far")
+        with near, far:
+            far.until(r"in 2 \d+ \(0, 1, 2\)", 90)
+            networks.drop("far")
+            far.until("is lost: no answer for 5 s", 30)
+            near.until(r"in 0 \d+ \(0, 1\)", 30)
+            networks.mend("far")
+            far.until("answers again", 30)
+            pid = far.until(r"(?s)in 2 (\d+) \(0, 1, 2\).*in 2 \1 \(0, 1, 2\)", 60)[1]
+            os.kill(int(pid), signal.SIGKILL)
+            far.until(r"worker 2 ended \(SIGKILL\) and is started again", 30)
+            far.until(rf"in 2 (?!{pid})\d+ \(0, 1, 2\)", 60)
+            (tmp_path / "enough").touch()
+            assert near.wait(60) == far.wait(60) == 0

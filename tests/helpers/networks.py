@@ -117,25 +117,34 @@ class Networks:
         with self.inside(host):
             self._plug_in(host)
 
-    def drop(self, *hosts: str) -> None:
+    def drop(self, *hosts: str, one_way: bool = False) -> None:
         """Drop what goes from one host to another, without a word to either.
 
-        Of two hosts: between these. Of one: between it and all others.
+        Of two hosts: between these. Of one: between it and all others. One way: only what goes to
+        the last host.
         """
         with self.inside("router"):
-            for one, other in self._lines(hosts):
+            for one, other in self._lines(hosts, one_way):
                 _ip("rule", "add", *_from_to(one, other), "blackhole")
 
-    def mend(self, *hosts: str) -> None:
+    def mend(self, *hosts: str, one_way: bool = False) -> None:
         with self.inside("router"):
-            for one, other in self._lines(hosts):
+            for one, other in self._lines(hosts, one_way):
                 _ip("rule", "del", *_from_to(one, other), "blackhole")
 
+    def set(self, host: str, name: str, value: int) -> None:
+        """Set a variable of /proc/sys/net on a host."""
+        with self.inside(host):
+            _write(f"/proc/sys/net/{name}", str(value))
+
     @staticmethod
-    def _lines(hosts: tuple[str, ...]) -> list[tuple[str, str]]:
-        both = [pair for pair in permutations(NETS, 2) if {*hosts} <= {*pair}]
-        assert both, f"no line between {hosts}"
-        return both
+    def _lines(hosts: tuple[str, ...], one_way: bool) -> list[tuple[str, str]]:
+        found = []
+        for one, other in permutations(NETS, 2):
+            if {*hosts} <= {one, other} and (other == hosts[-1] or not one_way):
+                found.append((one, other))
+        assert found, f"no line between {hosts}"
+        return found
 
 
 def _from_to(one: str, other: str) -> tuple[str, ...]:

@@ -19,23 +19,27 @@ TCP_CLOSE = 7
 TCP_LISTEN = 10
 
 
-def resend_often(end: socket.socket) -> None:
-    """Have what was lost sent again each second, so that a connection goes on soon after a cut.
+def survive_cuts(end: socket.socket, seconds: float) -> None:
+    """Let a connection survive a network cut of this length, and continue soon after the cut.
 
-    By itself TCP waits twice as long each time: after a cut of 10 s for up to 10 s more.
+    TCP doubles the pause before each retry: after a cut of 10 s it waits for up to 10 s more. So
+    limit the pause to a second. TCP gives up after 15 retries, which then take only 15 s. So set
+    the time after which it gives up as well.
     """
     if sys.platform == "linux":
-        with suppress(OSError):  # an older Linux
-            end.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, 1000)
+        milliseconds = {socket.TCP_USER_TIMEOUT: round(1000 * seconds), TCP_RTO_MAX_MS: 1000}
+        for option, value in milliseconds.items():
+            with suppress(OSError):  # an older Linux, or a datagram socket of another thread
+                end.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def resend_often_to(port: int) -> None:
+def survive_cuts_to(port: int, seconds: float) -> None:
     """Do so on the connections of this process to a port: torch has no option for its own."""
     if sys.platform == "linux":
         for end in internet_sockets():
             with closing(end), suppress(OSError):  # not connected
                 if end.getpeername()[1] == port:
-                    resend_often(end)
+                    survive_cuts(end, seconds)
 
 
 def internet_sockets() -> Iterator[socket.socket]:

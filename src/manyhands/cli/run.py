@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from manyhands.blocks.crew import _launcher
+from manyhands.blocks.crew._crew import AUTO, PATIENCE
 from manyhands.blocks.crew._store import SECRET_VARIABLE, parse_address, serve_store
 from manyhands.cli import check_no_option, stop
 from manyhands.errors import StoreLost
@@ -109,7 +110,7 @@ def run(
     arguments = list(script or [])
     _check_script(arguments, module)
     _check_hosts(store, listen, numbers)
-    _check_patience(patience, stall)
+    patience_seconds = _parse_patience(patience, stall)
     worker_numbers = _parse_numbers(workers, numbers)
     # Where it is not set: torch asks a name server at each new connection to the store, which
     # answers nobody meanwhile. If its answer is lost, the C library asks again after 5 seconds.
@@ -126,6 +127,7 @@ def run(
             expected=expected,
             processes=processes,
             restarts=restarts,
+            patience=patience_seconds,
             grace=grace,
             fork=fork,
             preload=preload or (),
@@ -143,16 +145,17 @@ def run(
     raise typer.Exit(launcher.run())
 
 
-def _check_patience(patience: str, stall: float) -> None:
-    """End the command unless the patience is "auto", or at least the stall."""
-    if patience == "auto":
-        return
+def _parse_patience(patience: str, stall: float) -> float:
+    """Return the seconds; end the command unless it is "auto" or at least the stall."""
+    if patience == AUTO:
+        return max(PATIENCE, stall)
     try:
-        enough = float(patience) >= stall
+        seconds = float(patience)
     except ValueError:
         stop("run", f"--patience is a number of seconds, or auto, got {patience}.")
-    if not enough:
+    if not seconds >= stall:  # as for nan
         stop("run", f"--patience must be at least --stall, which is {stall:g}, got {patience}.")
+    return seconds
 
 
 def _check_script(arguments: list[str], module: str | None) -> None:

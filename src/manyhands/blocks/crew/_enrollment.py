@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from manyhands._core.agreement import describe_tensors, names_in
 from manyhands._core.ranks import RankGroup
-from manyhands.blocks.crew._kept import AFRESH, changed_since_the_start
+from manyhands.blocks.crew._kept import ENVIRONMENT, describe_changes
 from manyhands.blocks.crew._roster import Member, Roster, Version, number_of
 from manyhands.blocks.crew._store import PREFIX, SharedRoster, parse_address
 from manyhands.blocks.crew._transport import FIRST_PAUSE, next_pause, own_address
@@ -205,16 +205,18 @@ class Enrollment:
 
     def begin_incarnation(self) -> None:
         """Take an id that no process has had. An earlier process with our number is not us."""
+        client = self.shared.client
+        if not self.own_ids:  # later changes come from libraries at work
+            changes = describe_changes(client.signer)
+            client.put(f"{ENVIRONMENT}{self.process_number}", changes)
         roster = self.shared.change(lambda roster: roster.count_incarnation(self.process_number))
         self.id = f"{self.process_number}.{dict(roster.incarnations)[self.process_number]}"
         self.own_ids |= {self.id}
         self.shared.id = self.id
-        self.shared.client.start_heartbeat(f"{PREFIX}heartbeat/{self.id}")
+        client.start_heartbeat(f"{PREFIX}heartbeat/{self.id}")
         self.shared.monitor.reset()
-        if changed := changed_since_the_start():
-            self.shared.client.put(AFRESH, changed)
         if self._door is not None:
-            self.shared.client.put(f"{PREFIX}door/{self.id}", self._door.address)
+            client.put(f"{PREFIX}door/{self.id}", self._door.address)
 
     def close(self) -> None:
         """End the connection to the store and the watch, and close the door."""

@@ -11,6 +11,12 @@ worker waits until the launcher knows it: if the launcher has given up meanwhile
 
 A forked worker runs the script as `python SCRIPT.py` does: in `__main__`, with its own arguments,
 environment, output, session and random numbers. Linux only.
+
+Libraries read variables when they are imported, and the kept process has imported them already. So
+each worker that joins reports, in the store, which variables its script has changed until then. A
+worker is forked only if these variables have the same values in the kept process: because its
+imports set them as well, or because the script sets what is set already. Variables that say which
+process this is (`IDENTITY`) are not compared.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ import importlib.machinery
 import json
 import os
 import random
+import re
 import runpy
 import signal
 import socket
@@ -33,16 +40,24 @@ from pathlib import Path
 from select import select
 from typing import IO
 
-from manyhands.blocks.crew._processes import OutputForwarder, die_with_parent, say, tie_group_to
-from manyhands.blocks.crew._store import PREFIX
+from manyhands.blocks.crew._processes import (
+    OutputForwarder,
+    die_with_parent,
+    how_it_ended,
+    killed_from_outside,
+    say,
+    tie_group_to,
+)
+from manyhands.blocks.crew._store import PREFIX, Signer
 
 ANSWER = 1.0  # seconds in which the kept process forks, or is given up
 REPLACE = 10.0  # seconds from the start of a kept process until another may take its place
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
-REQUEST = 1 << 17  # bytes of a request at most
-# Libraries read such variables when they are imported: the kept process has done so already.
-AFRESH = f"{PREFIX}afresh"  # key in the store: which variables a worker's script has set itself
-AT_IMPORT = ("OMP_", "MKL_", "KMP_", "OPENBLAS_", "PYTHON", "TORCH_", "GLOO_")
+MESSAGE = 1 << 17  # bytes of a message at most
+ENVIRONMENT = f"{PREFIX}environment/"  # key in the store, before a process number
+IDENTITY = re.compile(
+    r"MANYHANDS_\w+|TORCHELASTIC_\w+|MASTER_(ADDR|PORT)|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)"
+)
 
 
 class ForkedProcess:
@@ -69,15 +84,30 @@ class ForkedProcess:
         return self.returncode
 
 
-def changed_since_the_start() -> str:
-    """Return which variables the script has set that libraries read when they are imported."""
+def changed_variables() -> dict[str, str | None]:
+    """Return the variables that this process has changed since its start; None: removed."""
     try:
         pairs = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:  # not Linux: nothing is forked
-        return ""
-    before = dict(os.fsdecode(pair).partition("=")[::2] for pair in pairs)
-    names = (name for name in os.environ if name.startswith(AT_IMPORT))
-    return ", ".join(sorted(name for name in names if os.environ[name] != before.get(name)))
+        return {}
+    before = dict(os.fsdecode(pair).partition("=")[::2] for pair in pairs if pair)
+    changed = {}
+    for name in sorted({*before, *os.environ}):
+        value = os.environ.get(name)
+        if value != before.get(name) and not IDENTITY.fullmatch(name):
+            changed[name] = value
+    return changed
+
+
+def describe_changes(signer: Signer) -> str:
+    """Return the names of the changed variables, each with a signature of its value."""
+    changed = changed_variables()
+    return json.dumps({name: _sign_value(signer, name, changed[name]) for name in changed})
+
+
+def _sign_value(signer: Signer, name: str, value: str | None) -> str:
+    # Whoever reads the store must not learn the value, which may be a password.
+    return "" if value is None else signer.signature(ENVIRONMENT + name, os.fsencode(value))
 
 
 def pipes_of(process: subprocess.Popen[bytes] | ForkedProcess) -> tuple[IO[bytes], IO[bytes]]:
@@ -102,6 +132,7 @@ class KeptProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._ready = False
+        self._changed: dict[str, str | None] = {}  # variables, by its imports
         # Otherwise a forked worker's parent would be the system's first process.
         linux = sys.platform.startswith("linux")
         self._works = linux and ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0) == 0
@@ -111,17 +142,32 @@ class KeptProcess:
         """The process's id, while there is one."""
         return None if self._process is None else self._process.pid
 
+    @property
+    def ready(self) -> bool:
+        return self._ready
+
     def watch(self) -> None:
         """Start the process if there is none, and learn whether it is ready."""
         if self._process is None:
             if self._works and time.monotonic() - self._began > REPLACE:
                 self._start()
-        elif self._process.poll() is not None:
-            if not self._ready:
-                self.give_up(f"it ended with exit code {self._process.returncode}")
+        elif (code := self._process.poll()) is not None:
+            if not self._ready and not killed_from_outside(code):
+                self.give_up(f"it ended with {how_it_ended(code)}")
             self.close()  # another one takes its place
         elif self._socket and not self._ready and select([self._socket], [], [], 0.0)[0]:
-            self._ready = self._socket.recv(16) == b"ready"
+            changed = self._socket.recv(MESSAGE)
+            self._ready = bool(changed)  # or it has just ended
+            self._changed = json.loads(changed or "{}")
+
+    def differences(self, described: str, signer: Signer) -> list[str]:
+        """Return the variables that a worker has changed and that have another value here."""
+        found = []
+        for name, signature in json.loads(described).items():
+            value = self._changed.get(name, self._environment.get(name))
+            if signature != _sign_value(signer, name, value):
+                found.append(name)
+        return found
 
     def fork(self, environment: Mapping[str, str]) -> ForkedProcess | None:
         """Fork a worker with these variables in addition; None if that cannot be done."""
@@ -161,17 +207,20 @@ class KeptProcess:
         self._socket.settimeout(ANSWER)
         tie = die_with_parent()
         (lifeline,) = tie["pass_fds"]
-        with theirs:
-            told = [theirs.fileno(), lifeline, self._command, self._preload]
+        # A file, because the system limits the length of a single argument to 128 KiB.
+        with theirs, os.fdopen(os.memfd_create("manyhands"), "w+") as told:
+            json.dump([theirs.fileno(), lifeline, self._command, self._preload], told)
+            told.flush()
+            program = f"from {__name__} import serve; serve()"
             self._process = process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import serve; serve()", json.dumps(told)],
+                [sys.executable, "-c", program, str(told.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=self._environment,
                 start_new_session=True,
                 preexec_fn=tie["preexec_fn"],
-                pass_fds=(lifeline, theirs.fileno()),
+                pass_fds=(lifeline, theirs.fileno(), told.fileno()),
             )
         self._began = time.monotonic()
         for pipe, target in zip(pipes_of(process), (sys.stdout, sys.stderr), strict=True):
@@ -193,16 +242,19 @@ def serve() -> None:
 
     The launcher ends the kept process.
     """
-    number, lifeline, command, preload = json.loads(sys.argv[1])
-    requests, launcher = socket.socket(fileno=number), os.getppid()
+    with os.fdopen(int(sys.argv[1])) as told:
+        told.seek(0)
+        number, lifeline, command, preload = json.load(told)
+    requests = socket.socket(fileno=number)
+    launcher = os.getppid()
     sys.path[0] = os.getcwd() if command[1] == "-m" else str(Path(command[1]).resolve().parent)
     # The first optimizer of a process imports torch._dynamo, which takes as long as torch itself.
     for module in ("torch", "torch._dynamo", "manyhands", *preload):
         importlib.import_module(module)
     gc.freeze()  # or each worker copies the pages of all objects at its first collection
-    requests.send(b"ready")
+    requests.send(json.dumps(changed_variables()).encode())  # it is ready
     while True:
-        request, ends, _, _ = socket.recv_fds(requests, REQUEST, 3)
+        request, ends, _, _ = socket.recv_fds(requests, MESSAGE, 3)
         if not request:
             sys.exit()  # the launcher is gone
         if problem := _find_problem():

@@ -14,6 +14,11 @@ A worker is one process, or several that train one model together: these live an
 A worker that dies after the others have finished is not restarted, and its exit code does not
 count.
 
+A launcher that is cut off from the store tries to reach it again, on a thread (_return.py). No
+worker is started meanwhile. The crew learns of workers that have ended when the store answers, and
+they are restarted then. (They may have failed because of the cut, so their errors do not count.)
+After `patience` seconds they are given up.
+
 One thread does all this, between waiting for output. What the crew has to know (this worker died,
 this one is done) is in the store before a worker is restarted.
 
@@ -39,13 +44,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from manyhands.blocks.crew import _store
-from manyhands.blocks.crew._kept import AFRESH, ForkedProcess, KeptProcess, pipes_of
-from manyhands.blocks.crew._processes import Guard, OutputForwarder, die_with_parent, say
+from manyhands.blocks.crew._crew import PATIENCE
+from manyhands.blocks.crew._kept import ENVIRONMENT, ForkedProcess, KeptProcess, pipes_of
+from manyhands.blocks.crew._processes import (
+    Guard,
+    OutputForwarder,
+    die_with_parent,
+    how_it_ended,
+    killed_from_outside,
+    say,
+)
+from manyhands.blocks.crew._return import ReturnToStore
 from manyhands.blocks.crew._roster import Roster, number_of
 from manyhands.blocks.crew._store import (
     PREFIX,
@@ -72,7 +86,7 @@ NO_CREW = (
     "DistributedDataParallel or mh.AdaScale by torchrun, or by "
     "`manyhands run --workers 1 --processes 2`."
 )
-CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGSYS", "SIGTRAP"}
+Answer = TypeVar("Answer")
 
 
 @dataclass
@@ -84,6 +98,7 @@ class LaunchedWorker:
     processes: list[subprocess.Popen[bytes] | ForkedProcess] = field(default_factory=list)
     began: float = 0.0
     due: float | None = 0.0  # when to start it; None: never again
+    unreported: int | None = None  # how it ended, while the store is lost
     code: int = 0
     errors: list[float] = field(default_factory=list)  # times of the latest ones
     short_lives: int = 0  # in a row
@@ -103,6 +118,7 @@ class Launcher:
         expected: int | None = None,
         processes: int = 1,
         restarts: int = 3,
+        patience: float = PATIENCE,
         grace: float = STOP_GRACE,
         fork: bool = True,
         preload: Sequence[str] = (),
@@ -112,17 +128,18 @@ class Launcher:
     ) -> None:
         self.command = list(command)
         self.workers = [LaunchedWorker(number) for number in numbers]
-        self.processes, self.restarts = processes, restarts
-        self.grace, self.serving = grace, serving
+        self.processes = processes
+        self.restarts = restarts
+        self.patience = patience  # seconds for which a lost store is awaited
+        self.grace = grace
+        self.serving = serving
+        self.store = store
         self.signer = Signer.from_environment(secret)
-        client = StoreClient(store, 1.0, self.signer)
-        monitor = HeartbeatMonitor(STOPPED_LIMIT)
-        self.shared: SharedRoster | None = SharedRoster(client, monitor, processes)
-        self.shared.watched = self._watched
-        self.id = f"host-{secrets.token_hex(4)}"
-        # The heartbeat first: a process that finds this launcher finds its heartbeat, too.
-        client.start_heartbeat(f"{PREFIX}heartbeat/{self.id}")
-        self.shared.change(lambda roster: roster.with_launcher(self.id))
+        self.shared: SharedRoster | None = self._connect()  # None while the store is lost
+        self._return: ReturnToStore | None = None  # while the store is lost
+        self._lost = -float("inf")  # when it was lost the last time
+        self._cut_off: frozenset[str] = frozenset()  # processes that were here when it was lost
+        client = self.shared.client
         self.environment = {
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",  # or a killed worker's last lines would be lost
@@ -130,7 +147,6 @@ class Launcher:
             **(environment or {}),
             "MANYHANDS_GRACE": f"{grace:g}",
             "MANYHANDS_STORE": store,
-            "MANYHANDS_RUN": self.shared.roster.run,
             "MANYHANDS_WORKERS": self._agree_on_expected(client, expected),
         }
         if secret is not None:
@@ -152,14 +168,12 @@ class Launcher:
                 if self._exit_code is None and not self._stop_signal:
                     self._serve_until_others_end()
                     if self.environment["MANYHANDS_WORKERS"] != "1":
-                        self._with_roster(_say_if_nobody_joined)
+                        self._ask(_say_if_nobody_joined)
             finally:
                 self._stop_all()
                 if self._kept is not None:
                     self._kept.close()
-                self._with_roster(lambda s: s.change(lambda r: r.without_launcher(self.id)))
-                if self.shared is not None:
-                    self.shared.client.close()
+                self._leave()
                 self._guard.close()
                 if self.signer.ignored:
                     say(
@@ -190,14 +204,33 @@ class Launcher:
         client.call("compare_set", key, found or "", client.signer.sign(key, own))
         return client.verify_or_ignore(key, client.fetch(key)) or own
 
+    def _connect(self, former_id: str = "") -> SharedRoster:
+        """Connect to the store, and enter the roster."""
+        client = StoreClient(self.store, 1.0, self.signer)
+        try:
+            shared = SharedRoster(client, HeartbeatMonitor(STOPPED_LIMIT), self.processes)
+            shared.watched = self._watched
+            # A new id each time, because the others know how far the former heartbeat has counted.
+            shared.id = f"host-{secrets.token_hex(4)}"
+            # The heartbeat first: a process that finds this launcher finds its heartbeat, too.
+            client.start_heartbeat(f"{PREFIX}heartbeat/{shared.id}")
+            shared.change(lambda r: r.without_launcher(former_id).with_launcher(shared.id))
+        except BaseException:
+            client.close()
+            raise
+        return shared
+
     def _has_work(self) -> bool:
-        return any(worker.processes or worker.due is not None for worker in self.workers)
+        return any(w.processes or w.due is not None or w.unreported for w in self.workers)
 
     def _do_what_is_due(self) -> None:
         """Do once all that may be due: start, forward output, notice ends, kill stopped workers."""
         now = time.monotonic()
+        if self._return is not None:
+            self._await_store(self._return)
         for worker in self.workers:
-            if not worker.processes and worker.due is not None and worker.due <= now:
+            is_due = worker.due is not None and worker.due <= now
+            if is_due and not worker.processes and self.shared is not None:
                 self._start(worker)
         self._guard.watch()
         if self._kept is not None and self.shared is not None and self.shared.roster.begun:
@@ -215,15 +248,19 @@ class Launcher:
 
     def _start(self, worker: LaunchedWorker) -> None:
         """Start a worker's processes, with their output forwarded and a guard over them."""
+        forks = self._ask(lambda shared: self._may_fork(shared, worker))
+        if self.shared is None:
+            return  # lost just now
         worker.began = time.monotonic()
-        self._with_roster(self._look_whether_to_fork)
+        run = self.shared.roster.run
         port = None
         if self.processes > 1:
             worker.store, name = serve_store("127.0.0.1")
             port = parse_address(name)[1]
         for inner_rank in range(self.processes):
-            own = self._own_environment(worker, inner_rank, port)
-            process = (self._kept and self._kept.fork(own)) or self._start_fresh(own)
+            own = self._own_environment(worker, inner_rank, run, port)
+            kept = self._kept if forks else None
+            process = (kept and kept.fork(own)) or self._start_fresh(own)
             worker.processes.append(process)
             self._guard.add(process.pid)
             name = f"{worker.number}.{inner_rank}" if self.processes > 1 else f"{worker.number}"
@@ -231,10 +268,23 @@ class Launcher:
                 worker.pipes.append(pipe)
                 self._output.add(pipe, name, target)
 
-    def _look_whether_to_fork(self, shared: SharedRoster) -> None:
-        found = shared.client.fetch(AFRESH)
-        if self._kept is not None and (names := shared.client.verify_or_ignore(AFRESH, found)):
-            self._kept.give_up(f"the script sets {names}")
+    def _may_fork(self, shared: SharedRoster, worker: LaunchedWorker) -> bool:
+        """Return whether libraries would find in a fresh process what they found in the kept one.
+
+        The last process of the same number has reported which variables the script changes.
+        """
+        kept = self._kept
+        if kept is None or not kept.ready:
+            return False
+        for inner_rank in range(self.processes):
+            key = f"{ENVIRONMENT}{worker.number * self.processes + inner_rank}"
+            described = shared.client.verify_or_ignore(key, shared.client.fetch(key))
+            if described is None:
+                return False  # it has never joined
+            if names := kept.differences(described, self.signer):
+                kept.give_up(f"the script changes {', '.join(names)}")
+                return False
+        return True
 
     def _start_fresh(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -249,13 +299,13 @@ class Launcher:
         )
 
     def _own_environment(
-        self, worker: LaunchedWorker, inner_rank: int, port: int | None
+        self, worker: LaunchedWorker, inner_rank: int, run: str, port: int | None
     ) -> dict[str, str]:
         """Return the variables that differ between processes."""
         # With a port they include the address of the worker's own process group. We serve that
         # group's store, as torchrun does: a store hosted by torch's rank 0 would listen on all
         # interfaces.
-        values: dict[str, object] = {"MANYHANDS_WORKER": worker.number}
+        values: dict[str, object] = {"MANYHANDS_WORKER": worker.number, "MANYHANDS_RUN": run}
         if port is not None:
             # Counts all processes of this host, because it selects the GPU.
             local_rank = self.workers.index(worker) * self.processes + inner_rank
@@ -266,34 +316,37 @@ class Launcher:
         return {name: str(value) for name, value in values.items()}
 
     def _handle_end(self, worker: LaunchedWorker, code: int) -> None:
-        """Report a worker's end to the crew, and decide whether it is restarted."""
-        now = time.monotonic()
+        """End what is left of a worker, and decide whether it is restarted."""
         self._signal(worker, signal.SIGKILL)  # its other processes, and its children
         self._reap(worker)
-        self._report_end(worker.number, left=code == 0)
-        roster = None if self.shared is None else self.shared.roster
-        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         worker.code = code if code >= 0 else 128 - code
         worker.due = None
+        roster = self._report_end(worker.number, left=code == 0)
+        if roster is not None:
+            self._decide(worker, code, roster)
+            return
+        worker.unreported = code
+        if code:
+            number = worker.number
+            say(f"worker {number} ended ({how_it_ended(code)}) while the store does not answer.")
+
+    def _decide(self, worker: LaunchedWorker, code: int, roster: Roster) -> None:
+        """Decide whether a worker is restarted, whose end the crew knows."""
+        now = time.monotonic()
+        how = how_it_ended(code)
         if code == 0:
             return
-        if roster is not None and roster.finished:
+        if roster.finished:
             worker.code = 0
             say(f"worker {worker.number} ended ({how}) when the others had finished.")
             return
         worker.short_lives = worker.short_lives + 1 if now - worker.began < SHORT_LIFE else 0
-        if code > 0 and roster is not None and self._is_refused(worker, roster) and roster.begun:
+        if code > 0 and self._is_refused(worker, roster) and roster.begun:
             say(f"worker {worker.number} was not let in ({how}): it is not started again.")
             return
-        if code > 0 or how in CRASHES:
+        was_cut_off = worker.began < self._lost
+        if not killed_from_outside(code) and not was_cut_off:
             worker.errors = [t for t in worker.errors if now - t < ERROR_WINDOW] + [now]
-            if roster is None:
-                self._exit_code = worker.code
-                say(
-                    f"worker {worker.number} ended ({how}), and no worker can go on without the "
-                    "store."
-                )
-                return
             if not roster.begun:
                 self._exit_code = worker.code
                 say(f"worker {worker.number} ended ({how}) before the first sync round.")
@@ -303,9 +356,6 @@ class Launcher:
             if len(worker.errors) > self.restarts:
                 say(f"worker {worker.number} ended ({how}), too often: it is not started again.")
                 return
-        elif self.shared is None:
-            say(f"worker {worker.number} ended ({how}), and the store is lost.")
-            return
         worker.due = now + _restart_pause(worker.short_lives)
         say(f"worker {worker.number} ended ({how}) and is started again.")
 
@@ -360,22 +410,30 @@ class Launcher:
         found = {id for id in roster.everyone if self.serving or roster.worker_of(id) in own}
         return sorted(found.union(roster.launchers if self.serving else ()) - roster.gone)
 
-    def _report_end(self, number: int, left: bool) -> None:
+    def _report_end(self, number: int, left: bool) -> Roster | None:
         """Tell the crew that a worker has ended, so that nobody waits for its heartbeat."""
 
-        def report(shared: SharedRoster) -> None:
+        def report(shared: SharedRoster) -> Roster:
             for inner_rank in range(self.processes):
                 shared.report_end(number * self.processes + inner_rank, left)
+            return shared.roster
 
-        self._with_roster(report)
+        return self._ask(report)
 
     def _kill_stopped(self) -> None:
         """Kill workers without a heartbeat: a stopped one does not end by itself."""
-        self._with_roster(SharedRoster.refresh)
-        if self.shared is None:
+        roster = self._ask(SharedRoster.refresh)
+        if roster is None or self.shared is None:
             return
-        silent = self.shared.monitor.silent - {*self.shared.roster.launchers}
-        numbers = {number_of(id) // self.processes for id in silent}
+        monitor = self.shared.monitor
+        # A worker that was cut off has a heartbeat again after its next round, under a new id.
+        in_a_block = {id for id in self._cut_off if not monitor.has_advanced(id)}
+        spared = in_a_block - monitor.silent_for(self.patience)
+        numbers = set()
+        for id in monitor.silent - spared - roster.gone:
+            # Not everything that was observed is still in the roster.
+            if id in roster.everyone and not roster.is_replaced(id):
+                numbers.add(number_of(id) // self.processes)
         for worker in self.workers:
             if worker.number in numbers and worker.processes:
                 say(
@@ -388,27 +446,74 @@ class Launcher:
     def _serve_until_others_end(self) -> None:
         """Wait for other hosts' workers and launchers, which still need the store served here."""
         while self.serving and not self._stop_signal:
-            self._with_roster(SharedRoster.refresh)
-            if self.shared is None:
-                return
-            roster = self.shared.roster
-            # A host that vanished reports nothing. Its own store calls have timed out by then.
-            silent = self.shared.monitor.silent_for(_store.STORE_TIMEOUT)
-            ended = {*roster.gone, *silent, self.id}
-            if ended >= {*roster.ids, *(m.id for m in roster.waiting), *roster.launchers}:
-                return
+            if self._return is not None:
+                self._await_store(self._return)
+                if self._return is not None and time.monotonic() - self._lost > self.patience:
+                    return
+            roster = self._ask(SharedRoster.refresh)
+            if roster is not None and self.shared is not None:
+                # A host that vanished reports nothing. Its own store calls have timed out by then.
+                silent = self.shared.monitor.silent_for(_store.STORE_TIMEOUT)
+                ended = {*roster.gone, *silent, self.shared.id}
+                if ended >= {*roster.ids, *(m.id for m in roster.waiting), *roster.launchers}:
+                    return
             time.sleep(0.1)
 
-    def _with_roster(self, action: Callable[[SharedRoster], object]) -> None:
-        """Call the action with the roster. When the store is lost, print that once, and go on."""
-        if self.shared is None:
+    def _ask(self, action: Callable[[SharedRoster], Answer]) -> Answer | None:
+        """Return the action's answer; None while the store is lost. Then try to reach it again."""
+        shared = self.shared
+        if shared is None:
+            return None
+        try:
+            return action(shared)
+        except StoreLost as error:
+            say(
+                f"the store at {self.store} is lost: {error.why}. This command tries to reach it "
+                f"again for {self.patience:g} s, and starts no worker meanwhile."
+            )
+            self.shared = None
+            shared.client.close()
+            self._lost = time.monotonic()
+            self._return = ReturnToStore(self.store, lambda: self._connect(shared.id))
+            return None
+
+    def _await_store(self, returning: ReturnToStore) -> None:
+        """Go on if the store answers again; give up workers that have waited too long for it."""
+        if returning.shared is None:
+            if time.monotonic() - self._lost > self.patience:
+                self._give_up_waiting(returning.error)
+            return
+        say(f"the store at {self.store} answers again.")
+        self.shared = returning.shared
+        self._return = None
+        self._cut_off = frozenset(self.shared.roster.everyone)
+        for worker in self.workers:
+            code = worker.unreported
+            if code is not None and (roster := self._report_end(worker.number, left=code == 0)):
+                worker.unreported = None
+                self._decide(worker, code, roster)
+
+    def _give_up_waiting(self, error: str) -> None:
+        for worker in self.workers:
+            is_due = worker.due is not None and not worker.processes
+            if worker.unreported or is_due:
+                say(f"worker {worker.number} is not started again: {error}")
+                worker.unreported = None
+                worker.due = None
+
+    def _leave(self) -> None:
+        """Tell the others that this launcher ends."""
+        shared = self.shared
+        if self._return is not None:
+            self._return.close()
+            shared = self._return.shared
+        if shared is None:
             return
         try:
-            action(self.shared)
+            shared.change(lambda roster: roster.without_launcher(shared.id))
         except StoreLost as error:
-            say(str(error))
-            self.shared.client.close()
-            self.shared = None
+            say(f"the store at {self.store} is lost: {error.why}.")
+        shared.client.close()
 
     @contextlib.contextmanager
     def _handle_signals(self) -> Iterator[None]:

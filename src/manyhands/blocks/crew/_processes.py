@@ -2,6 +2,7 @@
 
 OutputForwarder   forwards what they print, line by line, with each one's name in front
 write_or_drop     writes it, and goes on if nobody reads it, or the disk is full; say: our own
+how_it_ended      names an exit code or a signal; killed_from_outside: a signal, and no crash
 Guard             kills them if the launcher is killed: a process of its own
 die_with_parent   lets the system kill them when the launcher dies (Linux)
 
@@ -27,6 +28,7 @@ from typing import IO, Any, TextIO
 
 LONGEST_LINE = 1 << 20  # bytes: a longer line is forwarded in several
 READ_SIZE = 1 << 16  # bytes: what a pipe holds on Linux
+CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGSYS", "SIGTRAP"}
 
 
 class OutputForwarder:
@@ -101,6 +103,16 @@ def write_or_drop(target: TextIO | None, data: bytes) -> OSError | None:
 def say(message: str) -> OSError | None:
     """Print a message of the command's own."""
     return write_or_drop(sys.stderr, f"manyhands run: {message}\n".encode())
+
+
+def how_it_ended(code: int) -> str:
+    """Return "exit code 1", or the name of a signal, which is a negative code."""
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def killed_from_outside(code: int) -> bool:
+    """Return whether a process was killed, and did not fail or crash by itself."""
+    return code < 0 and how_it_ended(code) not in CRASHES
 
 
 class Guard:

@@ -192,6 +192,11 @@ class Roster:
         """Return the number of the worker that a process belongs to."""
         return number_of(id) // self.processes
 
+    def is_replaced(self, id: str) -> bool:
+        """Return whether a process of the same number, or the same process, has a newer id."""
+        number, _, incarnation = id.partition(".")
+        return dict(self.incarnations).get(int(number), 0) > int(incarnation)
+
     @property
     def workers(self) -> tuple[int, ...]:
         """The numbers of the members' workers, in rank order."""

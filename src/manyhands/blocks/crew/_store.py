@@ -33,6 +33,7 @@ All keys begin with "manyhands/":
     arrived/G/ID      the latest round of generation G at which this member has arrived
     facts/P           what inner rank P of all workers must have in common (_enrollment.py)
     door/ID           where others see whether they reach a process (_enrollment.py); with a quorum
+    environment/N     the variables that the script of process number N has changed (_kept.py)
     expected          how many workers the first round waits for
     group/G/P/...     where inner rank P of each member of generation G publishes its addresses
 
@@ -75,7 +76,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from manyhands._core.arguments import shown
-from manyhands._core.sockets import resend_often, resend_often_to
+from manyhands._core.sockets import survive_cuts, survive_cuts_to
 from manyhands.blocks.crew._roster import WATCHED, Member, Roster
 from manyhands.errors import StoreLost
 
@@ -130,13 +131,13 @@ class Signer:
 
     def sign(self, key: str, text: str) -> str:
         """Return the value to store under this key."""
-        return self._signature(key, text.encode()) + text
+        return self.signature(key, text.encode()) + text
 
     def verify(self, key: str, value: bytes) -> str | None:
         """Return the text of a stored value; None if no member wrote it under this key."""
         signature, text = value[:SIGNATURE_LENGTH], value[SIGNATURE_LENGTH:]
         # compare_digest takes equally long for every wrong signature: timing tells nothing.
-        valid = hmac.compare_digest(signature, self._signature(key, text).encode())
+        valid = hmac.compare_digest(signature, self.signature(key, text).encode())
         return text.decode() if valid else None
 
     def verify_or_ignore(self, key: str, value: bytes) -> str | None:
@@ -158,7 +159,8 @@ class Signer:
                 why,
             )
 
-    def _signature(self, key: str, text: bytes) -> str:
+    def signature(self, key: str, text: bytes) -> str:
+        """Return the signature of a text under this key, without the text."""
         # With the key's length in front, no other pair of key and text gives the same message.
         message = f"{len(key)}|{key}|".encode() + text
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
@@ -319,7 +321,7 @@ def connect_to_store(store: str) -> TCPStore:
     except dist.DistError as error:
         raise OSError(f"no process answers there ({error})") from error
     if not LOOPBACK.fullmatch(host):  # which no cut interrupts
-        resend_often_to(port)
+        survive_cuts_to(port, 2 * STORE_TIMEOUT)  # the caller gives up first
     return client
 
 
@@ -328,7 +330,7 @@ def serve_store(host: str, port: int = 0) -> tuple[TCPStore, str]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # By itself TCPStore would listen on all interfaces. So it gets a socket that already listens.
     listening = socket.create_server((host, port), family=family, backlog=1024)
-    resend_often(listening)  # and with it what it accepts
+    survive_cuts(listening, 2 * STORE_TIMEOUT)  # and all connections that it accepts
     port = listening.getsockname()[1]
     store = TCPStore(
         host,
