@@ -10,7 +10,6 @@ import typer
 
 from manyhands.cli import printable, stop
 from manyhands.record import Run, read_record
-from manyhands.record._tally import tally_faults
 from manyhands.report import write_report
 
 
@@ -31,8 +30,6 @@ def report(
     except (OSError, ImportError) as error:
         stop("report", f"the page cannot be written: {error}")
     typer.echo(f"wrote {printable(str(page))}")
-    for folder, found in tally_faults({run.path: run.worker_time for run in read}).items():
-        typer.echo(f"time of the workers in {printable(str(folder))}: {found}")
     if show:
         webbrowser.open(page.resolve().as_uri())
 

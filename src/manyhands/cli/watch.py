@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import webbrowser
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -86,7 +86,7 @@ def _show_once(jobs: Jobs) -> None:
     """Print what the jobs are doing now; the exit code is 1 if one has failed."""
     states = [job.state() for job in jobs.read(seconds=60.0)]
     try:
-        Console(highlight=False).print(_view(states, jobs.lost()))
+        Console(highlight=False).print(_view(states))
     except OSError as error:
         stop("watch", f"the jobs cannot be shown: {error}")
     if any(state.state in ("died", "failed", "damaged") for state in states):
@@ -98,7 +98,7 @@ def _show_live(jobs: Jobs) -> None:
 
     def view() -> RenderableType:
         states = [job.state() for job in jobs.read(seconds=0.5)]
-        return _view(states, jobs.lost())
+        return _view(states)
 
     with Live(view(), console=Console(highlight=False), auto_refresh=False) as live:
         try:
@@ -109,12 +109,11 @@ def _show_live(jobs: Jobs) -> None:
             return
 
 
-def _view(states: Sequence[JobState], crews: Mapping[str, str]) -> RenderableType:
-    """Return some lines for each job, one for each crew, and a table of what has happened last."""
+def _view(states: Sequence[JobState]) -> RenderableType:
+    """Return some lines for each job, and a table of what has happened last."""
     shown: list[RenderableType] = [_job_lines(state) for state in states]
     if not states:
         shown.append(Text("There is no record yet."))
-    shown += [Text(f"time of the workers in {printable(f)}: {text}") for f, text in crews.items()]
     events = [(state.name, event) for state in states for event in state.events]
     if events:
         table = Table("job", "step", "event", box=None, title="What happened", title_justify="left")

@@ -18,8 +18,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from manyhands.record._tally import WorkerTime, to_number
-
 if TYPE_CHECKING:
     import pandas
 
@@ -51,8 +49,6 @@ class Header(_CheckedHeader, total=False):
     until: float | None  # progress at which training ends
     config: object  # the user's: a dict, unless a stranger wrote the file
     sources: list[str]  # the sources' texts: a rule with its options
-    opened: float  # `time.time()` when the record was opened,
-    began: float | None  # and when the process began, if that is known
     process: dict[str, object]  # that writes, so that a reader may know whether it still runs
     ended: str  # the date
     error: str | None  # the exception that ended it
@@ -80,7 +76,6 @@ class Run:
     name: str
     header: Header = field(repr=False)
     lines: list[Line] = field(repr=False)
-    worker_time: WorkerTime = field(default_factory=WorkerTime, repr=False)  # for `tally`
 
     @cached_property
     def columns(self) -> list[str]:
@@ -133,7 +128,6 @@ def read_record(path: str | os.PathLike[str]) -> Run:
     path = Path(path)
     header: Header | None = None
     lines: list[Line] = []
-    worker_time = WorkerTime()
     earlier, resumed = 0.0, False  # seconds of all starts before this one
     with open(open_file(path), "rb") as file:
         for number, raw in enumerate(file, start=1):
@@ -142,9 +136,7 @@ def read_record(path: str | os.PathLike[str]) -> Run:
             line = parse_line(raw, path, number)
             if HEADER in line:
                 header, resumed = line[HEADER], True
-                worker_time.take_header(line[HEADER])
                 continue
-            worker_time.take(line)
             # The run went back to a checkpoint, so the later lines do not count any more.
             while lines and lines[-1]["step"] >= line["step"]:
                 lines.pop()
@@ -154,7 +146,7 @@ def read_record(path: str | os.PathLike[str]) -> Run:
             lines.append(line)
     if header is None:
         raise ValueError(not_a_record(path))
-    return Run(path, header["name"], header, lines, worker_time)
+    return Run(path, header["name"], header, lines)
 
 
 # -- a file that is being written ------------------------------------------------------------------
@@ -320,8 +312,10 @@ def not_a_record(path: Path) -> str:
 
 
 def to_positive(value: object) -> float | None:
-    """Return a finite number above 0, or None."""
-    return to_number(value) or None
+    """Return a finite number above 0, or None: a stranger may write anything."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 < value < _LARGEST else None
 
 
 def count_small_batches(header: Mapping[str, object], line: Mapping[str, object]) -> float:
@@ -363,15 +357,6 @@ def is_alive(process: object) -> bool | None:
     if any(process.get(key) != value for key, value in here.items()):
         return None  # on another machine, in another container, or before this machine's start
     return _start_of_process(pid) == started
-
-
-def time_of_start() -> float | None:
-    """Return when this process began, as `time.time()`; None if that is unknown."""
-    started = _start_of_process(os.getpid())
-    if started is None:
-        return None
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
-    return time.time() - age
 
 
 def _pid_space() -> dict[str, str | None]:

@@ -17,7 +17,6 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from manyhands.record import Run, read_record
-from manyhands.record._tally import CAUSES, tally_faults
 from manyhands.report._curves import WINDOW, WINDOWS, batch_size, numbers, samples
 from manyhands.report._panels import Panel, axes, panels
 
@@ -96,8 +95,7 @@ def _render_page(runs: list[Run], title: str) -> str:
         table=_summary_table(runs, labels),
         figures="\n".join(map(_figure_element, shown))
         + "<p>These runs have no steps yet.</p>" * (not found),
-        constants=_fault_tables(runs)
-        + _constant_table([panel for panel in found if panel.constant], runs, labels),
+        constants=_constant_table([panel for panel in found if panel.constant], runs, labels),
         configuration=_configuration(runs, labels),
         plotly=get_plotlyjs(),
         # Only "<" could end the script element early, and JSON has another way to write it.
@@ -215,32 +213,6 @@ def _constant_table(shown: Sequence[Panel], runs: list[Run], labels: list[str]) 
         '<section class="table constant"><table><thead><tr><th scope="col">always the same</th>'
         f"{head}</tr></thead>\n<tbody>{''.join(rows)}</tbody></table></section>"
     )
-
-
-def _fault_tables(runs: list[Run]) -> str:
-    """Return a table for each crew that lost a worker: what the time of each worker went into."""
-    tables = []
-    for folder, found in tally_faults({run.path: run.worker_time for run in runs}).items():
-        shares = found.shares()
-        causes = [cause for cause, share in shares.items() if share]
-        headings = [f"time of the workers in {folder}", *(CAUSES[cause] for cause in causes)]
-        rows = [["all", *(f"{shares[cause]:.1%}" for cause in causes)]]
-        rows += [
-            [name, *(format_duration(seconds[cause]) for cause in causes)]
-            for name, seconds in found.workers.items()
-        ]
-        head = "".join(f'<th scope="col">{html.escape(heading)}</th>' for heading in headings)
-        body = "\n".join(
-            f'<tr><th scope="row">{html.escape(name)}</th>'
-            + "".join(f"<td>{cell}</td>" for cell in cells)
-            + "</tr>"
-            for name, *cells in rows
-        )
-        tables.append(
-            f'<section class="table faults"><table><thead><tr>{head}</tr></thead>\n'
-            f"<tbody>\n{body}\n</tbody></table></section>"
-        )
-    return "\n".join(tables)
 
 
 def _configuration(runs: list[Run], labels: list[str]) -> str:

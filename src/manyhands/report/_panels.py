@@ -184,7 +184,7 @@ _WELL_KNOWN = (
 _NOT_DRAWN = {"step", "time", "progress", "factor", "sqr", "var", "passes", "members"}
 _NOT_DRAWN |= {"skipped", "nonfinite"}  # the table has them
 _NOT_DRAWN |= {"batch_scale", "batch_passes", "batch_reason", "fixed_seconds", "pass_seconds"}
-_NOT_DRAWN |= {"simple_noise_scale_error", "crew_seconds"}
+_NOT_DRAWN |= {"simple_noise_scale_error"}
 _NOT_DRAWN |= {column for column, _ in DOTTED.values()}
 
 

@@ -99,8 +99,7 @@ class WatchServer(ThreadingHTTPServer):
             own = {key for state in states for key in state["own"]}
             columns = {key for state in states for key in state["latest"]}
             panels = {key: describe_column(key, own=key in own) for key in sorted(columns | own)}
-            lost = self._jobs.lost()
-            return {"now": time.time(), "jobs": states, "panels": panels, "crews": lost}
+            return {"now": time.time(), "jobs": states, "panels": panels}
         start, _, number = path.rpartition("/")
         known = start == "/curves" and number.isascii() and number.isdecimal() and len(number) < 6
         if not known or int(number) >= len(jobs):

@@ -36,7 +36,6 @@ from manyhands.record._run import (
     is_alive,
     to_positive,
 )
-from manyhands.record._tally import WorkerTime, tally_faults
 from manyhands.watch._points import MOST, Curves, Points
 
 State = Literal["waiting", "running", "silent", "died", "failed", "ended", "damaged"]
@@ -46,7 +45,6 @@ SILENT_FROM, SILENT_TIMES = 30.0, 10.0
 RECENT, RECENT_LINES = 60.0, 10  # the seconds and the lines that a run's speed is measured over
 MARKS, EVENTS = 600, 100  # as many are kept
 LOOK_EVERY = 2.0  # seconds between two looks into a folder
-COUNTING = 20.0  # times as long as it takes to sum up the time of crews, until it is done again
 SUFFIX = ".jsonl"
 COUNTED = {  # columns that only grow, what they count, and what has happened when one does
     "undone": ("round", "undone: a worker was lost in the sync round"),
@@ -140,14 +138,8 @@ class WatchedJob:
         self._own: dict[str, None] = {}  # the columns of the user's values, in their order
         self._earlier = 0.0  # seconds of the starts before this one
         self._new_start = False  # whether no line has come since the last header
-        self.worker_time = WorkerTime()
 
     # -- reading -------------------------------------------------------------------------------
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether there is more in the record than was read."""
-        return bool(self._file.behind)
 
     def read(self, seconds: float = 0.2) -> None:
         """Take in what was added to the record, for about so many seconds at most."""
@@ -170,9 +162,7 @@ class WatchedJob:
         """Take in one line of the record: its values, its events, and where the run is."""
         if HEADER in line:
             self._take_header(line[HEADER])
-            self.worker_time.take_header(line[HEADER])
             return
-        self.worker_time.take(line)
         step = line["step"]
         before = self._last
         if before is not None and step <= before["step"]:
@@ -382,8 +372,6 @@ class Jobs:
         self._folders = [path for path in paths if path.is_dir()]
         self._jobs = {path: WatchedJob(path) for path in paths if path not in self._folders}
         self._looked = -LOOK_EVERY
-        self._lost: dict[str, str] = {}
-        self._count_again = -math.inf  # when the time of crews is to be summed up again
         self._find_new_records()
 
     def _find_new_records(self) -> None:
@@ -407,17 +395,6 @@ class Jobs:
         for job in jobs:
             job.read(seconds / max(1, len(jobs)))
         return jobs
-
-    def lost(self) -> dict[str, str]:
-        """Return what the time of each crew went into, by folder, if it has lost any worker."""
-        began = time.monotonic()
-        if began >= self._count_again and not any(job.is_behind for job in self.all):
-            crews = tally_faults({job.path: job.worker_time for job in self.all})
-            self._lost = {str(folder): str(found) for folder, found in crews.items()}
-            # All rounds are counted each time: of a long run, not at every request.
-            now = time.monotonic()
-            self._count_again = now + COUNTING * (now - began)
-        return self._lost
 
 
 # -- plain arithmetic -----------------------------------------------------------------------------

@@ -13,7 +13,6 @@ const SVG = "http://www.w3.org/2000/svg";
 
 const jobsPlace = document.getElementById("jobs");
 const figuresPlace = document.getElementById("figures");
-const crewsPlace = document.getElementById("crews");
 const eventsPlace = document.getElementById("events");
 const connection = document.getElementById("connection");
 const axisChoice = document.getElementById("axis");
@@ -160,8 +159,6 @@ function card(job, index) {
 
 function drawJobs() {
   jobsPlace.replaceChildren(...latest.jobs.map(card));
-  crewsPlace.replaceChildren(...Object.entries(latest.crews).map(([folder, text]) =>
-    make("p", { class: "note", text: `time of the workers in ${folder}: ${text}` })));
   const events = latest.jobs.flatMap((job) => job.events.map((event) => ({ ...event, job: job.name })));
   eventsPlace.hidden = !events.length;
   const newest = events.reverse().slice(0, 60);
