@@ -1,4 +1,4 @@
-"""Reading a record: a file of JSON lines, of one start or of several, as one run, or as it grows.
+"""Reading a record: a file of JSON lines, of one start or of several, as one run.
 
 A line is known to be whole if it has a whole number "step" and a "time". The file may come from a
 stranger, so each line is checked.
@@ -11,7 +11,6 @@ import math
 import os
 import platform
 import stat
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -147,86 +146,6 @@ def read_record(path: str | os.PathLike[str]) -> Run:
     if header is None:
         raise ValueError(not_a_record(path))
     return Run(path, header["name"], header, lines)
-
-
-# -- a file that is being written ------------------------------------------------------------------
-
-_AT_ONCE = 1 << 20  # bytes that are read in one call
-_LONGEST_LINE = 1 << 24  # bytes; a record's lines have some hundreds
-
-
-@dataclass
-class GrowingRecord:
-    """A record that is being written: each line of the file is read once.
-
-    The last line may be half written: it stays unread until it is whole. A file that became
-    shorter, that another file has replaced, or that begins with another header, is read from its
-    beginning again.
-    """
-
-    path: Path
-    offset: int = 0  # everything before it has been read
-    size: int = 0  # of the file, when it was last looked at
-    changed: float | None = None  # when it last grew, as `time.time()`; None: there is no file
-    restarts: int = 0  # how often it was read from its beginning again
-    _number: int = 0  # of the last line
-    _head: bytes = field(default=b"", repr=False)  # the first line: another file has another
-    _inode: tuple[int, int] | None = None
-
-    @property
-    def behind(self) -> int:
-        """Return the bytes that are still to be read."""
-        return max(0, self.size - self.offset)
-
-    def read(self, seconds: float = 0.2) -> list[Line]:
-        """Return new lines; stop after about so many seconds, and go on from there the next time.
-
-        Raise `ValueError` for a file that is no record, or is damaged. Raise `OSError` if it cannot
-        be read. A file that does not exist has no lines.
-        """
-        try:
-            status = os.stat(self.path)
-        except FileNotFoundError:
-            self._restart()
-            self.size, self.changed, self._inode = 0, None, None
-            return []
-        self.size, self.changed = status.st_size, status.st_mtime
-        inode = (status.st_dev, status.st_ino)
-        if inode != self._inode or self.size < self.offset:
-            self._restart()
-            self._inode = inode
-        if self.size == self.offset:
-            return []
-        until = time.monotonic() + seconds
-        with open(open_file(self.path), "rb", buffering=0) as file:
-            if self._head and file.read(len(self._head)) != self._head:
-                self._restart()  # it was emptied and has grown again
-            return self._read_lines(file.fileno(), until)
-
-    def _read_lines(self, file: int, until: float) -> list[Line]:
-        """Return the whole lines from `offset` on, and remember where they end."""
-        lines: list[Line] = []
-        while time.monotonic() < until or not lines:
-            data = os.pread(file, _AT_ONCE, self.offset)
-            while b"\n" not in data and len(data) < _LONGEST_LINE:
-                more = os.pread(file, _AT_ONCE, self.offset + len(data))
-                if not more:
-                    return lines  # the last line is not whole yet
-                data += more
-            whole = data[: data.rfind(b"\n") + 1]
-            if not whole:
-                raise ValueError(not_a_record(self.path))
-            for raw in whole.split(b"\n")[:-1]:
-                lines.append(parse_line(raw, self.path, self._number + 1))
-                self._number += 1
-                self._head = self._head or raw + b"\n"
-                self.offset += len(raw) + 1
-        return lines
-
-    def _restart(self) -> None:
-        if self.offset:
-            self.restarts += 1
-        self.offset, self._number, self._head = 0, 0, b""
 
 
 # -- one file, one line ----------------------------------------------------------------------------

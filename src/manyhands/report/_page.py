@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from manyhands.record import Run, read_record
 from manyhands.report._curves import WINDOW, WINDOWS, batch_size, numbers, samples
+from manyhands.report._follow import WorkerState
 from manyhands.report._panels import Panel, axes, panels
 
 if TYPE_CHECKING:
@@ -68,7 +70,26 @@ def write_report(
     return path
 
 
-def _render_page(runs: list[Run], title: str) -> str:
+def write_following(
+    workers: Sequence[WorkerState], path: Path, title: str, reload: float | None
+) -> None:
+    """Replace the page at `path` by one with the states of the workers, in one step.
+
+    A browser that loads the page meanwhile gets the old page or the new one. The page reloads
+    itself after `reload` seconds.
+    """
+    runs = [worker.run for worker in workers if worker.run is not None]
+    page = _render_page(runs, title, _worker_table(workers, runs, reload))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        new.write_text(page, encoding="utf-8", errors="replace")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _render_page(runs: list[Run], title: str, workers: str = "") -> str:
     """Return the page as HTML, with the script and all figures inside."""
     try:
         from plotly.offline import get_plotlyjs
@@ -92,9 +113,10 @@ def _render_page(runs: list[Run], title: str) -> str:
         + _choice("smoothing", "Smoothing", _SMOOTHING, str(WINDOW)) * smoothed
         if shown
         else "",
+        workers=workers,
         table=_summary_table(runs, labels),
         figures="\n".join(map(_figure_element, shown))
-        + "<p>These runs have no steps yet.</p>" * (not found),
+        + "<p>There are no steps yet.</p>" * (not found),
         constants=_constant_table([panel for panel in found if panel.constant], runs, labels),
         configuration=_configuration(runs, labels),
         plotly=get_plotlyjs(),
@@ -158,7 +180,8 @@ def _figure_element(panel: Panel) -> str:
     meaning = f"<figcaption>{html.escape(panel.meaning)}</figcaption>" if panel.meaning else ""
     title = html.escape(panel.title)
     positive = any(y > 0 for curve in panel.curves for y in curve.y)
-    log = '<label class="log"><input type="checkbox">log scale</label>' * positive
+    box = f'<input type="checkbox" name="log: {title}">'
+    log = f'<label class="log">{box}log scale</label>' * positive
     return (
         f"<figure>{log}<h2>{title}</h2>{meaning}"
         f'<div class="plot" aria-label="{title}"></div></figure>'
@@ -181,13 +204,38 @@ def _summary_table(runs: list[Run], labels: list[str]) -> str:
     headings, rows = summary(runs)
     head = "".join(f'<th scope="col">{html.escape(heading)}</th>' for heading in ["run", *headings])
     body = "\n".join(
-        f'<tr><th scope="row"><label><input type="checkbox" checked value="{number}">'
+        f'<tr><th scope="row"><label><input type="checkbox" checked value="{number}"'
+        f' name="{html.escape(label)}">'
         f'<i style="background:{_colour(number)}"></i>{html.escape(label)}</label></th>'
         + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
         + "</tr>"
         for number, (label, cells) in enumerate(zip(labels, rows, strict=True))
     )
     return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+
+
+def _worker_table(workers: Sequence[WorkerState], runs: list[Run], reload: float | None) -> str:
+    """Return a table of the states: a row for each worker, also for records without a run."""
+    labels = {run.path: label for run, label in zip(runs, _labels_of_runs(runs), strict=True)}
+    rows = []
+    for worker in workers:
+        label = labels.get(worker.path, str(worker.path))
+        age = format_duration(worker.age, digits=2)
+        left = format_duration(worker.left, digits=2)
+        rows.append(
+            f'<tr class="{worker.state}"><th scope="row">{html.escape(label)}</th>'
+            f"<td>{worker.state}</td><td>{age}</td><td>{left}</td>"
+            f"<td>{html.escape(worker.text)}</td></tr>"
+        )
+    headings = ("worker", "state", "age of the last line", "time left", "")
+    head = "".join(f'<th scope="col">{heading}</th>' for heading in headings)
+    now = datetime.now().astimezone()
+    reloads = "" if reload is None else f' data-reload="{reload}"'
+    return (
+        f'<section class="table workers" data-written="{now.timestamp()}"{reloads}><table>'
+        f"<caption>Written {now.isoformat(' ', 'seconds')}<span></span></caption>"
+        f"<thead><tr>{head}</tr></thead>\n<tbody>{''.join(rows)}</tbody></table></section>"
+    )
 
 
 def _constant_table(shown: Sequence[Panel], runs: list[Run], labels: list[str]) -> str:

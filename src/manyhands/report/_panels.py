@@ -200,18 +200,6 @@ def panels(runs: Sequence[Run], labels: Sequence[str], most_points: int = 2000) 
     return [panel for panel in filled if panel.curves]
 
 
-def describe_column(key: str, *, own: bool) -> dict[str, object]:
-    """Return how a live page shows a column: its title and meaning, and its place among all."""
-    known = {panel.key: (order, panel) for order, panel in enumerate(_WELL_KNOWN)}
-    order, panel = known.get(key, (len(known), _unknown_panel(key)))
-    if own:
-        order, panel = 0, Panel(key, key, key)
-    drawn = own or key not in _NOT_DRAWN.union({"rounds_seconds", "rounds", "waited"})
-    meaning = panel.meaning.partition(" Dotted: ")[0]  # a live page draws one curve
-    meaning = "The rate of the small batch, as your schedule sets it." if key == "lr" else meaning
-    return {"title": panel.title, "meaning": meaning, "own": own, "order": order, "drawn": drawn}
-
-
 def axes(runs: Sequence[Run]) -> dict[str, str]:
     """Return the horizontal axes that a reader can choose, the best first, with their titles."""
     with_progress = [progress_values(run) is not None for run in runs if run.lines]
