@@ -42,6 +42,7 @@ from typing import Any
 
 import pages
 
+from manyhands.blocks.averaging._payload import RoundResult
 from manyhands.blocks.averaging._round import BackgroundSync, ElasticMembers
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._enrollment import Enrollment
@@ -138,23 +139,23 @@ def measure_crew() -> SecondsSpent:
     wait_for_generation = Enrollment.wait_for_generation
     commit = ElasticMembers.commit
 
-    def timed_wait(enrollment: Enrollment, version: Version, after: int) -> Roster:
-        is_member = enrollment.id in enrollment.shared.roster.ids
+    def timed_wait(self: Enrollment, version: Version, after: int) -> Roster:
+        is_member = self.id in self.shared.roster.ids
         with spent.on("connecting" if is_member else "joining"):
-            return wait_for_generation(enrollment, version, after)
+            return wait_for_generation(self, version, after)
 
     def timed_commit(
-        members: ElasticMembers, background: BackgroundSync, moves_anchor: bool = True
-    ) -> Any:
+        self: ElasticMembers, background: BackgroundSync, moves_anchor: bool = True
+    ) -> RoundResult | None:
         with spent.on("sync" if moves_anchor else "connecting") as span:
-            result = commit(members, background, moves_anchor)
+            result = commit(self, background, moves_anchor)
             if moves_anchor:
                 if result is None:
                     span.cause = "waiting"
                 elif spent.repeats:
                     span.cause = "repeating"
                 spent.repeats = result is None
-            elif members.crew.rank in members.crew.joiners:
+            elif self.crew.rank in self.crew.joiners:
                 spent.repeats = False  # the next round is a new round for this worker
         return result
 
