@@ -36,8 +36,7 @@ os.environ["PYTHONPATH"] += f"{os.pathsep}{HERE}{os.pathsep}{HERE.parent / 'test
 
 from faults import harm, model  # noqa: E402
 from faults.harm import KINDS, OF_ONE, Fault, LogLine, Plan, Trial  # noqa: E402
-
-from manyhands.record._tally import CAUSES  # noqa: E402
+from faults.spent import CAUSES  # noqa: E402
 
 FULL = Plan(
     workers=8, steps=3200, every=16, batch=8, pace=0.09, lr=4e-3, stall=1.0, jitter=2.0, asleep=10.0
@@ -184,7 +183,7 @@ def tally(trial: Trial, usual: float) -> dict[str, Any]:
         "loss": next((line["loss"] for line in log if line["event"] == "loss"), None),
         "code": trial.code,
         "cores": trial.cpu / trial.seconds,
-        "spent": trial.spent.shares(),
+        "spent": trial.spent,
     }
     for kind in KINDS:
         faults = [fault for fault in trial.faults if fault.kind == kind]
@@ -414,7 +413,7 @@ python benchmarks/blocks_faults.py --data FOLDER --part 2
 {attacked}
 
 Where the time of all workers went, from the start of their processes to their last step (means of
-the runs), as [`manyhands report`](../crew.md#what-one-death-costs) shows it for any crew:
+the runs; `benchmarks/faults/spent.py` measures it):
 
 {spent}
 

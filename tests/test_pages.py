@@ -11,7 +11,7 @@ from helpers.pages import ROOT, Block, blocks, has_examples, run_command, run_pa
 # tests/test_tutorial.py and tests/planning/test_plan.py compare what is printed with what the page
 # shows.
 OF_THEIR_OWN = {"plan.md", "record.md", "trainers.md", "tutorial.md"}
-SLOW = {"crew.md", "watch.md", "index.md"}  # tens of seconds; index.md has the script of README.md
+SLOW = {"crew.md", "index.md"}  # tens of seconds; index.md has the script of README.md
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [page for page in DOCUMENTS if page.parent in (ROOT, ROOT / "docs") and has_examples(page)]
 

@@ -28,10 +28,9 @@ from typing import Any
 
 import pages
 
+from faults import spent
 from helpers.networks import Networks
 from manyhands.blocks.crew._processes import die_with_parent
-from manyhands.record import read_record
-from manyhands.record._tally import Tally, tally
 
 COMMAND = (sys.executable, "-c", "from manyhands.cli import main; main()", "run")
 HANGS = 90.0  # seconds without a line in the log, after which the benchmark gives up
@@ -85,7 +84,7 @@ class Trial:
     code: int
     cpu: float  # seconds, of all processes
     seconds: float  # from the start of the command to its end
-    spent: Tally  # what each worker's seconds went into
+    spent: dict[str, float]  # the part of all workers' seconds that each cause has taken
 
 
 class _Harm:
@@ -202,8 +201,8 @@ def run(plan: Plan, data: Path) -> Trial:
             if code := processes[0].returncode:
                 print("\n".join(output.read_text(errors="replace").splitlines()[-40:]))
         seconds, cpu = time.monotonic() - began, _cpu_of_children() - cpu
-        spent = tally({path.stem: read_record(path).worker_time for path in log.parent.glob("w*")})
-        return Trial(plan, pages.read_rows(log), harm.faults, code, cpu, seconds, spent)
+        shares = spent.shares(log.parent.glob("worker*"))
+        return Trial(plan, pages.read_rows(log), harm.faults, code, cpu, seconds, shares)
 
 
 def _commands(plan: Plan, networks: Networks | None) -> list[list[str]]:

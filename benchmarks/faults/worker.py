@@ -31,6 +31,7 @@ from torch import Tensor
 
 import manyhands as mh
 from faults.harm import Plan
+from faults.spent import measure_crew, times_of_start
 
 
 def main() -> None:
@@ -44,6 +45,7 @@ def main() -> None:
     data = shakespeare(args.data)
     torch.manual_seed(plan.seed)
     model = data.model()
+    spent = measure_crew()
     crew = mh.Crew()
     inner = torch.optim.AdamW(model.parameters(), lr=plan.lr, betas=(0.9, 0.95))
     optimizer = mh.DiLoCo(inner, every=plan.every, codec="int8", crew=crew)
@@ -51,7 +53,8 @@ def main() -> None:
     diary.note("in")
     seed = 1_000_000 * plan.seed + 1_000 * optimizer.steps + crew.number
     batches = data.batches(seed, plan.batch)
-    with mh.Record(args.log.parent / f"worker{crew.number}.jsonl", optimizer) as record:
+    path = args.log.parent / f"worker{crew.number}.jsonl"
+    with mh.Record(path, optimizer, spent, config=times_of_start()) as record:
         while optimizer.steps < plan.steps:
             begin = time.monotonic()
             for group in optimizer.param_groups:

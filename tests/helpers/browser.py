@@ -1,8 +1,8 @@
 """A real browser without a window: Debian's chromium, driven by its chromedriver over plain HTTP.
 
     with Browser(folder) as browser:
-        browser.open("http://127.0.0.1:8642/")
-        browser.wait("return document.title === 'manyhands watch'")
+        browser.open(page.as_uri())
+        browser.wait("return document.title === 'Training runs'")
         browser.screenshot(folder / "page.png")
 
 The driver speaks WebDriver: JSON over HTTP, so nothing but the standard library is needed here.

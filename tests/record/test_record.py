@@ -16,7 +16,6 @@ import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands.record import Record, read_record
 from manyhands.report._curves import samples
-from manyhands.watch._jobs import WatchedJob
 
 
 class Optimizer:
@@ -449,6 +448,3 @@ def test_samples_of_a_rule_inside_blocks_are_of_all_workers(tmp_path, ranks):
     run = read_record(tmp_path / "a.jsonl")
     assert run.column("scale") == [ranks] * 4
     assert samples(run) == [8 * 2 * ranks * steps for steps in (1, 2, 3, 4)]
-    job = WatchedJob(tmp_path / "a.jsonl")
-    job.read()
-    assert job.curves()["x"]["samples"] == samples(run) and job.state().batch == 16 * ranks

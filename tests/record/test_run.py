@@ -10,6 +10,7 @@ import time
 import pytest
 
 from manyhands.record import Record, read_record
+from manyhands.record._run import is_alive, this_process
 
 
 @pytest.fixture
@@ -250,3 +251,29 @@ def test_opening_a_pipe_or_a_device_does_not_block(tmp_path):
             read_record(path)
         with pytest.raises((ValueError, OSError), match=r"not a regular file|No such device"):
             Record(path)
+
+
+# -- whether the process that writes still runs ----------------------------------------------------
+
+
+def test_a_record_says_how_it_ended(path):
+    with Record(path) as record:
+        record.step(loss=1.0)
+        assert "ended" not in read_record(path).header
+    assert read_record(path).header["error"] is None
+    with pytest.raises(RuntimeError), Record(path):
+        assert "ended" not in read_record(path).header  # it was opened again
+        raise RuntimeError("out of memory")
+    assert read_record(path).header["error"] == "RuntimeError: out of memory"
+    with pytest.raises(SystemExit), Record(path):
+        raise SystemExit(0)
+    assert read_record(path).header["error"] is None
+
+
+def test_another_process_of_the_same_number_is_not_the_writer():
+    here = this_process()
+    assert is_alive(here) is True
+    assert is_alive({**here, "started": here["started"] + 1}) is False
+    assert is_alive({**here, "pid": 2**22 + 1}) is False
+    for unknown in ({**here, "boot": "x"}, {**here, "namespace": "y"}, {}, None, {"pid": "1"}):
+        assert is_alive(unknown) is None

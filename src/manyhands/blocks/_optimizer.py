@@ -290,7 +290,7 @@ class Blocks(OptimizerWrapper):
         """Return what the last sync rounds have shown, in plain numbers, for logs and `Record`."""
         sync, stats = self._sync, self._sync.stats
         inner, members = self._inner, self._sync.members
-        seen = {
+        return {
             **(inner.snapshot() if hasattr(inner, "snapshot") else {}),
             "step": sync.state.steps,
             "workers": stats.workers or members.workers.size,  # in the last round
@@ -308,9 +308,6 @@ class Blocks(OptimizerWrapper):
             "waited": stats.waited,
             **self._drift_of_each(),
         }
-        if isinstance(members, ElasticMembers):
-            seen["crew_seconds"] = members.crew.spent.seconds
-        return seen
 
     def _drift_of_each(self) -> dict[str, float]:
         """Return the drift of each optimizer of a list: "distance_AdamW" and so on."""

@@ -4,8 +4,7 @@
     plan.py         which sharding a model needs, before training
     run.py          start the workers of a crew
     demo.py         train a small network at two batch sizes, and compare
-    report.py       records to a page with figures
-    watch.py        running jobs, on a live page or in the terminal
+    report.py       records to a page with figures, also while they grow
     checkpoint.py   show what a checkpoint holds, and convert it to plain files
 
 Each command is a module with a function of the same name (or a `typer.Typer` with several), and one
@@ -37,8 +36,6 @@ COMMANDS = {  # as each docstring begins
     "plan": "Compare ways to train a model on several workers: bytes held, bytes sent, what fits.",
     "report": "Compare recorded runs on one page with figures. The page opens without a network.",
     "run": "Run a script in several workers, which may die and come back.",
-    "watch": "Watch running jobs by their records: on a live page of this machine, or in the "
-    "terminal.",
 }
 
 

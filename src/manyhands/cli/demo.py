@@ -25,7 +25,7 @@ from rich.table import Table
 import manyhands
 from manyhands.cli import stop
 from manyhands.record import Run, read_record
-from manyhands.record._run import GrowingRecord, Line
+from manyhands.record._run import Line, parse_line
 from manyhands.report import write_report
 
 BATCH = 4  # images in a small batch
@@ -143,12 +143,14 @@ def _train(training: Training, script: Sequence[str], out: Path, bars: Progress,
     newest: Line = {}
     said = time.monotonic()
     with _run_process(command, log) as process:
-        growing = GrowingRecord(record)
+        read = 0  # bytes of the record
         running = True
         while running:
             running = process.poll() is None
-            for line in growing.read():
-                newest.update(line)
+            lines = _complete_lines(record, read)
+            read += len(lines)
+            for line in lines.splitlines():
+                newest.update(parse_line(line, record, 2))
             position = _schedule_position(training, newest, steps)
             bars.update(bar, completed=position, shown=_newest_accuracy(newest))
             if not bars.console.is_terminal and time.monotonic() > said + SILENCE:
@@ -168,6 +170,16 @@ def _train(training: Training, script: Sequence[str], out: Path, bars: Progress,
     if not bars.console.is_terminal:
         bars.console.print(f"{training.name}: {_newest_accuracy(newest)}")
     return read_record(record)
+
+
+def _complete_lines(record: Path, start: int) -> bytes:
+    """Return the complete lines from byte `start` on of a record that may not exist yet."""
+    if not record.exists():
+        return b""
+    with record.open("rb") as file:
+        file.seek(start)
+        data = file.read()
+    return data[: data.rfind(b"\n") + 1]
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
     _record.py   sources, numbers and tensors → lines of a file, without waiting for a GPU
     _run.py      a file, perhaps of several starts → one run; whether its process still runs
-    _tally.py    the files of a crew's workers → what their seconds went into
 
 A record is a text file of JSON lines. A header says what the file is; each further line is one
 optimizer step:

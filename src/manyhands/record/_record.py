@@ -53,7 +53,6 @@ from manyhands.record._run import (
     open_file,
     parse_line,
     this_process,
-    time_of_start,
     to_columns,
 )
 
@@ -181,8 +180,6 @@ class Record:
                 "config": {} if config is None else to_plain_json(config),
                 "sources": [_describe_source(source) for source in sources],
                 "process": this_process(),
-                "opened": time.time(),
-                "began": time_of_start(),
             }
             append_line(self._file, self.path, {HEADER: self._header})
         self._start = time.monotonic()

@@ -1,4 +1,4 @@
-"""Reading a record: a file of JSON lines, of one start or of several, as one run, or as it grows.
+"""Reading a record: a file of JSON lines, of one start or of several, as one run.
 
 A line is known to be whole if it has a whole number "step" and a "time". The file may come from a
 stranger, so each line is checked.
@@ -11,7 +11,6 @@ import math
 import os
 import platform
 import stat
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from manyhands._core.arguments import file_path
-from manyhands.record._tally import WorkerTime, to_number
 
 if TYPE_CHECKING:
     import pandas
@@ -52,8 +50,6 @@ class Header(_CheckedHeader, total=False):
     until: float | None  # progress at which training ends
     config: object  # the user's: a dict, unless a stranger wrote the file
     sources: list[str]  # the sources' texts: a rule with its options
-    opened: float  # `time.time()` when the record was opened,
-    began: float | None  # and when the process began, if that is known
     process: dict[str, object]  # that writes, so that a reader may know whether it still runs
     ended: str  # the date
     error: str | None  # the exception that ended it
@@ -81,7 +77,6 @@ class Run:
     name: str
     header: Header = field(repr=False)
     lines: list[Line] = field(repr=False)
-    worker_time: WorkerTime = field(default_factory=WorkerTime, repr=False)  # for `tally`
 
     @cached_property
     def columns(self) -> list[str]:
@@ -134,7 +129,6 @@ def read_record(path: str | os.PathLike[str]) -> Run:
     path = Path(file_path("path", path))
     header: Header | None = None
     lines: list[Line] = []
-    worker_time = WorkerTime()
     earlier, resumed = 0.0, False  # seconds of all starts before this one
     with open(open_file(path), "rb") as file:
         for number, raw in enumerate(file, start=1):
@@ -143,9 +137,7 @@ def read_record(path: str | os.PathLike[str]) -> Run:
             line = parse_line(raw, path, number)
             if HEADER in line:
                 header, resumed = line[HEADER], True
-                worker_time.take_header(line[HEADER])
                 continue
-            worker_time.take(line)
             # The run went back to a checkpoint, so the later lines do not count any more.
             while lines and lines[-1]["step"] >= line["step"]:
                 lines.pop()
@@ -155,87 +147,7 @@ def read_record(path: str | os.PathLike[str]) -> Run:
             lines.append(line)
     if header is None:
         raise ValueError(not_a_record(path))
-    return Run(path, header["name"], header, lines, worker_time)
-
-
-# -- a file that is being written ------------------------------------------------------------------
-
-_AT_ONCE = 1 << 20  # bytes that are read in one call
-_LONGEST_LINE = 1 << 24  # bytes; a record's lines have some hundreds
-
-
-@dataclass
-class GrowingRecord:
-    """A record that is being written: each line of the file is read once.
-
-    The last line may be half written: it stays unread until it is whole. A file that became
-    shorter, that another file has replaced, or that begins with another header, is read from its
-    beginning again.
-    """
-
-    path: Path
-    offset: int = 0  # everything before it has been read
-    size: int = 0  # of the file, when it was last looked at
-    changed: float | None = None  # when it last grew, as `time.time()`; None: there is no file
-    restarts: int = 0  # how often it was read from its beginning again
-    _number: int = 0  # of the last line
-    _head: bytes = field(default=b"", repr=False)  # the first line: another file has another
-    _inode: tuple[int, int] | None = None
-
-    @property
-    def behind(self) -> int:
-        """Return the bytes that are still to be read."""
-        return max(0, self.size - self.offset)
-
-    def read(self, seconds: float = 0.2) -> list[Line]:
-        """Return new lines; stop after about so many seconds, and go on from there the next time.
-
-        Raise `ValueError` for a file that is no record, or is damaged. Raise `OSError` if it cannot
-        be read. A file that does not exist has no lines.
-        """
-        try:
-            status = os.stat(self.path)
-        except FileNotFoundError:
-            self._restart()
-            self.size, self.changed, self._inode = 0, None, None
-            return []
-        self.size, self.changed = status.st_size, status.st_mtime
-        inode = (status.st_dev, status.st_ino)
-        if inode != self._inode or self.size < self.offset:
-            self._restart()
-            self._inode = inode
-        if self.size == self.offset:
-            return []
-        until = time.monotonic() + seconds
-        with open(open_file(self.path), "rb", buffering=0) as file:
-            if self._head and file.read(len(self._head)) != self._head:
-                self._restart()  # it was emptied and has grown again
-            return self._read_lines(file.fileno(), until)
-
-    def _read_lines(self, file: int, until: float) -> list[Line]:
-        """Return the whole lines from `offset` on, and remember where they end."""
-        lines: list[Line] = []
-        while time.monotonic() < until or not lines:
-            data = os.pread(file, _AT_ONCE, self.offset)
-            while b"\n" not in data and len(data) < _LONGEST_LINE:
-                more = os.pread(file, _AT_ONCE, self.offset + len(data))
-                if not more:
-                    return lines  # the last line is not whole yet
-                data += more
-            whole = data[: data.rfind(b"\n") + 1]
-            if not whole:
-                raise ValueError(not_a_record(self.path))
-            for raw in whole.split(b"\n")[:-1]:
-                lines.append(parse_line(raw, self.path, self._number + 1))
-                self._number += 1
-                self._head = self._head or raw + b"\n"
-                self.offset += len(raw) + 1
-        return lines
-
-    def _restart(self) -> None:
-        if self.offset:
-            self.restarts += 1
-        self.offset, self._number, self._head = 0, 0, b""
+    return Run(path, header["name"], header, lines)
 
 
 # -- one file, one line ----------------------------------------------------------------------------
@@ -321,8 +233,10 @@ def not_a_record(path: Path) -> str:
 
 
 def to_positive(value: object) -> float | None:
-    """Return a finite number above 0, or None."""
-    return to_number(value) or None
+    """Return a finite number above 0, or None: a stranger may write anything."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 < value < _LARGEST else None
 
 
 def count_small_batches(header: Mapping[str, object], line: Mapping[str, object]) -> float:
@@ -364,15 +278,6 @@ def is_alive(process: object) -> bool | None:
     if any(process.get(key) != value for key, value in here.items()):
         return None  # on another machine, in another container, or before this machine's start
     return _start_of_process(pid) == started
-
-
-def time_of_start() -> float | None:
-    """Return when this process began, as `time.time()`; None if that is unknown."""
-    started = _start_of_process(os.getpid())
-    if started is None:
-        return None
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
-    return time.time() - age
 
 
 def _pid_space() -> dict[str, str | None]:

@@ -1,5 +1,6 @@
 """Records to one page with figures.
 
+    _follow.py   growing records → runs, and which workers are silent
     _curves.py   a run's columns → curves: numbers, thinned out, smoothed, on a scale
     _panels.py   runs → figures: which there are, which curves are in each, on which scale
     _page.py     figures and a table → one HTML file
@@ -10,6 +11,5 @@ network and can be sent by mail. Only `write_report` needs plotly, and only when
 """
 
 from manyhands.report._page import write_report
-from manyhands.report._panels import describe_column
 
-__all__ = ["describe_column", "write_report"]
+__all__ = ["write_report"]

@@ -11,14 +11,15 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
 from manyhands.record import Run, read_record
-from manyhands.record._tally import CAUSES, tally_faults
 from manyhands.report._curves import WINDOW, WINDOWS, batch_size, numbers, samples
+from manyhands.report._follow import WorkerState
 from manyhands.report._panels import Panel, axes, panels
 
 if TYPE_CHECKING:
@@ -69,7 +70,26 @@ def write_report(
     return path
 
 
-def _render_page(runs: list[Run], title: str) -> str:
+def write_following(
+    workers: Sequence[WorkerState], path: Path, title: str, reload: float | None
+) -> None:
+    """Replace the page at `path` by one with the states of the workers, in one step.
+
+    A browser that loads the page meanwhile gets the old page or the new one. The page reloads
+    itself after `reload` seconds.
+    """
+    runs = [worker.run for worker in workers if worker.run is not None]
+    page = _render_page(runs, title, _worker_table(workers, runs, reload))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        new.write_text(page, encoding="utf-8", errors="replace")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _render_page(runs: list[Run], title: str, workers: str = "") -> str:
     """Return the page as HTML, with the script and all figures inside."""
     try:
         from plotly.offline import get_plotlyjs
@@ -93,11 +113,11 @@ def _render_page(runs: list[Run], title: str) -> str:
         + _choice("smoothing", "Smoothing", _SMOOTHING, str(WINDOW)) * smoothed
         if shown
         else "",
+        workers=workers,
         table=_summary_table(runs, labels),
         figures="\n".join(map(_figure_element, shown))
-        + "<p>These runs have no steps yet.</p>" * (not found),
-        constants=_fault_tables(runs)
-        + _constant_table([panel for panel in found if panel.constant], runs, labels),
+        + "<p>There are no steps yet.</p>" * (not found),
+        constants=_constant_table([panel for panel in found if panel.constant], runs, labels),
         configuration=_configuration(runs, labels),
         plotly=get_plotlyjs(),
         # Only "<" could end the script element early, and JSON has another way to write it.
@@ -160,7 +180,8 @@ def _figure_element(panel: Panel) -> str:
     meaning = f"<figcaption>{html.escape(panel.meaning)}</figcaption>" if panel.meaning else ""
     title = html.escape(panel.title)
     positive = any(y > 0 for curve in panel.curves for y in curve.y)
-    log = '<label class="log"><input type="checkbox">log scale</label>' * positive
+    box = f'<input type="checkbox" name="log: {title}">'
+    log = f'<label class="log">{box}log scale</label>' * positive
     return (
         f"<figure>{log}<h2>{title}</h2>{meaning}"
         f'<div class="plot" aria-label="{title}"></div></figure>'
@@ -183,13 +204,38 @@ def _summary_table(runs: list[Run], labels: list[str]) -> str:
     headings, rows = summary(runs)
     head = "".join(f'<th scope="col">{html.escape(heading)}</th>' for heading in ["run", *headings])
     body = "\n".join(
-        f'<tr><th scope="row"><label><input type="checkbox" checked value="{number}">'
+        f'<tr><th scope="row"><label><input type="checkbox" checked value="{number}"'
+        f' name="{html.escape(label)}">'
         f'<i style="background:{_colour(number)}"></i>{html.escape(label)}</label></th>'
         + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
         + "</tr>"
         for number, (label, cells) in enumerate(zip(labels, rows, strict=True))
     )
     return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+
+
+def _worker_table(workers: Sequence[WorkerState], runs: list[Run], reload: float | None) -> str:
+    """Return a table of the states: a row for each worker, also for records without a run."""
+    labels = {run.path: label for run, label in zip(runs, _labels_of_runs(runs), strict=True)}
+    rows = []
+    for worker in workers:
+        label = labels.get(worker.path, str(worker.path))
+        age = format_duration(worker.age, digits=2)
+        left = format_duration(worker.left, digits=2)
+        rows.append(
+            f'<tr class="{worker.state}"><th scope="row">{html.escape(label)}</th>'
+            f"<td>{worker.state}</td><td>{age}</td><td>{left}</td>"
+            f"<td>{html.escape(worker.text)}</td></tr>"
+        )
+    headings = ("worker", "state", "age of the last line", "time left", "")
+    head = "".join(f'<th scope="col">{heading}</th>' for heading in headings)
+    now = datetime.now().astimezone()
+    reloads = "" if reload is None else f' data-reload="{reload}"'
+    return (
+        f'<section class="table workers" data-written="{now.timestamp()}"{reloads}><table>'
+        f"<caption>Written {now.isoformat(' ', 'seconds')}<span></span></caption>"
+        f"<thead><tr>{head}</tr></thead>\n<tbody>{''.join(rows)}</tbody></table></section>"
+    )
 
 
 def _constant_table(shown: Sequence[Panel], runs: list[Run], labels: list[str]) -> str:
@@ -215,32 +261,6 @@ def _constant_table(shown: Sequence[Panel], runs: list[Run], labels: list[str]) 
         '<section class="table constant"><table><thead><tr><th scope="col">always the same</th>'
         f"{head}</tr></thead>\n<tbody>{''.join(rows)}</tbody></table></section>"
     )
-
-
-def _fault_tables(runs: list[Run]) -> str:
-    """Return a table for each crew that lost a worker: what the time of each worker went into."""
-    tables = []
-    for folder, found in tally_faults({run.path: run.worker_time for run in runs}).items():
-        shares = found.shares()
-        causes = [cause for cause, share in shares.items() if share]
-        headings = [f"time of the workers in {folder}", *(CAUSES[cause] for cause in causes)]
-        rows = [["all", *(f"{shares[cause]:.1%}" for cause in causes)]]
-        rows += [
-            [name, *(format_duration(seconds[cause]) for cause in causes)]
-            for name, seconds in found.workers.items()
-        ]
-        head = "".join(f'<th scope="col">{html.escape(heading)}</th>' for heading in headings)
-        body = "\n".join(
-            f'<tr><th scope="row">{html.escape(name)}</th>'
-            + "".join(f"<td>{cell}</td>" for cell in cells)
-            + "</tr>"
-            for name, *cells in rows
-        )
-        tables.append(
-            f'<section class="table faults"><table><thead><tr>{head}</tr></thead>\n'
-            f"<tbody>\n{body}\n</tbody></table></section>"
-        )
-    return "\n".join(tables)
 
 
 def _configuration(runs: list[Run], labels: list[str]) -> str:

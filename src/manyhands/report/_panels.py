@@ -184,7 +184,7 @@ _WELL_KNOWN = (
 _NOT_DRAWN = {"step", "time", "progress", "factor", "sqr", "var", "passes", "members"}
 _NOT_DRAWN |= {"skipped", "nonfinite"}  # the table has them
 _NOT_DRAWN |= {"batch_scale", "batch_passes", "batch_reason", "fixed_seconds", "pass_seconds"}
-_NOT_DRAWN |= {"simple_noise_scale_error", "crew_seconds"}
+_NOT_DRAWN |= {"simple_noise_scale_error"}
 _NOT_DRAWN |= {column for column, _ in DOTTED.values()}
 
 
@@ -198,18 +198,6 @@ def panels(runs: Sequence[Run], labels: Sequence[str], most_points: int = 2000) 
     wanted += [_unknown_panel(key) for key in others]
     filled = [_with_curves(panel, runs, labels, most_points) for panel in wanted]
     return [panel for panel in filled if panel.curves]
-
-
-def describe_column(key: str, *, own: bool) -> dict[str, object]:
-    """Return how a live page shows a column: its title and meaning, and its place among all."""
-    known = {panel.key: (order, panel) for order, panel in enumerate(_WELL_KNOWN)}
-    order, panel = known.get(key, (len(known), _unknown_panel(key)))
-    if own:
-        order, panel = 0, Panel(key, key, key)
-    drawn = own or key not in _NOT_DRAWN.union({"rounds_seconds", "rounds", "waited"})
-    meaning = panel.meaning.partition(" Dotted: ")[0]  # a live page draws one curve
-    meaning = "The rate of the small batch, as your schedule sets it." if key == "lr" else meaning
-    return {"title": panel.title, "meaning": meaning, "own": own, "order": order, "drawn": drawn}
 
 
 def axes(runs: Sequence[Run]) -> dict[str, str]:

@@ -55,6 +55,27 @@ function draw() {
   });
 }
 
+// A page that follows its runs reloads itself. The reader's choices must not be lost.
+function follow(workers) {
+  const inputs = [...switches, ...boxes, ...logs.filter(Boolean)];
+  const place = `choices ${location.pathname}`;
+  const nameOf = (input) => (input.type === "radio" ? `${input.name} ${input.value}` : input.name);
+  const choices = JSON.parse(sessionStorage.getItem(place) ?? "{}");
+  inputs.forEach((input) => { input.checked = choices[nameOf(input)] ?? input.checked; });
+  addEventListener("pagehide", () => {
+    const made = inputs.map((input) => [nameOf(input), input.checked]);
+    sessionStorage.setItem(place, JSON.stringify(Object.fromEntries(made)));
+  });
+  setInterval(() => {
+    const seconds = Math.max(0, Math.round(Date.now() / 1000 - workers.dataset.written));
+    workers.querySelector("caption span").textContent = `, ${seconds} s ago`;
+  }, 1000);
+  // Not before the page is complete: only then does a browser return to where the reader was.
+  addEventListener("load", () => setTimeout(() => location.reload(), 1000 * workers.dataset.reload));
+}
+
+const followed = document.querySelector("[data-reload]");
+if (followed) follow(followed);
 if (figures.length) {
   draw();
   [...switches, ...boxes, ...logs.filter(Boolean)].forEach((input) => input.addEventListener("change", draw));

@@ -137,7 +137,6 @@ class ElasticMembers:
         self.inner: RankGroup = crew.inner
         self.workers = RankGroup()
         self._failures = 0  # rounds undone in a row among the same members
-        self._repeats = False  # whether the last round was undone
 
     @property
     def numbers(self) -> Sequence[int]:
@@ -153,17 +152,6 @@ class ElasticMembers:
 
     def commit(self, background: BackgroundSync, moves_anchor: bool = True) -> RoundResult | None:
         """Wait for a round, and settle with the crew whether it is kept. None: it is undone."""
-        with self.crew.spent.on("sync" if moves_anchor else "connecting") as span:
-            result = self._commit(background, moves_anchor)
-            if moves_anchor:
-                undone = result is None
-                span.cause = "waiting" if undone else "repeating" if self._repeats else "sync"
-                self._repeats = undone
-            elif self.crew.rank in self.crew.joiners:
-                self._repeats = False  # its next round is another one
-        return result
-
-    def _commit(self, background: BackgroundSync, moves_anchor: bool) -> RoundResult | None:
         try:
             self.crew.wait(background.finished)
         except RuntimeError:  # WorkerLost, or a lost store: `settle` raises it again

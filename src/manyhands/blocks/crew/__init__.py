@@ -11,5 +11,4 @@ _enrollment.py  what a worker must have in common with the others, and how it ge
 _roster.py      the roster as a value: who takes part, and every way it may change
 _store.py       the store: calls that cannot hang, signed values, heartbeats, the roster in it
 _transport.py   the gloo group of a generation, which can be aborted
-_spent.py       what a worker spends its time on, besides its steps
 """

@@ -60,7 +60,6 @@ from manyhands._core.ranks import RankGroup
 from manyhands._core.warn import warn
 from manyhands.blocks.crew._enrollment import NO_FACTS, Enrollment, MemberFacts, check_not_failed
 from manyhands.blocks.crew._roster import NO_VERSION, WATCHED, Roster, Version
-from manyhands.blocks.crew._spent import SecondsSpent
 from manyhands.blocks.crew._store import (
     PREFIX,
     HeartbeatMonitor,
@@ -180,7 +179,6 @@ class Crew:
         if self.store is not None:
             self._signer = Signer.from_environment(secret)
             self._connection = StoreConnection(self.store, self._signer)
-        self.spent = SecondsSpent()
         self._pid = 0  # of the process that joined; a fork of it must not leave in its name
 
     @property
@@ -214,12 +212,10 @@ class Crew:
         check_interface()
         self._facts, self._pid = facts, os.getpid()
         try:
-            with self.spent.on("joining"):
-                self._enroll(self.store)
-                # A script that ends without leave() is lost. The others need not wait for its
-                # silence.
-                atexit.register(self._depart)
-                self._enter(version)
+            self._enroll(self.store)
+            # A script that ends without leave() is lost. The others need not wait for its silence.
+            atexit.register(self._depart)
+            self._enter(version)
         except BaseException:
             self._depart()
             raise
@@ -228,7 +224,7 @@ class Crew:
     def _enroll(self, store: str) -> None:
         """Connect to the store, and check that this worker fits the others."""
         monitor = HeartbeatMonitor(self.stall)
-        client = StoreClient(store, monitor.interval, self._signer, self.spent.add_pause)
+        client = StoreClient(store, monitor.interval, self._signer)
         try:
             shared = SharedRoster(client, monitor, self.inner.size)
             former = frozenset() if self._enrollment is None else self._enrollment.own_ids
@@ -251,18 +247,16 @@ class Crew:
             self._begin_alone()
             return
         began = time.monotonic()
-        with self.spent.on("connecting"):
-            while True:
-                try:
-                    if self._cut_off:
-                        with self.spent.on("away"):
-                            self._return_to_store()
-                    self._enter(version)
-                    break
-                except StoreLost:
-                    if self.quorum == 1:
-                        raise
-                    self._cut_off = True
+        while True:
+            try:
+                if self._cut_off:
+                    self._return_to_store()
+                self._enter(version)
+                break
+            except StoreLost:
+                if self.quorum == 1:
+                    raise
+                self._cut_off = True
         self._settled = time.monotonic()
         if self._grace is not None:
             self._grace.add_regroup(self._settled - began)
@@ -517,16 +511,12 @@ class Crew:
         enrollment = self._joined()
         enrollment.longest_wait = self._longest_wait
         shared = enrollment.shared
-        waits_for = "connecting"
         if enrollment.id not in shared.refresh().ids:
             enrollment.begin_incarnation()
-            waits_for = "joining"
         while True:
             # The old group has other members. It ends in the background, without a wait.
             self._disconnect()
-            with self.spent.on(waits_for):
-                roster = enrollment.wait_for_generation(version, after=self.generation)
-            waits_for = "connecting"
+            roster = enrollment.wait_for_generation(version, after=self.generation)
             self._take_place(roster)
             if roster.all_lost:
                 warn(
@@ -535,13 +525,12 @@ class Crew:
                     "load the last checkpoint, if there is one.",
                     RuntimeWarning,
                 )
-            with self.spent.on("connecting"):
-                if not self._connect():
-                    shared.change(lambda roster: roster.undo(self.generation, 0))
-                # Each inner rank has a group of its own, and one of these may have failed. So a
-                # round decides, for all processes of all workers, whether everything is connected.
-                elif self.inner.size == 1 or self.settle(True, sync_round=False):
-                    return
+            if not self._connect():
+                shared.change(lambda roster: roster.undo(self.generation, 0))
+            # Each inner rank has a group of its own, and one of these may have failed. So a
+            # round decides, for all processes of all workers, whether everything is connected.
+            elif self.inner.size == 1 or self.settle(True, sync_round=False):
+                return
 
     def _disconnect(self) -> None:
         if self._transport is not None:

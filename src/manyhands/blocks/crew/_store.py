@@ -93,8 +93,6 @@ ROSTER, REVISION = PREFIX + "roster", PREFIX + "revision"
 REREAD = 0.0003  # seconds between two readings of a changed roster, for each process in it
 ASK_SPREAD = 0.005  # seconds for each member that has not asked, over which they ask
 ASK_PAUSE = 0.0001  # seconds for each member, until one looks again whether another has asked
-PAUSED = 4  # intervals by which a heartbeat is late only if the process was stopped
-SHORTEST_PAUSE = 1.0  # seconds: a busy host delays a heartbeat by less
 REPAIR_DELAY = 2.5  # seconds in which every living process has at least two heartbeats
 REPAIR_TIMEOUT = STORE_TIMEOUT  # seconds in which a wrong roster must be repaired
 
@@ -169,16 +167,9 @@ class Signer:
 class StoreClient:
     """Calls to the store, one after the other. None of them can hang its caller."""
 
-    def __init__(
-        self,
-        store: str,
-        interval: float,
-        signer: Signer,
-        paused: Callable[[float], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, store: str, interval: float, signer: Signer) -> None:
         self.store = store
         self.signer = signer
-        self._paused = paused  # told of seconds in which the process was stopped
         self.known_revision = 0  # of the roster; each heartbeat carries it
         self._interval = interval
         self._heartbeat_key: str | None = None
@@ -261,7 +252,7 @@ class StoreClient:
         except Exception as error:
             self._fail(error)
             return
-        due, usual = time.monotonic(), max(PAUSED * self._interval, SHORTEST_PAUSE)
+        due = time.monotonic()
         while True:
             self._waiting_since = None
             wait = due - time.monotonic()
@@ -279,9 +270,6 @@ class StoreClient:
                 call = self._calls.get(timeout=wait)
             except queue.Empty:
                 continue
-            finally:
-                if (late := time.monotonic() - due) > usual:
-                    self._paused(late)
             if call is None:
                 return
             self._waiting_since = time.monotonic()
