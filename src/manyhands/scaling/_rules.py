@@ -187,14 +187,14 @@ class AdaScaleWrapper(AdaScale):
 class AdamScale(AdaScale):
     """AdaScale for Adam, AdamW and RMSprop: the square root of the gain of *their* gradients.
 
-        factor = ((sqr + var) / (sqr + var / scale)) ** 0.5
-        progress += gain
+        gain = (sqr + var) / (sqr + var / scale)
+        factor = gain ** 0.5
 
     From the optimizer's fifth step on, gradients are measured as the optimizer uses them: divided
     by the root of their running mean square.
 
-    The gain is AdaScale's (arXiv:2007.05105), the preconditioning that of A. Qiao et al., "Pollux:
-    Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021,
+    The gain is AdaScale's (arXiv:2007.05105). The measurement of divided gradients is from A. Qiao
+    et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021,
     arXiv:2008.12260.
 
     >>> import torch, manyhands as mh
