@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "extending.md"
-COPIED = ("src", "tests", "docs", "pyproject.toml", "CITATION.cff", "README.md")
+COPIED = ("src", "tests", "docs", "examples", "pyproject.toml", "CITATION.cff", "README.md")
 
 SECTIONS = ("A scaling rule", "An outer step", "A codec")
 

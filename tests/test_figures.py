@@ -25,7 +25,6 @@ OF_THEIR_OWN = {
 NOT_MEASURED = {
     ("README.md", "a loss of 1.72"): "tests/test_pages.py",
     ("README.md", "four times the rate at 1.51"): "tests/test_pages.py",
-    ("docs/how-adascale-works.md", "= **1.4**"): "worked out on paper; the page's code asserts it",
     ("docs/ramp.md", "rises by 1 %"): "a constant of `Ramp`",
     ("docs/plan.md", "a margin of 10\nto 20 %"): "advice",
     ("docs/plan.md", "within 2 %"): "tests/planning/test_plan.py",

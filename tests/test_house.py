@@ -25,6 +25,8 @@ ERRORS = {
     for name, kind in vars(errors).items()
     if inspect.isclass(kind) and kind.__module__ == errors.__name__
 }
+RULES = ["AdaScale", "AdamScale", "LinearScale", "SqrtScale", "LEGWScale", "NoiseScale"]
+RULES_AND_METHODS = [*RULES, "LocalSGD", "BMUF", "SlowMo", "DiLoCo"]
 
 
 def test_no_two_modules_define_a_class_of_one_name():
@@ -41,6 +43,13 @@ def test_a_public_name_has_an_example_in_its_docstring(name):
     finder = doctest.DocTestFinder(recurse=False)
     (test,) = finder.find({**PUBLIC, **ERRORS}[name], name, module=False, globs={})
     assert test.examples, f"{name} has no example (test_public.py runs them)"
+
+
+@pytest.mark.parametrize("name", RULES_AND_METHODS)
+def test_the_docstring_of_a_rule_or_method_has_its_formula_and_paper(name):
+    text = inspect.getdoc(getattr(mh, name))
+    assert re.search(r"^    \w+ [-+]?= .+$", text, re.MULTILINE), "no formula"
+    assert re.search(r"arXiv:\d{4}\.\d{4,5}|ICASSP 2016", text), "no paper"
 
 
 def test_the_reference_lists_every_public_name_once():

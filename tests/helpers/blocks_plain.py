@@ -1,12 +1,14 @@
 """Blocks written out plainly: all workers in one process, one float64 vector each.
 
 Overlap and fragments included; no codec, no groups, nothing of the library. (But an outer step can
-be one of the library's, whose formula is tested by itself.)
+be one of the library's, whose formula is tested by itself.) DiLoCo's outer step is that of
+examples/reference/diloco.py.
 """
 
 import torch
 
 from manyhands.blocks import Outer
+from reference import diloco
 
 
 def gradient(x, rank, step):
@@ -25,8 +27,7 @@ def outer_step(name, options, anchor, mean_difference, memory):
     if name == "LocalSGD":
         return anchor - g, memory
     if name == "DiLoCo":
-        memory = options["momentum"] * memory + g
-        return anchor - options["lr"] * (g + options["momentum"] * memory), memory
+        return diloco.outer_step(anchor, g, memory, **options)
     if name == "BMUF":
         memory = options["block_momentum"] * memory + options["block_lr"] * g
         return anchor - memory, memory

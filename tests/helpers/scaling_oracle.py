@@ -1,7 +1,7 @@
 """The plain run: what our wrappers must equal, written with nothing of ours in it.
 
-One process, gradients of all small batches taken one at a time, their statistics computed by
-the formulas of the papers, and a plain optimizer whose learning rate is set by hand.
+One process, gradients of all small batches taken one at a time, their statistics computed as in
+examples/reference/adascale.py, and a plain optimizer whose learning rate is set by hand.
 """
 
 import math
@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, RMSprop
 
 from helpers.ranks import run_ranks
+from reference.adascale import Average, estimate, gain
 
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.05),
@@ -95,8 +96,7 @@ class PlainRun:
         self.model, self.optimizer, self.factor = model, optimizer, factor
         self.scale, self.preconditioned, self.smoothing = scale, preconditioned, smoothing
         self.sizes = [len(g["params"]) for g in optimizer.param_groups]
-        self.biased = [[0.0] * len(self.sizes), [0.0] * len(self.sizes)]
-        self.weight = 0.0
+        self.restart_averages()
         self.warm, self.mix_norm_kinds = False, mix_norm_kinds
         self.progress = 0.0
         self.gains = []
@@ -112,15 +112,19 @@ class PlainRun:
             start += size
         return result
 
-    def add(self, sqr, var, theta, divided):
+    def restart_averages(self):
+        self.sqr_averages = [Average() for _ in self.sizes]
+        self.var_averages = [Average() for _ in self.sizes]
+
+    def add(self, estimates, theta, divided):
         """Add one step's estimates to the averages."""
         started = self.preconditioned and divided
-        if started and not self.warm and not self.mix_norm_kinds:  # other units: start anew
-            self.biased, self.weight = [[0.0] * len(self.sizes), [0.0] * len(self.sizes)], 0.0
+        if started and not self.warm and not self.mix_norm_kinds:  # the norms have another unit
+            self.restart_averages()
         self.warm = started
-        self.weight = theta * self.weight + 1 - theta
-        for biased, new in zip(self.biased, (sqr, var), strict=True):
-            biased[:] = [theta * b + (1 - theta) * v for b, v in zip(biased, new, strict=True)]
+        for group, (sqr, var) in enumerate(estimates):
+            self.sqr_averages[group].add(sqr, theta)
+            self.var_averages[group].add(var, theta)
 
     def step(self, x, y, weight_in_steps=1):
         """Train one step; its gradients count as those of so many steps, with 0 not at all."""
@@ -132,13 +136,15 @@ class PlainRun:
         pinv = preconditioners(self.optimizer) if self.preconditioned else ones
         small = [sum(v) / n for v in zip(*(self.per_group(g, pinv) for g in grads), strict=True)]
         big = self.per_group(mean, pinv)
-        sqr = [(n * b - s) / (n - 1) for s, b in zip(small, big, strict=True)]
-        var = [(s - b) * scale / (n - 1) for s, b in zip(small, big, strict=True)]
+        estimates = []
+        for s, b in zip(small, big, strict=True):
+            sqr, var = estimate(s, b, n)
+            estimates.append((sqr, var * scale / n))  # the noise of a batch of scale 1
         theta = max(1 - n / 1000, 0) if self.smoothing is None else self.smoothing
         if weight_in_steps:
-            self.add(sqr, var, theta**weight_in_steps, any((d != 1).any() for d in pinv))
-        self.sqr = [max(b / self.weight, 0.0) for b in self.biased[0]]
-        self.var = [max(b / self.weight, 1e-6) for b in self.biased[1]]
+            self.add(estimates, theta**weight_in_steps, any((d != 1).any() for d in pinv))
+        self.sqr = [max(average.value, 0.0) for average in self.sqr_averages]
+        self.var = [max(average.value, 1e-6) for average in self.var_averages]
         self.gains.append(gain(sum(self.sqr), sum(self.var), scale))
         factors = [
             self.factor(s, v, scale, self.progress) for s, v in zip(self.sqr, self.var, strict=True)
@@ -152,10 +158,6 @@ class PlainRun:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self.progress += self.gains[-1]
-
-
-def gain(sqr, var, scale):
-    return (var + sqr) / (var / scale + sqr)
 
 
 # The rules' formulas, by hand: from the noise, the scale and the progress to the factor.

@@ -18,16 +18,7 @@ anchor when the mean is merged, with all the steps that they have taken:
 
 An outer step gets the *anchor* and the *gradient* (the anchor minus the mean of the workers'
 parameters: the movement of a block with its sign turned, as an optimizer expects), and changes the
-anchor in place:
-
-    Average          anchor -= gradient                  McDonald et al., 2010: the mean itself
-    BlockMomentum    s = η s + ζ gradient
-                     anchor -= s                         Chen & Huo, 2016
-      nesterov       anchor -= ζ gradient + η s          Chen & Huo, 2016; as DiLoCo (Douillard et
-                                                         al., 2023), outer lr ζ and momentum η
-      use_nbm        anchor -= s + η s                   fairseq's, which is not Nesterov's
-    SlowMomentum     u = β u + gradient / γ              Wang et al., 2020, with inner
-                     anchor -= α γ u                     learning rate γ
+anchor in place: `Average`, `BlockMomentum`, `SlowMomentum`, at the end of this file.
 
 A subclass of `Outer` is an outer step of your own. It says how many tensors of the anchor's size it
 keeps (`memories`), and how it moves the anchor (`step`).
@@ -400,7 +391,13 @@ class Outer:
 
 @dataclass(frozen=True)
 class Average(Outer):
-    """The workers' mean is the next anchor."""
+    """The workers' mean is the next anchor: LocalSGD.
+
+        anchor -= gradient
+
+    R. McDonald, K. Hall, G. Mann, "Distributed Training Strategies for the Structured Perceptron",
+    NAACL 2010.
+    """
 
     overwrites: ClassVar[bool] = False
 
@@ -410,7 +407,18 @@ class Average(Outer):
 
 @dataclass(frozen=True)
 class BlockMomentum(Outer):
-    """A momentum of blocks: `lr` is fairseq's block_lr, `momentum` its block_momentum."""
+    """A momentum of blocks: BMUF, and DiLoCo with `nesterov`.
+
+        velocity = momentum * velocity + lr * gradient
+        anchor -= velocity
+        anchor -= lr * gradient + momentum * velocity     with nesterov
+        anchor -= (1 + momentum) * velocity               with use_nbm: fairseq's, not Nesterov's
+
+    K. Chen, Q. Huo, "Scalable Training of Deep Learning Machines by Incremental Block Training with
+    Intra-Block Parallel Optimization and Blockwise Model-Update Filtering", ICASSP 2016.
+    A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
+    arXiv:2311.08105.
+    """
 
     lr: float = 1.0
     momentum: float = 0.875
@@ -428,7 +436,7 @@ class BlockMomentum(Outer):
             )
 
     def step(self, anchor: Tensor, gradient: Tensor, memories: Sequence[Tensor]) -> None:
-        """Move the anchor by a momentum of the blocks (the module's docstring has the formulas)."""
+        """Move the anchor by a momentum of the blocks."""
         (momentum,) = memories
         momentum.mul_(self.momentum).add_(gradient, alpha=self.lr)
         if self.nesterov:
@@ -439,7 +447,14 @@ class BlockMomentum(Outer):
 
 @dataclass(frozen=True)
 class SlowMomentum(Outer):
-    """A slow momentum, in units of the inner learning rate."""
+    """A slow momentum, in units of the inner learning rate: SlowMo.
+
+        velocity = momentum * velocity + gradient / inner_lr
+        anchor -= slow_lr * inner_lr * velocity
+
+    J. Wang, V. Tantia, N. Ballas, M. Rabbat, "SlowMo: Improving Communication-Efficient Distributed
+    SGD with Slow Momentum", ICLR 2020, arXiv:1910.00643.
+    """
 
     inner_lr: float | None = None  # None: that of the inner optimizer's first group
     slow_lr: float = 1.0

@@ -86,6 +86,12 @@ def _momentum(name: str, value: object) -> float:
 class LocalSGD(Blocks):
     """Blocks whose next anchor is the plain mean of the workers.
 
+        anchor = mean of the workers' parameters
+
+    R. McDonald, K. Hall, G. Mann, "Distributed Training Strategies for the Structured Perceptron",
+    NAACL 2010. The name: S. Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019,
+    arXiv:1805.09767.
+
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = mh.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), every=8)
@@ -107,13 +113,20 @@ class LocalSGD(Blocks):
 class DiLoCo(Blocks):
     """Blocks with an outer Nesterov momentum over the workers' mean difference.
 
+        gradient = anchor - mean of the workers' parameters
+        velocity = momentum * velocity + lr * gradient
+        anchor -= lr * gradient + momentum * velocity
+
+    A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
+    arXiv:2311.08105.
+
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     >>> optimizer = mh.DiLoCo(optimizer, every=100, codec="int4", overlap=10, fragments=4)
 
-    The defaults are those of the paper (Douillard et al., 2023). `lr` in `param_groups` is the
-    inner optimizer's. See `Blocks` for what all methods have in common.
+    `lr` and `momentum` default to the paper's values. `lr` in `param_groups` is the inner
+    optimizer's. See `Blocks` for what all methods have in common.
 
     Args:
         lr: the outer optimizer's learning rate.
@@ -141,7 +154,14 @@ class DiLoCo(Blocks):
 
 @list_options(BlockOptions)
 class SlowMo(Blocks):
-    """Blocks with a slow momentum, in units of the inner learning rate (Wang et al., 2020).
+    """Blocks with a slow momentum, in units of the inner learning rate.
+
+        gradient = anchor - mean of the workers' parameters
+        velocity = slow_momentum * velocity + gradient / inner_lr
+        anchor -= slow_lr * inner_lr * velocity
+
+    J. Wang, V. Tantia, N. Ballas, M. Rabbat, "SlowMo: Improving Communication-Efficient Distributed
+    SGD with Slow Momentum", ICLR 2020, arXiv:1910.00643.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(2, 1)
@@ -180,7 +200,14 @@ class SlowMo(Blocks):
 
 @list_options(CommonOptions)
 class BMUF(Blocks):
-    """Blocks with a block momentum (Chen & Huo, 2016), with the options that fairseq documents.
+    """Blocks with a block momentum, with the options that fairseq documents.
+
+        gradient = anchor - mean of the workers' parameters
+        velocity = block_momentum * velocity + block_lr * gradient
+        anchor -= velocity
+
+    K. Chen, Q. Huo, "Scalable Training of Deep Learning Machines by Incremental Block Training with
+    Intra-Block Parallel Optimization and Blockwise Model-Update Filtering", ICASSP 2016.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(2, 1)

@@ -48,6 +48,11 @@ _SIZE = partial(real, "batch_size", above=0.0, below=BELOW)
 class NoiseScale:
     """The gradient noise scale of a training loop: how large a batch would still pay.
 
+        noise_scale = batch_size * variance / squared_norm
+
+    S. McCandlish, J. Kaplan, D. Amodei et al., "An Empirical Model of Large-Batch Training", 2018,
+    arXiv:1812.06162.
+
     Add one line; the loop stays as it is. Works with any optimizer, alone or under DDP:
 
     >>> import torch, manyhands as mh
@@ -62,8 +67,8 @@ class NoiseScale:
     >>> noise.noise_scale > 0 and noise.standard_error > 0
     True
 
-    `noise_scale` is trace(covariance) / |gradient|^2 (McCandlish et al. 2018, "simple noise
-    scale"): the batch size, in samples, at which noise and signal are equal. Well below it a
+    `noise_scale` is the paper's "simple noise scale", trace(covariance) / |gradient|^2 of a sample:
+    the batch size, in samples, at which noise and signal are equal. Well below it a
     larger batch saves steps almost in proportion; well above it, nothing. With one worker and no
     accumulation, consecutive gradients are compared, at the price of a copy of the gradient. The
     estimate then counts the change of the parameters between them as noise.

@@ -71,10 +71,17 @@ def sde_beta(beta: float, scale: float) -> float:
 
 
 class AdaScale(ScalingRuleBase):
-    """Scale SGD's learning rate by the gain (Johnson et al., ICML 2020).
+    """Multiply SGD's learning rate by the gain, which is measured during training.
 
-    The gain is 1 if the gradients of the small batches agree, and `scale` if they are pure noise.
-    It is measured during training, for each parameter group:
+        gain = (sqr + var) / (sqr + var / scale)
+        progress += gain
+
+    `sqr` is |true gradient|^2, and `var` the variance of a small batch's gradient, for each
+    parameter group. The gain is 1 if the gradients of the small batches agree, and `scale` if they
+    are pure noise.
+
+    T. Johnson, P. Agrawal, H. Gu, C. Guestrin, "AdaScale SGD: A User-Friendly Algorithm for
+    Distributed Training", ICML 2020, arXiv:2007.05105.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(4, 1)
@@ -180,8 +187,15 @@ class AdaScaleWrapper(AdaScale):
 class AdamScale(AdaScale):
     """AdaScale for Adam, AdamW and RMSprop: the square root of the gain of *their* gradients.
 
+        gain = (sqr + var) / (sqr + var / scale)
+        factor = gain ** 0.5
+
     From the optimizer's fifth step on, gradients are measured as the optimizer uses them: divided
     by the root of their running mean square.
+
+    The gain is AdaScale's (arXiv:2007.05105). The measurement of divided gradients is from A. Qiao
+    et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021,
+    arXiv:2008.12260.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(4, 1)
@@ -228,7 +242,12 @@ class AdamScale(AdaScale):
 
 
 class LinearScale(ScalingRuleBase):
-    """Multiply the learning rate by the scale (Goyal et al. 2017).
+    """Multiply the learning rate by the scale.
+
+        factor = scale
+
+    P. Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017,
+    arXiv:1706.02677.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(2, 1)
@@ -242,11 +261,21 @@ class LinearScale(ScalingRuleBase):
 
 
 class SqrtScale(ScalingRuleBase):
-    """Multiply the learning rate by the square root of the scale (Krizhevsky 2014).
+    """Multiply the learning rate by the square root of the scale.
 
-    With `rescale_adam=True`, all of Adam, AdamW or RMSprop is rescaled so that it follows the same
-    stochastic differential equation at the larger batch (Malladi et al. 2022): learning rate
-    times sqrt(scale), 1 - beta times scale, epsilon divided by sqrt(scale).
+        factor = sqrt(scale)
+
+    A. Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014,
+    arXiv:1404.5997.
+
+    With `rescale_adam=True`, Adam, AdamW or RMSprop follows the same stochastic differential
+    equation at the larger batch:
+
+        beta = 1 - scale * (1 - beta)
+        eps = eps / sqrt(scale)
+
+    S. Malladi, K. Lyu, A. Panigrahi, S. Arora, "On the SDEs and Scaling Rules for Adaptive Gradient
+    Algorithms", NeurIPS 2022, arXiv:2205.10287.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(2, 1)
@@ -300,7 +329,12 @@ class SqrtScale(ScalingRuleBase):
 
 
 class LEGWScale(ScalingRuleBase):
-    """sqrt(scale), warmed up over `scale` times the baseline's epochs (You et al. 2019).
+    """sqrt(scale), warmed up over `scale` times the baseline's epochs.
+
+        warmup_steps = scale * base_warmup_epochs * data_size / batch_size
+        factor = sqrt(scale) * min(1, progress / warmup_steps)
+
+    Y. You et al., "Large-Batch Training for LSTM and Beyond", 2019, arXiv:1901.08256.
 
     Args:
         base_warmup_epochs: the baseline's warm-up.
