@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, AdamW
 
 import manyhands as mh
-from manyhands._core.dry_run import CountingStore, DryRun
-from manyhands._core.groups import RollCall, connect
-from manyhands.planning._costs import round_cost
-from manyhands.planning._model import measure, planned_optimizers
+from manyhands._ranks.dry_run import CountingStore, DryRun
+from manyhands._ranks.groups import RollCall, connect
+from manyhands.tools.plan._costs import round_cost
+from manyhands.tools.plan._model import measure, planned_optimizers
 
 SIZES, PAIRED = (8, 32, 128, 256), 128  # 256 ranks in pairs would need 65,000 descriptors
 PATIENCE = timedelta(seconds=120)

@@ -16,8 +16,8 @@ import torch
 from helpers import huge_pages
 from helpers.lightning_runs import import_lightning
 from manyhands import AdaScale  # noqa: F401  # with all names, so that no rank imports them
+from manyhands.adaptdl import _adaptive_loader
 from manyhands.engines._stopping import listener
-from manyhands.ramp import _adaptive_loader
 
 # The same examples in every run, and as much time as a busy machine needs for one.
 hypothesis.settings.register_profile("ours", deadline=None, derandomize=True)

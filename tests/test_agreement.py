@@ -8,8 +8,8 @@ from torch.optim import SGD
 
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
-from manyhands._core.agreement import agree, describe_tensors, names_in
-from manyhands._core.ranks import RankGroup
+from manyhands._ranks.agreement import agree, describe_tensors, names_in
+from manyhands._ranks.ranks import RankGroup
 
 
 class Two(nn.Module):

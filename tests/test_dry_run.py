@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 import manyhands as mh
-from manyhands._core.agreement import agree
-from manyhands._core.arguments import format_bytes
-from manyhands._core.dry_run import names_of_torch
-from manyhands._core.ranks import RankGroup
-from manyhands.planning._costs import round_cost
-from manyhands.planning._model import measure, planned_optimizers
+from manyhands._arguments import format_bytes
+from manyhands._ranks.agreement import agree
+from manyhands._ranks.dry_run import names_of_torch
+from manyhands._ranks.ranks import RankGroup
+from manyhands.tools.plan._costs import round_cost
+from manyhands.tools.plan._model import measure, planned_optimizers
 
 
 def make_model():

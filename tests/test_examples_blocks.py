@@ -14,7 +14,7 @@ pytestmark = needs_sklearn
 pytest.importorskip("typer", reason='typer is missing: pip install "manyhands[cli]"')
 
 SCRIPT = str(ROOT / "examples" / "blocks.py")
-PROGRAM = "from manyhands.cli import main; main()"
+PROGRAM = "from manyhands.tools.cli import main; main()"
 
 
 @pytest.mark.long

@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 import manyhands as mh
 from helpers.pages import ROOT
 from helpers.ranks import run_ranks
-from manyhands._core.groups import GroupCloser, HeldGroup, group_closer
-from manyhands._core.ranks import RankGroup
-from manyhands._core.sockets import TCP_CLOSE, forget_sockets, shut_connections, watched_sockets
+from manyhands._ranks.groups import GroupCloser, HeldGroup, group_closer
+from manyhands._ranks.ranks import RankGroup
+from manyhands._ranks.sockets import TCP_CLOSE, forget_sockets, shut_connections, watched_sockets
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc, which is Linux's"
@@ -193,7 +193,7 @@ def test_python_does_not_end_while_a_sync_round_is_in_cpp(tmp_path):
     script = """
         import time
         import torch
-        from manyhands._core.ranks import RankGroup
+        from manyhands._ranks.ranks import RankGroup
         from manyhands.blocks.averaging._round import BackgroundSync
 
         def sync_round(_):

@@ -136,7 +136,7 @@ TRAINERS = r"""accelerat lightning fabric transformers hugging deepspeed megatro
     mosaic colossal ignite catalyst skorch fastai"""
 
 
-@pytest.mark.parametrize("package", ["_core", "scaling"])
+@pytest.mark.parametrize("package", ["_ranks", "_tensors", "_optimizers", "scaling"])
 def test_no_trainer_is_mentioned_or_imported(package):
     """In names, strings, comments and docstrings. `torch.accelerator` is torch's word for a device.
 
@@ -150,7 +150,7 @@ def test_no_trainer_is_mentioned_or_imported(package):
         for path in sorted((SOURCE / package).rglob("*.py"))
         for number, line in enumerate(path.read_text().splitlines(), 1)
     ]
-    assert len(lines) > 1000
+    assert len(lines) > 500
     assert [f"{where}: {line}" for where, line in lines if words.search(line)] == []
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands import adaptdl
-from manyhands._core.arguments import explained, shown
+from manyhands._arguments import explained, shown
 
 DATA = TensorDataset(torch.ones(8, 2))
 

@@ -15,9 +15,9 @@ from torch.optim import SGD
 import manyhands as mh
 from helpers.programs import run_programs
 from helpers.ranks import run_ranks
-from manyhands._core import presence
-from manyhands._core.groups import RollCall
-from manyhands._core.standstill import Standstill
+from manyhands._ranks import presence
+from manyhands._ranks.groups import RollCall
+from manyhands._ranks.standstill import Standstill
 from manyhands.checkpoint import _reader, _writing
 
 # Ranks that wait for long say so, which is no error here.

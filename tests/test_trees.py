@@ -16,7 +16,7 @@ from helpers import containers
 from helpers.containers import MAKE, ModelOutput, tensors_of
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands import adaptdl
-from manyhands._core.trees import as_type, tensors_in, tree_map_tensors
+from manyhands._tensors.trees import as_type, tensors_in, tree_map_tensors
 
 
 def boxes():

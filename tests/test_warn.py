@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands._core.warn import warn
+from manyhands._warn import warn
 
 pytestmark = pytest.mark.quick
 
@@ -22,7 +22,7 @@ def test_a_warning_names_the_innermost_line_that_is_not_ours_or_torchs():
 
 def test_an_environment_of_several_processes_is_said_at_the_users_line(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("manyhands._core.ranks._settled", False)
+    monkeypatch.setattr("manyhands._ranks.ranks._settled", False)
     with pytest.warns(UserWarning, match="WORLD_SIZE=2") as seen:
         mh.AdaScale(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     assert seen[0].filename == __file__

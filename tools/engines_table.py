@@ -114,7 +114,7 @@ def trainjob(size, *arguments):
 
 def manyhands(size, *arguments):
     """Ranks of one worker for what goes step by step, and a crew for each kind of blocks."""
-    command = [sys.executable, "-c", "from manyhands.cli import main; main()", "run", "--workers"]
+    command = [sys.executable, "-m", "manyhands", "run", "--workers"]
     failed = run(([*command, 1, "--processes", size, CELLS, *arguments, *STEPPING], environment()))
     for rule in RULES:
         only = ["--only", f"blocks, {rule}"]

@@ -32,7 +32,7 @@ from faults import spent
 from helpers.networks import Networks
 from manyhands.blocks.crew._processes import die_with_parent
 
-COMMAND = (sys.executable, "-c", "from manyhands.cli import main; main()", "run")
+COMMAND = (sys.executable, "-c", "from manyhands.tools.cli import main; main()", "run")
 HANGS = 90.0  # seconds without a line in the log, after which the benchmark gives up
 ASKED = 15.0  # seconds in which a run must stop after SIGTERM
 OF_ONE = ("kill", "stop")

@@ -5,7 +5,7 @@ Import other modules by name:
 
 - `manyhands.fairscale`, `manyhands.adaptdl`, `manyhands.fairseq`: the names of these libraries, for
   scripts that were written for them.
-- `manyhands.scaling`, `manyhands.blocks`, `manyhands.record`: what a rule, an outer step or a
+- `manyhands.scaling`, `manyhands.blocks`, `manyhands.tools.record`: what a rule, an outer step or a
   reader of records of your own needs.
 - `manyhands.data`: `StreamCursor`, for samples that have no index.
 - `manyhands.integrations`: for Accelerate, Lightning, transformers and Ray.

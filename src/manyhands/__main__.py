@@ -1,5 +1,5 @@
 """`python -m manyhands`: the program `manyhands`."""
 
-from manyhands.cli import main
+from manyhands.tools.cli import main
 
 main()

@@ -1,6 +1,6 @@
 """Import the names of `manyhands` from where they are defined."""
 
-from manyhands._core.dry_run import dry_run as dry_run
+from manyhands._ranks.dry_run import dry_run as dry_run
 from manyhands.blocks._methods import BMUF as BMUF
 from manyhands.blocks._methods import DiLoCo as DiLoCo
 from manyhands.blocks._methods import LocalSGD as LocalSGD
@@ -10,17 +10,14 @@ from manyhands.blocks._schedule import Seconds as Seconds
 from manyhands.blocks.crew._crew import Crew as Crew
 from manyhands.checkpoint import load as load
 from manyhands.checkpoint import save as save
+from manyhands.checkpoint.weights import load_weights as load_weights
+from manyhands.checkpoint.weights import save_weights as save_weights
 from manyhands.data._cursor import Cursor as Cursor
 from manyhands.data._order import DataShards as DataShards
 from manyhands.engines._job import start as start
 from manyhands.engines._stopping import stopping as stopping
-from manyhands.planning import plan as plan
-from manyhands.planning import shard as shard
 from manyhands.ramp import Ramp as Ramp
 from manyhands.ramp import largest_micro_batch as largest_micro_batch
-from manyhands.record import Record as Record
-from manyhands.record import StepTiming as StepTiming
-from manyhands.record import read_record as read_record
 from manyhands.scaling._noise_scale import NoiseScale as NoiseScale
 from manyhands.scaling._progress import ProgressScheduler as ProgressScheduler
 from manyhands.scaling._rules import AdamScale as AdamScale
@@ -34,7 +31,10 @@ from manyhands.sharding.fsdp._whole_tensors import WholeTensorOptimizer as Whole
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel as FullyShardedDataParallel
 from manyhands.sharding.zero._ddp import ShardedDataParallel as ShardedDataParallel
 from manyhands.sharding.zero._oss import OSS as OSS
-from manyhands.weights import load_weights as load_weights
-from manyhands.weights import save_weights as save_weights
+from manyhands.tools.plan import plan as plan
+from manyhands.tools.plan import shard as shard
+from manyhands.tools.record import Record as Record
+from manyhands.tools.record import StepTiming as StepTiming
+from manyhands.tools.record import read_record as read_record
 
 FSDP = FullyShardedDataParallel

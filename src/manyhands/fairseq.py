@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core.arguments import real, whole
+from manyhands._arguments import real, whole
 from manyhands.blocks._methods import BMUF, CommonOptions
 
 if TYPE_CHECKING:

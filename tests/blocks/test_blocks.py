@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import StepLR
 import manyhands as mh
 from helpers.blocks_plain import gradient, train
 from helpers.ranks import raises_on_ranks, run_ranks
-from manyhands._core import slices as _host
-from manyhands._core.ranks import RankGroup
+from manyhands._ranks import slices as _host
+from manyhands._ranks.ranks import RankGroup
 from manyhands.blocks import Outer
 from manyhands.blocks.averaging._codec import CODECS
 from manyhands.fairseq import FairseqBMUF

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from helpers.crew_workers import SECRET, Store, Workers
-from manyhands._core import groups
-from manyhands._core.ranks import RankGroup
+from manyhands._ranks import groups
+from manyhands._ranks.ranks import RankGroup
 from manyhands.blocks.averaging._round import BackgroundSync
 from manyhands.blocks.crew import _enrollment, _store, _transport
 from manyhands.blocks.crew._crew import Crew

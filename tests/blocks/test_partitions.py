@@ -17,8 +17,8 @@ from helpers.crew_workers import SECRET, Store
 from helpers.data_workers import DataWorkers
 from helpers.networks import Networks, NoNetworks
 from helpers.run_command import Command
-from manyhands._core import sockets
-from manyhands._core.sockets import TCP_RTO_MAX_MS
+from manyhands._ranks import sockets
+from manyhands._ranks.sockets import TCP_RTO_MAX_MS
 from manyhands.blocks.crew import _crew, _roster, _store
 
 pytestmark = pytest.mark.long

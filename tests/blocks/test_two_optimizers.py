@@ -20,8 +20,8 @@ from helpers.crew_workers import Log, Store, Workers, fork, limit
 from helpers.ranks import run_ranks
 from manyhands.blocks.averaging._codec import CODECS
 from manyhands.errors import RanksDisagree
-from manyhands.record import read_record
-from manyhands.report._panels import describe_column
+from manyhands.tools.record import read_record
+from manyhands.tools.report._panels import describe_column
 
 LR, STEPS = 0.1, 17
 OUTER = {"lr": 0.7, "momentum": 0.9}

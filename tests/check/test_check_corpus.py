@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from manyhands.check import check_script
+from manyhands.tools.check import check_script
 
 sys.path.insert(0, str(Path(__file__).parent))  # as the other folders' tests do, by name
 from check_scripts import BUGS, COUPLED, DEFAULTS, FSDP2_BUG, RIGHT, SAME_SEED, fill, written

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers.pages import ROOT
-from manyhands.cli import app
+from manyhands.tools.cli import app
 
 PAGE = (ROOT / "docs" / "check.md").read_text()
 SCRIPT = re.search(r'```python title="train.py"\n(.*?)```', PAGE, re.DOTALL).group(1)
@@ -45,7 +45,7 @@ def test_a_sitecustomize_of_the_user_still_runs(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['OF_THE_USER'] = '1'\n")
     (tmp_path / "train.py").write_text("import os\nos.environ['OF_THE_USER']\n" + SCRIPT)
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), *sys.path])
-    command = "from manyhands.cli import main; main()"
+    command = "from manyhands.tools.cli import main; main()"
     made = subprocess.run(
         [sys.executable, "-c", command, "check", "train.py", "--steps", "2"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
@@ -103,7 +103,7 @@ def test_a_check_that_is_stopped_ends_its_processes_and_puts_files_back(tmp_path
     (tmp_path / "log").write_text("mine")
     text = "import os, time\nopen('log', 'a').write('.')\nopen(f'{os.getpid()}', 'w')\n"
     (tmp_path / "train.py").write_text(text + "while True: time.sleep(0.1)")
-    command = "from manyhands.cli import main; main()"
+    command = "from manyhands.tools.cli import main; main()"
     with subprocess.Popen(
         [sys.executable, "-c", command, "check", "train.py"], cwd=tmp_path
     ) as checking:

@@ -16,7 +16,7 @@ import manyhands as mh
 from helpers.blocks_runs import ALL, EVERY, FEW, SHARDINGS, Groups, Run
 from helpers.checkpoint_oracle import assert_equal
 from helpers.ranks import raises_on_ranks, run_ranks
-from manyhands._core.wrappers import unwrap
+from manyhands._optimizers.wrappers import unwrap
 
 LATER = 4  # steps after the load: there is a sync round among them
 

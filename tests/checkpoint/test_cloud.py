@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import manyhands as mh
 from manyhands.checkpoint import _cloud, _folder, folder_at
-from manyhands.cli import app
+from manyhands.tools.cli import app
 
 URL = "memory://bucket/run"
 

@@ -19,8 +19,8 @@ from helpers.checkpoint_oracle import ADAMW, SGD, Setup, assert_equal
 from helpers.forge import complete, data_file, only
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands import adaptdl
-from manyhands._core import tensor_parts
 from manyhands.checkpoint import _folder, _format, _reader, _values
+from manyhands.checkpoint import _tensor_parts as tensor_parts
 
 
 def names(path):
@@ -609,7 +609,7 @@ def test_conjugate_and_negative_views_are_saved_and_loaded_as_what_they_are(wait
             assert torch.equal(model.get_buffer(name), tensor), name
             assert torch.equal(values[name], tensor), name
     pytest.importorskip("typer", reason='typer is missing: pip install "manyhands[cli]"')
-    from manyhands.cli.checkpoint import write_plain_files
+    from manyhands.tools.cli.checkpoint import write_plain_files
 
     write_plain_files(tmp_path / "run", tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")

@@ -15,8 +15,8 @@ import manyhands as mh
 from helpers.checkpoint_oracle import Setup
 from helpers.forge import content, only, sign
 from helpers.ranks import run_ranks
-from manyhands._core import tensor_parts
 from manyhands.checkpoint import _folder, _reader
+from manyhands.checkpoint import _tensor_parts as tensor_parts
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401 
 
 import manyhands as mh
 from helpers.ranks import run_ranks
-from manyhands._core import tensor_parts
 from manyhands.checkpoint import _folder, _format, _reader, _writing
+from manyhands.checkpoint import _tensor_parts as tensor_parts
 
 SIZES = [8, 128, 1024, 16_384]
 KEYS = 300  # tensors of the model

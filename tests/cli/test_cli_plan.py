@@ -48,7 +48,7 @@ def manyhands(tmp_path, monkeypatch):
         pytest.importorskip(package, reason=f'{package} is missing: pip install "manyhands[cli]"')
     from typer.testing import CliRunner
 
-    from manyhands.cli import app
+    from manyhands.tools.cli import app
 
     (tmp_path / "planned_here.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)

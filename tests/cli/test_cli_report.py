@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from manyhands.cli import main
-from manyhands.record import Record
+from manyhands.tools.cli import main
+from manyhands.tools.record import Record
 
 MISSING = '{} is missing: pip install "manyhands[cli]"'
 
@@ -21,7 +21,7 @@ def manyhands():
     pytest.importorskip("plotly", reason=MISSING.format("plotly"))
     from typer.testing import CliRunner
 
-    from manyhands.cli import app
+    from manyhands.tools.cli import app
 
     return lambda *arguments: CliRunner().invoke(app(), [str(argument) for argument in arguments])
 
@@ -101,7 +101,7 @@ def follow(manyhands, tmp_path, monkeypatch):
         monkeypatch.setattr(report.time, "sleep", sleep)
         return manyhands("report", "--follow", *arguments)
 
-    from manyhands.cli import report
+    from manyhands.tools.cli import report
 
     monkeypatch.chdir(tmp_path)
     return follow
@@ -251,7 +251,7 @@ def test_ctrl_c_ends_the_command_with_exit_code_0(manyhands, run, tmp_path, monk
 
 
 def test_without_typer_the_way_out_is_said():
-    code = "import sys; sys.modules['typer'] = None; from manyhands.cli import main; main()"
+    code = "import sys; sys.modules['typer'] = None; from manyhands.tools.cli import main; main()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 1
     assert 'pip install "manyhands[cli]"' in result.stderr

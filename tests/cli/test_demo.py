@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from helpers.pages import needs_sklearn
-from manyhands.cli import app
-from manyhands.record import read_record
+from manyhands.tools.cli import app
+from manyhands.tools.record import read_record
 
 MISSING = '{} is missing: pip install "manyhands[cli]"'
 pytest.importorskip("plotly", reason=MISSING.format("plotly"))
 testing = pytest.importorskip("typer.testing", reason=MISSING.format("typer"))
-program = importlib.import_module("manyhands.cli.demo")
+program = importlib.import_module("manyhands.tools.cli.demo")
 pytestmark = needs_sklearn
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "digits.py"

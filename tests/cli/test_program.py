@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import manyhands as mh
-from manyhands.cli import COMMANDS, app
+from manyhands.tools.cli import COMMANDS, app
 
 pytest.importorskip("typer", reason='typer is missing: pip install "manyhands[cli]"')
 pytest.importorskip("plotly", reason='plotly is missing: pip install "manyhands[cli]"')
@@ -21,7 +21,7 @@ def test_python_m_prints_the_version():
 
 WITHOUT_TORCH = """
 import sys, time
-from manyhands.cli import main
+from manyhands.tools.cli import main
 try:
     main()
 finally:

@@ -15,7 +15,7 @@ import manyhands as mh
 from helpers.crew_workers import SECRET, Store, fork
 from helpers.pages import ROOT, free_port, in_told_forks
 from helpers.ranks import run_ranks
-from manyhands._core.stop_notice import stop_notice
+from manyhands._ranks.stop_notice import stop_notice
 from manyhands.engines._stopping import listener
 
 SCRIPT = str(ROOT / "examples" / "engines" / "train.py")

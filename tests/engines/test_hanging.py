@@ -15,7 +15,7 @@ from torch.optim import SGD
 import manyhands as mh
 from helpers.programs import run_programs
 from helpers.ranks import run_ranks
-from manyhands._core.stop_notice import stop_notice
+from manyhands._ranks.stop_notice import stop_notice
 from manyhands.engines import _hanging
 from manyhands.engines._stopping import listener
 

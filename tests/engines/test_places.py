@@ -7,8 +7,8 @@ from torch.utils.data import TensorDataset
 
 import manyhands as mh
 from helpers.ranks import run_ranks
-from manyhands._core import ranks as core_ranks
-from manyhands._core.ranks import RankGroup
+from manyhands._ranks import ranks as core_ranks
+from manyhands._ranks.ranks import RankGroup
 from manyhands.adaptdl import AdaptiveDataParallel
 from manyhands.engines._places import Place, find_place, find_worker_number, first_host
 

@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 import manyhands as mh
 from helpers.ranks import run_ranks
-from manyhands._core.stop_notice import stop_notice
+from manyhands._ranks.stop_notice import stop_notice
 from manyhands.engines._stopping import listener
 
 STEPS = 12
@@ -107,7 +107,7 @@ def test_a_vote_is_one_collective_of_one_number_per_step():
 
 def test_a_file_that_appears_is_a_notice(tmp_path, monkeypatch):
     path = tmp_path / "stop"
-    monkeypatch.setattr("manyhands._core.stop_notice.LOOK", 0.0)
+    monkeypatch.setattr("manyhands._ranks.stop_notice.LOOK", 0.0)
 
     def ranks():
         listener.start(file=str(path))

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from manyhands._core.modules import ModuleWrapper
-from manyhands._core.state_parts import OptimizerStatePart, ShardedOptimizer, options_of
+from manyhands._optimizers.modules import ModuleWrapper
+from manyhands._optimizers.state_parts import OptimizerStatePart, ShardedOptimizer, options_of
 
 
 class Alternate(ShardedOptimizer):

@@ -166,7 +166,7 @@ def run_command(command: str, block: Block) -> str:
 
 
 def _manyhands() -> None:
-    from manyhands.cli import main
+    from manyhands.tools.cli import main
 
     main()
 

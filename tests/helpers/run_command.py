@@ -22,7 +22,7 @@ class Command:
         words = ["run", *options, str(self.script), *arguments]
 
         def call():
-            from manyhands.cli import app
+            from manyhands.tools.cli import app
 
             os.chdir(folder)
             for number, path in {1: self.out, 2: self.err, **dict(instead)}.items():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from manyhands.check import check_script
+from manyhands.tools.check import check_script
 
 SCRIPT = """
 import torch

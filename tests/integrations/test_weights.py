@@ -103,7 +103,7 @@ def test_a_model_without_memory_is_sharded_and_then_loaded(config, tmp_path):
 def test_consolidate_to_hf_is_read_by_from_pretrained(tmp_path):
     from typer.testing import CliRunner
 
-    from manyhands.cli import app
+    from manyhands.tools.cli import app
 
     def save():
         model = net(GPT2, seed=1)

@@ -20,14 +20,16 @@ from torch.utils._pytree import tree_leaves
 import manyhands as mh
 from helpers.pages import ROOT, blocks, run_page
 from helpers.ranks import run_ranks
+from manyhands import _arguments as arguments
 from manyhands import fairscale
-from manyhands._core import arguments
-from manyhands._core.arguments import format_bytes, format_seconds, parse_bytes
-from manyhands._core.optimizers import KNOWN, StateSizes
-from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded_gradient import ShardedGradient
-from manyhands.planning import _costs, _model
-from manyhands.planning._costs import (
+from manyhands._arguments import format_bytes, format_seconds, parse_bytes
+from manyhands._optimizers.optimizers import KNOWN, StateSizes
+from manyhands._ranks.ranks import RankGroup
+from manyhands._ranks.sharded_gradient import ShardedGradient
+from manyhands.scaling import ScalingRuleBase
+from manyhands.sharding.zero import _layout
+from manyhands.tools.plan import _costs, _model
+from manyhands.tools.plan._costs import (
     ModelSizes,
     OptimizerParams,
     ParamSize,
@@ -35,9 +37,7 @@ from manyhands.planning._costs import (
     costs,
     ddp_buckets,
 )
-from manyhands.planning._model import activation_bytes, wrap_params
-from manyhands.scaling import ScalingRuleBase
-from manyhands.sharding.zero import _layout
+from manyhands.tools.plan._model import activation_bytes, wrap_params
 
 FULLY = "FullyShardedDataParallel"
 WAYS = ("DDP", "OSS + DDP", "OSS + ShardedDataParallel")

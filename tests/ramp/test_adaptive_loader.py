@@ -11,7 +11,8 @@ from torch.utils.data import TensorDataset
 import manyhands as mh
 from helpers.ranks import run_ranks
 from manyhands import adaptdl
-from manyhands.ramp import _adaptive_loader, _observed
+from manyhands.adaptdl import _adaptive_loader
+from manyhands.ramp import _observed
 from manyhands.ramp._micro_batches import StepSize, sizes, step_size
 
 

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
-from manyhands.record import Record, read_record
-from manyhands.report._curves import samples
+from manyhands.tools.record import Record, read_record
+from manyhands.tools.report._curves import samples
 
 
 class Optimizer:
@@ -351,7 +351,7 @@ def test_tensorboard_reads_what_its_writer_got(tmp_path):
 
 
 def test_a_line_that_waits_for_a_gpu_keeps_its_place(tmp_path, monkeypatch):
-    from manyhands.record import _record
+    from manyhands.tools.record import _record
 
     class PendingNumber:
         here = False

@@ -6,9 +6,9 @@ import re
 import pytest
 
 from helpers.pages import ROOT, run_page
-from manyhands.record import Record
-from manyhands.report import write_report
-from manyhands.report._curves import choose_scale, running_mean, thin
+from manyhands.tools.record import Record
+from manyhands.tools.report import write_report
+from manyhands.tools.report._curves import choose_scale, running_mean, thin
 
 PAGE = ROOT / "docs" / "record.md"
 

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from manyhands.record import Record, read_record
-from manyhands.record._run import is_alive, this_process
+from manyhands.tools.record import Record, read_record
+from manyhands.tools.record._run import is_alive, this_process
 
 
 @pytest.fixture

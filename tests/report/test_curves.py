@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.report._curves import choose_scale, running_mean, thin
+from manyhands.tools.report._curves import choose_scale, running_mean, thin
 
 pytestmark = pytest.mark.quick
 

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from manyhands.record import Record
-from manyhands.report import _follow
-from manyhands.report._follow import FollowedRecords
+from manyhands.tools.record import Record
+from manyhands.tools.report import _follow
+from manyhands.tools.report._follow import FollowedRecords
 
 pytestmark = pytest.mark.quick
 

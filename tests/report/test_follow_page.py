@@ -8,8 +8,8 @@ import time
 import pytest
 
 from helpers.browser import Browser, needs_browser
-from manyhands.cli import main
-from manyhands.record import Record
+from manyhands.tools.cli import main
+from manyhands.tools.record import Record
 
 pytest.importorskip("typer", reason='typer is missing: pip install "manyhands[cli]"')
 pytest.importorskip("plotly", reason='plotly is missing: pip install "manyhands[cli]"')
@@ -48,8 +48,8 @@ def start():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    from manyhands.cli import report
-    from manyhands.report import _follow
+    from manyhands.tools.cli import report
+    from manyhands.tools.report import _follow
 
     monkeypatch.setattr(report, "EVERY", 1.0)
     monkeypatch.setattr(report, "REST", 1.0)

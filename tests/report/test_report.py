@@ -11,8 +11,8 @@ from html.parser import HTMLParser
 import pytest
 
 from helpers.pages import ROOT
-from manyhands.record import Record, read_record
-from manyhands.report import write_report
+from manyhands.tools.record import Record, read_record
+from manyhands.tools.report import write_report
 
 pytest.importorskip("plotly", reason='plotly is missing: pip install "manyhands[cli]"')
 
@@ -423,7 +423,7 @@ def test_a_run_named_by_bytes_that_are_no_text_has_a_page(tmp_path):
 
 def test_many_values_take_time_in_proportion(tmp_path):
     """Processor time of choosing the figures: 600 values took 7 s, all of it in searches."""
-    from manyhands.report._panels import panels
+    from manyhands.tools.report._panels import panels
 
     def seconds(many):
         lines = [

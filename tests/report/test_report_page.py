@@ -5,8 +5,8 @@ import math
 import pytest
 
 from helpers.browser import Browser, needs_browser
-from manyhands.record import Record
-from manyhands.report import write_report
+from manyhands.tools.record import Record
+from manyhands.tools.report import write_report
 
 pytest.importorskip("plotly", reason='plotly is missing: pip install "manyhands[cli]"')
 pytestmark = [needs_browser, pytest.mark.long]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands._core.state_parts import SavedEntries
+from manyhands._optimizers.state_parts import SavedEntries
 from manyhands.scaling import _noise
 from manyhands.scaling._noise import (
     DebiasedAverage,

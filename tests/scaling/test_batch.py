@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands._core.state_parts import SavedEntries
+from manyhands._optimizers.state_parts import SavedEntries
 from manyhands.scaling._step import Batch, CountingLoop
 
 pytestmark = pytest.mark.quick

@@ -27,7 +27,7 @@ import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
 from helpers.scaling_oracle import trained_as_under_ddp
 from manyhands import adaptdl
-from manyhands._core.ranks import RankGroup
+from manyhands._ranks.ranks import RankGroup
 
 SGD_OPTIONS = {"lr": 0.05, "momentum": 0.9}
 PLAIN, ONE, NESTED, WRAPPED, HYBRID = (

@@ -35,7 +35,7 @@ from helpers.scaling_oracle import (
     trained_as_under_ddp,
     two_groups,
 )
-from manyhands._core.ranks import RankGroup
+from manyhands._ranks.ranks import RankGroup
 from manyhands.scaling import _noise
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._noise import DebiasedAverage, MeasuredSteps, PaperAverage, steps_between

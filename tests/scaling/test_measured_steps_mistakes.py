@@ -27,7 +27,7 @@ from helpers.scaling_oracle import (
     two_groups,
 )
 from manyhands import adaptdl
-from manyhands._core.stop_notice import stop_notice
+from manyhands._ranks.stop_notice import stop_notice
 from manyhands.errors import RanksDisagree
 from manyhands.scaling._payload import RankReport
 

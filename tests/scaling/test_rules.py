@@ -12,7 +12,7 @@ import manyhands as mh
 from helpers.ranks import run_ranks
 from helpers.scaling_oracle import loss_of, make_batches, make_model, preconditioners
 from manyhands import fairscale
-from manyhands._core.flat import norm
+from manyhands._tensors.flat import norm
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._noise import NoiseAverage, NormSums
 from manyhands.scaling._preconditioned import PreconditionedNorm

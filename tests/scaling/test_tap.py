@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import manyhands as mh
 from helpers.ranks import run_ranks
 from helpers.scaling_oracle import TrunkAndExtra, loss_of, make_batches, make_model
-from manyhands._core.ranks import RankGroup
-from manyhands._core.wrappers import LossScale
+from manyhands._optimizers.wrappers import LossScale
+from manyhands._ranks.ranks import RankGroup
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._step import Batch, Measurement
 

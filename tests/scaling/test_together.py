@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import manyhands as mh
 from helpers.ranks import run_ranks
 from helpers.scaling_oracle import loss_of, make_batches, make_model
-from manyhands._core.flat import in_groups
+from manyhands._tensors.flat import in_groups
 from manyhands.scaling import _hooks, _preconditioned
 from manyhands.scaling._preconditioned import PreconditionedNorm
 

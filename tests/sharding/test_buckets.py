@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded_gradient import ShardedGradient
-from manyhands._core.slices import PendingReduceScatter
+from manyhands._ranks.ranks import RankGroup
+from manyhands._ranks.sharded_gradient import ShardedGradient
+from manyhands._ranks.slices import PendingReduceScatter
 from manyhands.sharding.fsdp._collectives import ReduceQueue, ReduceScatter
 from manyhands.sharding.zero._flat_params import FlatBucket, Shards, SharedMemoryGather
 from manyhands.sharding.zero._layout import ALIGN, BucketLayout

@@ -5,7 +5,7 @@ import torch
 from torch import optim
 
 from helpers.sharding_oracle import Lamb
-from manyhands._core.optimizers import may_be_cut
+from manyhands._optimizers.optimizers import may_be_cut
 from manyhands.sharding.zero._slice_optimizer import choose_layout
 
 pytestmark = pytest.mark.quick

@@ -24,7 +24,7 @@ from helpers.sharding_oracle import (
     plain,
     train_alone,
 )
-from manyhands._core.ranks import RankGroup
+from manyhands._ranks.ranks import RankGroup
 
 STEPS = 3
 WORKERS = 2  # three and more: the first test

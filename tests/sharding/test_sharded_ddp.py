@@ -31,7 +31,7 @@ from helpers.sharding_oracle import (
     train_alone,
     train_averaged,
 )
-from manyhands._core.ranks import RankGroup
+from manyhands._ranks.ranks import RankGroup
 from manyhands.sharding import _agreement
 
 WORKERS = 2  # where no test names another number

@@ -9,7 +9,7 @@ from torch.optim import SGD, AdamW
 import manyhands as mh
 from helpers.ranks import run_ranks
 from helpers.sharding_oracle import Lamb
-from manyhands._core.agreement import Describer
+from manyhands._ranks.agreement import Describer
 from manyhands.sharding._agreement import facts_of_options
 
 

@@ -15,7 +15,7 @@ from torch.optim import LBFGS, SGD, AdamW, Muon
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
 from helpers.sharding_oracle import Lamb, make_model, oss
-from manyhands._core.ranks import RankGroup
+from manyhands._ranks.ranks import RankGroup
 
 
 def x():

@@ -21,7 +21,7 @@ from helpers.sharding_oracle import (
     oss,
     plain,
 )
-from manyhands._core.ranks import RankGroup
+from manyhands._ranks.ranks import RankGroup
 
 
 def sharded(module, kind=SGD, **options):

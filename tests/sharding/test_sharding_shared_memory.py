@@ -23,7 +23,7 @@ from helpers.sharding_oracle import (
     plain,
     train_alone,
 )
-from manyhands._core import slices as _host
+from manyhands._ranks import slices as _host
 
 
 def shared(params, kind, **options):

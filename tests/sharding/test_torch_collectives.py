@@ -20,7 +20,7 @@ from helpers.sharding_oracle import (
     train_alone,
     train_averaged,
 )
-from manyhands._core.ranks import RankGroup
+from manyhands._ranks.ranks import RankGroup
 
 
 @pytest.fixture(autouse=True)

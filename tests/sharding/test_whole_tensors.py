@@ -9,7 +9,7 @@ from torch.optim import Adafactor, Adagrad, Muon, Rprop
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
 from helpers.sharding_oracle import Lamb
-from manyhands._core.ranks import RankGroup
+from manyhands._ranks.ranks import RankGroup
 from manyhands.sharding.fsdp import _whole_tensors
 
 

@@ -13,7 +13,7 @@ import manyhands as mh
 from helpers.checkpoint_oracle import Model
 from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands.checkpoint._format import TensorEntry
-from manyhands.weights._saving import split_into_files
+from manyhands.checkpoint.weights._saving import split_into_files
 from weights.test_load_weights import LEVELS, shard
 
 # One name of each tied pair.
@@ -161,7 +161,7 @@ def test_the_config_says_class_and_type(level, tmp_path):
 
 def test_consolidate_to_hf_writes_the_same_files(tmp_path):
     typer = pytest.importorskip("typer.testing", reason="manyhands[cli] is not installed")
-    from manyhands.cli import app
+    from manyhands.tools.cli import app
 
     class Configured(Model):
         config = Config()

@@ -33,7 +33,9 @@ from typing import ClassVar, TypedDict
 import torch
 from torch import Tensor
 
-from manyhands._core.flat import (
+from manyhands._optimizers.state_parts import StatePart
+from manyhands._ranks.ranks import RankGroup
+from manyhands._tensors.flat import (
     FlatTensors,
     accumulation_dtype,
     group_by_type,
@@ -41,8 +43,6 @@ from manyhands._core.flat import (
     norm,
     read_range,
 )
-from manyhands._core.ranks import RankGroup
-from manyhands._core.state_parts import StatePart
 from manyhands.blocks.averaging._codec import Codec
 from manyhands.blocks.averaging._payload import LARGEST, RoundResult, fingerprint
 

@@ -31,17 +31,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from manyhands._core.agreement import agree, describe_tensors, names_in
-from manyhands._core.arguments import flag
-from manyhands._core.flat import is_dtensor
-from manyhands._core.foreign import advice, find_prepared
-from manyhands._core.modules import modules_holding
-from manyhands._core.ranks import RankGroup
-from manyhands._core.several import SeveralOptimizers
-from manyhands._core.slices import check_on_cpu
-from manyhands._core.state_parts import ShardedOptimizer
-from manyhands._core.warn import warn
-from manyhands._core.wrappers import OptimizerWrapper, unwrap
+from manyhands._arguments import flag
+from manyhands._optimizers.foreign import advice, find_prepared
+from manyhands._optimizers.modules import modules_holding
+from manyhands._optimizers.several import SeveralOptimizers
+from manyhands._optimizers.state_parts import ShardedOptimizer
+from manyhands._optimizers.wrappers import OptimizerWrapper, unwrap
+from manyhands._ranks.agreement import agree, describe_tensors, names_in
+from manyhands._ranks.ranks import RankGroup
+from manyhands._ranks.slices import check_on_cpu
+from manyhands._tensors.flat import is_dtensor
+from manyhands._warn import warn
 from manyhands.blocks._anchor import Outer
 from manyhands.blocks.averaging._codec import Codec
 from manyhands.blocks.averaging._payload import RoundResult

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands._core.arguments import flag, real, whole
+from manyhands._arguments import flag, real, whole
 from manyhands.blocks._anchor import Average, BlockMomentum, Outer, SlowMomentum
 from manyhands.blocks._optimizer import Blocks
 from manyhands.blocks._schedule import Every

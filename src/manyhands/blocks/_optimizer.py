@@ -19,18 +19,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core.arguments import explained, flag, one_of, whole
-from manyhands._core.flat import local_shard
-from manyhands._core.ranks import RankGroup
-from manyhands._core.several import SeveralOptimizers, check_same_optimizers, optimizers_in
-from manyhands._core.stop_notice import stop_notice
-from manyhands._core.wrappers import (
+from manyhands._arguments import explained, flag, one_of, whole
+from manyhands._optimizers.several import SeveralOptimizers, check_same_optimizers, optimizers_in
+from manyhands._optimizers.wrappers import (
     OptimizerWrapper,
     ScalerSignals,
     apply_signals,
     supports_amp,
     unscale,
 )
+from manyhands._ranks.ranks import RankGroup
+from manyhands._ranks.stop_notice import stop_notice
+from manyhands._tensors.flat import local_shard
 from manyhands.blocks import _saving
 from manyhands.blocks._anchor import Anchor, Average, Outer
 from manyhands.blocks._block_state import BlockState

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands._core.flat import FlatTensors
-from manyhands._core.state_parts import BELOW, SavedEntries, StatePart
+from manyhands._optimizers.state_parts import BELOW, SavedEntries, StatePart
+from manyhands._tensors.flat import FlatTensors
 from manyhands.blocks._anchor import Anchor, OverlappedDifference, memory_order
 from manyhands.blocks._block_state import Work
 from manyhands.blocks._checks import Names, Options, check_options
@@ -319,7 +319,7 @@ def _restore_mean(saved: SavedEntries) -> ArrivedMean:
 
 
 class OuterStateParts:
-    """What a checkpoint asks of blocks: `BlocksParts` of `_core/state_parts.py`."""
+    """What a checkpoint asks of blocks: `BlocksParts` of `_optimizers/state_parts.py`."""
 
     def __init__(self, sync: Sync, options: Options) -> None:
         self._sync = sync

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from manyhands._core.arguments import flag, real, whole
+from manyhands._arguments import flag, real, whole
 from manyhands.blocks.averaging._payload import RoundResult
 
 

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.flat import versions_of
-from manyhands._core.ranks import RankGroup
-from manyhands._core.stop_notice import stop_notice
+from manyhands._ranks.ranks import RankGroup
+from manyhands._ranks.stop_notice import stop_notice
+from manyhands._tensors.flat import versions_of
 from manyhands.blocks._anchor import (
     Anchor,
     AnchorDifference,

@@ -11,6 +11,8 @@ load goes through the same stages, from files to objects.
     _reader.py                the reader of both
     _folder.py                a folder in which nothing is half written and no link is followed
     _cloud.py                 the same in a bucket
+    _tensor_parts.py          the slices of tensors on this rank, and where slices are stored
+    weights/                  weights in plain files, such as Hugging Face's folders
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands._core import arguments
+from manyhands import _arguments as arguments
 from manyhands.checkpoint._cloud import Bucket
 from manyhands.checkpoint._folder import Folder, UrlPath, to_path
 from manyhands.checkpoint._reading import load_newest

@@ -43,7 +43,7 @@ from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from manyhands._core.arguments import file_path
+from manyhands._arguments import file_path
 
 try:
     import fcntl

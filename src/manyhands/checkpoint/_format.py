@@ -49,8 +49,9 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from manyhands._core.flat import is_dtensor
-from manyhands._core.tensor_parts import (
+from manyhands._tensors.flat import is_dtensor
+from manyhands.checkpoint._folder import NewFile
+from manyhands.checkpoint._tensor_parts import (
     ALONE,
     DTYPE_NAMES,
     Savers,
@@ -59,7 +60,6 @@ from manyhands._core.tensor_parts import (
     check_can_hold,
     to_parts,
 )
-from manyhands.checkpoint._folder import NewFile
 from manyhands.checkpoint._values import Json
 
 BLOCK = 2**24  # bytes that are copied or read at once

@@ -1,7 +1,7 @@
 """A model's tensors under their plain names: saved from one wrapper, loaded into any other.
 
 The tensors have the names of the plain model, without those that wrappers put in between
-(`_core/modules.py`). So a checkpoint fits the model under any other wrapper.
+(`_optimizers/modules.py`). So a checkpoint fits the model under any other wrapper.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from manyhands._core.modules import ModuleWrapper, plain_modules
-from manyhands._core.tensor_parts import TensorParts, to_parts
+from manyhands._optimizers.modules import ModuleWrapper, plain_modules
 from manyhands.checkpoint._format import Contents, ModelMeta
 from manyhands.checkpoint._reader import Reader
+from manyhands.checkpoint._tensor_parts import TensorParts, to_parts
 from manyhands.checkpoint._values import ForeignState, GetTensor, decode, encode
 
 # -- names -----------------------------------------------------------------------------------------

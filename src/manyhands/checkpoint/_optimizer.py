@@ -24,10 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core import tensor_parts
-from manyhands._core.flat import is_dtensor
-from manyhands._core.several import optimizers_in
-from manyhands._core.state_parts import (
+from manyhands._optimizers.several import optimizers_in
+from manyhands._optimizers.state_parts import (
     BlocksParts,
     OptimizerLayers,
     OptimizerStatePart,
@@ -40,11 +38,13 @@ from manyhands._core.state_parts import (
     plain_optimizer,
     state_parts,
 )
-from manyhands._core.tensor_parts import ALONE, EXACT_ENTRY, Holders, Savers, TensorParts
-from manyhands._core.wrappers import unwrap
+from manyhands._optimizers.wrappers import unwrap
+from manyhands._tensors.flat import is_dtensor
+from manyhands.checkpoint import _tensor_parts as tensor_parts
 from manyhands.checkpoint._format import Contents, OptimizerMeta, StateMeta
 from manyhands.checkpoint._model import ModelNames, list_names
 from manyhands.checkpoint._reader import Reader
+from manyhands.checkpoint._tensor_parts import ALONE, EXACT_ENTRY, Holders, Savers, TensorParts
 from manyhands.checkpoint._values import (
     GetTensor,
     Json,

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from manyhands._core import tensor_parts
-from manyhands._core.tensor_parts import StoredSlice, StoredTensor
 from manyhands.checkpoint import _format
+from manyhands.checkpoint import _tensor_parts as tensor_parts
 from manyhands.checkpoint._folder import COMMIT, Folder, OpenFile
 from manyhands.checkpoint._format import CHECKED, CHECKS, OWN, Commit
+from manyhands.checkpoint._tensor_parts import StoredSlice, StoredTensor
 
 PATTERN = re.compile(rb'\{"manyhands checkpoint": (\d+), "crc32": "([0-9a-f]{8})",\n"content": ')
 TOKEN = re.compile(r"[\w-]+", re.ASCII)  # no name can lead out of the checkpoint's folder

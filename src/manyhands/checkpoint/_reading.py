@@ -21,18 +21,18 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 
-from manyhands._core.agreement import agree, run_on_all
-from manyhands._core.dry_run import dry_group
-from manyhands._core.presence import KILLED, Presence, explained, have_ended
-from manyhands._core.random_state import check_random_state, set_random_state
-from manyhands._core.ranks import RankGroup
-from manyhands._core.tensor_parts import Savers, TensorParts, find_reads
+from manyhands._ranks.agreement import agree, run_on_all
+from manyhands._ranks.dry_run import dry_group
+from manyhands._ranks.presence import KILLED, Presence, explained, have_ended
+from manyhands._ranks.ranks import RankGroup
+from manyhands._tensors.random_state import check_random_state, set_random_state
 from manyhands.checkpoint import _optimizer
 from manyhands.checkpoint._folder import Folder
 from manyhands.checkpoint._format import StateMeta
 from manyhands.checkpoint._model import ModelLoader, find_names, list_names, read_tensors
 from manyhands.checkpoint._optimizer import OptimizerLoader, OptimizerSnapshot, Replica
 from manyhands.checkpoint._reader import Reader, SliceToRead
+from manyhands.checkpoint._tensor_parts import Savers, TensorParts, find_reads
 from manyhands.checkpoint._values import (
     ForeignState,
     ForeignStates,

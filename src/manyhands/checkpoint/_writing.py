@@ -38,12 +38,18 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.optim import Optimizer
 
-from manyhands._core.agreement import NAMED, describe_error, raise_if_different, to_error
-from manyhands._core.dry_run import DryGroup, dry_group
-from manyhands._core.presence import LOOK, Presence, name_ranks
-from manyhands._core.random_state import random_state
-from manyhands._core.ranks import RankGroup
-from manyhands._core.tensor_parts import (
+from manyhands._ranks.agreement import NAMED, describe_error, raise_if_different, to_error
+from manyhands._ranks.dry_run import DryGroup, dry_group
+from manyhands._ranks.presence import LOOK, Presence, name_ranks
+from manyhands._ranks.ranks import RankGroup
+from manyhands._tensors.random_state import random_state
+from manyhands._warn import warn
+from manyhands.checkpoint import _format
+from manyhands.checkpoint._folder import DryFolder, Folder, new_token
+from manyhands.checkpoint._format import OWN, Commit, Contents, TensorEntry, file_name
+from manyhands.checkpoint._model import collect_model, find_names
+from manyhands.checkpoint._optimizer import collect_optimizer
+from manyhands.checkpoint._tensor_parts import (
     Savers,
     Table,
     find_tensors,
@@ -51,12 +57,6 @@ from manyhands._core.tensor_parts import (
     stored_slices,
     table_of,
 )
-from manyhands._core.warn import warn
-from manyhands.checkpoint import _format
-from manyhands.checkpoint._folder import DryFolder, Folder, new_token
-from manyhands.checkpoint._format import OWN, Commit, Contents, TensorEntry, file_name
-from manyhands.checkpoint._model import collect_model, find_names
-from manyhands.checkpoint._optimizer import collect_optimizer
 from manyhands.checkpoint._values import HasState, check_scheduler, check_value, encode, escape
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

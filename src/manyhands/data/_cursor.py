@@ -26,11 +26,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from manyhands._core.agreement import agree
-from manyhands._core.arguments import explained
-from manyhands._core.ranks import RankGroup
-from manyhands._core.warn import warn
-from manyhands._core.wrappers import gradient_ranks, unwrap
+from manyhands._arguments import explained
+from manyhands._optimizers.wrappers import gradient_ranks, unwrap
+from manyhands._ranks.agreement import agree
+from manyhands._ranks.ranks import RankGroup
+from manyhands._warn import warn
 from manyhands.data._account import Account
 from manyhands.data._ledger import Ledger
 from manyhands.data._order import DataShards

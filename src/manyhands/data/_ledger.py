@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypedDict
 
-from manyhands._core.state_parts import SavedEntries
+from manyhands._optimizers.state_parts import SavedEntries
 
 SpanLists = list[list[int]]  # spans in JSON's types
 Spans = tuple[tuple[int, int], ...]

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from manyhands._core.arguments import explained, whole
+from manyhands._arguments import explained, whole
 from manyhands.data._ledger import Spans
 
 ROUNDS = 8

@@ -29,7 +29,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from manyhands._core.ranks import RankGroup
+from manyhands._ranks.ranks import RankGroup
 from manyhands.data._account import Account
 from manyhands.data._ledger import Spans, count, take, union
 from manyhands.data._order import DataShards, Order, ShardOrder

@@ -18,10 +18,10 @@ from typing import Any, Protocol, TypedDict, cast
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from manyhands._core.agreement import agree
-from manyhands._core.arguments import one_of, shown, whole
-from manyhands._core.ranks import RankGroup
-from manyhands._core.state_parts import SavedEntries
+from manyhands._arguments import one_of, shown, whole
+from manyhands._optimizers.state_parts import SavedEntries
+from manyhands._ranks.agreement import agree
+from manyhands._ranks.ranks import RankGroup
 from manyhands.data._ledger import CommittedPart
 from manyhands.data._order import DataShards
 from manyhands.errors import RanksDisagree

@@ -29,9 +29,9 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from manyhands._core.agreement import agree
-from manyhands._core.arguments import explained, one_of, whole
-from manyhands._core.state_parts import SavedEntries
+from manyhands._arguments import explained, one_of, whole
+from manyhands._optimizers.state_parts import SavedEntries
+from manyhands._ranks.agreement import agree
 from manyhands.data._cursor import Cursor
 from manyhands.data._order import Order
 from manyhands.data._plan import Pass

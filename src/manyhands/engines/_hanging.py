@@ -27,9 +27,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from manyhands._core.presence import Presence
-from manyhands._core.standstill import Standstill
-from manyhands._core.stop_notice import stop_notice
+from manyhands._ranks.presence import Presence
+from manyhands._ranks.standstill import Standstill
+from manyhands._ranks.stop_notice import stop_notice
 
 UNREAD = 8.0  # seconds
 MARGIN = 2.0  # seconds

@@ -26,11 +26,11 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-from manyhands._core import presence
-from manyhands._core.arguments import number_in
-from manyhands._core.dry_run import dry_group
-from manyhands._core.stop_notice import stop_notice
-from manyhands._core.wrappers import find_layer
+from manyhands._arguments import number_in
+from manyhands._optimizers.wrappers import find_layer
+from manyhands._ranks import presence
+from manyhands._ranks.dry_run import dry_group
+from manyhands._ranks.stop_notice import stop_notice
 from manyhands.blocks._optimizer import Blocks
 from manyhands.blocks.crew._crew import Crew
 from manyhands.checkpoint import load as load_checkpoint

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from manyhands._core.arguments import number_in
+from manyhands._arguments import number_in
 
 FIRST_PORT, PORTS = 20_000, 12_000  # ports for rank 0, below those that Linux gives to clients
 

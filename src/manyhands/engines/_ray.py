@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from manyhands._core.stop_notice import stop_notice
+from manyhands._ranks.stop_notice import stop_notice
 
 
 def is_ray_worker() -> bool:

@@ -51,11 +51,11 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from manyhands._core.arguments import number_in
-from manyhands._core.presence import explained
-from manyhands._core.ranks import RankGroup
-from manyhands._core.stop_notice import stop_notice
-from manyhands._core.wrappers import OptimizerWrapper, find_layer, gradient_ranks
+from manyhands._arguments import number_in
+from manyhands._optimizers.wrappers import OptimizerWrapper, find_layer, gradient_ranks
+from manyhands._ranks.presence import explained
+from manyhands._ranks.ranks import RankGroup
+from manyhands._ranks.stop_notice import stop_notice
 from manyhands.engines._hanging import HangWatch
 
 STOP_FILE_VARIABLE = "MANYHANDS_STOP_FILE"

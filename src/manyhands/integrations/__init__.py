@@ -5,7 +5,7 @@ lightning/       Lightning: callbacks for rules and `Ramp`, strategies for shard
 ray.py           Ray: `CrewStore`, `SaveBeforeResize`
 transformers.py  the Hugging Face Trainer: `attach`
 
-Or by `_core/foreign.py`, when it meets an object of a library in `PREPARES`.
+Or by `_optimizers/foreign.py`, when it meets an object of a library in `PREPARES`.
 """
 
 PREPARES = ("accelerate",)  # libraries that put wrappers around optimizers

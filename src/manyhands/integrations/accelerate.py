@@ -37,16 +37,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._core.foreign import PreparedOptimizer
-from manyhands._core.modules import (
+from manyhands._optimizers.foreign import PreparedOptimizer
+from manyhands._optimizers.modules import (
     TORCH_WRAPPERS,
     WRAPPER_NAMES,
     ModuleWrapper,
     plain_modules,
     plain_name,
 )
-from manyhands._core.state_parts import OptimizerLayers
-from manyhands._core.wrappers import find_layer
+from manyhands._optimizers.state_parts import OptimizerLayers
+from manyhands._optimizers.wrappers import find_layer
 from manyhands.blocks._optimizer import Blocks
 from manyhands.scaling._binding import KEY
 from manyhands.scaling._rule_base import ScalingRuleBase

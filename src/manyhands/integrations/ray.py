@@ -21,8 +21,8 @@ import ray
 from ray.exceptions import RayError
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
-from manyhands._core.arguments import real, whole
-from manyhands._core.stop_notice import stop_notice
+from manyhands._arguments import real, whole
+from manyhands._ranks.stop_notice import stop_notice
 from manyhands.blocks.crew._store import SECRET_VARIABLE, serve_store
 from manyhands.engines import _ray
 

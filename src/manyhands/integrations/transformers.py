@@ -47,9 +47,9 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import has_length
 from transformers.training_args import ParallelMode
 
-from manyhands._core.modules import ModuleWrapper
-from manyhands._core.warn import warn
-from manyhands._core.wrappers import find_layer
+from manyhands._optimizers.modules import ModuleWrapper
+from manyhands._optimizers.wrappers import find_layer
+from manyhands._warn import warn
 from manyhands.blocks._optimizer import Blocks
 from manyhands.integrations.accelerate import expect_slices, prepare_without_ddp
 from manyhands.ramp import Ramp

@@ -5,12 +5,9 @@ _observed.py         how sure the noise is, and how long steps take
 _micro_batches.py    the micro-batches of a step, kept ready or from a loader of whole steps
 _ramp.py             `Ramp`: measures, decides, and hands out micro-batches
 _memory_trial.py     `largest_micro_batch`: how many samples fit into a pass, found by trying
-_data_parallel.py    adaptdl's module: `AdaptiveDataParallel`, which binds a rule
-_adaptive_loader.py  adaptdl's loop: `AdaptiveDataLoader`, `remaining_epochs_until`
 """
 
-from manyhands.ramp._adaptive_loader import AdaptiveDataLoader, remaining_epochs_until
 from manyhands.ramp._memory_trial import largest_micro_batch
 from manyhands.ramp._ramp import Ramp
 
-__all__ = ["AdaptiveDataLoader", "Ramp", "largest_micro_batch", "remaining_epochs_until"]
+__all__ = ["Ramp", "largest_micro_batch"]

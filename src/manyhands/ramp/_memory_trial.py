@@ -14,10 +14,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from manyhands._core.arguments import explained, instance, parse_bytes, shown, whole
-from manyhands._core.random_state import random_state, set_random_state
-from manyhands._core.ranks import RankGroup
-from manyhands._core.trees import tensors_in, tree_map_tensors
+from manyhands._arguments import explained, instance, parse_bytes, shown, whole
+from manyhands._ranks.ranks import RankGroup
+from manyhands._tensors.random_state import random_state, set_random_state
+from manyhands._tensors.trees import tensors_in, tree_map_tensors
 
 Batch = TypeVar("Batch")
 PRECISION = 8  # the answer is at most 1/8 below the largest size that fits

@@ -44,9 +44,9 @@ from torch import Tensor
 from torch.optim.optimizer import StateDict
 from torch.utils.data import DataLoader, Dataset
 
-from manyhands._core.arguments import whole
-from manyhands._core.ranks import RankGroup
-from manyhands._core.state_parts import SavedState
+from manyhands._arguments import whole
+from manyhands._optimizers.state_parts import SavedState
+from manyhands._ranks.ranks import RankGroup
 from manyhands.data._ledger import Ledger
 from manyhands.data._order import Order
 from manyhands.data._rules import EpochOrder, check_dataset, check_state, describe_order

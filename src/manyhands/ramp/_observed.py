@@ -55,7 +55,7 @@ from dataclasses import astuple, dataclass, field
 from itertools import combinations
 from statistics import fmean, median
 
-from manyhands._core.state_parts import SavedEntries
+from manyhands._optimizers.state_parts import SavedEntries
 from manyhands.ramp._decision import Noise, StepTime
 from manyhands.scaling._noise import estimate
 from manyhands.scaling._payload import RankReport

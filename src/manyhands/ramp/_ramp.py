@@ -28,10 +28,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._core.arguments import explained, one_of, real, whole
-from manyhands._core.modules import modules_holding
-from manyhands._core.state_parts import SavedEntries, SavedState
-from manyhands._core.warn import warn
+from manyhands._arguments import explained, one_of, real, whole
+from manyhands._optimizers.modules import modules_holding
+from manyhands._optimizers.state_parts import SavedEntries, SavedState
+from manyhands._warn import warn
 from manyhands.data._cursor import Cursor
 from manyhands.ramp._decision import GROWTH, Decision, Goal, Limits, StepTime, decide, efficiency
 from manyhands.ramp._micro_batches import MicroBatches, StepLoader, StepSize, Supply

@@ -1,7 +1,7 @@
 """How a rule is tied to an optimizer, and what that changes on the optimizer.
 
-A bound rule is an optimizer around another one (`_core/wrappers.py`). It calls the optimizer's own
-methods, which are kept here: `patch` replaces them on the instance.
+A bound rule is an optimizer around another one (`_optimizers/wrappers.py`). It calls the
+optimizer's own methods, which are kept here: `patch` replaces them on the instance.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._core.agreement import agree, describe_tensors
-from manyhands._core.ranks import RankGroup
-from manyhands._core.wrappers import supports_amp, unwrap
+from manyhands._optimizers.wrappers import supports_amp, unwrap
+from manyhands._ranks.agreement import agree, describe_tensors
+from manyhands._ranks.ranks import RankGroup
 from manyhands.scaling._settings import Options
 from manyhands.scaling._step import Batch
 

@@ -55,9 +55,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.linalg import vector_norm
 from torch.utils.hooks import RemovableHandle
 
-from manyhands._core.backward import BackwardPasses, current_task, queue_callback
-from manyhands._core.flat import SHORT, DTensorShards, is_dtensor, local_shard, norm
-from manyhands._core.sharded_gradient import ShardedGradient
+from manyhands._ranks.sharded_gradient import ShardedGradient
+from manyhands._tensors.backward import BackwardPasses, current_task, queue_callback
+from manyhands._tensors.flat import SHORT, DTensorShards, is_dtensor, local_shard, norm
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

@@ -27,11 +27,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from manyhands._core.flat import DTensorShards, flatten, is_dtensor, local_shard
-from manyhands._core.ranks import RankGroup, widest_float
-from manyhands._core.sharded_gradient import ShardedGradient
-from manyhands._core.state_parts import SavedEntries
-from manyhands._core.wrappers import ParamGroup
+from manyhands._optimizers.state_parts import SavedEntries
+from manyhands._optimizers.wrappers import ParamGroup
+from manyhands._ranks.ranks import RankGroup, widest_float
+from manyhands._ranks.sharded_gradient import ShardedGradient
+from manyhands._tensors.flat import DTensorShards, flatten, is_dtensor, local_shard
 from manyhands.scaling._hooks import GradientSlice, Norm, PlainNorm
 from manyhands.scaling._payload import LocalNumbers, Numbers, to_tensor
 

@@ -49,8 +49,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from manyhands._core.arguments import one_of
-from manyhands._core.state_parts import SQUARES, SavedEntries
+from manyhands._arguments import one_of
+from manyhands._optimizers.state_parts import SQUARES, SavedEntries
 
 # The noise has a positive floor, as in fairscale and adaptdl, so that a gain is defined even if
 # no noise was seen. The squared signal can only be cut off at zero.

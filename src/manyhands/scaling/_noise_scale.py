@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core.agreement import agree, describe_tensors
-from manyhands._core.arguments import explained, instance, real, whole
-from manyhands._core.foreign import PreparedOptimizer, find_prepared
-from manyhands._core.ranks import RankGroup, rank_group_of
-from manyhands._core.state_parts import BELOW, SavedEntries, SavedState
-from manyhands._core.warn import warn
-from manyhands._core.wrappers import LossScale, LossScaler, unwrap
+from manyhands._arguments import explained, instance, real, whole
+from manyhands._optimizers.foreign import PreparedOptimizer, find_prepared
+from manyhands._optimizers.state_parts import BELOW, SavedEntries, SavedState
+from manyhands._optimizers.wrappers import LossScale, LossScaler, unwrap
+from manyhands._ranks.agreement import agree, describe_tensors
+from manyhands._ranks.ranks import RankGroup, rank_group_of
+from manyhands._warn import warn
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._noise import NoiseMoments, estimate
 from manyhands.scaling._payload import SentStep

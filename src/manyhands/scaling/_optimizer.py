@@ -29,19 +29,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands._core.arguments import real
-from manyhands._core.foreign import advice, report_skip
-from manyhands._core.presence import count_step
-from manyhands._core.ranks import RankGroup
-from manyhands._core.stop_notice import stop_notice
-from manyhands._core.warn import warn
-from manyhands._core.wrappers import (
+from manyhands._arguments import real
+from manyhands._optimizers.foreign import advice, report_skip
+from manyhands._optimizers.wrappers import (
     LossScale,
     OptimizerWrapper,
     ParamGroup,
     ScalerSignals,
     apply_signals,
 )
+from manyhands._ranks.presence import count_step
+from manyhands._ranks.ranks import RankGroup
+from manyhands._ranks.stop_notice import stop_notice
+from manyhands._warn import warn
 from manyhands.scaling._binding import Binding
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._noise import History, NoiseAverage, NormSums, steps_between

@@ -30,10 +30,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from manyhands._core.agreement import raise_if_different
-from manyhands._core.modules import modules_holding
-from manyhands._core.presence import explained
-from manyhands._core.ranks import PendingSums, RankGroup, widest_float
+from manyhands._optimizers.modules import modules_holding
+from manyhands._ranks.agreement import raise_if_different
+from manyhands._ranks.presence import explained
+from manyhands._ranks.ranks import PendingSums, RankGroup, widest_float
 from manyhands.scaling._hooks import Norm
 from manyhands.scaling._noise import NormSums
 
@@ -56,7 +56,7 @@ class RankReport:
     seconds: float = 0.0  # that the step before took, or 0 if unknown (`ramp/_ramp.py`)
     timed_passes: float = 0.0  # backward passes of that step
     batches: float = 0.0  # micro-batches that it has ready for the next steps
-    stop: float = 0.0  # 1 if it was asked to stop (`_core/stop_notice.py`)
+    stop: float = 0.0  # 1 if it was asked to stop (`_ranks/stop_notice.py`)
 
 
 class StepObserver(Protocol):

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands._core.arguments import explained, real
-from manyhands._core.state_parts import SavedEntries, SavedState
+from manyhands._arguments import explained, real
+from manyhands._optimizers.state_parts import SavedEntries, SavedState
 from manyhands.scaling._rule_base import ScalingRuleBase, rule_of
 
 

@@ -20,18 +20,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._core.arguments import explained, flag, one_of, real, whole
-from manyhands._core.foreign import PreparedOptimizer, find_prepared
-from manyhands._core.ranks import rank_group_of
-from manyhands._core.state_parts import (
+from manyhands._arguments import explained, flag, one_of, real, whole
+from manyhands._optimizers.foreign import PreparedOptimizer, find_prepared
+from manyhands._optimizers.state_parts import (
     SQUARES,
     OptimizerLayers,
     SavedEntries,
     SavedState,
     plain_optimizer,
 )
-from manyhands._core.warn import warn
-from manyhands._core.wrappers import LossScale, LossScaler, ParamGroup, find_layer, unwrap
+from manyhands._optimizers.wrappers import LossScale, LossScaler, ParamGroup, find_layer, unwrap
+from manyhands._ranks.ranks import rank_group_of
+from manyhands._warn import warn
 from manyhands.scaling._binding import KEY, check_bindable, check_ranks_agree
 from manyhands.scaling._noise import VAR_FLOOR, History, NoiseAverage, ratio_of_squares
 from manyhands.scaling._optimizer import RuleCore, ScaledOptimizer

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from manyhands._core.arguments import explained, flag, real
-from manyhands._core.state_parts import SavedState, plain_optimizer
-from manyhands._core.warn import warn
-from manyhands._core.wrappers import ParamGroup, unwrap
+from manyhands._arguments import explained, flag, real
+from manyhands._optimizers.state_parts import SavedState, plain_optimizer
+from manyhands._optimizers.wrappers import ParamGroup, unwrap
+from manyhands._warn import warn
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._preconditioned import PreconditionedNorm
 from manyhands.scaling._rule_base import ScalingRuleBase

@@ -20,9 +20,9 @@ from typing import Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
 import torch.distributed as dist
 from torch import nn
 
-from manyhands._core.arguments import real
-from manyhands._core.state_parts import SavedState
-from manyhands._core.wrappers import LossScaler
+from manyhands._arguments import real
+from manyhands._optimizers.state_parts import SavedState
+from manyhands._optimizers.wrappers import LossScaler
 
 ShortStep: TypeAlias = Literal["error", "count"]
 PASSES = "num_gradients_to_accumulate"

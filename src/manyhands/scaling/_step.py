@@ -1,7 +1,7 @@
 """One step as a value that grows: its passes, what was measured of them, and who divides.
 
 `Batch` says how many passes a step has, and how large the whole batch is. `Measurement` is told
-when backward passes begin and end (`_core/backward.py`). It adds each pass's squared norms
+when backward passes begin and end (`_tensors/backward.py`). It adds each pass's squared norms
 (`_hooks.py`) to the `Step` under way. After the step's last pass, when the gradients have been
 averaged, |G|^2 is taken once (`_mean_gradient.py`), and everything is sent in one small collective
 (`_payload.py`). What comes back is read by whoever steps: a rule or a `NoiseScale`.
@@ -43,14 +43,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core.arguments import whole
-from manyhands._core.backward import BackwardPasses
-from manyhands._core.flat import local_shard
-from manyhands._core.foreign import PreparedOptimizer
-from manyhands._core.modules import ParallelModules
-from manyhands._core.ranks import RankGroup
-from manyhands._core.state_parts import SavedEntries
-from manyhands._core.wrappers import LossScale, ParamGroup, unwrap
+from manyhands._arguments import whole
+from manyhands._optimizers.foreign import PreparedOptimizer
+from manyhands._optimizers.modules import ParallelModules
+from manyhands._optimizers.state_parts import SavedEntries
+from manyhands._optimizers.wrappers import LossScale, ParamGroup, unwrap
+from manyhands._ranks.ranks import RankGroup
+from manyhands._tensors.backward import BackwardPasses
+from manyhands._tensors.flat import local_shard
 from manyhands.scaling._hooks import (
     GradientHooks,
     GradientVersion,

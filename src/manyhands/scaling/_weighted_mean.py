@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._core.arguments import shown
-from manyhands._core.foreign import find_prepared
-from manyhands._core.ranks import RankGroup
-from manyhands._core.wrappers import gradient_ranks, unwrap
+from manyhands._arguments import shown
+from manyhands._optimizers.foreign import find_prepared
+from manyhands._optimizers.wrappers import gradient_ranks, unwrap
+from manyhands._ranks.ranks import RankGroup
 from manyhands.scaling._rule_base import ScalingRuleBase, rule_of
 
 

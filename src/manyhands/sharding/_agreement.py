@@ -1,6 +1,6 @@
 """What ranks must have in common to shard a model, and waiting for all of them.
 
-`_core/agreement.py` compares the facts that are collected here.
+`_ranks/agreement.py` compares the facts that are collected here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core.agreement import Describer
-from manyhands._core.ranks import RankGroup
+from manyhands._ranks.agreement import Describer
+from manyhands._ranks.ranks import RankGroup
 
 Facts = dict[str, object]
 

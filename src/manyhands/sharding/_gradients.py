@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from manyhands._core.arguments import real
-from manyhands._core.flat import accumulation_dtype, norm
-from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded_gradient import local_parts
-from manyhands._core.state_parts import ShardedOptimizer
-from manyhands._core.wrappers import find_layer
+from manyhands._arguments import real
+from manyhands._optimizers.state_parts import ShardedOptimizer
+from manyhands._optimizers.wrappers import find_layer
+from manyhands._ranks.ranks import RankGroup
+from manyhands._ranks.sharded_gradient import local_parts
+from manyhands._tensors.flat import accumulation_dtype, norm
 from manyhands.sharding._agreement import GroupLike
 
 Device: TypeAlias = str | torch.device | None

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from manyhands._core.ranks import RankGroup
+from manyhands._ranks.ranks import RankGroup
 from manyhands.blocks.averaging._codec import encode_with_residual
 from manyhands.blocks.averaging._payload import LARGEST, REPORT, Payload, RoundResult, WorkerReport
 

@@ -35,9 +35,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands._core.flat import FlatTensors, accumulation_dtype, group_by_type, local_shard, norm
-from manyhands._core.modules import modules_holding
-from manyhands._core.wrappers import unwrap
+from manyhands._optimizers.modules import modules_holding
+from manyhands._optimizers.wrappers import unwrap
+from manyhands._tensors.flat import (
+    FlatTensors,
+    accumulation_dtype,
+    group_by_type,
+    local_shard,
+    norm,
+)
 from manyhands.blocks._block_state import Work
 from manyhands.blocks.averaging._codec import CODECS, Codec
 
@@ -69,7 +75,7 @@ class WorkerReport:
     lr: float = 0.0
     length: float = 0.0  # steps of the next block; the first worker's number holds for all
     drawn: float = 0.0  # samples of a `Cursor` that were taken since the last kept round
-    stop: float = 0.0  # 1 if it was asked to stop (`_core/stop_notice.py`)
+    stop: float = 0.0  # 1 if it was asked to stop (`_ranks/stop_notice.py`)
     taken: float = 0.0  # own steps that its values are the result of
     samples: float = SAMPLES_UNKNOWN  # on which it took these steps, if they were counted
     weight: float = 1.0  # of its values in the mean; above 0

@@ -33,10 +33,10 @@ from traceback import clear_frames
 import torch
 import torch.distributed as dist
 
-from manyhands._core.agreement import raise_if_different
-from manyhands._core.groups import group_closer
-from manyhands._core.presence import UNEVEN, explained
-from manyhands._core.ranks import RankGroup
+from manyhands._ranks.agreement import raise_if_different
+from manyhands._ranks.groups import group_closer
+from manyhands._ranks.presence import UNEVEN, explained
+from manyhands._ranks.ranks import RankGroup
 from manyhands.blocks._schedule import Drift
 from manyhands.blocks.averaging._chunks import PayloadChunk, cut_into_chunks
 from manyhands.blocks.averaging._payload import (

@@ -55,9 +55,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from manyhands._core.arguments import number_in, real, whole
-from manyhands._core.ranks import RankGroup
-from manyhands._core.warn import warn
+from manyhands._arguments import number_in, real, whole
+from manyhands._ranks.ranks import RankGroup
+from manyhands._warn import warn
 from manyhands.blocks.crew._enrollment import NO_FACTS, Enrollment, MemberFacts, check_not_failed
 from manyhands.blocks.crew._roster import NO_VERSION, WATCHED, Roster, Version
 from manyhands.blocks.crew._store import (

@@ -11,7 +11,7 @@ It knows nothing of rounds or connections: these are `Crew`'s (_crew.py).
 `MemberFacts` are what all workers of a crew must have in common: the options, and the tensors that
 are averaged. A worker describes its own in a text when it joins. The first worker's text is the
 run's. A worker whose text differs is refused, with an error that names the differences. The ranks
-of a process group compare the same things when the optimizer is made (`_core/agreement.py`); a
+of a process group compare the same things when the optimizer is made (`_ranks/agreement.py`); a
 crew's members are never all present at one time.
 
     {"options": {"every": "16", ...},
@@ -45,8 +45,8 @@ from typing import Literal, TypedDict
 
 from torch import Tensor, nn
 
-from manyhands._core.agreement import describe_tensors, names_in
-from manyhands._core.ranks import RankGroup
+from manyhands._ranks.agreement import describe_tensors, names_in
+from manyhands._ranks.ranks import RankGroup
 from manyhands.blocks.crew._kept import ENVIRONMENT, describe_changes
 from manyhands.blocks.crew._roster import Member, Roster, Version, number_of
 from manyhands.blocks.crew._store import PREFIX, SharedRoster, parse_address

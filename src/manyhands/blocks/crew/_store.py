@@ -75,8 +75,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from manyhands._core.arguments import shown
-from manyhands._core.sockets import survive_cuts, survive_cuts_to
+from manyhands._arguments import shown
+from manyhands._ranks.sockets import survive_cuts, survive_cuts_to
 from manyhands.blocks.crew._roster import WATCHED, Member, Roster
 from manyhands.errors import StoreLost
 

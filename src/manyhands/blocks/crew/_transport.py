@@ -23,14 +23,14 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from manyhands._core.groups import (
+from manyhands._ranks.groups import (
     HeldGroup,
     gloo_devices,
     group_closer,
     make_gloo,
     open_pairs,
 )
-from manyhands._core.sockets import shut_connections
+from manyhands._ranks.sockets import shut_connections
 from manyhands.blocks.crew._store import UNSIGNED, Signer, connect_to_store, parse_address
 
 # Seconds between two checks of something that is waited for: at first, and in a long wait.

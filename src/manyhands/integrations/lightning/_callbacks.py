@@ -25,8 +25,8 @@ from torch.optim import SGD, Adam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import StateDict
 
-from manyhands._core.state_parts import OptimizerLayers
-from manyhands._core.wrappers import find_layer
+from manyhands._optimizers.state_parts import OptimizerLayers
+from manyhands._optimizers.wrappers import find_layer
 from manyhands.blocks._optimizer import Blocks
 from manyhands.integrations.lightning._trainer import (
     LightningAccumulation,

@@ -29,8 +29,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._core.state_parts import OptimizerLayers
-from manyhands._core.wrappers import find_layer
+from manyhands._optimizers.state_parts import OptimizerLayers
+from manyhands._optimizers.wrappers import find_layer
 from manyhands.blocks._methods import DiLoCo
 from manyhands.blocks._optimizer import Blocks
 from manyhands.integrations.lightning._callbacks import Scaling

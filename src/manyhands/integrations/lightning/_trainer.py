@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
-from manyhands._core.wrappers import find_layer, supports_amp
+from manyhands._optimizers.wrappers import find_layer, supports_amp
 from manyhands.scaling._progress import ProgressScheduler
 from manyhands.sharding.zero._oss import OSS
 

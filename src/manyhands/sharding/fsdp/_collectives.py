@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands._core.backward import BackwardPasses, current_task
-from manyhands._core.presence import explained
-from manyhands._core.ranks import RankGroup
-from manyhands._core.slices import PendingReduceScatter, SharedMemoryReduceScatter
+from manyhands._ranks.presence import explained
+from manyhands._ranks.ranks import RankGroup
+from manyhands._ranks.slices import PendingReduceScatter, SharedMemoryReduceScatter
+from manyhands._tensors.backward import BackwardPasses, current_task
 
 IN_FLIGHT = 1  # wraps whose gradients are sent while the next wrap's are computed
 

@@ -31,13 +31,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from manyhands._core.backward import current_task
-from manyhands._core.flat import check_own_shards, is_dtensor
-from manyhands._core.optimizers import fused_problem, problem_on_shards
-from manyhands._core.presence import count_step
-from manyhands._core.ranks import RankGroup
-from manyhands._core.trees import as_type, tensors_in, tree_map_tensors
-from manyhands._core.warn import warn
+from manyhands._optimizers.optimizers import fused_problem, problem_on_shards
+from manyhands._ranks.presence import count_step
+from manyhands._ranks.ranks import RankGroup
+from manyhands._tensors.backward import current_task
+from manyhands._tensors.flat import check_own_shards, is_dtensor
+from manyhands._tensors.trees import as_type, tensors_in, tree_map_tensors
+from manyhands._warn import warn
 from manyhands.sharding.fsdp._collectives import AllGather, ReduceQueue, ReduceScatter
 from manyhands.sharding.fsdp._options import FSDPOptions, Precision
 from manyhands.sharding.fsdp._places import (

@@ -3,7 +3,7 @@
 `torch.nn.utils.clip_grad_norm_` takes the norm of each gradient, stacks the norms, and takes the
 norm of these. With plain DTensors that is right, but costs one all_reduce for each parameter, and
 the result is a DTensor, which cannot be formatted as a number. Here the norm of one gradient is a
-`LocalNorm` (`_core/sharded_gradient.py`): one small all_reduce, and a plain tensor.
+`LocalNorm` (`_ranks/sharded_gradient.py`): one small all_reduce, and a plain tensor.
 
 All other functions treat the gradient as a DTensor. One that sums up, such as `grad.sum()` or
 `grad.isnan().any()`, leaves a DTensor with a part of the result on each rank, whose `item()` and
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from manyhands._core.groups import RollCall
-from manyhands._core.sharded_gradient import NOT_LIKE_IT, LocalNorm, norm_of_slices
+from manyhands._ranks.groups import RollCall
+from manyhands._ranks.sharded_gradient import NOT_LIKE_IT, LocalNorm, norm_of_slices
 
 NORMS = {torch.linalg.vector_norm, torch.norm, Tensor.norm}
 # These have no value where a rank holds no element.

@@ -19,11 +19,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from manyhands._core.agreement import agree
-from manyhands._core.flat import is_dtensor
-from manyhands._core.modules import check_not_averaged_inside, plain_name
-from manyhands._core.ranks import RankGroup
-from manyhands._core.trees import as_type
+from manyhands._optimizers.modules import check_not_averaged_inside, plain_name
+from manyhands._ranks.agreement import agree
+from manyhands._ranks.ranks import RankGroup
+from manyhands._tensors.flat import is_dtensor
+from manyhands._tensors.trees import as_type
 
 Place: TypeAlias = tuple[nn.Module, str]
 Places: TypeAlias = Mapping[str, Place]

@@ -33,9 +33,9 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from manyhands._core.modules import check_has_memory
-from manyhands._core.presence import explained
-from manyhands._core.ranks import RankGroup
+from manyhands._optimizers.modules import check_has_memory
+from manyhands._ranks.presence import explained
+from manyhands._ranks.ranks import RankGroup
 from manyhands.sharding.fsdp._collectives import ReduceQueue
 from manyhands.sharding.fsdp._engine import Engine, dereference, eager
 from manyhands.sharding.fsdp._places import Place, check_inner_groups, check_same_model

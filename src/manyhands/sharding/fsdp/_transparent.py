@@ -33,11 +33,11 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._core.flat import is_dtensor, local_shard
-from manyhands._core.modules import INNER, ModuleWrapper, plain_name
-from manyhands._core.ranks import RankGroup
-from manyhands._core.trees import tree_map_tensors
-from manyhands._core.wrappers import wrapped_attribute
+from manyhands._optimizers.modules import INNER, ModuleWrapper, plain_name
+from manyhands._optimizers.wrappers import wrapped_attribute
+from manyhands._ranks.ranks import RankGroup
+from manyhands._tensors.flat import is_dtensor, local_shard
+from manyhands._tensors.trees import tree_map_tensors
 from manyhands.sharding._agreement import wait_for_all_ranks
 from manyhands.sharding.fsdp._engine import Engine
 from manyhands.sharding.fsdp._options import COMPARED

@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
-from manyhands._core.agreement import agree, run_on_all
-from manyhands._core.flat import DTensorShards, is_dtensor, local_shard
-from manyhands._core.ranks import RankGroup, rank_group_of
-from manyhands._core.state_parts import (
+from manyhands._optimizers.state_parts import (
     OptimizerStatePart,
     ReplicatedState,
     ShardedOptimizer,
     options_of,
 )
-from manyhands._core.wrappers import ParamGroup
+from manyhands._optimizers.wrappers import ParamGroup
+from manyhands._ranks.agreement import agree, run_on_all
+from manyhands._ranks.ranks import RankGroup, rank_group_of
+from manyhands._tensors.flat import DTensorShards, is_dtensor, local_shard
 from manyhands.sharding._agreement import ADVICE, GroupLike, facts_of_groups, facts_of_options
 from manyhands.sharding.zero._layout import deal_out
 from manyhands.sharding.zero._slice_optimizer import (
@@ -219,7 +219,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
                     tensor.whole.copy_(whole)
             remember(tensors)
 
-    # -- what checkpoints and scaling ask: `_core/state_parts.py` ----------------------------------
+    # -- for checkpoints and scaling: `_optimizers/state_parts.py` ---------------------------------
 
     def join_in(self) -> None:
         """Do nothing: `FSDP` averages the gradients of all ranks in backward."""

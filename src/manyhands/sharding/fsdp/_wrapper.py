@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._core.arguments import real
-from manyhands._core.backward import current_task
-from manyhands._core.flat import local_shard
-from manyhands._core.trees import as_type
+from manyhands._arguments import real
+from manyhands._tensors.backward import current_task
+from manyhands._tensors.flat import local_shard
+from manyhands._tensors.trees import as_type
 from manyhands.sharding._gradients import clip
 from manyhands.sharding.fsdp._engine import TrainingState, refuse_second_order, shard_wrap
 from manyhands.sharding.fsdp._options import FSDPOptions, find_device, find_ranks, takes_options

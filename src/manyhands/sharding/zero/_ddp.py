@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from manyhands._core.agreement import agree
-from manyhands._core.arguments import whole
-from manyhands._core.modules import (
+from manyhands._arguments import whole
+from manyhands._optimizers.modules import (
     ModuleWrapper,
     check_has_memory,
     check_not_averaged_inside,
     inside_ddp,
 )
-from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded_gradient import ShardedGradient
-from manyhands._core.warn import warn
-from manyhands._core.wrappers import wrapped_attribute
+from manyhands._optimizers.wrappers import wrapped_attribute
+from manyhands._ranks.agreement import agree
+from manyhands._ranks.ranks import RankGroup
+from manyhands._ranks.sharded_gradient import ShardedGradient
+from manyhands._warn import warn
 from manyhands.sharding._agreement import ADVICE, Facts, GroupLike, facts_of_model
 from manyhands.sharding.zero._oss import OSS, find_oss
 from manyhands.sharding.zero._reducer import Reducer

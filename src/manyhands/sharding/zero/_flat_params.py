@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands._core.flat import flatten, unflatten
-from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded_gradient import ShardedGradient
-from manyhands._core.slices import check_on_cpu
+from manyhands._ranks.ranks import RankGroup
+from manyhands._ranks.sharded_gradient import ShardedGradient
+from manyhands._ranks.slices import check_on_cpu
+from manyhands._tensors.flat import flatten, unflatten
 from manyhands.sharding.zero import _layout
 from manyhands.sharding.zero._layout import ParamRange
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 
-from manyhands._core.flat import in_groups
+from manyhands._tensors.flat import in_groups
 
 ALIGN = 16
 BUCKET = 2**22  # elements of a bucket among few ranks: 16 MiB of float32

@@ -23,15 +23,20 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
-from manyhands._core.agreement import agree
-from manyhands._core.arguments import flag, whole
-from manyhands._core.flat import is_dtensor, norm
-from manyhands._core.modules import ParallelModules
-from manyhands._core.presence import count_step, explained
-from manyhands._core.ranks import RankGroup
-from manyhands._core.state_parts import OptimizerStatePart, SavedState, ShardedOptimizer, options_of
-from manyhands._core.warn import warn
-from manyhands._core.wrappers import ParamGroup, YieldingProperty, find_layer
+from manyhands._arguments import flag, whole
+from manyhands._optimizers.modules import ParallelModules
+from manyhands._optimizers.state_parts import (
+    OptimizerStatePart,
+    SavedState,
+    ShardedOptimizer,
+    options_of,
+)
+from manyhands._optimizers.wrappers import ParamGroup, YieldingProperty, find_layer
+from manyhands._ranks.agreement import agree
+from manyhands._ranks.presence import count_step, explained
+from manyhands._ranks.ranks import RankGroup
+from manyhands._tensors.flat import is_dtensor, norm
+from manyhands._warn import warn
 from manyhands.sharding._agreement import (
     ADVICE,
     GroupLike,
@@ -457,7 +462,7 @@ class OSS(ShardedOptimizer):
         self.load_parts(shard, for_later, state_dict["param_groups"])
         self._run.begun = begun
 
-    # The next three are for checkpoints and scaling: `_core/state_parts.py` says what they do.
+    # The next three are for checkpoints and scaling: see `_optimizers/state_parts.py`.
 
     def save_parts(self, *, include_empty: bool) -> tuple[list[OptimizerStatePart], StateDict]:
         """Return this worker's state by parameter, and the state dict of `optim` it is in."""

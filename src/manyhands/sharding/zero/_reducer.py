@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from manyhands._core.backward import BackwardPasses, current_task
-from manyhands._core.flat import flatten
-from manyhands._core.presence import explained
-from manyhands._core.ranks import RankGroup
-from manyhands._core.sharded_gradient import ShardedGradient
-from manyhands._core.slices import PendingReduceScatter, SharedMemoryReduceScatter
+from manyhands._ranks.presence import explained
+from manyhands._ranks.ranks import RankGroup
+from manyhands._ranks.sharded_gradient import ShardedGradient
+from manyhands._ranks.slices import PendingReduceScatter, SharedMemoryReduceScatter
+from manyhands._tensors.backward import BackwardPasses, current_task
+from manyhands._tensors.flat import flatten
 from manyhands.sharding._agreement import check_same_frozen
 from manyhands.sharding.zero._flat_params import FlatBucket, Shards
 from manyhands.sharding.zero._layout import ParamRange

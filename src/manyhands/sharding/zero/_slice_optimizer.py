@@ -1,9 +1,9 @@
 """The optimizer that the user asked for, and what it makes of slices of parameters.
 
 May parameters be cut anywhere? They may if the optimizer treats each element by itself
-(`_core/optimizers.py`). Parameters of a class that is not torch's are left whole, which is right
-for all classes that look at one parameter at a time. If the user asks for cut parameters, a few
-steps on toy parameters must come out the same whole and cut.
+(`_optimizers/optimizers.py`). Parameters of a class that is not torch's are left whole, which is
+right for all classes that look at one parameter at a time. If the user asks for cut parameters, a
+few steps on toy parameters must come out the same whole and cut.
 
 `SliceOptimizer` makes the optimizer for this rank's slices. Its parameter groups are those of the
 `OSS` around it, with slices in place of parameters. Its state is tied to the slices, and follows
@@ -21,10 +21,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from manyhands._core.agreement import run_on_all
-from manyhands._core.arguments import one_of
-from manyhands._core.optimizers import can_be_divided, may_be_cut, traits_of
-from manyhands._core.state_parts import SavedState, options_of
+from manyhands._arguments import one_of
+from manyhands._optimizers.optimizers import can_be_divided, may_be_cut, traits_of
+from manyhands._optimizers.state_parts import SavedState, options_of
+from manyhands._ranks.agreement import run_on_all
 from manyhands.sharding.zero._flat_params import FlatBucket, ParamSlice, Shards
 from manyhands.sharding.zero._state import (
     Groups,

@@ -24,8 +24,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._core.flat import check_own_shards, flatten, unflatten
-from manyhands._core.state_parts import OptimizerStatePart, SavedState, common_state, options_of
+from manyhands._optimizers.state_parts import (
+    OptimizerStatePart,
+    SavedState,
+    common_state,
+    options_of,
+)
+from manyhands._tensors.flat import check_own_shards, flatten, unflatten
 from manyhands.sharding.zero._flat_params import FlatBuffer, ParamSlice, Shards
 
 SMALL = 8  # elements

@@ -1,0 +1,265 @@
+"""What an optimizer is: whether parameters may be cut or sharded for it, and which state it keeps.
+
+torch's own classes are in a table, `KNOWN`. Any other class is tried: `trial` steps it on small
+parameters.
+
+    may_be_cut          do the numbers stay if a parameter is cut anywhere?
+    can_be_divided      do they stay if each parameter is stepped by itself?
+    problem_on_shards   can it step DTensors?
+    StateSizes          how large is its state, for a parameter of any shape?
+
+A class may be cut if it treats each element by itself. LAMB's and LARS's norms, Adafactor's rows
+and columns, and Muon's matrices look at a whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations
+from math import prod
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+from manyhands._tensors.trees import tensors_in
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+STEPS = 12  # on toy parameters
+TOYS = (160, 144), (96,)  # some optimizers change their method above a size
+PRIMES = (5, 7, 11, 13, 17, 19)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What is known of a class. A class of which nothing is known has to be tried."""
+
+    elementwise: bool = False  # it treats each element by itself
+    on_full_tensors: bool = False  # it cannot step DTensors
+    divisible: bool = True  # it can step some of its parameters without the others
+
+
+KNOWN: dict[type[Optimizer], Traits] = {
+    **dict.fromkeys((optim.SGD, optim.Adam, optim.AdamW, optim.NAdam), Traits(True)),
+    **dict.fromkeys((optim.RAdam, optim.Adamax, optim.Adagrad), Traits(True)),
+    **dict.fromkeys((optim.Adadelta, optim.RMSprop, optim.ASGD), Traits(True)),
+    optim.Rprop: Traits(True, on_full_tensors=True),
+    **dict.fromkeys((optim.Adafactor, optim.Muon, optim.SparseAdam), Traits(on_full_tensors=True)),
+    optim.LBFGS: Traits(on_full_tensors=True, divisible=False),
+}
+
+
+def traits_of(kind: type[Optimizer]) -> Traits:
+    """Return what is known of a class. A subclass cannot do what its base cannot."""
+    if kind in KNOWN:
+        return KNOWN[kind]
+    base = next((KNOWN[each] for each in kind.__mro__ if each in KNOWN), Traits())
+    return replace(base, elementwise=False)
+
+
+def trial(
+    kind: type[Optimizer],
+    arguments: Mapping[str, Any],
+    params: Sequence[Tensor],
+    steps: Sequence[Sequence[Tensor]],
+    *,
+    options: Mapping[str, object] = MappingProxyType({}),
+) -> tuple[list[torch.nn.Parameter], Optimizer]:
+    """Step a new optimizer on copies of `params`, with the gradients of each of the `steps`."""
+    # Return the copies and the optimizer. `options` are those of the parameter group.
+    leaves = [torch.nn.Parameter(param.clone()) for param in params]
+    optimizer = kind([{**options, "params": leaves}] if options else leaves, **arguments)
+    for grads in steps:
+        for leaf, grad in zip(leaves, grads, strict=True):
+            leaf.grad = grad.clone()
+        optimizer.step()
+    return leaves, optimizer
+
+
+# -- may parameters be cut, or divided? ------------------------------------------------------------
+
+
+def may_be_cut(kind: type[Optimizer], options: Sequence[Mapping[str, object]]) -> bool:
+    """Return whether toy parameters come out the same whole and cut, with any of these options."""
+    if kind in KNOWN:
+        return KNOWN[kind].elementwise
+    return all(_steps_alike(kind, each, _in_halves, if_it_fails=False) for each in options)
+
+
+def can_be_divided(kind: type[Optimizer], options: Sequence[Mapping[str, object]]) -> bool:
+    """Return whether toy parameters come out the same together and each by itself."""
+    if kind in KNOWN or not traits_of(kind).divisible:
+        return traits_of(kind).divisible
+    return all(_steps_alike(kind, each, list, if_it_fails=True) for each in options)
+
+
+def _steps_alike(
+    kind: type[Optimizer],
+    options: Mapping[str, object],
+    divide: Callable[[list[Tensor]], list[Tensor]],
+    *,
+    if_it_fails: bool,
+) -> bool:
+    """Return whether toy parameters come out the same together and divided."""
+    # `if_it_fails` is the answer for an optimizer that cannot train such toys.
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in TOYS]
+    steps = [[torch.randn(shape, generator=generator) for shape in TOYS] for _ in range(STEPS)]
+    moving = dict(options)
+    if "lr" in options and not options["lr"]:
+        moving["lr"] = 0.05
+
+    def stepped(params: Sequence[Tensor], steps: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        torch.manual_seed(0)  # the same noise for an optimizer that adds some
+        return [leaf.detach().flatten() for leaf in trial(kind, moving, params, steps)[0]]
+
+    try:
+        with torch.random.fork_rng(devices=[]):
+            together = stepped(start, steps)
+            grads = zip(*map(divide, steps), strict=True)  # by part, and then by step
+            parts = zip(divide(start), grads, strict=True)
+            divided = [stepped([part], [[grad] for grad in each])[0] for part, each in parts]
+    except Exception:
+        return if_it_fails
+    return torch.equal(torch.cat(divided), torch.cat(together))
+
+
+def _in_halves(tensors: list[Tensor]) -> list[Tensor]:
+    return [half for tensor in tensors for half in tensor.view(-1).tensor_split(2)]
+
+
+# -- can it step DTensors? -------------------------------------------------------------------------
+
+
+def fused_problem(optimizer: Optimizer) -> str:
+    """Return why an optimizer cannot step DTensors because it is fused, or an empty text."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if not (fused and isinstance(optimizer, optim.SGD | optim.Adagrad)):
+        return ""
+    return (
+        f"torch's fused {type(optimizer).__name__} does not step sharded parameters. Leave out "
+        "fused=True."
+    )
+
+
+def problem_on_shards(optimizer: Optimizer, like: DTensor) -> str | None:
+    """Return why such an optimizer cannot work on DTensors, or None."""
+    # The trial sends, so every rank must call this at the same step.
+    from torch.distributed.tensor import distribute_tensor
+
+    kind = type(optimizer)
+    if traits_of(kind).on_full_tensors:
+        return "it needs full tensors"
+    # Ours check their own parameters when they are made.
+    if kind in KNOWN or kind.__module__.startswith("manyhands."):
+        return None
+    # Two rows of three for each rank, so that no slice is empty.
+    mesh, elements = like.device_mesh, 6 * like.device_mesh.size()
+    param = torch.linspace(-1, 1, elements, dtype=like.dtype, device=like.device).view(-1, 3)
+    grad = param.sin() + param.square()
+    # Two steps: the second uses the state that the first has made.
+    try:
+        (plain,), _ = trial(kind, optimizer.defaults, [param], [[grad]] * 2)
+    except Exception:
+        return None  # it cannot be made from its defaults, so it cannot be tried
+    shard = partial(
+        distribute_tensor, device_mesh=mesh, placements=like.placements, src_data_rank=None
+    )
+    try:
+        leaves, _ = trial(kind, optimizer.defaults, [shard(param)], [[shard(grad)]] * 2)
+        sharded: Any = leaves[0].detach()
+        same = torch.allclose(sharded.full_tensor(), plain.detach(), rtol=1e-3, atol=1e-5)
+    except Exception as error:
+        return f"on a small example it raised {type(error).__name__}"
+    return None if same else "on a small example its steps differ from those with full tensors"
+
+
+# -- which state does it keep? --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A state tensor: `constant` elements for each index into the parameter's `dims`."""
+
+    constant: int
+    dims: tuple[int, ...]
+    itemsize: int
+
+    @staticmethod
+    def of(tensor: Tensor, shape: Sequence[int]) -> StateTensor:
+        """Find the parameter's dimensions in the tensor's; any other length is a constant."""
+        # Every product of different primes is unique, so a flattened dimension is recognised, too.
+        products = {
+            prod(shape[dim] for dim in chosen): chosen
+            for count in range(1, len(shape) + 1)
+            for chosen in combinations(range(len(shape)), count)
+        }
+        constant = prod(length for length in tensor.shape if length not in products)
+        dims = tuple(dim for length in tensor.shape for dim in products.get(length, ()))
+        return StateTensor(constant, dims, tensor.element_size())
+
+    def bytes(self, shape: Sequence[int]) -> int:
+        return self.constant * prod(shape[dim] for dim in self.dims) * self.itemsize
+
+
+class StateSizes:
+    """The size of one optimizer class's state, for parameters of any shape.
+
+    It is read off a small parameter of as many dimensions, whose lengths are different primes: the
+    lengths of a state tensor tell which dimensions of the parameter it has. Adam's averages of a
+    5 × 7 parameter are 5 × 7, Adafactor's rows 5 × 1, and a step count is one number for any.
+
+    Each combination of dimensions, dtype and options is tried once.
+    """
+
+    def __init__(self, kind: type[Optimizer], arguments: Mapping[str, object]) -> None:
+        self._kind = kind
+        self._arguments: dict[str, Any] = dict(arguments)
+        self._known: dict[tuple[int, torch.dtype, str], list[StateTensor]] = {}
+
+    def bytes(self, shape: Sequence[int], dtype: torch.dtype, options: Mapping[str, object]) -> int:
+        """Return the bytes of state of a parameter that is not cut."""
+        return sum(tensor.bytes(shape) for tensor in self._tensors(len(shape), dtype, options))
+
+    def by_element(self, dtype: torch.dtype, options: Mapping[str, object]) -> tuple[int, int]:
+        """Return the bytes for each flat shard, and for each element of it."""
+        tensors = self._tensors(1, dtype, options)
+        fixed = sum(tensor.bytes(()) for tensor in tensors if not tensor.dims)
+        return fixed, sum(tensor.bytes((1,)) for tensor in tensors if tensor.dims)
+
+    def _tensors(
+        self, dims: int, dtype: torch.dtype, options: Mapping[str, object]
+    ) -> list[StateTensor]:
+        """Return the state's tensors for a parameter of this kind; each kind is tried once."""
+        # Options may hold lists or tensors, which cannot be keys; their text can.
+        key = (dims, dtype, repr(sorted(options.items(), key=lambda option: option[0])))
+        if key not in self._known:
+            self._known[key] = self._try_steps(PRIMES[:dims], dtype, options)
+        return self._known[key]
+
+    def _try_steps(
+        self, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, object]
+    ) -> list[StateTensor]:
+        """Take two steps on a small parameter, and return what state the optimizer has then."""
+        # With a generator of its own, and so without a change of the user's random numbers.
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        random = torch.randn(shape, generator=generator, device="cpu").to(dtype)
+        # capturable=True raises for a parameter on the CPU, and changes no size.
+        options = {**options, **({"capturable": False} if "capturable" in options else {})}
+        try:  # the first step may make less state than the second
+            (param,), made = trial(
+                self._kind, self._arguments, [random], [[random]] * 2, options=options
+            )
+        except Exception as error:  # any class may be planned, and may raise anything
+            raise ValueError(
+                f"{self._kind.__name__} failed on a {dtype} parameter with {len(shape)} "
+                f"dimension(s), such as the model has: {error} Give the options that it "
+                "needs, or a list of optimizers if this one is for some parameters only."
+            ) from error
+        return [StateTensor.of(each, shape) for each in tensors_in(made.state[param])]

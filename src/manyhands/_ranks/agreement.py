@@ -1,0 +1,235 @@
+"""Do all ranks have the same facts? If not, every rank raises, and names the first that differs.
+
+A rank's *facts* are what it must have in common with the others: titles, each with a value in
+JSON's types. A list is compared element by element, a dict name by name, and in its order.
+
+    {"scale": 4.0, "parameters": ["(4, 3) float32 on cpu", ...], "options": {"every": 16, ...}}
+
+One collective of a few checksums tells that all is well. Only if it is not do texts follow. Both
+travel on a device that the group is known to serve, since that of the tensors may be what differs.
+
+Tensors are described by what a collective over them takes for granted, and checks nowhere: a sum of
+float32 on one rank and float64 on another, or of a matrix and its transpose, comes back as garbage.
+
+    shape       of a DTensor the whole one's, and how it is placed
+    dtype
+    layout      strides, unless contiguous: flat views are in the order of memory
+    device      its type, and which tensors lie on one device together; not its index, which differs
+    name        if a model is known: the same names in another order are other tensors
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from manyhands._optimizers.modules import WRAPPER_NAMES, plain_name
+from manyhands._ranks.ranks import RankGroup
+from manyhands._tensors.flat import is_dtensor, local_shard
+from manyhands.errors import RanksDisagree
+
+Facts: TypeAlias = Mapping[str, object]
+Result = TypeVar("Result")
+Names: TypeAlias = Mapping[str, Sequence[str]]
+NO_NAMES: Names = MappingProxyType({})
+ABSENT = "absent"
+# An error of another rank is raised as the first of these that it was.
+ERROR_TYPES = (FileNotFoundError, TypeError, ValueError, OSError, RuntimeError)
+NAMED = 8  # ranks, and different values, that a message names
+
+
+def agree(ranks: RankGroup, facts: Facts, advice: str, *, names: Names = NO_NAMES) -> None:
+    """Raise `RanksDisagree`, a ValueError, on every rank if ranks have different facts.
+
+    `advice` is the last sentence of the message: what to do. `names` are those of the elements of a
+    list, by its title, as far as they are known; give the same titles on every rank.
+    """
+    if ranks.size == 1:
+        return
+    known = {title: list(each) for title, each in names.items()}
+    sums = [_checksum(facts), *(_checksum(each) if each else 0.0 for each in known.values())]
+    # From one row for each rank to one tuple for each checksum.
+    values, *of_names = zip(*ranks.all_gather(sums, ranks.any_device), strict=True)
+    # A rank that does not know the names has no say in them.
+    compared = [values, *(each for each in of_names if 0.0 not in each)]
+    if any(len(set(each)) > 1 for each in compared):
+        texts = ranks.all_gather_text(json.dumps([facts, known]))
+        everyone = [json.loads(text) for text in texts]
+        raise_if_different(
+            [theirs for theirs, _ in everyone], advice, names=[theirs for _, theirs in everyone]
+        )
+
+
+def raise_if_different(
+    everyone: Sequence[Facts], advice: str, *, names: Sequence[Names] = ()
+) -> None:
+    """Raise `RanksDisagree` for the first fact that differs; `everyone` is by rank."""
+    for title in dict.fromkeys(title for facts in everyone for title in facts):
+        values = [facts.get(title, ABSENT) for facts in everyone]
+        called = [each.get(title, ()) for each in names]
+        problem, row = _find_difference(title, values, called)
+        if problem:
+            raise RanksDisagree(f"ranks have {problem}. {advice}", list(map(json.dumps, row)))
+
+
+def run_on_all(ranks: RankGroup, action: Callable[[], Result]) -> Result:
+    """Run something on every rank. If it raises on some, raise on all, and say what those said."""
+    result, problem, text = None, None, ""
+    try:
+        result = action()
+    except Exception as error:
+        problem, text = error, json.dumps(describe_error(error))
+    everyone = ranks.all_gather_text(text)
+    if problem is not None:
+        raise problem
+    failed = [(rank, *json.loads(text)) for rank, text in enumerate(everyone) if text]
+    if failed:
+        _, name, message = failed[0]
+        numbers = ", ".join(str(rank) for rank, *_ in failed[:NAMED])
+        raise to_error(name, f"rank {numbers}: {message}")
+    return result  # type: ignore[return-value]
+
+
+def describe_error(error: Exception) -> list[str]:
+    """Return the kind of an error and its message, for other ranks to raise."""
+    kinds = (kind.__name__ for kind in ERROR_TYPES if isinstance(error, kind))
+    return [next(kinds, "RuntimeError"), str(error)]
+
+
+def to_error(name: str, message: str) -> Exception:
+    return next(kind for kind in ERROR_TYPES if kind.__name__ == name)(message)
+
+
+def _find_difference(
+    title: str, values: Sequence[object], names: Sequence[Sequence[str]]
+) -> tuple[str, Sequence[object]]:
+    """Return what differs in one fact, and by rank how; an empty text if it does not differ."""
+    dicts = [value for value in values if isinstance(value, dict)]
+    if len(dicts) == len(values):
+        keys = dict.fromkeys(key for value in dicts for key in value)
+        rows = ((key, [value.get(key, ABSENT) for value in dicts]) for key in keys)
+        found = _first_difference(f"different {title}", rows)
+        order = ((f"number {i}", row) for i, row in enumerate(zip(*dicts, strict=False)))
+        return found if found[0] else _first_difference(f"the same {title} in another order", order)
+    lists = [value for value in values if isinstance(value, list)]
+    # Values that are lists on some ranks only are compared as a whole.
+    if len(lists) < len(values):
+        return _compare_values(f"different {title}", values)
+    thing = title.removesuffix("s") if title.isalpha() else "number"
+    first = names[0] if names else ()
+    numbered = (
+        (f"{thing} {number}" + (f" ({first[number]})" if first else ""), row)
+        for number, row in enumerate(zip(*lists, strict=False))
+    )
+    found = _first_difference(f"different {title}", numbered)
+    if not found[0]:
+        found = _compare_values(f"different numbers of {title}", [len(value) for value in lists])
+    # All elements look alike, but a collective would mix tensors of different names.
+    if not found[0] and all(names) and _all_equal([sorted(each) for each in names]):
+        order = ((f"{thing} {number}", row) for number, row in enumerate(zip(*names, strict=True)))
+        found = _first_difference(f"the same {title} in another order", order)
+    return found
+
+
+def _first_difference(
+    what: str, rows: Iterable[tuple[str, Sequence[object]]]
+) -> tuple[str, Sequence[object]]:
+    """Return which row's values differ first between ranks, and these; "" if none do."""
+    for name, row in rows:
+        if not _all_equal(row):
+            return _compare_values(f"{what}. The first that differs is {name}", row)
+    return "", ()
+
+
+def _compare_values(what: str, row: Sequence[object]) -> tuple[str, Sequence[object]]:
+    return ("", ()) if _all_equal(row) else (f"{what}: {_list_by_rank(row)}", row)
+
+
+def _all_equal(values: Sequence[object]) -> bool:
+    return len({json.dumps(value) for value in values}) <= 1
+
+
+def _list_by_rank(values: Sequence[object]) -> str:
+    """Return which ranks have which value, for an error's message."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(_format_value(value), []).append(rank)
+    return "; ".join(
+        f"rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those[:NAMED]))}"
+        f"{', ...' if len(those) > NAMED else ''}: {value}"
+        for value, those in list(ranks.items())[:NAMED]
+    )
+
+
+def _format_value(value: object) -> str:
+    short = f"{value:g}" if isinstance(value, float) else ""
+    return short if short and float(short) == value else str(value)
+
+
+def describe_tensors(tensors: Iterable[Tensor], *, frozen: bool = False) -> list[str]:
+    """Describe in words what ranks must have in common; `frozen`: also whether it is trained."""
+    describer = Describer()
+    return [describer.describe(tensor, frozen=frozen) for tensor in tensors]
+
+
+class Describer:
+    """Puts what ranks must have alike in a tensor into words.
+
+    A device is named by its number among those of its type that this describer has met.
+    """
+
+    def __init__(self) -> None:
+        self._devices: dict[str, list[torch.device]] = {}
+
+    def describe(self, tensor: Tensor, name: str = "", *, frozen: bool = False) -> str:
+        """Such as "encoder.weight (4, 3) float32 on cpu"; `frozen`: also whether it is trained."""
+        # Of a DTensor only the shard travels, so its strides are what counts.
+        here = local_shard(tensor)
+        words = [name, str(tuple(tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
+        words.append(f"on {tensor.device.type}{self._describe_device(tensor.device)}")
+        if is_dtensor(tensor):
+            mesh = tuple(tensor.device_mesh.shape)
+            words.append(f"placed {tensor.placements} on a mesh of {mesh}")
+        if here.layout is not torch.strided:
+            words.append(f"as {str(here.layout).removeprefix('torch.')}")
+        elif not here.is_contiguous():
+            words.append(f"with strides {_strides(here)}")
+        if frozen and not tensor.requires_grad:
+            words.append("frozen")
+        return " ".join(word for word in words if word)
+
+    def _describe_device(self, device: torch.device) -> str:
+        """Number devices as they are met: ranks have other GPUs, but use them in the same order."""
+        met = self._devices.setdefault(device.type, [])
+        if device not in met:
+            met.append(device)
+        number = met.index(device)
+        return f", device {number + 1}" if number else ""
+
+
+def names_in(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[str]:
+    """Return the names of parameters or buffers; an empty list if one of them is in no module."""
+    names: dict[int, str] = {}
+    for number, module in enumerate(modules):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            name = plain_name(name, WRAPPER_NAMES)
+            # A tensor in several modules has its name in the first.
+            names.setdefault(id(tensor), f"{number}.{name}" if len(modules) > 1 else name)
+    found = [names.get(id(tensor), "") for tensor in tensors]
+    return found if all(found) else []
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides; 1 for a dimension of one element, where a stride means nothing."""
+    return tuple(s if n != 1 else 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _checksum(value: object) -> float:
+    # The collective carries floats, and a float64 holds 32 bits exactly.
+    return float(zlib.crc32(json.dumps(value).encode()))

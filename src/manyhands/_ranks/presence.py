@@ -1,0 +1,287 @@
+"""Will the other ranks come? Which have ended or failed, and which wait elsewhere.
+
+Ranks that wait for each other in different calls, or for a process that has ended, would wait until
+the process group's time-out. There are three signs, and no traffic while all goes well:
+
+    connections   a process that ends, in whatever way, closes its connections, and gloo has one
+                  between any two ranks of the default group. A receive from such a rank fails at
+                  once; from all others it stays pending
+    failures      a rank that ends by an exception, or because of a lost connection, says so in the
+                  store first. Any other rank that has ended was killed, or has ended by itself
+    waiting       a rank whose training thread has stood still inside torch or this library says in
+                  the store in which line of the script. A thread looks every few seconds
+                  (`standstill.py`)
+
+`Presence` answers whether it is in vain to wait. `explained` turns gloo's error about a connection
+into one that names ranks and steps. Training steps are collectives in which all ranks take part, so
+a rank that has ended took as many as this one has completed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from traceback import format_exception_only
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+from manyhands._ranks.dry_run import dry_group
+from manyhands._ranks.sockets import is_connected_to
+from manyhands._ranks.standstill import Standstill
+
+LOOK = 5.0  # seconds between two looks at the training thread, or at other ranks
+BLOCKED = 10.0  # seconds for which a thread must have stood still to count as waiting
+LATE = 1.0  # seconds after a lost connection in which the others with that rank close, too
+NAMED = 8  # ranks that a message names
+TAG = 7061  # of receives that no rank ever sends to
+PREFIX = "manyhands/presence"
+LONGEST = 500  # characters of an error that other ranks are told
+KILLED = "Was its process killed, for instance because the memory was full?"
+UNEVEN = (
+    "Every rank has to take as many steps as the others: give them equally many batches, or stop "
+    "together. If they had equally many: was a process killed?"
+)
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process")
+
+_steps: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+
+
+def count_step(owner: object) -> None:
+    """Count a training step that an optimizer or a model has completed."""
+    _steps[owner] = _steps.get(owner, 0) + 1
+
+
+class Presence:
+    """What is known of ranks, by their numbers among all processes."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def find_ended(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of these ranks that have closed their connections."""
+        if not _has_connections():
+            return []
+        ended = []
+        own = dist.get_rank()
+        world: Any = dist.group.WORLD
+        for rank in ranks:
+            if rank == own:
+                continue
+            try:
+                # Nothing is ever sent, and no rank waits for it: gloo's time-out is that of waits.
+                world.recv([torch.empty(1, device="cpu")], rank, TAG)
+            except RuntimeError as error:
+                if _is_lost(error):
+                    ended.append(rank)
+        return ended
+
+    def why_absent(self, ranks: Sequence[int]) -> str:
+        """Return why waiting for all of these ranks is in vain, or "" while they may come."""
+        if ended := self.find_ended(ranks):
+            return have_ended(ended)
+        places: dict[str, list[int]] = {}
+        for rank in ranks:
+            place = self._read("waits", rank)
+            if not place:
+                return ""
+            places.setdefault(place, []).append(rank)
+        waiting = []
+        for place, those in places.items():
+            waiting.append(f"{name_ranks(those)} wait{'s' * (len(those) == 1)} in {place}")
+        return " and ".join(waiting)
+
+    def find_first_ended(self, ranks: Sequence[int]) -> tuple[list[int], str]:
+        """Return the ranks that have ended by themselves, or else how one of them has failed.
+
+        For an error about a lost connection. Ranks that have lost a connection fail one after the
+        other; those that have ended and did not say so were the first.
+        """
+        ended = self.find_ended(ranks)
+        deadline = time.monotonic() + LATE
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.02)
+            ended = self.find_ended(ranks)
+        failures: dict[int, str] = {}
+        for rank in ended:
+            if text := self._read("failed", rank):
+                failures[rank] = text
+        first = [rank for rank in ended if rank not in failures]
+        failed = [f"rank {rank} has failed: {text}" for rank, text in failures.items()]
+        return first, failed[0] if failed else ""
+
+    def say_failed(self, text: str) -> None:
+        """Tell the other ranks why this one fails: they lose their connections to it next."""
+        self._say("failed", text)
+
+    def say_waits(self, place: str) -> None:
+        """Tell the other ranks in which line this one waits; "" if it has gone on."""
+        self._say("waits", place)
+
+    def count_at_work(self, own: int = 0) -> int:
+        """Return how often ranks have said that they are at work, with this one's `own`."""
+        return int(self._store.add(f"{PREFIX}/at work", own)) if self._answers() else 0
+
+    def _say(self, kind: str, text: str) -> None:
+        with suppress(RuntimeError):  # the store ends in this moment
+            if self._answers():
+                self._store.set(f"{PREFIX}/{kind}/{dist.get_rank()}", text)
+
+    def _read(self, kind: str, rank: int) -> str:
+        key = f"{PREFIX}/{kind}/{rank}"
+        with suppress(RuntimeError):
+            if self._answers() and self._store.check([key]):
+                return str(self._store.get(key).decode())
+        return ""
+
+    def _answers(self) -> bool:
+        """Return whether the store is there: a request to one that has ended prints a stack."""
+        store: Any = self._store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        return not isinstance(store, TCPStore) or is_connected_to(store.port)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Such as "ranks 1, 2"."""
+    listed = ", ".join(map(str, ranks[:NAMED])) + (", ..." if len(ranks) > NAMED else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
+
+
+def have_ended(ranks: Sequence[int]) -> str:
+    return f"{name_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} ended"
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Return whether an error of torch's says that another process has ended."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in LOST)
+
+
+def _has_connections() -> bool:
+    """Return whether gloo has connected all ranks of the default group to each other."""
+    if not dist.is_initialized() or dry_group() is not None:
+        return False
+    lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "true", "yes", "y", "on")
+    return "cpu:gloo" in dist.get_backend_config().split(",") and not lazy
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+class HasRanks(Protocol):
+    """A `RankGroup`, which is asked for its ranks only if there is an error."""
+
+    @property
+    def ranks(self) -> list[int]: ...
+
+
+@contextmanager
+def explained(among: HasRanks | None = None, text: str = "") -> Iterator[None]:
+    """Let the error of a lost connection among some ranks (default: all) say which has ended.
+
+    `text` is how the sentence goes on, such as "while it loaded a checkpoint.". By default the
+    ranks train, and the error has their numbers of steps.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        better = explain(error, among, text)
+        if better is None:
+            raise
+        raise better from error
+
+
+def explain(
+    error: BaseException, among: HasRanks | None = None, text: str = ""
+) -> RuntimeError | None:
+    """Return an error that says which ranks have ended, if `error` is that of a lost connection."""
+    if not (_is_lost(error) and dist.is_initialized()):
+        return None
+    own, store = dist.get_rank(), _get_default_store()
+    ranks = range(dist.get_world_size()) if among is None else among.ranks
+    presence = Presence(store)
+    presence.say_failed("it has lost its connection to another rank.")
+    ended, failed = presence.find_first_ended(ranks)
+    if not ended:
+        return RuntimeError(failed) if failed else None
+    if text:
+        return RuntimeError(f"{have_ended(ended)} {text}")
+    steps = max(_steps.values(), default=0)
+    counts = f" after {steps} steps, and rank {own} is in step {steps + 1}" if steps else ""
+    return RuntimeError(f"{have_ended(ended)}{counts}. {UNEVEN}")
+
+
+def _explain_uncaught(
+    before: Callable[..., Any],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Tell the other ranks of an exception that ends the script, and explain a lost connection."""
+    # DDP waits for the other ranks in C++, where no code of ours sees its errors.
+    with suppress(Exception):
+        better = explain(error)
+        if better is not None:
+            better.__cause__ = error
+            kind, error, trace = type(better), better, None
+        elif dist.is_initialized():
+            text = "".join(format_exception_only(kind, error)).strip()
+            Presence(_get_default_store()).say_failed(text[:LONGEST])
+    before(kind, error, trace)
+
+
+# -- the training thread ---------------------------------------------------------------------------
+
+
+class _Watch(threading.Thread):
+    """Says in the store if the thread that makes this object waits for other ranks for long."""
+
+    def __init__(self) -> None:
+        super().__init__(name="manyhands presence", daemon=True)
+        self._standstill = Standstill()
+        self._over = threading.Event()
+        self._said = ""
+
+    def run(self) -> None:
+        while not self._over.wait(LOOK):
+            blocked = self._standstill.look() >= BLOCKED
+            place = self._standstill.place() if blocked else ""
+            if place != self._said:
+                with suppress(RuntimeError):  # the store has ended, or the process group
+                    # A connection of its own: requests of the training thread may hold the other.
+                    store: Any = _get_default_store()
+                    Presence(store.clone()).say_waits(place)
+                    self._said = place
+
+    def end(self) -> None:
+        """End the thread, as Python ends."""
+        self._over.set()
+        self.join(1.0)
+
+
+_watched = 0  # the process whose training thread is watched
+
+
+def begin() -> None:
+    """Watch the calling thread from the first call on, and explain uncaught errors."""
+    # Called wherever several ranks meet.
+    global _watched
+    if _watched == os.getpid() or dry_group() is not None:
+        return
+    if _watched == 0:  # a fork has it already
+        sys.excepthook = partial(_explain_uncaught, sys.excepthook)
+    _watched = os.getpid()
+    watch = _Watch()
+    watch.start()
+    atexit.register(watch.end)

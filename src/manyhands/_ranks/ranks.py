@@ -1,0 +1,441 @@
+"""The ranks of a process group: who they are, and how numbers and text travel between them.
+
+    identity   `size`, `rank`, `group`, and which backend serves which device
+    numbers    `all_gather`, `sum_and_gather`, `all_reduce`
+    text       `all_gather_text`
+    tensors    `broadcast`, `broadcast_from_first`, `all_to_all`; slices of a bucket (`slices.py`)
+
+With one rank every collective returns at once, so that callers need no branch of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
+from torch.distributed.distributed_c10d import _get_default_store
+
+from manyhands._ranks import presence, slices
+from manyhands._ranks.dry_run import DryGroup
+from manyhands._ranks.groups import Lease, RollCall, connect, name_of_ranks, new_prefix
+from manyhands._ranks.slices import PendingReduceScatter, SharedMemory, SharedMemoryReduceScatter
+from manyhands._tensors.flat import group_by_type, is_dtensor
+from manyhands._warn import warn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+FIRST_ROUND = 512  # bytes of a text that travel in the first all_gather
+SENT_ALONE = 65_536  # elements of a tensor that gets a broadcast of its own, without a copy
+JOIN = "Call manyhands.start(), or torch.distributed.init_process_group(), before this."
+
+_settled = False  # whether this process had a process group, or was told that it has none
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The ranks that train one model together, and this rank's place among them."""
+
+    size: int = 1
+    rank: int = 0
+    # A ProcessGroup, a crew's ProcessGroupGloo, or a stand-in for one; None: the default group.
+    group: Any = None
+    own_group: bool = False  # whether the group is ours alone, so that no other collectives pass
+    lease: Lease | None = None  # keeps a group of our own alive
+    patience: timedelta | None = None  # how long to wait for texts, if not the group's timeout
+    shared_memory: SharedMemory | None = None  # if the ranks of one host exchange through memory
+    mesh: DeviceMesh | None = None  # of copies and shards, if each copy is sharded by itself
+
+    @classmethod
+    def of(cls, group: Any = None, world_size: int | None = None) -> RankGroup:
+        """Return the ranks of a process group (default: of all), or one rank if there is none."""
+        # `world_size` states what the caller expects. 1 inside a larger group means that each rank
+        # trains on its own.
+        ready = dist.is_available() and dist.is_initialized()
+        size = dist.get_world_size(group) if ready else 1
+        if world_size == 1:
+            return cls()
+        _warn_if_alone(ready)
+        if world_size is not None and world_size != size:
+            raise ValueError(
+                f"world_size={world_size}, but the process group has {size} workers. Leave it out."
+                if ready
+                else f"world_size={world_size}, but there is no process group. {JOIN}"
+            )
+        if size < 1:  # torch reports -1 to a process that is not in the group
+            raise ValueError("this process is not a member of the process group that was given.")
+        if size > 1:
+            presence.begin()
+        return cls(size, dist.get_rank(group) if ready else 0, group)
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh) -> RankGroup:
+        """Return the ranks of a mesh: of one dimension, or of copies, each sharded by itself."""
+        if mesh.ndim == 1:
+            return cls.of(mesh.get_group())
+        if mesh.ndim != 2 or mesh.size(1) < 2 or not mesh.mesh_dim_names:
+            raise ValueError(
+                "needs a mesh of copies of the model, and of two or more ranks that each is "
+                'sharded over: init_device_mesh("cuda", (copies, ranks), mesh_dim_names=("copies", '
+                f'"ranks")), got {mesh}.'
+            )
+        group = _group_of_mesh(mesh, sorted(mesh.mesh.flatten().tolist()))
+        return replace(cls.of(group), mesh=mesh)
+
+    @cached_property
+    def shards(self) -> RankGroup:
+        """The ranks that together hold one copy of what is sharded."""
+        return self if self.mesh is None else RankGroup.of(self.mesh.get_group(1))
+
+    @property
+    def ranks(self) -> list[int]:
+        """The members' ranks among all processes."""
+        if self.lease is not None:  # torch has no record of our own groups
+            return list(self.lease.ranks)
+        return dist.get_process_group_ranks(self.group or dist.group.WORLD)
+
+    def with_own_group(self, device: torch.device, *, pairs: bool = False) -> RankGroup:
+        """Return the same ranks in a gloo group of our own, if gloo serves this CPU device."""
+        # No other library's collectives pass through that group, so they cannot be mixed up with
+        # ours (`groups.py`). With NCCL a group costs a communicator's GPU memory, so the group that
+        # was given is used. `pairs`: the ranks will exchange slices, or broadcast.
+        if self.size == 1 or device.type != "cpu" or not self.on_gloo(device):
+            return self
+        return self.with_cpu_group(pairs=pairs)
+
+    def with_cpu_group(self, *, pairs: bool = False) -> RankGroup:
+        """Return the same ranks in a gloo group of our own, whatever carries their tensors."""
+        if self.size == 1:
+            return self
+        gather = partial(self.all_gather, device=self.any_device)
+        store = _get_default_store()
+        lease = connect(store, self.ranks, self.rank, self._timeout, gather, pairs=pairs)
+        return RankGroup(self.size, self.rank, lease.group, own_group=True, lease=lease)
+
+    def roll_call(self, name: str = "") -> RollCall:
+        """Return a roll call: one for all that have this name, or a new one, on each rank."""
+        store, gather = _get_default_store(), partial(self.all_gather, device=self.any_device)
+        own = f"manyhands/{name}/{name_of_ranks(self.ranks)}" if name else ""
+        prefix = own or new_prefix(store, "roll call", self.ranks, gather)
+        return RollCall(store, self.rank, self.size, prefix, self.ranks if self.size > 1 else ())
+
+    def with_background_group(self, device: torch.device) -> RankGroup:
+        """Return the same ranks in a group that another thread may use."""
+        if self.size == 1:
+            return self
+        if device.type == "cpu" and self.on_gloo(device):
+            return self.with_own_group(device, pairs=True)
+        # A group of torch's: that ranks may end a communicator at different moments is not known.
+        own = dist.new_group(self.ranks, timeout=self._timeout, use_local_synchronization=True)
+        return RankGroup(self.size, self.rank, own, own_group=True)
+
+    @property
+    def _timeout(self) -> timedelta | None:
+        """The group's timeout; None if its backend does not say."""
+        group = self._process_group
+        # torch has no public way to read a group's timeout back.
+        backends = [group._get_backend(device) for device in group._device_types]
+        options = getattr(next(iter(backends), None), "options", None)
+        return getattr(options, "_timeout", None)
+
+    @cached_property
+    def _process_group(self) -> Any:
+        return self.group or dist.group.WORLD
+
+    @cached_property
+    def reducing_group(self) -> Any:
+        """The group over which a sharded gradient's norm is summed; None for a single rank."""
+        return self._process_group if self.size > 1 else None
+
+    @cached_property
+    def _backends(self) -> dict[str, str]:
+        """The backend by device type. A group may have several: "cpu:gloo,cuda:nccl"."""
+        # torch keeps no record of our own groups, nor of a crew's: both are gloo.
+        if self.lease is not None or isinstance(self.group, dist.ProcessGroupGloo):
+            return {"cpu": "gloo"}
+        pairs = dist.get_backend_config(self.group).split(",")
+        return dict(pair.split(":") for pair in pairs if ":" in pair)
+
+    def on_gloo(self, device: torch.device) -> bool:
+        """Return whether gloo carries tensors on such a device."""
+        return self._backends.get(device.type) == "gloo"
+
+    def has_backend(self, device: torch.device) -> bool:
+        """Return whether the group can carry tensors on such a device."""
+        backend = self._backends.get(device.type)
+        return backend is not None and (backend != "gloo" or device.type == "cpu")
+
+    @property
+    def any_device(self) -> torch.device:
+        """A device that the group serves: the same on every rank, whatever tensors it holds."""
+        types = self._backends if self.size > 1 else {"cpu": ""}
+        return torch.device("cpu" if "cpu" in types else next(iter(types)))
+
+    def with_shared_memory(self, required: bool = True) -> RankGroup:
+        """Return the same ranks, exchanging slices through memory that all of them can read."""
+        # If they cannot share memory: raise if it is `required`, else leave them as they are.
+        if self.size == 1:
+            return self
+        memory = SharedMemory.of(self) if required else SharedMemory.if_possible(self)
+        return replace(self, shared_memory=memory)
+
+    # -- slices of a bucket --------------------------------------------------------------------
+
+    def reduce_scatter_slices(
+        self, bucket: torch.Tensor, cuts: Sequence[int], into: torch.Tensor | None = None
+    ) -> PendingReduceScatter | SharedMemoryReduceScatter:
+        """Begin to bring every rank its slice of all ranks' buckets, to be summed there."""
+        if self.shared_memory is not None:
+            return self.shared_memory.reduce_scatter_slices(bucket, cuts)
+        return slices.reduce_scatter_slices(self, bucket, cuts, into)
+
+    def all_gather_slices(self, bucket: torch.Tensor, cuts: Sequence[int]) -> list[dist.Work]:
+        """Begin to fill `bucket` on every rank with the slices that each rank owns of it."""
+        return slices.all_gather_slices(self, bucket, cuts)
+
+    def reduce_scatter(
+        self, total: torch.Tensor, bucket: torch.Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType
+    ) -> None:
+        """Fill `total` with this rank's slice of all ranks' buckets, reduced by `op`."""
+        slices.reduce_scatter(total, bucket, op=op, group=self.group)
+
+    # -- tensors -------------------------------------------------------------------------------
+
+    def all_to_all(
+        self, outgoing: Sequence[torch.Tensor], sizes: Sequence[int], tag: int
+    ) -> tuple[list[torch.Tensor], list[Any]]:
+        """Begin to send bytes to each rank; return what will arrive from each, and the works.
+
+        `outgoing` are uint8 tensors, `sizes` the numbers of bytes that arrive. Both have one entry
+        per rank, the own one empty. On gloo the bytes travel between pairs of ranks, without a
+        copy.
+        """
+        device = outgoing[0].device
+        inbox = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        incoming = list(inbox.split(list(sizes)))
+        group = self._process_group
+        if not self.on_gloo(device):
+            work = group.alltoall_base(
+                inbox, torch.cat(list(outgoing)), list(sizes), [len(data) for data in outgoing]
+            )
+            return incoming, [work]
+        works = []
+        for to, source in slices.partners(self):
+            works.append(group.recv([incoming[source]], source, tag))
+            works.append(group.send([outgoing[to]], to, tag))
+        return incoming, works
+
+    def broadcast_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Fill the tensors on every rank with rank 0's values; small ones of a type together."""
+        if self.size == 1:
+            return
+        others: list[torch.Tensor] = []
+        for tensor in map(torch.Tensor.detach, tensors):
+            if tensor.numel() > SENT_ALONE and tensor.is_contiguous():
+                dist.broadcast(tensor, group_src=0, group=self.group)
+            else:
+                others.append(tensor)
+        for small in group_by_type(others):
+            flat = torch.cat([tensor.reshape(-1) for tensor in small])
+            dist.broadcast(flat, group_src=0, group=self.group)
+            parts = flat.split([tensor.numel() for tensor in small])
+            for tensor, part in zip(small, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+    def broadcast(self, tensor: torch.Tensor, source: int, recipient: int) -> None:
+        """Fill `tensor` on the recipient (-1: on every rank) with that of rank `source`."""
+        if recipient == -1:
+            dist.broadcast(tensor, group_src=source, group=self.group)
+        elif self.rank == source:
+            dist.send(tensor, group_dst=recipient, group=self.group)
+        elif self.rank == recipient:
+            dist.recv(tensor, group_src=source, group=self.group)
+
+    def all_reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
+        """Sum a tensor over the ranks in place, or take the largest values; return it."""
+        if self.size > 1:
+            self.start_all_reduce(tensor, largest=largest).wait()
+        return tensor
+
+    def start_all_reduce(
+        self, tensor: torch.Tensor, rows: Any = None, own: Any = None, *, largest: bool = False
+    ) -> dist.Work:
+        """Begin to sum a tensor over the ranks, in place, or to take the largest values."""
+        # `rows` are views of a part of it, one for each rank, which fills in its `own`.
+        if rows is not None:
+            rows.zero_()
+            rows[self.rank] = own
+        options: Any = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        work = self._process_group.allreduce([tensor], options)
+        if rows is not None and isinstance(self._process_group, DryGroup):
+            rows.copy_(own.expand_as(rows))  # every rank's is like ours
+        return work
+
+    # -- numbers and text ----------------------------------------------------------------------
+
+    def sum_and_gather(self, row: torch.Tensor, summed: int) -> PendingSums:
+        """Begin to sum `row[:summed]` over the ranks, and to gather every rank's rest of the row.
+
+        It is one small collective. On gloo every rank's row is gathered, which takes half the time
+        of reducing it. NCCL reduces among many ranks in fewer steps, so there it is a sum in which
+        every rank has a place of its own for its rest.
+        """
+        if self.size == 1:
+            return PendingSums(row, summed)
+        if self.on_gloo(row.device):
+            table = row.new_empty(self.size * len(row))
+            # The group's own method: torch's function spends 40 microseconds on checks before it.
+            work = self._process_group._allgather_base(table, row)
+            return PendingSums(table.view(self.size, len(row)), summed, work)
+        own = row[summed:]
+        total = torch.cat([row, own.new_empty((self.size - 1) * len(own))])
+        work = self.start_all_reduce(total, total[summed:].view(self.size, -1), own)
+        return PendingSums(total, summed, work)
+
+    def all_gather(self, numbers: list[float], device: torch.device) -> list[list[float]]:
+        """Return every rank's `numbers`, in rank order."""
+        own = torch.tensor(numbers, dtype=widest_float(device), device=device)
+        everyone, n = self.sum_and_gather(own, 0).read(), len(numbers)
+        return [everyone[i : i + n] for i in range(0, len(everyone), n)]
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Return every rank's text, in rank order. Wait up to `patience` for it."""
+        if self.size == 1:
+            return [text]
+        sent = zlib.compress(text.encode(), 1)
+        # All-gathered rows have one length. The first round carries each text's length, and the
+        # text if it is short; a second round follows only if some text is longer.
+        rows = self._all_gather_bytes(len(sent).to_bytes(8, "little") + sent, FIRST_ROUND)
+        sizes = [int.from_bytes(row[:8], "little") for row in rows]
+        rest = max(sizes) + 8 - FIRST_ROUND
+        if rest > 0:
+            more = self._all_gather_bytes(sent[FIRST_ROUND - 8 :], rest)
+            rows = [row + other for row, other in zip(rows, more, strict=True)]
+        pairs = zip(rows, sizes, strict=True)
+        return [zlib.decompress(row[8 : 8 + size]).decode() for row, size in pairs]
+
+    def _all_gather_bytes(self, sent: bytes, size: int) -> list[bytes]:
+        """Return every rank's first `size` bytes, padded with zeros."""
+        data = torch.frombuffer(bytearray(sent[:size].ljust(size, b"\0")), dtype=torch.uint8)
+        own = data.to(self.any_device)
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+        options = AllgatherOptions()
+        if self.patience is not None:
+            options.timeout = self.patience
+        # The group's method, not `dist.all_gather`: it takes a timeout for this one call, and still
+        # works after `destroy_process_group`, when an asynchronous save may not have ended.
+        self._process_group.allgather([rows], [own], options).wait()
+        return [ctypes.string_at(row.data_ptr(), size) for row in map(torch.Tensor.cpu, rows)]
+
+
+@dataclass
+class PendingSums:
+    """A `sum_and_gather` under way: the sums, then every rank's own numbers, in rank order.
+
+    Keep it until the next one has begun. The thread that ran the collective may drop its
+    references to the tensors later than `wait` returns, and must not be the last to do so while
+    the program ends.
+    """
+
+    table: torch.Tensor  # a row for each rank; one row in all if the collective has summed already
+    summed: int
+    work: dist.Work | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.work is None or self.work.is_completed()
+
+    def done_within(self, seconds: float) -> bool:
+        """Wait for the other ranks, but not longer; return whether all rows have arrived."""
+        deadline = time.monotonic() + seconds
+        while not self.done:
+            # Polled: a wait with a timeout would raise, and a late rank is no error here.
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.0005)
+        return True
+
+    def read(self) -> list[float]:
+        """Wait, and return the result as numbers on the host."""
+        if self.work is not None:
+            self.work.wait()
+        # One rank alone, summed by the collective, or better summed there.
+        if self.table.dim() == 1 or self.table.device.type != "cpu":
+            return self.wait().tolist()
+        rows = self.table.tolist()
+        sums = [sum(column) for column in zip(*(row[: self.summed] for row in rows), strict=True)]
+        return [*sums, *(number for row in rows for number in row[self.summed :])]
+
+    def wait(self) -> torch.Tensor:
+        """Wait, and return the result as a tensor on the device."""
+        if self.work is not None:
+            self.work.wait()
+        if self.table.dim() == 1:
+            return self.table
+        sums = self.table[:, : self.summed].sum(dim=0)
+        return torch.cat([sums, self.table[:, self.summed :].flatten()])
+
+
+def _warn_if_alone(has_group: bool) -> None:
+    """Warn, once, if this process was started as one of several, and has never met the others."""
+    global _settled
+    size = os.environ.get("WORLD_SIZE", "")
+    alone = not has_group and size.isdecimal() and int(size) > 1
+    if alone and not _settled:
+        warn(
+            f"WORLD_SIZE={size} in the environment, but there is no process group: each of the "
+            f"{size} processes trains a model of its own. {JOIN}",
+        )
+    _settled = _settled or has_group or alone
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return the widest float that the device can add."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def rank_group_of(
+    params: Sequence[torch.Tensor], group: Any = None, world_size: int | None = None
+) -> RankGroup:
+    """Return the ranks that share the gradients of these parameters."""
+    # They are the ranks of `group`, or those over which the parameters are sharded, or all.
+    meshes = {p.device_mesh for p in params if is_dtensor(p)}
+    if not meshes:
+        return RankGroup.of(group, world_size)
+    everyone = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}
+    if len(everyone) > 1:
+        raise ValueError(
+            f"the parameters are sharded over different workers: ranks {sorted(everyone)}. "
+            "Give each mesh's parameters an optimizer of their own."
+        )
+    ranks, mesh = list(everyone.pop()), meshes.pop()
+    if mesh.ndim > 1 and group in mesh.get_all_groups():
+        group = None  # that of an optimizer for each copy of the model
+    workers = RankGroup.of(group or _group_of_mesh(mesh, ranks), world_size)
+    if workers.size != len(ranks):
+        raise ValueError(
+            f"the parameters are sharded over {len(ranks)} workers, and the process group has "
+            f"{workers.size}. Leave process_group and world_size out."
+        )
+    return workers
+
+
+def _group_of_mesh(mesh: DeviceMesh, ranks: list[int]) -> dist.ProcessGroup | None:
+    """Return the process group of all ranks of a mesh; None for the default group."""
+    if ranks == list(range(dist.get_world_size())):
+        return None
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    # A mesh of two dimensions has a group per dimension, but none of all its ranks.
+    return dist.new_group(ranks, use_local_synchronization=True)

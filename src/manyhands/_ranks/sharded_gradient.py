@@ -1,0 +1,379 @@
+"""Stand in `param.grad` for a gradient of which each rank holds slices, and compute its norm.
+
+**A `ShardedGradient`** is what `param.grad` is after a sharded backward. It has the parameter's
+shape and no memory of its own. Behind it are
+
+    slices   this rank's elements of the mean gradient: flat tensors, one per bucket
+    starts   where in the flat parameter each of them begins
+    local    gradients of this rank that have not been averaged yet (after `no_sync()`, or
+             while a backward adds to what an earlier one left)
+    group    the ranks that hold the other slices
+
+Operations that act on each element alone act on the slices. The norm that
+`torch.nn.utils.clip_grad_norm_` takes is a `LocalNorm`. `all` and `any` are reduced over the ranks
+at once. Any other operation would be of this rank's shard and not of the gradient: it raises, and
+says what to call instead.
+
+**A `LocalNorm`** is the norm of this rank's slices. torch's clipping takes the norm of each
+gradient, stacks these norms, and takes the norm of the stack. Only the norm of all of them is
+reduced over the ranks: with p the kind of norm and n_i the norm on rank i,
+
+    (sum of n_i^p over the ranks)^(1 / p)        their maximum, if p is infinite
+
+That is one small all_reduce, and the result is a plain tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from manyhands._tensors.flat import local_shard
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+import math
+from typing import TypeGuard
+
+import torch.distributed as dist
+
+from manyhands._ranks.groups import RollCall
+from manyhands._tensors.flat import norm
+
+aten = torch.ops.aten
+NOT_LIKE_IT = (
+    "param.grad.data of a sharded gradient takes one that was made from it, such as "
+    "param.grad * 2. Assign to param.grad itself to replace it."
+)
+# Functions of a LocalNorm whose result is still the norm of this rank's slices.
+KEEP_LOCAL = {torch.stack, Tensor.to, Tensor.device.__get__, Tensor.dtype.__get__}  # type: ignore[attr-defined]
+
+
+class LocalNorm(Tensor):
+    """Norms of this rank's slices of some gradients, not yet reduced over the ranks."""
+
+    power: float
+    group: Any  # of the ranks; None: this rank has all slices
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        """Keep local what can be combined later; reduce over the ranks before all else."""
+        kwargs = kwargs or {}
+        norms = list(args[0]) if func is torch.stack else [args[0]] if args else []
+        if _can_combine(norms):
+            with torch._C.DisableTorchFunctionSubclass():
+                if func in KEEP_LOCAL:
+                    result = func(*args, **kwargs)
+                    return (
+                        _as_local_norm(result, norms[0]) if isinstance(result, Tensor) else result
+                    )
+                if func is torch.linalg.vector_norm and float((*args, 2)[1]) == norms[0].power:
+                    # The norm of norms of one kind is the norm of all their elements.
+                    here = torch.linalg.vector_norm(*args, **kwargs)
+                    return norms[0].reduce(here)
+        # Any other function needs the values, so they are reduced over the ranks first.
+        with torch._C.DisableTorchFunctionSubclass():
+            args, kwargs = _reduce_all(args), _reduce_all(kwargs)
+            return func(*args, **kwargs)
+
+    def reduce(self, here: Tensor) -> Tensor:
+        """Return the norms over all ranks, from the norms `here` of this rank's slices."""
+        plain = here.as_subclass(Tensor).clone()
+        if self.group is None:
+            return plain
+        if math.isinf(self.power):
+            # A maximum may lose a nan, so whether there is one travels as a number of its own.
+            is_nan = plain.isnan().to(plain.dtype)
+            both = torch.stack([plain.nan_to_num(nan=0.0, posinf=math.inf), is_nan])
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
+            return torch.where(both[1] > 0, math.nan, both[0])
+        # In float64 the power neither overflows nor rounds. mps has no float64.
+        total = plain.double().pow(self.power) if plain.device.type != "mps" else plain
+        dist.all_reduce(total, group=self.group)
+        return total.pow(1 / self.power).to(plain.dtype)
+
+
+def norm_of_slices(slices: Sequence[Tensor], power: float, group: Any) -> LocalNorm:
+    """Return the norm of a gradient's slices on this rank; there is one at least."""
+    norms = [_norm_of_one(each, power) for each in slices]
+    here = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), power)
+    result = here.as_subclass(LocalNorm)
+    result.power, result.group = power, group
+    return result
+
+
+def _norm_of_one(elements: Tensor, power: float) -> Tensor:
+    """Return the norm of one slice; 0 of an empty one."""
+    if power == 2:
+        return norm(elements)  # one read of the memory
+    # An empty slice has no maximum norm.
+    return torch.linalg.vector_norm(elements, power) if elements.numel() else elements.new_zeros(())
+
+
+def _as_local_norm(result: Tensor, like: LocalNorm) -> LocalNorm:
+    local_norm = result.as_subclass(LocalNorm)
+    local_norm.power, local_norm.group = like.power, like.group
+    return local_norm
+
+
+def _can_combine(norms: list[Any]) -> TypeGuard[list[LocalNorm]]:
+    """Return whether all are norms of one kind, of slices among the same ranks."""
+    return all(
+        isinstance(each, LocalNorm) and (each.power, each.group) == (norms[0].power, norms[0].group)
+        for each in norms
+    ) and bool(norms)
+
+
+def _reduce_all(value: Any) -> Any:
+    """Return a function's arguments with each local norm in them reduced over the ranks."""
+    if isinstance(value, LocalNorm):
+        return value.reduce(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_reduce_all(v) for v in value)
+    if isinstance(value, dict):
+        return {k: _reduce_all(v) for k, v in value.items()}
+    return value
+
+
+class ShardedGradient(Tensor):
+    """Stands in `param.grad` for a gradient that is sharded over the ranks."""
+
+    slices: tuple[Tensor, ...]
+    starts: tuple[int, ...]
+    local: Tensor | None
+    group: Any  # None: this rank has all slices
+    zeroed: bool  # by `zero_grad(set_to_none=False)`, and not added to since
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        param: Tensor,
+        pieces: Sequence[Tensor],
+        starts: Sequence[int],
+        group: Any,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> ShardedGradient:
+        """Make a tensor with the parameter's shape and no memory, around this rank's slices."""
+        # A wrapper has a type, a shape and a version, and no storage.
+        shell: ShardedGradient = Tensor._make_wrapper_subclass(
+            cls,
+            param.size(),
+            strides=param.stride(),
+            dtype=dtype or param.dtype,
+            device=device or param.device,
+        )
+        shell.slices, shell.starts = tuple(pieces), tuple(starts)
+        shell.local, shell.group, shell.zeroed = None, group, False
+        return shell
+
+    @property
+    def data(self) -> Tensor:
+        """The gradient without its history; or set its elements to those of another like it."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        # torch would give the shell another memory, and leave the slices as they are.
+        if not (isinstance(other, ShardedGradient) and self.fits(other)) or (
+            other.dtype != self.dtype
+        ):
+            raise RuntimeError(NOT_LIKE_IT)
+        self.slices, self.local, self.zeroed = other.slices, other.local, other.zeroed
+
+    def parts(self) -> list[Tensor]:
+        """Return all tensors that this rank holds of the gradient."""
+        return [*self.slices, *([] if self.local is None else [self.local])]
+
+    def full_tensor(self) -> Tensor:
+        """Return the averaged gradient with all ranks' slices, on each rank; as a DTensor does."""
+        whole = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        for start, piece in zip(self.starts, self.slices, strict=True):
+            whole.view(-1)[start : start + piece.numel()] = piece
+        if self.group is not None:
+            dist.all_reduce(whole, group=self.group)
+        return whole
+
+    def twin(
+        self,
+        change: Callable[[Tensor], Tensor],
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> ShardedGradient:
+        """Return a copy with each tensor changed, perhaps to another dtype and device."""
+        pieces = [change(piece) for piece in self.slices]
+        other = ShardedGradient(self, pieces, self.starts, self.group, dtype, device)
+        other.local = None if self.local is None else change(self.local)
+        return other
+
+    def fits(self, other: object) -> bool:
+        """Return whether an argument has an element for each of ours, or one for all of them."""
+        if isinstance(other, ShardedGradient):
+            same = other.shape == self.shape and other.starts == self.starts
+            return same and len(other.parts()) == len(self.parts())
+        return not _is_large(other)
+
+    def mapped(self, func: Callable[..., Tensor], others: Sequence[Any]) -> ShardedGradient:
+        """Return a function of each element, and of the elements of other sharded tensors."""
+        theirs = [o.parts() if isinstance(o, ShardedGradient) else None for o in others]
+        done = [
+            func(part, *(o if t is None else t[i] for o, t in zip(others, theirs, strict=True)))
+            for i, part in enumerate(self.parts())
+        ]
+        if not done:  # the dtype must be that of the other ranks
+            done = [func(*(_empty_like(o) for o in (self, *others)))]
+        remaining = iter(done)
+        return self.twin(lambda _: next(remaining), done[0].dtype)
+
+    def quantified(self, quantifier: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return whether all elements are true, or any: over all ranks, so call it on each."""
+        here = [quantifier(part) for part in self.parts()]
+        nothing = quantifier(torch.empty(0, device=self.device))
+        flag = quantifier(torch.stack([*here, nothing])) if here else nothing
+        if self.group is None:
+            return flag
+        # An error, not a hang, if a rank is missing.
+        call = f"{quantifier.__name__}() of a sharded gradient"
+        RollCall(self.group.get_group_store(), self.group.rank(), self.group.size()).wait(call)
+        number = flag.to(torch.uint8)
+        most = dist.ReduceOp.MIN if quantifier is aten.all else dist.ReduceOp.MAX
+        dist.all_reduce(number, most, group=self.group)
+        return number.to(torch.bool)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        held = sum(piece.numel() for piece in self.slices)
+        return f"ShardedGradient(shape={tuple(self.shape)}, {held} of {self.numel()} elements here)"
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ShardedGradient:
+        memo[id(self)] = copied = self.twin(Tensor.clone)
+        return copied
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        """Do what torch asks on this rank's slices, or raise if it needs the whole gradient."""
+        packet, kwargs = func.overloadpacket, kwargs or {}
+        first = args[0] if args else None
+        if packet in NORMS and len(args) <= 2 and not kwargs:  # else of a dimension, or wider
+            power = float(args[1]) if len(args) > 1 else 2.0
+            if packet is aten.linalg_vector_norm:
+                return _norm_of(args[0], power)
+            return [_norm_of(each, power) for each in args[0]]
+        if isinstance(first, ShardedGradient):
+            if packet in ADDING and isinstance(args[1], Tensor):
+                target = first if packet is aten.add_ else first.twin(Tensor.detach)
+                return target._added(args[1].detach(), kwargs.get("alpha", 1))
+            if packet in ELEMENTWISE and not any(map(_is_large, args[1:])):
+                for part in first.parts():
+                    func(part, *args[1:], **kwargs)
+                first.zeroed = first.zeroed or packet is aten.zero_
+                return first
+            if packet in COPYING:
+                return first.twin(lambda part: func(part, **kwargs))
+            if packet in BY_ELEMENT and all(map(first.fits, args[1:])):
+                return first.mapped(func, args[1:])
+            if packet in QUANTIFIERS and len(args) == 1:  # else of a dimension
+                return first.quantified(packet)
+            if packet is aten._to_copy:
+                to = kwargs.get("dtype"), kwargs.get("device")
+                return first.twin(lambda part: func(part, **kwargs), *to)
+        if packet in FOREACH and not any(map(_is_large, args[1:])):
+            _apply_foreach(func, args, kwargs)
+            return None
+        raise RuntimeError(
+            f"{packet.__name__} needs the whole gradient, and this one is sharded over the "
+            "workers. Step the optimizer that shard() returned, clip with "
+            "torch.nn.utils.clip_grad_norm_, and scale with ShardedGradScaler."
+        )
+
+    def local_norm(self, power: float) -> LocalNorm:
+        """Return the norm of this rank's slices, to be combined with those of the other ranks."""
+        if self.local is not None:
+            raise RuntimeError(
+                "Run the last backward of the step outside no_sync(), and clip after it."
+            )
+        nothing = () if self.slices else (torch.empty(0, dtype=self.dtype, device=self.device),)
+        return norm_of_slices([*self.slices, *nothing], power, self.group)
+
+    def _added(self, other: Tensor, alpha: object) -> ShardedGradient:
+        """Add the next backward's gradient, as autograd does; it is averaged later."""
+        self.zeroed = False
+        if isinstance(other, ShardedGradient):
+            if alpha != 1 or len(other.slices) != len(self.slices) or other.local is not None:
+                raise RuntimeError("only whole sharded gradients of one parameter can be added.")
+            for mine, theirs in zip(self.slices, other.slices, strict=True):
+                mine.add_(theirs)
+        elif other.shape != self.shape or alpha != 1:
+            raise RuntimeError("change a gradient in a hook, before it is averaged and sharded.")
+        else:
+            self.local = other if self.local is None else self.local + other
+        return self
+
+
+ADDING = {aten.add_, aten.add}
+ELEMENTWISE = {
+    *(aten.mul_, aten.div_, aten.zero_, aten.neg_, aten.nan_to_num_),
+    *(aten.clamp_, aten.clamp_min_, aten.clamp_max_),
+}
+BY_ELEMENT = {
+    *(aten.abs, aten.isnan, aten.isinf, aten.mul, aten.bitwise_and, aten.bitwise_or),
+    *(aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.logical_not, aten.bitwise_not),
+}
+QUANTIFIERS = {aten.all, aten.any}
+COPYING = {aten.detach, aten.clone, aten.alias}
+NORMS = {aten.linalg_vector_norm, aten._foreach_norm}
+FOREACH = {aten._foreach_zero_, aten._foreach_mul_, aten._foreach_div_, aten._foreach_neg_}
+
+
+def _norm_of(grad: Tensor, power: float) -> Tensor:
+    """Return a gradient's norm: of this rank's slices, if it is sharded."""
+    if isinstance(grad, ShardedGradient):
+        return grad.local_norm(power)
+    plain: Tensor = torch.linalg.vector_norm(grad, power)
+    return plain
+
+
+def _empty_like(argument: object) -> Any:
+    if isinstance(argument, ShardedGradient):
+        return torch.empty(0, dtype=argument.dtype, device=argument.device)
+    return argument
+
+
+def _is_large(argument: object) -> bool:
+    return isinstance(argument, Tensor) and argument.numel() > 1
+
+
+def _apply_foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Apply a foreach operation; an argument that is a list has one element for each gradient."""
+    lists = [a if isinstance(a, list | tuple) else None for a in args[1:]]
+    for i, grad in enumerate(args[0]):
+        own = [a if each is None else [each[i]] for a, each in zip(args[1:], lists, strict=True)]
+        parts = grad.parts() if isinstance(grad, ShardedGradient) else [grad]
+        for part in parts:
+            func([part], *own, **kwargs)
+        if isinstance(grad, ShardedGradient) and func.overloadpacket is aten._foreach_zero_:
+            grad.zeroed = True
+
+
+def local_parts(grad: Tensor) -> list[Tensor]:
+    """Return the tensors with the elements of a gradient that this rank holds."""
+    # They are slices of a `ShardedGradient`, the shard of a DTensor, or any other gradient itself.
+    if isinstance(grad, ShardedGradient):
+        return [elements for elements in grad.slices if elements.numel()]
+    return [local_shard(grad)]

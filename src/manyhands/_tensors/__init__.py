@@ -1,0 +1,7 @@
+"""Helpers for tensors and autograd. Imports no other folder of manyhands.
+
+backward.py       when a backward pass begins and ends
+flat.py           tensors as flat ranges, and their norm; which part of a DTensor is on this rank
+random_state.py   the random generators of this rank, saved and restored
+trees.py          tensors in nested containers
+"""

@@ -1,0 +1,286 @@
+"""adaptdl's way to use a rule: the data-parallel module counts passes and binds the rule.
+
+Names and the order of arguments are adaptdl's, so that code written for it runs unchanged.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adam, Optimizer, RMSprop
+from torch.optim.lr_scheduler import LRScheduler
+
+from manyhands._arguments import instance
+from manyhands._optimizers.modules import ModuleWrapper
+from manyhands._optimizers.wrappers import LossScaler, wrapped_attribute
+from manyhands.scaling._hooks import fsdp_modules
+from manyhands.scaling._rule_base import ScalingRuleBase
+from manyhands.scaling._rules import AdamScale, AdaScale
+
+
+class PassSource(Protocol):
+    """A loader whose micro-batches make up whole steps (`adaptdl/_adaptive_loader.py`)."""
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether more micro-batches of the same step follow."""
+
+    def attach(self, module: AdaptiveDataParallel) -> None:
+        """Take over the batch of the module's rule."""
+
+
+class ScalarWriter(Protocol):
+    """TensorBoard's `SummaryWriter`, or any other with its method."""
+
+    def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
+
+
+class AdaptiveDataParallel(ModuleWrapper):
+    """A data-parallel model whose optimizer follows a scaling rule.
+
+    >>> import torch
+    >>> from manyhands.adaptdl import AdaptiveDataParallel, AdaScale
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> rule = AdaScale()
+    >>> model = AdaptiveDataParallel(model, optimizer, rule)
+    >>> with model.no_sync():  # every pass but the step's last
+    ...     model(torch.randn(8, 4)).square().mean().backward()
+    >>> model(torch.randn(8, 4)).square().mean().backward()
+    >>> rule.step()  # or optimizer.step(), which is now the rule's
+    >>> rule.scale
+    2.0
+
+    Do not divide losses by the number of passes: the gradient is divided after the last one. The
+    scale is workers x passes (each micro-batch is a small batch), unless `scale` is an argument.
+    Without a process group the model runs on one worker.
+
+    Args:
+        model: the module. A module that `fully_shard` was called on is not wrapped in DDP.
+        optimizer: a bare optimizer of its parameters; `step` and `zero_grad` become the rule's.
+        rule: a rule without optimizer; by default `AdamScale()` for Adam and RMSprop,
+            `AdaScale()` for others. `scaling_rule=` is the same. (adaptdl's own order is accepted
+            too: the scheduler in this place, then the scaler and the rule.)
+        lr_scheduler: kept as an attribute. (adaptdl saved it; here, save it in your checkpoint.)
+        mp_scaler: the `GradScaler` in use.
+        scale: size of the whole batch in small batches.
+        name: kept as an attribute.
+        ddp_arguments: further arguments of `DistributedDataParallel`.
+    """
+
+    _loader: ClassVar[PassSource | None] = None  # the loader that is iterated at present, if any
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        rule: ScalingRuleBase | LRScheduler | None = None,
+        lr_scheduler: object = None,
+        mp_scaler: LossScaler | ScalingRuleBase | None = None,
+        scaling_rule: ScalingRuleBase | None = None,
+        name: str = "adaptdl-dataparallel",
+        *,
+        scale: float | None = None,
+        **ddp_arguments: Any,
+    ) -> None:
+        super().__init__()
+        instance("model", model, nn.Module, "a torch.nn.Module")
+        # Raises for a misspelt keyword: without a process group no DDP would notice it.
+        inspect.signature(DistributedDataParallel.__init__).bind(None, None, **ddp_arguments)
+        arguments = _sort_arguments(rule, lr_scheduler, mp_scaler, scaling_rule)
+        rule, mp_scaler = arguments.get("rule"), arguments.get("mp_scaler")
+        if rule is None:
+            rule = AdamScale() if isinstance(optimizer, Adam | RMSprop) else AdaScale()
+        self.module = model
+        self.scaling_rule = rule
+        self.lr_scheduler = arguments.get("lr_scheduler")
+        self.name = arguments.get("name", name)
+        self.leading_dimension: int | None = None  # of the first training input
+        self._fsdp_modules = fsdp_modules(model)  # fully_shard averages their gradients
+        if self._fsdp_modules and ddp_arguments:
+            names = ", ".join(ddp_arguments)
+            raise TypeError(f"fully_shard averages this model's gradients: leave out {names}.")
+        ready = dist.is_available() and dist.is_initialized() and not self._fsdp_modules
+        # In a list, so that it is no submodule: parameters keep the names `module.*`, as in DDP.
+        self._parallel = [DistributedDataParallel(model, **ddp_arguments)] if ready else []
+        self._averages = True
+        self.process_group = ddp_arguments.get("process_group")
+        if mp_scaler is not None:
+            rule.port.loss_scale.scaler = mp_scaler
+        if scale is not None:
+            rule.set_scale(scale)
+        rule.initialize(self, optimizer, patch_optimizer=True)
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward pass is the step's last."""
+        return all(ddp.require_backward_grad_sync for ddp in self._parallel) and self._averages
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate: passes inside are not the step's last, and their gradients not averaged."""
+        before, self._averages = self._averages, False
+        try:
+            with ExitStack() as stack:
+                for ddp in self._parallel:
+                    stack.enter_context(ddp.no_sync())
+                self._set_averaging(False)
+                yield
+        finally:
+            self._averages = before
+            self._set_averaging(before)
+
+    def _set_averaging(self, enabled: bool) -> None:
+        # all modules are in the list, so no recursion
+        for module in self._fsdp_modules:
+            module.set_requires_gradient_sync(enabled, recurse=False)
+
+    def set_accumulating(self, accumulates: bool | None) -> None:
+        """Make the next pass accumulate, or be its step's last; None: as in any other loop.
+
+        The loop of an `AdaptiveDataLoader` calls `optimizer.step()` and `zero_grad()` in every
+        pass, as adaptdl's did. Within a step both do nothing.
+        """
+        self._averages = not accumulates
+        for ddp in self._parallel:
+            ddp.require_backward_grad_sync = self._averages
+        self._set_averaging(self._averages)
+        self.scaling_rule.port.end_pass(None if accumulates is None else not accumulates)
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up other attributes on DistributedDataParallel (`register_comm_hook`, `join`)."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            parallel = self.__dict__.get("_parallel")
+            if not parallel or name.startswith("_"):
+                raise
+            return wrapped_attribute(self, parallel[0], name)
+
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        """Run the model; in training, ask the loader before whether the step has more passes."""
+        # An evaluation's forward passes are no passes of a step.
+        source = self._loader
+        if source is not None and self.training and torch.is_grad_enabled():
+            source.attach(self)
+            self.set_accumulating(source.accumulates)
+        # LEGWScale needs the size of the first micro-batch
+        if self.leading_dimension is None and self.training and torch.is_grad_enabled():
+            tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+            first = next((x for x in tensors if x.dim() > 0), None)
+            self.leading_dimension = None if first is None else first.shape[0]
+        model = self._parallel[0] if self._parallel else self.module
+        return model(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients. (adaptdl ignored this call.)"""
+        if self.scaling_rule.port.keeps_gradients:
+            return
+        super().zero_grad(set_to_none)
+        self.scaling_rule.forget_gradients()
+
+    @property
+    def gain(self) -> float:
+        """How many small-batch steps one step is worth at present."""
+        return self.scaling_rule.gain()
+
+    @property
+    def gns(self) -> GradientStatistics:
+        """The gradient statistics under adaptdl's names."""
+        return GradientStatistics(self.scaling_rule)
+
+    def to_tensorboard(self, writer: ScalarWriter, global_step: int, tag_prefix: str = "") -> None:
+        """Write the statistics to a TensorBoard `SummaryWriter`."""
+        prefix = tag_prefix + "/" if tag_prefix and not tag_prefix.endswith("/") else tag_prefix
+        factors = self.scaling_rule.factors
+        for tag, value in (
+            ("Gradient_Norm_Sqr", self.gns.sqr_avg()),
+            ("Gradient_Variance", self.gns.var_avg()),
+            ("Gain", self.gain),
+            ("Learning_Rate_Factor", sum(factors) / len(factors)),
+        ):
+            writer.add_scalar(prefix + tag, value, global_step)
+
+
+def _sort_arguments(third: object, fourth: object, fifth: object, sixth: object) -> dict[str, Any]:
+    """Return the arguments after the optimizer by name, in our order or in adaptdl's."""
+    # Ours is rule, lr_scheduler, mp_scaler, scaling_rule; adaptdl's is lr_scheduler, mp_scaler,
+    # scaling_rule, name. What an argument is decides; its position only if that is not clear.
+    named: dict[str, Any] = {}
+    for position, value in enumerate((third, fourth, fifth, sixth)):
+        if value is None:
+            continue
+        if isinstance(value, ScalingRuleBase):
+            kind = "rule"
+        elif hasattr(value, "get_scale"):  # any gradient scaler, ShardedGradScaler included
+            kind = "mp_scaler"
+        elif isinstance(value, LRScheduler) or position == 1:
+            kind = "lr_scheduler"
+        elif isinstance(value, str) and position == 3:
+            kind = "name"
+        elif position == 2:
+            raise TypeError(f"mp_scaler must be a GradScaler, got {type(value).__name__}.")
+        else:
+            raise TypeError(
+                f"expected a scaling rule, got {type(value).__name__}. Pass others by name."
+            )
+        if kind in named:
+            raise TypeError(f"two arguments are a {kind}: pass one of them.")
+        named[kind] = value
+    return named
+
+
+class GradientStatistics:
+    """A rule's statistics under the names of adaptdl's `GradientNoiseScale`, for ported code."""
+
+    def __init__(self, rule: ScalingRuleBase) -> None:
+        self._rule = rule
+
+    @property
+    def raw_sqr_avg(self) -> tuple[float, ...]:
+        """|true gradient|^2 per parameter group, before the floor."""
+        return self._rule.noise.raw_sqr
+
+    @property
+    def raw_var_avg(self) -> tuple[float, ...]:
+        """The noise at scale 1 per parameter group, before the floor."""
+        return self._rule.noise.raw_var
+
+    def sqr_avg(self) -> float:
+        """|true gradient|^2 of all groups."""
+        return self._rule.noise.sqr_of()
+
+    def var_avg(self) -> float:
+        """The noise at scale 1 of all groups."""
+        return self._rule.noise.var_of()
+
+    def gain(self, scale: float) -> float:
+        """Return the gain at any scale."""
+        return self._rule.noise.gain(scale)
+
+    def get_progress(self) -> float:
+        return self._rule.progress
+
+    def set_progress(self, progress: float) -> None:
+        self._rule.set_progress(progress)
+
+    @property
+    def accum_scale(self) -> float:
+        """The scale of one pass on all workers together."""
+        return self._rule.scale / self.accum_count
+
+    @property
+    def accum_count(self) -> int:
+        """Passes of the step under way, or of the last one."""
+        return self._rule.passes
+
+    def set_accum_scale(self, accum_scale: float) -> None:
+        """Set the scale of one pass on all workers together."""
+        self._rule.set_scale_per_pass(accum_scale)

@@ -1,0 +1,150 @@
+"""The tensors of safetensors files, state dict files and mappings, to be read slice by slice.
+
+A folder is one as transformers writes it. Files may be links, as in Hugging Face's cache. No file
+is unpickled: state dicts are read with `weights_only=True`, and mapped into memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from manyhands._arguments import file_path
+from manyhands.checkpoint._folder import OpenFile
+from manyhands.checkpoint._format import DTYPES, TensorEntry
+from manyhands.checkpoint._reader import SafetensorsFile
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NAMES = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of a source. `read` copies the slice at some offsets into a tensor of its size."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[Sequence[int], Tensor], None]
+
+
+class PlainSafetensorsFile(SafetensorsFile):
+    """A safetensors file of any writer: without our checksums, with its tensors in any order."""
+
+    def __post_init__(self) -> None:
+        head = 8 + int.from_bytes(self._read(0, 8), "little")
+        if not 8 <= head <= self.source.size:
+            raise self.damaged("its header is longer than the file")
+        try:
+            header = json.loads(self._read(8, head - 8))
+            header.pop("__metadata__", None)
+            for name, meta in header.items():
+                if meta["dtype"] not in DTYPES:
+                    raise ValueError(f"{name!r} has the unknown type {meta['dtype']!r:.20}")
+                entry = TensorEntry(name, DTYPES[meta["dtype"]], tuple(meta["shape"]))
+                start, stop = meta["data_offsets"]
+                whole = all(type(n) is int and n >= 0 for n in (*entry.shape, start))
+                if not whole or stop - start != entry.nbytes or head + stop > self.source.size:
+                    raise ValueError(f"{name!r} is not where it should be")
+                self.entries[name], self.starts[name] = entry, head + start
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise self.damaged(f"its header cannot be read ({error!r:.200})") from error
+
+
+class Weights(ExitStack):
+    """The tensors of a source, by name. Files stay open until `close`."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self.tensors: dict[str, Weight] = {}
+        self.others: dict[str, object] = {}  # what is no tensor, such as a module's extra state
+        try:
+            if isinstance(source, Mapping):
+                self._add_mapping(source, "the source")
+            else:
+                for path in find_files(
+                    Path(file_path("source", source, "Or give a dict of tensors."))
+                ):
+                    self._add_file(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def _add_file(self, path: Path) -> None:
+        with path.open("rb") as file:
+            start = file.read(9)
+        # A length of 8 bytes and the header's brace; a state dict's is a zip file or a pickle.
+        if path.suffix != ".safetensors" and start[8:] != b"{":
+            self._add_mapping(_load_state_dict(path), str(path))
+            return
+        opened = OpenFile(Path(os.path.realpath(path)))
+        self.callback(opened.close)
+        plain = PlainSafetensorsFile(opened, path)
+        for name, entry in plain.entries.items():
+            self.tensors[name] = Weight(entry.shape, entry.dtype, partial(plain.read, name))
+
+    def _add_mapping(self, tensors: Mapping[str, object], where: str) -> None:
+        for name, value in tensors.items():
+            if isinstance(value, Tensor):
+                shape = tuple(value.shape)
+                self.tensors[name] = Weight(shape, value.dtype, partial(_copy_slice, value))
+            else:
+                self.others[name] = value
+        nested = [repr(name) for name, value in self.others.items() if isinstance(value, Mapping)]
+        if nested and not self.tensors:
+            raise ValueError(
+                f"{where} has no tensors, but {', '.join(nested)}. Load it with torch.load(path, "
+                "mmap=True), and give the entry with the model's state dict."
+            )
+
+
+def _load_state_dict(path: Path) -> Mapping[str, object]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} is no file of weights that can be read: {error}") from error
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{path} holds a {type(state).__name__}, and a state dict is needed.")
+    return state
+
+
+@torch.no_grad()
+def _copy_slice(whole: Tensor, offsets: Sequence[int], target: Tensor) -> None:
+    for dim, (start, size) in enumerate(zip(offsets, target.shape, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    target.copy_(whole)
+
+
+def find_files(path: Path) -> list[Path]:
+    """Return the files of weights that a path stands for: itself, or those of a folder."""
+    if path.is_file():
+        found = path
+    elif not path.is_dir():
+        raise FileNotFoundError(
+            f"there is no {path} on this rank. Give a file or a folder of weights; download those "
+            "of a hub first, as huggingface_hub.snapshot_download does."
+        )
+    else:
+        there = [path / name for name in NAMES if (path / name).is_file()]
+        if not there:
+            raise FileNotFoundError(f"{path} has none of {', '.join(NAMES)}. Give a file.")
+        found = there[0]
+    if not found.name.endswith(".index.json"):
+        return [found]
+    try:
+        names = sorted(set(json.loads(found.read_text())["weight_map"].values()))
+        if any(Path(name).name != name for name in names):
+            raise ValueError("a file outside of the folder")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{found} is no index of weights: {error!r:.200}.") from error
+    return [found.parent / name for name in names]

@@ -1,0 +1,153 @@
+"""Fill a model with weights: compare names and shapes on every rank, then read what it holds.
+
+A parameter on the meta device gets memory in place, so that optimizers and wrappers keep it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands._optimizers.modules import WRAPPER_NAMES, plain_modules, plain_name
+from manyhands._ranks.agreement import agree, run_on_all
+from manyhands._ranks.ranks import RankGroup
+from manyhands._tensors.flat import is_dtensor
+from manyhands.checkpoint._model import ModelNames, can_convert, find_names, list_names
+from manyhands.checkpoint._tensor_parts import to_parts
+from manyhands.checkpoint.weights._files import Source, Weight, Weights
+
+DATA_PARALLEL = "module."  # how DistributedDataParallel's names begin
+
+
+def fill_model(
+    model: nn.Module,
+    source: Source,
+    strict: bool,
+    name_in_source: Callable[[str], str] | None,
+    ranks: RankGroup,
+) -> tuple[list[str], list[str]]:
+    """Load the source into the model; return the missing and the unexpected names."""
+    with run_on_all(ranks, lambda: Weights(source)) as weights:
+        listed = sorted((name, w.shape, str(w.dtype)) for name, w in weights.tensors.items())
+        facts = {"weights": f"checksum {zlib.crc32(repr(listed).encode()):08x}"}
+        agree(ranks, facts, "Give each rank the same source.")
+        match = run_on_all(ranks, lambda: Match.of(model, weights, strict, name_in_source))
+
+        def fill() -> None:
+            materialize(model)
+            for tensor, weight in match.reads:
+                for offsets, elements in to_parts(tensor).slices:
+                    weight.read(offsets, elements)
+            for module, state in match.extras:
+                module.set_extra_state(state)
+
+        run_on_all(ranks, fill)
+    return match.missing, match.unexpected
+
+
+@dataclass
+class Match:
+    """Which weight goes to which tensor of the model."""
+
+    reads: list[tuple[Tensor, Weight]] = field(default_factory=list)
+    extras: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        weights: Weights,
+        strict: bool,
+        name_in_source: Callable[[str], str] | None,
+    ) -> Match:
+        """Compare a model with weights. Raise a RuntimeError if they do not fit."""
+        names, match, wrong = find_names(model, on_meta=True), cls(), []
+        stored = _by_plain_name({**weights.tensors, **weights.others}, names)
+        rename = name_in_source or (lambda name: name)
+        used = {rename(name) for name in (*names.tensors, *names.aliases, *names.extras)}
+        for name, tensor in names.tensors.items():
+            known = [other for other in map(rename, names.all_of(name)) if other in stored]
+            if not known:
+                match.missing.append(name)
+                continue
+            weight = stored[known[-1]]  # load_state_dict, too, ends with the last of tied names
+            if not isinstance(weight, Weight) or weight.shape != tuple(tensor.shape):
+                shape = getattr(weight, "shape", type(weight).__name__)
+                wrong.append(
+                    f"size mismatch for {name}: the source has {shape}, and the model "
+                    f"{tuple(tensor.shape)}."
+                )
+            elif not can_convert(weight.dtype, tensor.dtype):
+                wrong.append(f"{name} is {weight.dtype} in the source and {tensor.dtype} here.")
+            else:
+                match.reads.append((tensor, weight))
+        match.missing += [name for name in names.extras if rename(name) not in stored]
+        match.extras = [
+            (module, stored[rename(name)])
+            for name, module in names.extras.items()
+            if rename(name) in stored
+        ]
+        match.unexpected = sorted(set(stored) - used)
+        match._check(model, names, wrong, strict)
+        return match
+
+    def _check(self, model: nn.Module, names: ModelNames, wrong: list[str], strict: bool) -> None:
+        """Raise the error of torch's `load_state_dict`, or one for what would stay on meta."""
+        problems = wrong
+        if strict:
+            for words, keys in (("Unexpected", self.unexpected), ("Missing", self.missing)):
+                if keys:
+                    quoted = ", ".join(f'"{key}"' for key in keys)
+                    problems = [f"{words} key(s) in state_dict: {quoted}. ", *problems]
+        if problems:
+            text = "\n\t".join(problems)
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(model).__name__}:\n\t{text}"
+            )
+        empty = [n for n in self.missing if n in names.tensors and names.tensors[n].is_meta]
+        for prefix, module in plain_modules(model):
+            for name in module._non_persistent_buffers_set:
+                buffer = module._buffers.get(name)
+                empty += [prefix + name] if buffer is not None and buffer.is_meta else []
+        if empty:
+            raise RuntimeError(
+                f"{list_names(empty)} of the model: on the meta device, and not in the source. "
+                "Build the model so that only what the source has is on meta, as "
+                "accelerate.init_empty_weights() does."
+            )
+
+
+def _by_plain_name(stored: dict[str, Any], names: ModelNames) -> dict[str, Any]:
+    """Return the weights without the names of wrappers that the model was saved from."""
+    plain = {plain_name(name, WRAPPER_NAMES): weight for name, weight in stored.items()}
+    ours = (*names.tensors, *names.aliases)
+    if all(name.startswith(DATA_PARALLEL) for name in plain) and not any(
+        name.startswith(DATA_PARALLEL) for name in ours
+    ):
+        plain = {name.removeprefix(DATA_PARALLEL): weight for name, weight in plain.items()}
+    return plain
+
+
+# -- the meta device -------------------------------------------------------------------------------
+
+
+def materialize(model: nn.Module) -> None:
+    """Give every tensor on meta memory that is not initialized, and keep the object."""
+    tensors = [*model.parameters(), *model.buffers()]
+    devices = (tensor.device for tensor in tensors if not tensor.is_meta)
+    default = next(devices, torch.get_default_device())
+    for tensor in tensors:
+        if not tensor.is_meta:
+            continue
+        device = tensor.device_mesh.device_type if is_dtensor(tensor) else default
+        new = torch.empty_like(tensor, device=device)
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, new)

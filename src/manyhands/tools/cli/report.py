@@ -1,0 +1,108 @@
+"""`manyhands report`: draw records on one page with figures, also while they grow."""
+
+from __future__ import annotations
+
+import time
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from manyhands.tools.cli import printable, stop
+from manyhands.tools.record import Run, read_record
+from manyhands.tools.report import write_report
+from manyhands.tools.report._follow import FollowedRecords
+from manyhands.tools.report._page import write_following
+
+EVERY = 5.0  # seconds from one page to the next
+REST = 4.0  # times as long as drawing a page takes: large records are drawn less often
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN", help="Files that mh.Record wrote; with --follow also folders of them."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "Training runs",
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Rewrite the page while the runs go on, until Ctrl-C.")
+    ] = False,
+    show: Annotated[
+        bool, typer.Option("--open/--no-open", help="Open the page in a browser.")
+    ] = False,
+) -> None:
+    """Compare recorded runs on one page with figures. The page opens without a network.
+
+    With --follow, a page is rewritten every few seconds and reloads itself. It shows all *.jsonl
+    files in a folder, the age of each worker's last line, and which workers are silent.
+    """
+    if follow:
+        _follow(runs, out, title, show)
+        return
+    read = [_read_run(path) for path in runs]
+    _check_is_no_run(out, runs)
+    try:
+        page = write_report(read, out, title=title)
+    except (OSError, ImportError) as error:
+        stop("report", f"the page cannot be written: {error}")
+    typer.echo(f"wrote {printable(str(page))}")
+    if show:
+        webbrowser.open(page.resolve().as_uri())
+
+
+def _read_run(path: Path) -> Run:
+    try:
+        return read_record(path)
+    except (OSError, ValueError) as error:
+        stop("report", str(error))
+
+
+def _check_is_no_run(out: Path, runs: list[Path]) -> None:
+    if any(out.resolve() == path.resolve() for path in runs):
+        stop("report", f"--out {out} is one of the runs, and would be overwritten.")
+
+
+def _follow(paths: list[Path], out: Path, title: str, show: bool) -> None:
+    """Rewrite the page until Ctrl-C, and then once more, as a page that does not reload."""
+    for path in paths:
+        if not path.exists():
+            stop(
+                "report",
+                f"{path} does not exist. --follow takes records, and folders in which records "
+                "appear later.",
+            )
+    page = out.resolve()  # of a link, the file that it leads to is replaced
+    if page.exists() and not page.is_file():
+        stop("report", f"--out {out} is not a regular file, which --follow needs to replace it.")
+    records = FollowedRecords(paths)
+    try:
+        began = time.monotonic()
+        damaged = [worker.text for worker in records.states() if worker.state == "damaged"]
+        if damaged:
+            stop("report", *damaged)
+        _write_states(records, page, title, reload=EVERY)
+        typer.echo(f"following: {printable(str(out))} is rewritten until Ctrl-C")
+        if show:
+            webbrowser.open(page.as_uri())
+        while True:
+            pause = max(EVERY, REST * (time.monotonic() - began))
+            time.sleep(pause)
+            began = time.monotonic()
+            _write_states(records, page, title, reload=pause)
+    except KeyboardInterrupt:
+        _write_states(records, page, title, reload=None)
+        typer.echo(f"wrote {printable(str(out))}")
+
+
+def _write_states(records: FollowedRecords, page: Path, title: str, reload: float | None) -> None:
+    """Write the page as the records are now."""
+    workers = records.states()
+    _check_is_no_run(page, [worker.path for worker in workers])
+    try:
+        write_following(workers, page, title, reload)
+    except (OSError, ImportError) as error:
+        stop("report", f"the page cannot be written: {error}")

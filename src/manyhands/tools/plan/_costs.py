@@ -1,0 +1,532 @@
+"""What each way to train costs a worker: sizes in, bytes and collectives out. Integers only.
+
+With N workers, P bytes of parameters, G of gradients (of trained parameters) and S of optimizer
+state:
+
+                          parameters  gradients  state   sent per step
+    DDP                   P           G          S       2 G (N-1)/N            all-reduce
+    OSS + DDP             P           G          S / N   (2 G + P) (N-1)/N      and new parameters
+    ShardedDataParallel   P           G / N      S / N   (G + P) (N-1)/N        slices, parameters
+    FSDP                  P / N       G / N      S / N   (2 P + G) (N-1)/N      gathered twice
+    FSDP, C copies        P / M       G / M      S / M   (2 P + G) (M-1)/M + 2 G/M (C-1)/C
+
+On a mesh of N = C M workers each copy is sharded over M of them; the copies' gradients are summed.
+These are the formulas. The numbers come from the layout that the library uses
+(`sharding/zero/_layout.py`; for FSDP the rows of each parameter, in wraps), with its padding and
+its uneven shards, for the worker that holds most. `sent` is the mean over the workers.
+
+`in_flight` is the most that a worker holds on top of its gradients during a backward pass.
+
+`AdamScale` reads the second moments of all parameters: where they are sharded, every worker holds a
+replica of them, in one tensor of the trained parameters' size (two with RMSprop's `centered`), and
+gathers it after each step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+
+from manyhands._tensors.flat import in_groups
+from manyhands.blocks.averaging._chunks import PARTS, elements_per_chunk
+from manyhands.blocks.averaging._payload import REPORT
+from manyhands.checkpoint._tensor_parts import LEAST
+from manyhands.scaling._payload import CLAIMS
+from manyhands.scaling._preconditioned import MESSAGE
+from manyhands.sharding.fsdp._whole_tensors import BUCKET, bucket_ranges
+from manyhands.sharding.zero import _layout
+from manyhands.sharding.zero._reducer import IN_FLIGHT
+
+DDP_BUCKETS = (2**20, 25 * 2**20)  # the size of torch's first bucket, and of all others
+
+
+# -- a model in integers ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParamSize:
+    """A parameter's size, and the size of its optimizer state.
+
+    Each shard of the parameter has `state_fixed` bytes of state, and `state_per_element` bytes for
+    each of its elements.
+    """
+
+    elements: int
+    itemsize: int
+    kind: Hashable = "float32"  # dtype and device; only parameters of one kind share a bucket
+    trained: bool = True
+    state_fixed: int = 0
+    state_per_element: int = 0
+    rows: int = 1  # the first dimension, along which FSDP shards
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.itemsize
+
+    def state_bytes(self, elements: int) -> int:
+        return self.state_fixed + self.state_per_element * elements
+
+    def shard_elements(self, workers: int) -> int:
+        """Elements of FSDP's largest shard, to which all other shards are padded."""
+        return -(-self.rows // workers) * (self.elements // max(1, self.rows))
+
+
+@dataclass(frozen=True)
+class OptimizerParams:
+    """The parameters of one optimizer."""
+
+    params: tuple[ParamSize, ...]
+    elementwise: bool = True  # each element is updated by itself
+    owned_whole: bool = False  # under FSDP ranks own tensors whole to step them
+
+    @property
+    def trained(self) -> list[ParamSize]:
+        return [param for param in self.params if param.trained and param.elements]
+
+
+@dataclass(frozen=True)
+class WrapParams:
+    """The parameters of one FSDP wrap, and the number of the wrap around it."""
+
+    params: tuple[ParamSize, ...]
+    outer: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The sizes of a model: the parameters of its optimizers, all others, and its buffers."""
+
+    optimizers: tuple[OptimizerParams, ...]
+    others: tuple[ParamSize, ...] = ()
+    wraps: tuple[WrapParams, ...] = ()  # in the order in which a forward pass finishes them
+    buffers: int = 0  # bytes
+    buffer_messages: int = 0  # broadcasts of buffers from rank 0 before each forward
+
+    @property
+    def trained(self) -> list[ParamSize]:
+        return [param for optimizer in self.optimizers for param in optimizer.trained]
+
+    @property
+    def parameter_bytes(self) -> int:
+        optimized = sum(param.bytes for one in self.optimizers for param in one.params)
+        return optimized + sum(param.bytes for param in self.others)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes that one worker holds, and its bytes and collectives in one step."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    in_flight: int = 0
+    sent: int = 0
+    collectives: int = 0
+    scaling: int = 0  # AdamScale's replica of the second moments
+    saved: int = 0  # written by `mh.save`: what several ranks hold alike, by one of them
+
+
+def _sent_per_worker(size: int, workers: int) -> int:
+    """Return the bytes each worker sends in one all-gather or reduce-scatter of `size` bytes."""
+    return round(size * (workers - 1) / workers)
+
+
+def rule_cost(groups: int, workers: int, gloo: bool) -> tuple[int, int]:
+    """Return what a scaling rule adds to a step that it measures: bytes sent, and collectives.
+
+    A payload has two numbers for each parameter group, and the claims of every rank. It is
+    all-gathered on gloo, and else all-reduced, with a place for each rank's claims.
+    """
+    numbers = (2 * groups + len(CLAIMS)) * workers if gloo else 2 * groups + len(CLAIMS) * workers
+    return _sent_per_worker(8 * numbers * (1 if gloo else 2), workers), int(workers > 1)
+
+
+def round_cost(sizes: ModelSizes, workers: int) -> tuple[int, int]:
+    """Return what a sync round of `DiLoCo` sends: bytes, and collectives."""
+    # The values in chunks, all-reduced in float32; the first and the last with all reports.
+    lengths = Counter[Hashable]()
+    for param in sizes.trained:
+        lengths[param.kind] += param.elements
+    chunks = sum(-(-length // elements_per_chunk(length)) for length in lengths.values())
+    numbers = lengths.total() + min(2, chunks) * workers * REPORT * PARTS
+    return _sent_per_worker(2 * 4 * numbers, workers), chunks * (workers > 1)
+
+
+def costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int = 0) -> tuple[Cost, ...]:
+    """Return the costs of the first four ways, in the order of the table above."""
+    ddp, *sharded, fsdp = _costs(sizes, workers, gloo, replicas)
+    params = sizes.parameter_bytes
+    return (
+        replace(ddp, saved=_written(params + ddp.optimizer, workers)),
+        *(replace(one, saved=_written(params, workers) + one.optimizer) for one in sharded),
+        replace(fsdp, saved=fsdp.parameters + fsdp.optimizer),
+    )
+
+
+def hybrid_cost(sizes: ModelSizes, mesh: tuple[int, int], gloo: bool, replicas: int = 0) -> Cost:
+    """Return the cost of FSDP on a mesh of copies and shards: the last way of the table above."""
+    copies, shards = mesh
+    cost = _fsdp_cost(sizes, shards, gloo, copies)
+    held, sent, messages = _moments_under_fsdp(sizes, shards, gloo, replicas)
+    return replace(
+        cost,
+        scaling=held,
+        sent=cost.sent + sent,
+        collectives=cost.collectives + messages,
+        saved=_written(cost.parameters + cost.optimizer, copies),
+    )
+
+
+def _written(alike: int, workers: int) -> int:
+    """Return the bytes that each writer has of what all ranks hold alike."""
+    return alike // max(1, min(workers, -(-alike // LEAST)))
+
+
+def _costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int) -> tuple[Cost, ...]:
+    """Return the costs of the four ways, in the order of the table above."""
+    # `replicas` is how many of the sharded state's entries every worker needs whole.
+    alone = Cost(
+        sizes.parameter_bytes,
+        sum(param.bytes for param in sizes.trained),
+        sum(param.state_bytes(param.elements) for param in sizes.trained),
+    )
+    if workers == 1:  # nothing is sharded or sent, and no bucket is made
+        return alone, alone, alone, alone
+    ddp = replace(
+        alone,
+        # Gradients are views of DDP's buckets, so only autograd's newest gradient is extra.
+        in_flight=max((param.bytes for param in sizes.trained), default=0),
+        # An all-reduce is a reduce-scatter and an all-gather, hence twice the gradients.
+        sent=_sent_per_worker(2 * alone.gradients + sizes.buffers, workers),
+        collectives=ddp_buckets(sizes.trained) + sizes.buffer_messages,
+    )
+    layout = _lay_out(sizes, workers, gloo)
+    oss = replace(
+        ddp,
+        parameters=layout.parameters,
+        optimizer=max(layout.state) + layout.state_on_every_rank,
+        sent=ddp.sent + _sent_per_worker(layout.bucket_bytes, workers),
+        collectives=ddp.collectives + layout.parameter_messages,
+    )
+    sharded, fsdp = _sharded_ddp_cost(sizes, layout, workers), _fsdp_cost(sizes, workers, gloo)
+    if not replicas:
+        return ddp, oss, sharded, fsdp
+    # The counts of all parameters come by an all-reduce, the moments bucket by bucket.
+    held = replicas * layout.bucket_bytes
+    sent = _sent_per_worker(held + 2 * 4 * len(sizes.trained), workers)
+    messages = 1 + replicas * layout.parameter_messages
+    buckets, wraps = (held, sent, messages), _moments_under_fsdp(sizes, workers, gloo, replicas)
+    more = (0, 0, 0), buckets, buckets, wraps
+    return tuple(
+        replace(one, scaling=a, sent=one.sent + b, collectives=one.collectives + c)
+        for one, (a, b, c) in zip((ddp, oss, sharded, fsdp), more, strict=True)
+    )
+
+
+def _moments_under_fsdp(
+    sizes: ModelSizes, workers: int, gloo: bool, replicas: int
+) -> tuple[int, int, int]:
+    """Return what AdamScale adds under FSDP: bytes held, bytes sent, and collectives."""
+    shards = [param.shard_elements(workers) for param in sizes.trained]
+    padded = sum(n * p.itemsize for n, p in zip(shards, sizes.trained, strict=True)) * workers
+    messages = len(list(in_groups(shards, int, MESSAGE)))  # for one entry of FSDP's state
+    gathers = replicas * messages * (workers if gloo else 1)
+    held = replicas * sum(param.bytes for param in sizes.trained)
+    return held, _sent_per_worker(replicas * padded, workers), gathers
+
+
+# -- gradients in buckets: DDP, OSS, ShardedDataParallel -------------------------------------------
+
+
+def ddp_buckets(params: Sequence[ParamSize]) -> int:
+    """Return how many buckets DistributedDataParallel reduces in a step."""
+    # Parameters are taken from the last to the first, about as backward reaches them.
+    closed_buckets, filled, closed = 0, dict[Hashable, int](), dict[Hashable, int]()
+    for param in reversed(params):
+        kind = param.kind
+        filled[kind] = filled.get(kind, 0) + param.bytes
+        if filled[kind] >= DDP_BUCKETS[min(closed.get(kind, 0), 1)]:
+            closed[kind], filled[kind] = closed.get(kind, 0) + 1, 0
+            closed_buckets += 1
+    return closed_buckets + sum(size > 0 for size in filled.values())
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """A bucket of gradients.
+
+    While a bucket is reduced, a rank holds `received` times its slice on top of the bucket, and
+    `summed` times its slice for the oldest bucket.
+    """
+
+    size: int
+    slices: list[int]  # bytes of gradients that each rank owns, or one number for all ranks
+    received: int
+    summed: int
+    gradients: dict[int, int]  # bytes of each gradient that lies in the bucket, by id of ParamSize
+    is_view: bool  # the bucket is a range of one gradient, so nothing is copied into it
+
+
+@dataclass
+class _Buckets:
+    """All parameters in buckets, and what every rank owns of them."""
+
+    state: list[int]  # bytes of state by rank
+    parameters: int  # bytes, with padding
+    state_on_every_rank: int = 0  # bytes that come on top of `state`, equal on all ranks
+    gradient_messages: int = 0  # collectives that bring the gradients to their owners
+    parameter_messages: int = 0  # and those that bring the new parameters
+    buckets: list[_Bucket] = field(default_factory=list)
+
+    @property
+    def bucket_bytes(self) -> int:
+        return sum(bucket.size for bucket in self.buckets)
+
+
+def _sharded_ddp_cost(sizes: ModelSizes, layout: _Buckets, workers: int) -> Cost:
+    """Return what a worker holds and sends with OSS and ShardedDataParallel."""
+    # With equal slices all ranks hold the same, so one of them is enough.
+    ranks = 1 if all(optimizer.elementwise for optimizer in sizes.optimizers) else workers
+    held, most = _gradients_held(layout.buckets, ranks)
+    held, most = held * (workers // ranks), most * (workers // ranks)
+    worst = max(range(workers), key=lambda rank: held[rank] + layout.state[rank])
+    # The peak may be another rank's than the one that holds most after backward.
+    peak = max(map(sum, zip(most, layout.state, strict=True)))
+    # one byte each, and two for passes that ranks have given up
+    used_flags = sum(len(optimizer.params) for optimizer in sizes.optimizers) + 2
+    sent = 2 * layout.bucket_bytes + 2 * used_flags + sizes.buffers
+    return Cost(
+        parameters=layout.parameters,
+        gradients=held[worst],
+        optimizer=layout.state[worst] + layout.state_on_every_rank,
+        in_flight=peak - held[worst] - layout.state[worst],
+        sent=_sent_per_worker(sent, workers),
+        # The one is the all-reduce of the flags that say which parameters were used.
+        collectives=1
+        + layout.gradient_messages
+        + layout.parameter_messages
+        + sizes.buffer_messages,
+    )
+
+
+def _gradients_held(buckets: Sequence[_Bucket], ranks: int) -> tuple[list[int], list[int]]:
+    """Return each rank's bytes of gradients after a backward pass, and the most during it."""
+    # The most is over the buckets: while one is filled, the `IN_FLIGHT` before it are whole, with
+    # what has arrived for them, and of all earlier ones a rank holds its slice.
+    places = []
+    for place in range(len(buckets) + 1):  # at the last one all are full
+        first = max(0, place - IN_FLIGHT)
+        window = buckets[first : place + 1]
+        viewed = {i: size for one in window if one.is_view for i, size in one.gradients.items()}
+        # One autograd node makes the gradients of a weight and its bias together, so a gradient
+        # of the next bucket may be there already.
+        newest = buckets[place : place + 2]
+        arriving = [s for one in newest for i, s in one.gradients.items() if i not in viewed]
+        copied = sum(one.size for one in window if not one.is_view)
+        whole = copied + sum(viewed.values()) + max(arriving, default=0)
+        reduced = [(b, b.received + b.summed * (not n)) for n, b in enumerate(buckets[first:place])]
+        places.append((first, whole, reduced))
+    held, most = [], []
+    for rank in range(ranks):
+        done = [0, *accumulate(one.slices[rank % len(one.slices)] for one in buckets)]
+        held.append(done[-1])
+        most.append(
+            max(
+                done[first]
+                + whole
+                + sum(times * one.slices[rank % len(one.slices)] for one, times in reduced)
+                for first, whole, reduced in places
+            )
+        )
+    return held, list(map(max, held, most))
+
+
+def _lay_out(sizes: ModelSizes, workers: int, gloo: bool) -> _Buckets:
+    """Put all parameters into buckets, as `OSS` does (see `_flat_params.py`)."""
+    frozen = [param for one in sizes.optimizers for param in one.params if not param.trained]
+    layout = _Buckets([0] * workers, sum(param.bytes for param in (*frozen, *sizes.others)))
+    for optimizer in sizes.optimizers:
+        kinds: dict[Hashable, list[tuple[int, int]]] = {}  # (index, elements) of its parameters
+        for i, param in reversed(list(enumerate(optimizer.params))):
+            if param.trained and param.elements:
+                kinds.setdefault(param.kind, []).append((i, param.elements))
+        for indices in kinds.values():
+            largest = _layout.bucket_size(workers, sum(elements for _, elements in indices))
+            if optimizer.elementwise:
+                buffers = _layout.even_layout(indices, workers, largest)
+            else:
+                buffers = _layout.whole_layout(indices, workers, largest, [0] * workers)
+            for buffer in buffers:
+                for bucket in buffer.buckets:
+                    _add_bucket(layout, optimizer, bucket, gloo)
+    return layout
+
+
+def _add_bucket(
+    layout: _Buckets, optimizer: OptimizerParams, bucket: _layout.BucketLayout, gloo: bool
+) -> None:
+    """Count what `RankGroup.reduce_scatter_slices` does with a bucket."""
+    # It receives the other ranks' slices one by one (gloo), or calls NCCL's reduce-scatter for even
+    # slices, a reduce for each uneven one, or an all-to-all for half precision.
+    workers, even = len(layout.state), optimizer.elementwise
+    params = [optimizer.params[each.param] for each in bucket.ranges]
+    itemsize = params[0].itemsize
+    if even:
+        slices = [bucket.cuts[1]]
+        layout.parameter_messages += workers if gloo else 1  # N broadcasts, or one all-gather
+    else:
+        slices = [b - a for a, b in pairwise(bucket.cuts)]
+        layout.parameter_messages += sum(length > 0 for length in slices)
+    full_precision = itemsize >= 4  # half precision is summed in float32, in memory of its own
+    by_owner = full_precision and not (even or gloo)
+    layout.gradient_messages += sum(length > 0 for length in slices) if by_owner else 1
+    received = workers - 1 if gloo else 1 if even and full_precision else workers
+    one = _Bucket(
+        size=bucket.size * itemsize,
+        slices=[elements * itemsize for elements in slices],
+        received=received,
+        summed=3 if not full_precision else 1 if received == workers else 0,
+        gradients={id(param): param.bytes for param in params},
+        is_view=bucket.ranges[0].size == bucket.size,
+    )
+    layout.buckets.append(one)
+    layout.parameters += one.size
+    if even and one.is_view:
+        # A huge parameter has many such buckets; counting them rank by rank would be slow.
+        layout.state_on_every_rank += params[0].state_bytes(bucket.cuts[1])
+        return
+    for rank, index, elements in _owned_ranges(bucket):
+        layout.state[rank] += optimizer.params[index].state_bytes(elements)
+
+
+def _owned_ranges(bucket: _layout.BucketLayout) -> Iterator[tuple[int, int, int]]:
+    """Yield (rank, parameter, elements), as `BucketLayout.owned` does for one rank."""
+    cuts = bucket.cuts
+    for each in bucket.ranges:
+        at, end = each.offset, each.offset + each.size
+        rank = bisect_right(cuts, at) - 1
+        while at < end:
+            stop = min(end, cuts[rank + 1])
+            if stop > at:
+                yield rank, each.param, stop - at
+            at, rank = stop, rank + 1
+
+
+# -- FSDP: the rows of each parameter, in wraps ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Wrap:
+    """Bytes of one wrap, with padding wherever tensors travel."""
+
+    gathered: int  # its whole parameters
+    gradients: int  # its whole gradients, as autograd makes them
+    reduced: int  # its gradients in the memory of the reduce-scatter
+    received: int  # what arrives for this rank and is not summed in place
+    outer: int | None
+
+
+def _fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool, copies: int = 1) -> Cost:
+    """Return what a worker holds and sends with FullyShardedDataParallel."""
+    # `workers` are those that one copy of the model is sharded over.
+    state = sum(
+        param.state_bytes(param.shard_elements(workers))
+        for optimizer in sizes.optimizers
+        if not optimizer.owned_whole
+        for param in optimizer.trained
+    )
+    owned = [_owned_whole(one.params, workers) for one in sizes.optimizers if one.owned_whole]
+    wraps = [_wrap_bytes(wrap, workers, gloo) for wrap in sizes.wraps]
+    gathered = sum(wrap.gathered for wrap in wraps)
+    reduced = sum(wrap.reduced for wrap in wraps)
+    # The outermost wrap stays gathered from forward to backward; all others are gathered twice.
+    stays = sum(wrap.gathered for wrap in wraps if wrap.outer is None)
+    all_gathers = sum(1 if wrap.outer is None else 2 for wrap in sizes.wraps if wrap.params)
+    # one byte each, and eight that compare the order of the wraps
+    used_flags = sum(len(wrap.params) for wrap in sizes.wraps) + 8
+    most = _most_in_fsdp_backward(wraps, workers)
+    between = 2 * reduced // workers * (copies - 1) / copies
+    flags = 2 * used_flags * (workers * copies - 1) / (workers * copies)
+    return Cost(
+        parameters=gathered // workers,
+        gradients=reduced // workers,
+        optimizer=state + sum(one.optimizer for one in owned),
+        in_flight=max(0, most - reduced // workers, *(one.in_flight for one in owned)),
+        sent=round((2 * gathered - stays + reduced) * (workers - 1) / workers + flags + between)
+        + sum(one.sent for one in owned),
+        collectives=all_gathers * (workers if gloo else 1)  # on gloo N broadcasts
+        + sum(wrap.reduced > 0 for wrap in wraps) * (1 + (copies > 1))
+        + 1  # the flags
+        + sum(one.collectives for one in owned),
+    )
+
+
+def _owned_whole(params: Sequence[ParamSize], workers: int) -> Cost:
+    """Return what a `WholeTensorOptimizer` adds, for the rank with most."""
+    # Its rank owns P / N of the parameters whole, with their state. The shards of a gradient go to
+    # one owner, and those of the result come back from there: 2 G (N-1)/N² more are sent.
+    owners = _layout.deal_out([(n, p.elements) for n, p in enumerate(params)], [0] * workers)
+    held, gradients = [0] * workers, [0] * workers
+    for number, param in enumerate(params):
+        held[owners[number]] += param.bytes
+        if param.trained and param.elements:
+            held[owners[number]] += param.state_bytes(param.elements)
+            gradients[owners[number]] += param.bytes
+    trained = [param for param in params if param.trained]
+    total = sum(param.bytes for param in trained)
+    bucket = min(total, BUCKET * max((param.itemsize for param in trained), default=0))
+    buckets = bucket_ranges([(param.kind, param.elements) for param in trained])
+    # Each message goes to one rank. And a byte of each tensor says whether it has moved.
+    flags = _sent_per_worker(2 * len(params), workers)
+    arriving = _sent_per_worker(min(max(gradients), -(-bucket // workers)), workers)
+    return Cost(
+        parameters=0,
+        gradients=0,
+        optimizer=max(held),
+        in_flight=max(gradients) + arriving,
+        sent=2 * _sent_per_worker(total, workers) // workers + flags,
+        collectives=2 * len(buckets) + 1,
+    )
+
+
+def _wrap_bytes(wrap: WrapParams, workers: int, gloo: bool) -> _Wrap:
+    """Return the bytes of one FSDP wrap, in each state that it takes in a step."""
+    trained = [param for param in wrap.params if param.trained]
+    elements = sum(param.shard_elements(workers) for param in trained)
+    itemsize = max((param.itemsize for param in trained), default=0)
+    in_place = itemsize >= 4  # half precision is summed in float32
+    return _Wrap(
+        gathered=sum(workers * p.shard_elements(workers) * p.itemsize for p in wrap.params),
+        gradients=sum(param.bytes for param in trained),
+        reduced=workers * itemsize * elements,
+        received=(workers - 1 - in_place) * itemsize * elements if gloo else 0,
+        outer=wrap.outer,
+    )
+
+
+def _most_in_fsdp_backward(wraps: Sequence[_Wrap], workers: int) -> int:
+    """Return the most bytes of gradients, their shards and whole parameters in a backward pass."""
+    # A wrap is whole while any wrap inside it computes. Its gradients are reduced once all wraps
+    # inside it are done. Meanwhile the parameters of the next wrap arrive, and the gradients of the
+    # last one are still being reduced, until the next ones are laid out.
+    most = owned = leaving = 0
+    open_wraps: list[_Wrap] = []
+    for number in reversed(range(len(wraps))):
+        open_wraps.append(wraps[number])
+        arriving = wraps[number - 1].gathered if number else 0  # prefetched
+        present = sum(wrap.gathered + wrap.gradients for wrap in open_wraps)
+        most = max(most, owned + leaving + arriving + present)
+        next_outer = wraps[number - 1].outer if number else None
+        # Close every wrap that does not contain the next one.
+        while open_wraps and (next_outer is None or open_wraps[-1] is not wraps[next_outer]):
+            done = open_wraps.pop()
+            present -= done.gathered
+            owned += done.reduced // workers
+            # Gradients and the reduce-scatter's copy of them are there together for a moment.
+            most = max(most, owned + arriving + present + done.reduced)
+            present -= done.gradients
+            leaving = done.reduced + done.received if done.reduced else leaving
+    return most

@@ -1,0 +1,275 @@
+"""Read a module and its optimizers as sizes (`ModelSizes`). The module is not changed.
+
+**Activations** are what a forward pass keeps for the backward pass. torch's FakeTensorMode runs the
+forward with shapes alone, and a hook sees each tensor that autograd saves.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from manyhands._arguments import instance, one_of, shown
+from manyhands._optimizers.optimizers import StateSizes, traits_of
+from manyhands._optimizers.several import optimizers_in
+from manyhands._optimizers.state_parts import ShardedOptimizer, options_of
+from manyhands._optimizers.wrappers import unwrap
+from manyhands._ranks.ranks import SENT_ALONE
+from manyhands._tensors.trees import tree_map_tensors
+from manyhands.sharding._wrapping import Policy, default_auto_wrap_policy, pick_modules
+from manyhands.sharding.zero._slice_optimizer import choose_layout
+from manyhands.tools.plan._costs import ModelSizes, OptimizerParams, ParamSize, WrapParams
+
+OneOptimizer: TypeAlias = str | type[Optimizer] | Optimizer
+
+LARGEST_WRAP = 10**8  # elements of an FSDP wrap; of a smaller model, a 50th of its elements
+
+
+# -- a module and its optimizers -------------------------------------------------------------------
+
+
+def build_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """Return the module, or build it on the meta device.
+
+    A function that fails there, because it reads values out of tensors, is called again for a real
+    module.
+    """
+    made: object = model
+    is_other_class = isinstance(model, type) and not issubclass(model, nn.Module)
+    if not isinstance(model, nn.Module) and callable(model) and not is_other_class:
+        try:
+            with torch.device("meta"):
+                made = model()
+        except (RuntimeError, NotImplementedError):
+            made = model()
+    return instance("model", made, nn.Module, "a torch.nn.Module, or a function of one")
+
+
+@dataclass(frozen=True)
+class PlannedOptimizer:
+    """An optimizer: its class, its arguments, and groups of parameters with their options."""
+
+    kind: type[Optimizer]
+    arguments: dict[str, Any]
+    groups: list[tuple[dict[str, Any], list[Tensor]]]
+
+    @staticmethod
+    def of(optimizer: Optimizer) -> PlannedOptimizer:
+        """Read an existing optimizer: a plain one, an OSS, or one in a scaling rule or blocks."""
+        groups = [(options_of(group), group["params"]) for group in optimizer.param_groups]
+        optimizer = unwrap(optimizer)[-1]
+        if isinstance(optimizer, ShardedOptimizer):  # the class that it shards is what has state
+            arguments = dict(optimizer.optimizer_arguments)
+            return PlannedOptimizer(optimizer.optimizer_class, arguments, groups)
+        # Defaults also hold options that a class sets for itself and its constructor refuses.
+        accepted = inspect.signature(type(optimizer)).parameters
+        arguments = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+        return PlannedOptimizer(type(optimizer), arguments, groups)
+
+    @cached_property
+    def all_options(self) -> list[dict[str, Any]]:
+        return [{**self.arguments, **options} for options, _ in self.groups] or [self.arguments]
+
+    @cached_property
+    def elementwise(self) -> bool:
+        return choose_layout(self.kind, None, self.all_options) == "even"
+
+    @property
+    def wants_whole_tensors(self) -> bool:
+        """Whether FSDP's parameters are stepped by a `WholeTensorOptimizer`."""
+        return not self.elementwise or traits_of(self.kind).on_full_tensors
+
+
+def planned_optimizers(
+    optimizer: object, options: Mapping[str, object], model: nn.Module
+) -> list[PlannedOptimizer]:
+    """Accept the name or the class of an optimizer, an optimizer, or a list of optimizers."""
+    several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    made = [one for one in several if isinstance(one, Optimizer)]
+    if len(made) == len(several):
+        plain = [each for one in made for each in optimizers_in(unwrap(one)[-1])]
+        existing = [PlannedOptimizer.of(one) for one in plain]
+        check_covers(existing, model)
+        return existing
+    if isinstance(optimizer, str):
+        known = {
+            name.lower(): kind
+            for name, kind in vars(optim).items()
+            if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+        }
+        one_of("optimizer", optimizer.lower(), sorted(known), "Give the class of any other.")
+        optimizer = known[optimizer.lower()]
+    if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
+        raise TypeError(
+            f"optimizer must be a name, a class or an optimizer, got {shown(optimizer)}."
+        )
+    return [PlannedOptimizer(optimizer, dict(options), [({}, list(model.parameters()))])]
+
+
+def check_covers(optimizers: Sequence[PlannedOptimizer], model: nn.Module) -> None:
+    """Raise unless the optimizers hold the model's parameters, and all that are trained, once."""
+    held = Counter(id(param) for one in optimizers for _, params in one.groups for param in params)
+    named = {id(param): (name, param) for name, param in model.named_parameters()}
+    wrong = [name for key, (name, p) in named.items() if held[key] != 1 and p.requires_grad]
+    if foreign := len(held.keys() - named):
+        wrong = [f"{foreign} parameter(s) that are not in the model"]
+    if wrong:
+        raise ValueError(
+            "each trained parameter of the model, and no other, must be in one optimizer: look at "
+            f"{', '.join(wrong[:4])}. Give a list of all optimizers, or freeze parameters."
+        )
+
+
+# -- sizes -------------------------------------------------------------------------------------
+
+
+def measure(model: nn.Module, optimizers: list[PlannedOptimizer], wrap_size: int) -> ModelSizes:
+    """Return the sizes of everything that a worker holds."""
+    sizes: dict[int, ParamSize] = {}  # by id: tied parameters are one
+    by_optimizer = []
+    for one in optimizers:
+        states, elementwise = StateSizes(one.kind, one.arguments), one.elementwise
+        own = []
+        for options, params in one.groups:
+            for param in params:
+                sizes[id(param)] = _param_size(param, states, options, elementwise)
+                own.append(sizes[id(param)])
+        by_optimizer.append(OptimizerParams(tuple(own), elementwise, one.wants_whole_tensors))
+    others = []
+    for param in model.parameters():
+        if id(param) not in sizes:
+            sizes[id(param)] = _param_size(param)
+            others.append(sizes[id(param)])
+    buffers = list(model.buffers())
+    # Small buffers of one kind travel in one message, large ones each in their own.
+    small = {(b.dtype, b.device) for b in buffers if b.numel() <= SENT_ALONE}
+    return ModelSizes(
+        tuple(by_optimizer),
+        tuple(others),
+        tuple(
+            WrapParams(tuple(sizes[id(param)] for param in params), outer)
+            for params, outer in wrap_params(model, wrap_size)
+        ),
+        sum(buffer.numel() * buffer.element_size() for buffer in buffers),
+        len(small) + sum(buffer.numel() > SENT_ALONE for buffer in buffers),
+    )
+
+
+def _param_size(
+    param: Tensor,
+    states: StateSizes | None = None,
+    options: Mapping[str, object] | None = None,
+    elementwise: bool = True,
+) -> ParamSize:
+    """Return a parameter's sizes: its own, and what an optimizer keeps for it."""
+    fixed, per_element = 0, 0
+    if states is not None and param.requires_grad and param.numel():
+        if elementwise:
+            fixed, per_element = states.by_element(param.dtype, options or {})
+        else:
+            fixed = states.bytes(param.shape, param.dtype, options or {})
+    return ParamSize(
+        elements=param.numel(),
+        itemsize=param.element_size(),
+        kind=(str(param.dtype), str(param.device)),
+        trained=param.requires_grad,
+        state_fixed=fixed,
+        state_per_element=per_element,
+        rows=param.shape[0] if param.dim() else 1,
+    )
+
+
+def wrap_size_of(model: nn.Module) -> int:
+    """Return how many elements a wrap of the plan's FSDP has at least."""
+    elements = sum(param.numel() for param in model.parameters())
+    # A wrap of a 50th keeps the whole tensors of a backward pass small beside the shards.
+    size = min(LARGEST_WRAP, max(1, elements // 50))
+    power = 10 ** (len(str(size)) - 1)
+    return size // power * power  # one digit, which is easier to read
+
+
+def wrap_params(model: nn.Module, least: int) -> list[tuple[list[Tensor], int | None]]:
+    """Return the wraps of the plan's FSDP, the innermost first, the model itself last."""
+    # Each has the parameters that no wrap inside it has, and the number of the wrap around it.
+    wraps = [module for module in pick_modules(model, by_size(least), ()) if module is not model]
+    wraps.append(model)
+    numbers = {module: number for number, module in enumerate(wraps)}
+    outers: dict[int, int] = {}
+    params: list[list[Tensor]] = [[] for _ in wraps]
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, outer: int) -> None:
+        """Give the parameters in a module to the nearest wrap around them."""
+        number = numbers.get(module, outer)
+        if number != outer:
+            outers.setdefault(number, outer)  # a shared module is in its first place
+        for param in module.parameters(recurse=False):
+            if id(param) not in seen:
+                seen.add(id(param))
+                params[number].append(param)
+        for child in module.children():
+            visit(child, number)
+
+    visit(model, len(wraps) - 1)
+    return [(held, outers.get(number)) for number, held in enumerate(params)]
+
+
+def by_size(least: int) -> Policy:
+    """Return the policy of the plan's FSDP: wrap modules of at least so many parameters."""
+    return partial(default_auto_wrap_policy, min_num_params=least, skip_params_check_for_root=True)
+
+
+# -- activations -------------------------------------------------------------------------------
+
+
+def activation_bytes(model: nn.Module, input: object) -> int:
+    """Return the bytes that a forward pass keeps for the backward pass, for one worker's input."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
+
+    kwargs = dict(input) if isinstance(input, Mapping) else {}
+    args = () if kwargs else tuple(input) if isinstance(input, list | tuple) else (input,)
+    # The storages themselves are kept, or a freed one's address could be counted for another.
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage
+        return tensor
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), torch.enable_grad():
+        named = (*model.named_parameters(), *model.named_buffers())
+        state = {name: _fake_tensor(tensor) for name, tensor in named}
+        of_model = {tensor.untyped_storage()._cdata for tensor in state.values()}
+        args, kwargs = tree_map_tensors(_fake_tensor, (args, kwargs))
+        noting = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+        logger = logging.getLogger("torch._subclasses.fake_tensor")
+        before, logger.disabled = logger.disabled, True  # torch 2.15 logs what it raises
+        try:
+            with noting:
+                torch.func.functional_call(model, state, args, kwargs)
+        except Exception as error:  # a model's forward may raise anything
+            raise ValueError(
+                f"the forward pass could not be run on tensors without memory: {error}\n"
+                "The forward must not read values out of tensors, and the model's tensors must be "
+                "parameters or buffers. Without an input, activations are not counted."
+            ) from error
+        finally:
+            logger.disabled = before
+    return sum(storage.nbytes() for key, storage in storages.items() if key not in of_model)
+
+
+def _fake_tensor(value: Tensor) -> Tensor:
+    """Return a tensor of the same kind without memory. Call this inside FakeTensorMode."""
+    tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(tensor, requires_grad=value.requires_grad)
+    return tensor.requires_grad_(value.requires_grad)

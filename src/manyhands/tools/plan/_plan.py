@@ -1,0 +1,344 @@
+"""Plan the training of a model: the ways to do it on N workers in one table, and the cheapest.
+
+Each way is a `Row`: its bytes and collectives (`_costs.py`), its time on a network, the reason why
+it cannot be used, if there is one, and the line to paste.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands._arguments import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    one_of,
+    parse_bytes,
+    parse_rate,
+    real,
+    whole,
+)
+from manyhands._optimizers.wrappers import unwrap
+from manyhands.scaling._rule_base import ScalingRuleBase
+from manyhands.scaling._rules import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
+from manyhands.tools.plan._costs import Cost, ModelSizes, costs, hybrid_cost, round_cost, rule_cost
+from manyhands.tools.plan._model import (
+    OneOptimizer,
+    PlannedOptimizer,
+    activation_bytes,
+    build_module,
+    measure,
+    planned_optimizers,
+    wrap_params,
+    wrap_size_of,
+)
+
+RULES: tuple[type[ScalingRuleBase], ...] = (
+    AdaScale,
+    AdamScale,
+    LinearScale,
+    SqrtScale,
+    LEGWScale,
+)
+FSDP_NAME = "FullyShardedDataParallel"
+NAMES = ("DDP", "OSS + DDP", "OSS + ShardedDataParallel", FSDP_NAME)  # by level
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Cost):
+    """One way to train, and its cost to the worker that holds most; sizes in bytes.
+
+    `parameters`, `gradients` and `optimizer` are held after `backward` and after `step`;
+    `in_flight` is the most that is held on top, while gradients are made and sent; `scaling` is
+    what a scaling rule holds; `saved` is what `mh.save` writes. `sent`, the mean
+    over the workers, and `collectives` count one step.
+    `activations` is None without an input, and `fits` without a memory. `obstacle` says why the
+    model cannot be trained in this way.
+
+    `seconds` is the time of a step on the network that was given, without overlap and without the
+    optimizer:
+
+        seconds = pass_seconds + 8 sent / network + latency collectives
+    """
+
+    name: str
+    code: str
+    buffers: int
+    activations: int | None
+    seconds: float | None
+    obstacle: str | None
+    fits: bool | None = None
+
+    @property
+    def available(self) -> bool:
+        """Whether the model and its optimizers can be trained in this way."""
+        return self.obstacle is None
+
+    @property
+    def total(self) -> int:
+        """The sum of all bytes that are counted, for one worker."""
+        held = self.parameters + self.gradients + self.optimizer + self.scaling
+        return held + self.in_flight + self.buffers + (self.activations or 0)
+
+    def __repr__(self) -> str:
+        held = format_bytes(self.total)
+        return f"Row({self.name!r}, {held} per worker, {format_bytes(self.sent)} sent per step)"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The result of `mh.plan`: a row for each way to train. Print it to see the table.
+
+    >>> import torch, manyhands as mh
+    >>> plan = mh.plan(torch.nn.Linear(1000, 1000), torch.optim.AdamW, workers=4, memory="1GiB")
+    >>> plan.cheapest.name, len(plan.rows)
+    ('DDP', 4)
+    """
+
+    rows: tuple[Row, ...]
+    optimizer: str
+    elements: int
+    workers: int
+    notes: tuple[str, ...]  # sentences that explain the table
+    memory: int | None = None
+    network: float | None = None  # bits per second
+    rule: str | None = None
+
+    @property
+    def cheapest(self) -> Row | None:
+        """The way that fits and sends the fewest bytes; of equal ones the simplest."""
+        # Rows are ordered from the simplest to the most sharded, and min() returns the first.
+        fitting = [row for row in self.rows if row.available and row.fits is not False]
+        return min(fitting, key=lambda row: row.sent, default=None)
+
+    @property
+    def title(self) -> str:
+        """The model's size, its optimizers and the number of workers."""
+        counted = f"{self.elements:,} parameters, {self.optimizer}, {self.workers} worker"
+        return counted + "s" * (self.workers > 1)
+
+    @property
+    def cells(self) -> list[list[str]]:
+        """The table: a heading, and a line for each kind of cost with a cell for each way."""
+        cells = [["", *(row.name for row in self.rows)]]
+        for label, name in (
+            ("parameters", "parameters"),
+            ("gradients", "gradients"),
+            ("optimizer state", "optimizer"),
+            ("in flight", "in_flight"),
+            (f"{self.rule}", "scaling"),
+            ("module buffers", "buffers"),
+            ("activations", "activations"),
+            ("bytes per worker", "total"),
+            ("sent per step", "sent"),
+            ("written by a save", "saved"),
+        ):
+            sizes = [getattr(row, name) or 0 for row in self.rows]
+            if any(sizes):
+                cells.append([label, *map(format_bytes, sizes)])
+        cells.append(["collectives", *(f"{row.collectives:,}" for row in self.rows)])
+        if self.network is not None:
+            times = [format_seconds(row.seconds or 0) for row in self.rows]
+            cells.append([f"at {format_rate(self.network)}", *times])
+        if (memory := self.memory) is not None:
+            over = [f"{format_bytes(row.total - memory)} over" for row in self.rows]
+            fits = ["yes" if row.fits else more for row, more in zip(self.rows, over, strict=True)]
+            cells.append([f"fits {format_bytes(memory)}", *fits])
+        return cells
+
+    @property
+    def verdict(self) -> str:
+        """The way to take, or how much memory is missing."""
+        best = self.cheapest
+        fits = "" if self.memory is None else f" that fits {format_bytes(self.memory)}"
+        if best is not None:
+            return f"The cheapest{fits}: {best.name}"
+        usable = [row for row in self.rows if row.available]
+        least = min(reversed(usable), key=lambda row: row.total)  # of equal ones the most sharded
+        over = format_bytes(least.total - (self.memory or 0))
+        return f"Nothing fits. {least.name} is {over} over. Use more workers, or a smaller input."
+
+    def __str__(self) -> str:
+        """Return the plan as `print` shows it: table, notes, verdict, the line to paste."""
+        widths = [max(map(len, column)) for column in zip(*self.cells, strict=True)]
+        table = [
+            f"{label:<{widths[0]}}  "
+            + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+            for label, *cells in self.cells
+        ]
+        code = [] if self.cheapest is None else ["", f"    {self.cheapest.code}"]
+        return "\n".join([self.title, "", *table, "", *self.notes, "", self.verdict, *code])
+
+    __repr__ = __str__  # a notebook shows the table
+
+
+def plan(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: OneOptimizer | Sequence[Optimizer] = "adamw",
+    workers: int = 8,
+    *,
+    memory: float | str | None = None,
+    input: Tensor | Sequence[object] | Mapping[str, object] | None = None,
+    backend: str = "nccl",
+    network: float | str | None = None,
+    latency: float = 0.0,
+    pass_seconds: float = 0.0,
+    rule: str | None = None,
+    mesh: tuple[int, int] | None = None,
+    **options: object,
+) -> Plan:
+    """Compare the ways to train a model on N workers: bytes held, bytes sent, and which way fits.
+
+    >>> import torch, manyhands as mh
+    >>> def build_model():
+    ...     return torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(64)))
+    >>> found = mh.plan(build_model, "adamw", workers=4, memory="500MiB")
+    >>> found.cheapest.name
+    'OSS + ShardedDataParallel'
+    >>> print(found.cheapest.code)
+    model, optimizer = mh.shard(model, optimizer, level=2)
+
+    The numbers come from the layout that the library will use, for the worker that holds most. Not
+    counted are the memory that operations need while they run, and the copies that the optimizer's
+    `foreach` implementation makes within a step.
+
+    Args:
+        model: a module, on any device, or a function that builds one. A function is called
+            under `torch.device("meta")`, so that no memory is needed (or, if that fails, as it is).
+        optimizer: the name or the class of an optimizer, or the existing one, or a list of several.
+        workers: the number of workers.
+        memory: the memory of each worker, such as "24GiB".
+        input: one worker's input, to measure activations: a tensor, a tuple of the forward's
+            arguments, or a dict of them. Only shapes matter, so meta tensors will do. To plan for
+            autocast, call `plan` within `torch.autocast`.
+        backend: "nccl" or "gloo"; it decides the number of collectives and the buckets in flight.
+        network: the bandwidth of each worker to the others, in bits per second or as a text such
+            as "50Mbit"; then each row has the `seconds` of a step.
+        latency: the seconds that each collective takes on top.
+        pass_seconds: the seconds of one pass on one worker, forward and backward.
+        rule: the scaling rule, such as "AdamScale", whose memory and collectives are counted then.
+            That of an existing optimizer is found.
+        mesh: plan level 3 on a mesh, too: the number of copies of the model, and of workers that
+            each is sharded over. Their product is the number of workers.
+        **options: options of the optimizer, such as momentum.
+    """
+    if mesh is not None:
+        workers = math.prod(whole("mesh", each, least=2) for each in mesh)
+    workers = whole("workers", workers, least=1)
+    one_of("backend", backend, ("nccl", "gloo"))
+    budget = None if memory is None else parse_bytes(memory)
+    rate = None if network is None else parse_rate(network)
+    latency = real("latency", latency, least=0)
+    pass_seconds = real("pass_seconds", pass_seconds, least=0)
+    around = _find_rule(rule, optimizer)
+    module = build_module(model)
+    optimizers = planned_optimizers(optimizer, options, module)
+    wrap_size = wrap_size_of(module)
+    centered = any(one.get("centered") for each in optimizers for one in each.all_options)
+    sizes = measure(module, optimizers, wrap_size)
+    activations = None if input is None else activation_bytes(module, input)
+    replicas = 1 + centered if around is not None and issubclass(around, AdamScale) else 0
+    groups = sum(len(each.all_options) for each in optimizers)
+    added = rule_cost(groups, workers, backend == "gloo") if around is not None else (0, 0)
+    ways = _ways(sizes, workers, mesh, backend == "gloo", replicas)
+    # On one worker FSDP shards nothing, and so has no obstacle.
+    obstacle = wrapping_obstacle(module, wrap_size) if workers > 1 else None
+    made = "optimizers" if isinstance(optimizer, list | tuple) else "optimizer"
+    rows = []
+    for name, how, cost in ways:
+        sent, collectives = cost.sent + added[0], cost.collectives + added[1]
+        row = Row(
+            name=name,
+            code=f"model, {made} = mh.shard(model, {made}, {how}",
+            buffers=sizes.buffers,
+            activations=activations,
+            seconds=rate and pass_seconds + 8 * sent / rate + latency * collectives,
+            obstacle=obstacle if FSDP_NAME in name else None,
+            **{**vars(cost), "sent": sent, "collectives": collectives},
+        )
+        rows.append(replace(row, fits=None if budget is None else row.total <= budget))
+    return Plan(
+        rows=tuple(rows),
+        optimizer=" and ".join(dict.fromkeys(one.kind.__name__ for one in optimizers)),
+        elements=sum(param.numel() for param in module.parameters()),
+        workers=workers,
+        notes=_notes(rows, optimizers, sizes, wrap_size, workers),
+        memory=budget,
+        network=rate,
+        rule=None if around is None else around.__name__,
+    )
+
+
+def _ways(
+    sizes: ModelSizes, workers: int, mesh: tuple[int, int] | None, gloo: bool, replicas: int
+) -> list[tuple[str, str, Cost]]:
+    """Return each way's name, the end of its line of code, and its cost."""
+    found = enumerate(zip(NAMES, costs(sizes, workers, gloo, replicas), strict=True))
+    ways = [(name, f"level={level})", cost) for level, (name, cost) in found]
+    if mesh is not None:
+        name = f"{FSDP_NAME}, {mesh[0]} copies"
+        how = f"level=3, mesh=mesh)  # of {mesh[0]} x {mesh[1]}"
+        ways.append((name, how, hybrid_cost(sizes, mesh, gloo, replicas)))
+    return ways
+
+
+def _find_rule(name: str | None, optimizer: object) -> type[ScalingRuleBase] | None:
+    """Return the class of the library's rule of this name, or of the rule around an optimizer."""
+    if name is None:
+        layers = unwrap(optimizer, every_layer=True) if isinstance(optimizer, Optimizer) else []
+        return next((type(one) for one in layers if isinstance(one, ScalingRuleBase)), None)
+    rules = {rule.__name__: rule for rule in RULES}
+    one_of("rule", name, list(rules))
+    return rules[name]
+
+
+def _notes(
+    rows: Sequence[Row],
+    optimizers: Sequence[PlannedOptimizer],
+    sizes: ModelSizes,
+    wrap_size: int,
+    workers: int,
+) -> tuple[str, ...]:
+    """Return sentences that explain the table."""
+    layouts = {
+        f"{one.kind.__name__} updates each element by itself: every worker owns an equal shard."
+        if one.elementwise
+        else f"{one.kind.__name__} needs whole tensors: each parameter has one owner."
+        for one in optimizers
+    }
+    wraps = sum(bool(wrap.params) for wrap in sizes.wraps)
+    number = "one wrap" if wraps == 1 else f"{wraps:,} wraps of at least {wrap_size:,} parameters"
+    notes = [*sorted(layouts), f"{FSDP_NAME}: {number}."]
+    sent, collectives = round_cost(sizes, workers)
+    if collectives:
+        notes.append(f"A round of DiLoCo sends {format_bytes(sent)} in {collectives} collectives.")
+    if rows[0].activations is None:
+        notes.append("Activations are not counted: no input was given.")
+    notes += [f"{row.name} cannot be used: {row.obstacle}" for row in rows if row.obstacle]
+    return tuple(notes)
+
+
+def wrapping_obstacle(model: nn.Module, wrap_size: int | None) -> str | None:
+    """Return the reason why FSDP cannot shard this model's parameters, or None."""
+    # Without a `wrap_size` nothing is known about the wraps, which may have obstacles of their own.
+    for name, param in model.named_parameters():
+        if param.dim() == 0:
+            return f"{name} is a scalar, which cannot be divided; make it a tensor of one element."
+        if not param.numel():
+            return f"{name} has no elements."
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            return f"{name or 'the model'} has sparse gradients; make it with sparse=False."
+    for params, _ in [] if wrap_size is None else wrap_params(model, wrap_size):
+        dtypes = dict.fromkeys(str(param.dtype) for param in params if param.requires_grad)
+        if len(dtypes) > 1:
+            return (
+                f"parameters that would be in one wrap are {' and '.join(dtypes)}. "
+                "Wrap the parameters of each dtype by themselves."
+            )
+    return None

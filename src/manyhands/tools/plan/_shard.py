@@ -1,0 +1,339 @@
+"""`shard`: put a row of the plan into practice, with one number for how much is sharded.
+
+    level   model                       optimizer
+    0       DistributedDataParallel     as it was given
+    1       DistributedDataParallel     OSS
+    2       ShardedDataParallel         OSS
+    3       FullyShardedDataParallel    as it was given, made anew from the sharded parameters;
+                                        WholeTensorOptimizer for Muon and others of its kind
+
+Mistakes are found, and arguments compared among the ranks, before anything is changed.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+from manyhands._arguments import one_of
+from manyhands._optimizers.modules import (
+    TORCH_WRAPPERS,
+    ModuleWrapper,
+    check_has_memory,
+    modules_holding,
+)
+from manyhands._optimizers.optimizers import fused_problem
+from manyhands._optimizers.state_parts import ShardedOptimizer
+from manyhands._optimizers.wrappers import OptimizerWrapper
+from manyhands._ranks.agreement import agree, run_on_all
+from manyhands._ranks.ranks import JOIN, RankGroup
+from manyhands._tensors.flat import is_dtensor
+from manyhands.sharding._agreement import ADVICE, GroupLike, facts_of_groups, facts_of_options
+from manyhands.sharding._wrapping import Classes, Policy, auto_wrap, enable_wrap, wrap
+from manyhands.sharding.fsdp._engine import guard_state
+from manyhands.sharding.fsdp._options import find_ranks
+from manyhands.sharding.fsdp._whole_tensors import WholeTensorOptimizer
+from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
+from manyhands.sharding.zero._ddp import ShardedDataParallel
+from manyhands.sharding.zero._oss import OSS
+from manyhands.tools.plan._model import PlannedOptimizer, by_size, check_covers, wrap_size_of
+from manyhands.tools.plan._plan import plan, wrapping_obstacle
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Level: TypeAlias = Literal["auto", 0, 1, 2, 3]
+Given = TypeVar("Given", Optimizer, list[Optimizer])
+WRAPPERS = (ModuleWrapper, *TORCH_WRAPPERS)
+MARGIN = 0.85  # of a GPU's free memory: the plan does not count workspaces and fragments
+
+
+def shard(
+    model: nn.Module,
+    optimizer: Given,
+    level: Level = "auto",
+    *,
+    memory: int | str | None = None,
+    input: Any = None,
+    auto_wrap_policy: Policy | Classes | None = None,
+    find_unused_parameters: bool = False,
+    gather_state: bool = False,
+    process_group: GroupLike | None = None,
+    mesh: DeviceMesh | None = None,
+) -> tuple[nn.Module, Given]:
+    """Return the model and its optimizer for many ranks, sharded as far as `level` says.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    >>> model, optimizer = mh.shard(model, optimizer, level=2)
+    >>> model(torch.ones(2, 3)).sum().backward()
+    >>> optimizer.step()
+
+    A rank holds all of it at level 0, and of N ranks each holds 1/N
+
+        1  of the optimizer state,
+        2  and of the gradients,
+        3  and of the parameters.
+
+    The training loop, its losses and the checkpoints of `save` are the same at every level. (Scale
+    a loss in float16 with `ShardedGradScaler`, which is right at each.) Call it on every rank, with
+    the plain model on its device and before the first step. Put scaling rules and schedulers around
+    the optimizer that it returns.
+
+    Args:
+        model: the plain model, with the same parameters on every rank.
+        optimizer: the plain optimizer of the model's parameters, or a list of several. (A list is
+            returned then.) Levels 1 to 3 make it anew, with its groups and options.
+        level: 0, 1, 2 or 3; "auto" takes the way that `plan` finds the cheapest of those that fit
+            each rank's memory.
+        memory: for "auto": the memory of a rank, such as "24GiB". By default 85 % of what is free
+            on the model's GPU. On a CPU nothing is assumed, so give it, or "auto" takes level 0.
+        input: for "auto": one rank's input, so that the plan counts activations.
+        auto_wrap_policy: for level 3: the classes of the layers to wrap, or a policy, as for
+            `auto_wrap`. By default by size: a 50th of the model's parameters and more.
+        find_unused_parameters: for levels 0 and 1: that of `DistributedDataParallel`. Levels 2 and
+            3 need no such option.
+        gather_state: for levels 1 and 2: that of `OSS`, which lets `state_dict()`, called on every
+            rank, collect the optimizer's state. `save` needs no such option.
+        process_group: the ranks; all, by default. Levels 0 and 1 need a process group.
+        mesh: in place of `process_group`, the ranks as a `DeviceMesh`. With two dimensions, for
+            level 3: the number of copies of the model, and of ranks that each is sharded over.
+    """
+    grid, process_group = _ranks_of_mesh(mesh, process_group, level)
+    ranks = find_ranks(grid or process_group)
+    check = partial(_check_optimizers, model, optimizer, level)
+    optimizers = run_on_all(ranks, check)
+    agree(ranks, _facts_to_share(model, optimizers, level, gather_state), ADVICE)
+    chosen: int = (
+        level if level != "auto" else _cheapest_level(model, optimizers, ranks, memory, input)
+    )
+    if chosen != 3:
+        check_has_memory(model)
+    if chosen in (0, 1) and not dist.is_initialized():
+        raise ValueError(
+            f"level {chosen} wraps the model in DistributedDataParallel, which needs a process "
+            f"group, also on one rank. {JOIN} Levels 2 and 3 need none on one rank."
+        )
+    sharded: nn.Module
+    if chosen == 3:
+        if gather_state:
+            raise ValueError(
+                "gather_state=True is for levels 1 and 2, and this is level 3. Save with mh.save, "
+                "or collect the state with model.gather_full_optim_state_dict(optimizer)."
+            )
+        if ranks.size > 1:
+            _check_fully_shardable(model, optimizers, by_size=auto_wrap_policy is None)
+        sharded, made = _fully_sharded(model, optimizers, auto_wrap_policy, process_group, grid)
+    else:
+        as_oss = partial(_as_oss, process_group=process_group, gather_state=gather_state)
+        made = optimizers if chosen == 0 else [as_oss(one) for one in optimizers]
+        if chosen == 2:
+            sharded = ShardedDataParallel(model, made, process_group)
+        else:
+            sharded = DistributedDataParallel(
+                model,
+                process_group=process_group,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=find_unused_parameters,
+            )
+    returned: Any = made[0] if isinstance(optimizer, Optimizer) else made
+    return sharded, returned
+
+
+def _ranks_of_mesh(
+    mesh: DeviceMesh | None, process_group: GroupLike | None, level: Level
+) -> tuple[DeviceMesh | None, GroupLike | None]:
+    """Return the mesh if it has copies of the model, or else the process group of its ranks."""
+    if mesh is None:
+        return None, process_group
+    if process_group is not None:
+        raise ValueError("shard() got a mesh and a process_group: leave one out.")
+    if mesh.ndim == 1:
+        return None, mesh.get_group()
+    if level != 3:
+        raise ValueError(
+            f"a mesh of {mesh.ndim} dimensions is for level 3, and this is level {level}. Levels 1 "
+            "and 2 shard over all ranks: leave the mesh out."
+        )
+    return mesh, None
+
+
+# -- the plain model and its plain optimizers ------------------------------------------------------
+
+
+def _check_optimizers(model: nn.Module, optimizer: Any, level: object) -> list[Optimizer]:
+    """Return the optimizers in a list. Raise if one is sharded, wrapped or in use already."""
+    one_of("level", level, ("auto", 0, 1, 2, 3))
+    if not isinstance(model, nn.Module):
+        given = type(model).__name__
+        raise TypeError(f"shard() takes the model, and then the optimizer; got {given} as model.")
+    _check_not_in_use(model)
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    for one in optimizers:
+        _check_plain_optimizer(one)
+    check_covers([PlannedOptimizer.of(one) for one in optimizers], model)
+    return optimizers
+
+
+def _check_not_in_use(model: nn.Module) -> None:
+    """Raise if parameters are sharded already, or in a wrapper that somebody still holds."""
+    names, params = zip(*model.named_parameters(), strict=True)
+    around = partial(modules_holding, params, lambda module: isinstance(module, WRAPPERS))
+    if around():
+        gc.collect()  # what nobody holds any more may be in a cycle
+    taken = [(n, "sharded (a DTensor)") for n, param in enumerate(params) if is_dtensor(param)]
+    taken += [(min(indices), f"in a {type(module).__name__}") for module, indices in around()]
+    for index, where in taken:
+        raise RuntimeError(
+            f"{names[index]} is {where} already. Go on with that model, or delete it first: its "
+            "gradients would be sent twice."
+        )
+
+
+def _check_plain_optimizer(optimizer: Optimizer) -> None:
+    """Raise unless it is an optimizer of the user's that can be made anew, without loss."""
+    kind, wrapper = type(optimizer).__name__, ShardedOptimizer | OptimizerWrapper
+    if isinstance(optimizer, wrapper) or not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"shard() needs a plain torch.optim.Optimizer or a list of them, got {kind}. Put "
+            "scaling rules and blocks around the optimizer that it returns."
+        )
+    parameters = list(inspect.signature(type(optimizer)).parameters.values())[1:]
+    named = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    wrong = ""
+    if hooks or hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        wrong = "has a scheduler or a step hook: put it on the optimizer that shard() returns"
+    # Adagrad makes its state with itself, at step 0.
+    elif any(state.get("step") != 0 for state in optimizer.state.values()):
+        wrong = "has taken steps: call shard() before the first one, and mh.load() after it"
+    elif unknown := named - optimizer.defaults.keys():
+        wrong = f"does not keep {sorted(unknown)} in its defaults: make it by mh.OSS, of its class"
+    if wrong:
+        raise ValueError(f"this {kind} {wrong}.")
+
+
+def _facts_to_share(
+    model: nn.Module, optimizers: Sequence[Optimizer], level: Level, gather_state: bool
+) -> dict[str, object]:
+    """Return what ranks must have in common before anything is changed."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    facts: dict[str, object] = {
+        "values of level": level,
+        "values of gather_state": gather_state,
+        "optimizers": [type(one).__name__ for one in optimizers],
+    }
+    first = 0
+    for one in optimizers:
+        facts |= facts_of_groups(one.param_groups, names, first)
+        facts |= facts_of_options(one.param_groups, one.defaults, first)
+        first += len(one.param_groups)
+    return facts
+
+
+def _as_oss(optimizer: Optimizer, process_group: GroupLike | None, gather_state: bool) -> Optimizer:
+    """Return an OSS of this optimizer's class, options and parameters (levels 1 and 2)."""
+    groups, arguments = optimizer.param_groups, PlannedOptimizer.of(optimizer).arguments
+    return OSS(
+        [dict(group) for group in groups],
+        type(optimizer),
+        process_group,
+        gather_state=gather_state,
+        **arguments,
+    )
+
+
+# -- level 3 ---------------------------------------------------------------------------------------
+
+
+def _check_fully_shardable(
+    model: nn.Module, optimizers: Sequence[Optimizer], *, by_size: bool
+) -> None:
+    """Raise if FSDP could not train it. All ranks have the same model, so that all raise."""
+    obstacle = wrapping_obstacle(model, wrap_size_of(model) if by_size else None)
+    for name, param in model.named_parameters():
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            obstacle = (
+                f"{name} has hooks, and becomes another parameter. Give that one "
+                "register_post_accumulate_grad_hook(); register_hook() is not called at level 3."
+            )
+    for one in optimizers:
+        if isinstance(one, LBFGS | SparseAdam):
+            obstacle = f"it cannot shard the state of {type(one).__name__}. Use level 0."
+        obstacle = fused_problem(one) or obstacle
+    if obstacle:
+        raise ValueError(f"level 3 cannot shard this model: {obstacle}")
+
+
+def _fully_sharded(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    policy: Policy | Classes | None,
+    process_group: GroupLike | None,
+    grid: DeviceMesh | None,
+) -> tuple[nn.Module, list[Optimizer]]:
+    """Wrap the model. Its parameters are others then, so the optimizers are made anew."""
+    names = list(model.named_parameters())
+    group = grid or process_group
+    options = {} if group is None else {"process_group": group}
+    with enable_wrap(policy or by_size(wrap_size_of(model)), **options):
+        wrapped = auto_wrap(model)
+        if not isinstance(wrapped, FullyShardedDataParallel):  # the policy leaves the model out
+            wrapped = wrap(wrapped)
+    sharded = dict(wrapped.named_parameters())
+    params: dict[Tensor, Tensor] = {param: sharded[name] for name, param in names}
+    made: list[Optimizer] = []
+    for optimizer in optimizers:
+        one = PlannedOptimizer.of(optimizer)
+        groups = [
+            {**group, "params": [params[param] for param in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        if one.wants_whole_tensors:
+            made.append(WholeTensorOptimizer(groups, one.kind, process_group, **one.arguments))
+        else:
+            made.append(one.kind(groups, **one.arguments))
+        guard_state(made[-1])
+    return wrapped, made
+
+
+# -- "auto" ----------------------------------------------------------------------------------------
+
+
+def _cheapest_level(
+    model: nn.Module,
+    optimizers: list[Optimizer],
+    ranks: RankGroup,
+    memory: int | str | None,
+    input: Any,
+) -> int:
+    """Return the level of the cheapest way that fits on every rank."""
+    device = next(model.parameters()).device
+    if memory is None and device.type == "cuda":
+        held = sum(param.nbytes for param in model.parameters())
+        memory = held + int(MARGIN * torch.cuda.mem_get_info(device)[0])
+    found = plan(
+        model,
+        optimizers,
+        workers=ranks.size,
+        memory=memory,
+        input=input,
+        backend="nccl" if device.type == "cuda" else "gloo",
+    )
+    levels = len(found.rows)
+    own = levels if found.cheapest is None else found.rows.index(found.cheapest)
+    chosen = max(int(row[0]) for row in ranks.all_gather([float(own)], ranks.any_device))
+    if chosen == levels:
+        lacking = "on this rank" if own == levels else "on another rank"
+        raise MemoryError(f"no level fits the memory {lacking}.\n\n{found}")
+    return chosen

@@ -1,0 +1,564 @@
+"""Write a record: one line for each step, by one rank, without waiting for a GPU.
+
+The file is only ever appended to, one whole line in one call. `close()` appends the header once
+more, with the date of the end, so that a reader of a growing file knows that nothing will follow.
+
+A user may record numbers, and tensors of one element on any device. A tensor on a GPU is copied
+without a synchronization; its line waits in a queue until the copy is there.
+
+`StepTiming` is a source of such numbers: what the time of a step goes into.
+
+    loading   waiting for the next batch, if the batches are taken through `loading`
+    compute   from the last line (or the last step) to the end of the step's last backward pass
+    sync      from there to the optimizer's step: DDP waits for gradients, a rule for its numbers
+    update    the optimizer's step itself
+
+All are seconds of this rank, since the last look. What is left of a line's time is something else:
+an evaluation, a checkpoint, a sync round of blocks.
+
+There are four looks at the clock in a step, one hook on one parameter, and two on the optimizer.
+On a GPU the host runs ahead, and its clock shows where it waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Literal, Protocol, SupportsFloat, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.optim import Optimizer
+
+from manyhands._arguments import file_path, instance, one_of, real, whole
+from manyhands._ranks.ranks import RankGroup
+from manyhands._tensors.backward import BackwardPasses, current_task
+from manyhands._warn import warn
+from manyhands.tools.record._run import (
+    FORMAT_VERSION,
+    HEADER,
+    Header,
+    Line,
+    not_a_record,
+    open_file,
+    parse_line,
+    this_process,
+    to_columns,
+)
+
+try:
+    import fcntl
+except ImportError:  # Windows: two runs on one path are not noticed
+    fcntl = None  # type: ignore[assignment]
+
+_OUR_KEYS = ("step", "time", HEADER)
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+_LONGEST_TEXT = 4000  # characters of a source's description, or of an error, in a header
+_MOST_WAITING = 4  # lines that may wait for a GPU's numbers; with more, we wait for the GPU
+T = TypeVar("T")
+
+KINDS = ("loading", "compute", "sync", "update")
+
+
+class Source(Protocol):
+    """A source of values: an optimizer of this library, or any object with a method `snapshot`."""
+
+    def snapshot(self) -> Mapping[str, object]:
+        """Return plain Python values for one line, always under the same keys.
+
+        The record also calls this once when it is made, to learn the keys.
+        """
+
+
+class ValueWriter(Protocol):
+    """TensorBoard's `SummaryWriter`, or any object with this method."""
+
+    def add_scalar(self, tag: str, value: SupportsFloat, step: int, /) -> object:
+        """Take one value of one step."""
+
+
+class DictWriter(Protocol):
+    """A run of Weights & Biases (`wandb.init()`), or any object with this method."""
+
+    def log(self, data: dict[str, Any], step: int, /) -> object:
+        """Take all values of one step."""
+
+
+class Record:
+    """Write one line for each step: the values of each source, and your own.
+
+    >>> import tempfile, manyhands as mh
+    >>> path = tempfile.mkdtemp() + "/a.jsonl"
+    >>> with mh.Record(path, name="plain SGD") as record:
+    ...     for loss in (2.5, 1.5):
+    ...         record.step(loss=loss)
+    >>> mh.read_record(path).column("loss")
+    [2.5, 1.5]
+
+    Make it on every rank, after `init_process_group`. Rank `rank` writes; on all others a record
+    only checks its arguments, so that a mistake raises everywhere. A record uses no collectives.
+
+    Surprises. An existing file is continued (`mode="continue"`), which a resumed run needs; `"new"`
+    refuses it and `"overwrite"` empties it. A file that another process is writing is refused. With
+    `every=10` only each tenth call of `step` writes. The record does not wait for a number on a
+    GPU: its line is written up to four steps later, so end with `close()` or use `with`. Without a
+    source that has a "step", the record counts its calls, and continues from the last line of the
+    file.
+
+    `writer` also receives every value: TensorBoard's `SummaryWriter` by
+    `writer.add_scalar("manyhands/gain", value, step)`, a run of Weights & Biases by
+    `writer.log({"manyhands/gain": value, ...}, step=step)`. Any object with one of the two methods
+    will do. Close it yourself.
+
+    Three more options are for those who read: `batch_size`, the samples of a small batch, gives
+    figures against samples, and samples a second; `until`, the progress (or the step, without a
+    scaling rule) at which training ends, gives the time left; `config` is shown beside the curves.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *sources: Source,
+        name: str | None = None,
+        writer: ValueWriter | DictWriter | None = None,
+        every: int = 1,
+        rank: int = 0,
+        mode: Literal["continue", "new", "overwrite"] = "continue",
+        batch_size: float | None = None,
+        until: float | None = None,
+        config: Mapping[str, object] | None = None,
+    ) -> None:
+        self.path = Path(file_path("path", path, "Write Record(path, source, ...)."))
+        self.name = self.path.stem if name is None else name
+        ranks = RankGroup.of()
+        every = whole("every", every, least=1)
+        one_of("rank", rank, range(ranks.size), "It is the rank that writes.")
+        one_of("mode", mode, ("continue", "new", "overwrite"))
+        for option, value in (("batch_size", batch_size), ("until", until)):
+            if value is not None:
+                real(option, value, above=0)
+        if not (writer is None or hasattr(writer, "add_scalar") or hasattr(writer, "log")):
+            raise TypeError(f"writer needs add_scalar or log, and {writer!r:.80} has none.")
+        keys = _collect_keys(sources)
+
+        self._sources = sources
+        self._send = None if writer is None else _sender_of_lines(writer)
+        self._every = every
+        self._reserved = frozenset(keys).union(_OUR_KEYS)
+        self._calls = 0
+        self._steps_before = 0  # in the file, from earlier starts
+        self._last_step = 0  # that was written
+        self._file: int | None = None
+        self._header: Header | None = None
+        self._closed = False
+        self._waiting: deque[Line] = deque()
+        if ranks.rank == rank:
+            self._file, last = open_record(self.path, mode)
+            self._steps_before = self._last_step = last["step"] if last else 0
+            self._header = {
+                "version": FORMAT_VERSION,
+                "name": self.name,
+                "date": _now(),
+                "step": self._steps_before,
+                "resumed": last is not None,
+                "workers": ranks.size,
+                "torch": torch.__version__,
+                "keys": keys,
+                "every": every,
+                "batch_size": batch_size,
+                "until": until,
+                "config": {} if config is None else to_plain_json(config),
+                "sources": [_describe_source(source) for source in sources],
+                "process": this_process(),
+            }
+            append_line(self._file, self.path, {HEADER: self._header})
+        self._start = time.monotonic()
+
+    def step(self, **values: SupportsFloat) -> None:
+        """Record one step, after `optimizer.step()`.
+
+        `values` are your own: numbers or one-element tensors, under names of your choice.
+        """
+        self._check(values)
+        self._calls += 1
+        if self._file is None or self._calls % self._every:
+            return  # before any snapshot, which takes most of a step's time here
+        line: Line = {"step": self._steps_before + self._calls, "time": self._seconds()}
+        # A source's own "step" replaces the count of calls: a loaded checkpoint has its own.
+        for source in self._sources:
+            line.update(source.snapshot())
+        first = self._calls == self._every and line["step"] == 0
+        if first and any(isinstance(source, Optimizer) for source in self._sources):
+            warn("record.step() comes after optimizer.step(), or each line is of the step before.")
+        for key, value in values.items():
+            line[key] = value if type(value) is float else to_number(value)
+        self._waiting.append(line)
+        self._write(most_waiting=_MOST_WAITING)
+
+    def close(self) -> None:
+        """Write all waiting lines, and that the run ended. A second call does nothing."""
+        self._close(error=None)
+
+    def _close(self, error: str | None) -> None:
+        """Write what is left, and that the run has ended; with `error`, by what. Called once."""
+        self._closed = True
+        if self._file is None:
+            return
+        assert self._header is not None
+        try:
+            self._write(most_waiting=0)
+            ending: Header = {
+                **self._header,
+                "step": self._last_step,
+                "ended": _now(),
+                "error": error,
+            }
+            append_line(self._file, self.path, {HEADER: ending})
+        finally:
+            os.close(self._file)
+            self._file = None
+
+    def __enter__(self) -> Record:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, *_: object) -> None:
+        self._close(None if kind is None else _describe_error(kind, error))
+
+    def _check(self, values: Mapping[str, object]) -> None:
+        """Check the values on every rank, so that a mistake raises on all of them."""
+        if self._closed:
+            raise RuntimeError(f"{self.path} is closed. Make a new Record: it continues the file.")
+        for key, value in values.items():
+            if key in self._reserved:
+                raise ValueError(f"step() got {key!r}, a key of the record. Choose another name.")
+            if type(value) is not float and not is_number(value):
+                raise TypeError(
+                    f"step() takes numbers and one-element tensors, got {key}={value!r:.50}."
+                )
+
+    def _seconds(self) -> float:
+        return round(time.monotonic() - self._start, 6)
+
+    def _write(self, most_waiting: int) -> None:
+        """Write all complete lines in order, and wait for a GPU while more than the limit wait."""
+        assert self._file is not None
+        while self._waiting:
+            line = self._waiting[0]
+            pending = [key for key, value in line.items() if type(value) is PendingNumber]
+            if len(self._waiting) <= most_waiting and not all(line[k].is_ready() for k in pending):
+                return
+            for key in pending:
+                line[key] = line[key].number()
+            append_line(self._file, self.path, self._waiting.popleft())
+            self._last_step = line["step"]
+            if self._send is not None:
+                self._send(line)
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat("T", "seconds")
+
+
+def _describe_source(source: Source) -> str:
+    """Return what the source says of itself, such as a rule with its options."""
+    kind = type(source)
+    text = kind.__name__ if kind.__repr__ is object.__repr__ else repr(source)
+    return text[:_LONGEST_TEXT]
+
+
+def _describe_error(kind: type[BaseException], error: object) -> str | None:
+    """Return the error that ends a run, or None if the script ended the run itself."""
+    if kind is SystemExit and getattr(error, "code", None) in (None, 0):
+        return None
+    return f"{kind.__name__}: {error}"[:_LONGEST_TEXT].removesuffix(": ")
+
+
+# -- another writer --------------------------------------------------------------------------------
+
+
+def _sender_of_lines(writer: object) -> Callable[[Line], None]:
+    """Return the function that gives a line's numbers to TensorBoard, or to Weights & Biases."""
+
+    def send_each(line: Line) -> None:
+        for tag, value in _scalars(line):
+            writer.add_scalar(tag, value, line["step"])  # type: ignore[attr-defined]
+
+    def send_together(line: Line) -> None:
+        writer.log(dict(_scalars(line)), step=line["step"])  # type: ignore[attr-defined]
+
+    return send_each if hasattr(writer, "add_scalar") else send_together
+
+
+def _scalars(line: Line) -> Iterator[tuple[str, Real]]:
+    for key, value in to_columns(line):
+        if key not in _OUR_KEYS and isinstance(value, Real):
+            yield f"manyhands/{key}", value
+
+
+def _collect_keys(sources: tuple[Source, ...]) -> list[str]:
+    """Return the keys of all sources. Raise if two sources have the same key."""
+    owners = {"time": "the record", HEADER: "the record"}
+    keys: list[str] = []
+    for source in sources:
+        name = type(source).__name__
+        if not hasattr(source, "snapshot"):
+            raise TypeError(f"a source needs a method snapshot(), and {name} has none.")
+        for key in source.snapshot():
+            if key in owners:
+                raise ValueError(f"two sources have the key {key!r}: {owners[key]} and {name}.")
+            owners[key] = name
+            keys.append(key)
+    return keys
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+class PendingNumber:
+    """A number on a GPU that is being copied to the host in the background."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._host = value.to("cpu", non_blocking=True)  # returns before the copy is done
+        self._copied = torch.cuda.Event()
+        self._copied.record(torch.cuda.current_stream(value.device))
+
+    def is_ready(self) -> bool:
+        return bool(self._copied.query())
+
+    def number(self) -> int | float:
+        self._copied.synchronize()
+        return _to_plain(self._host.item())
+
+
+def to_number(value: SupportsFloat) -> int | float | PendingNumber:
+    if isinstance(value, torch.Tensor):
+        return PendingNumber(value.detach()) if value.is_cuda else _to_plain(value.item())
+    return _to_plain(value)
+
+
+def _to_plain(value: SupportsFloat) -> int | float:
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def is_number(value: object) -> bool:
+    """Return whether the record can take the value as a number: plain, or a tensor of one."""
+    if not isinstance(value, torch.Tensor):
+        return isinstance(value, Real)
+    # Reading a DTensor takes a collective, and only the rank that writes would call it.
+    return value.numel() == 1 and not value.is_complex() and not hasattr(value, "full_tensor")
+
+
+def to_plain_json(value: object) -> object:
+    """Return numbers, texts, lists and dicts as they are, and the text of anything else."""
+    if isinstance(value, Mapping):
+        return {str(key): to_plain_json(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain_json(entry) for entry in value]
+    plain = value is None or type(value) in (bool, int, float, str)
+    return value if plain else str(value)[:_LONGEST_TEXT]
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
+    """Return a descriptor to append to, and the last line of a continued record."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    file = open_file(path, flags | (os.O_EXCL if mode == "new" else 0))
+    try:
+        _lock_record(file, path)
+        last, end = _last_line(path)
+        if mode == "overwrite":
+            last, end = None, 0
+        _lock_record(file, path)  # again: reading gave it back, as any close() of the file does
+        os.ftruncate(file, end)  # drops a line that was cut off
+    except BaseException:
+        os.close(file)
+        raise
+    return file, last
+
+
+def _lock_record(file: int, path: Path) -> None:
+    """Let no other process write this record. The lock ends with this process, however it ends."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise ValueError(
+            f"another process is writing {path}, and the lines of two runs would mix. "
+            "Give each run a path of its own."
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+
+
+def _last_line(path: Path) -> tuple[Line | None, int]:
+    """Return the last complete line of a record, and the offset at which it ends."""
+    last, end, number = b"", 0, 0
+    with open(open_file(path), "rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if number == 1 and not raw.startswith(f'{{"{HEADER}"'.encode()):
+                raise ValueError(not_a_record(path))
+            if not raw.endswith(b"\n"):
+                number -= 1
+                break
+            last, end = raw, end + len(raw)
+    line = parse_line(last, path, number) if last else None
+    return line[HEADER] if line and HEADER in line else line, end
+
+
+def append_line(file: int, path: Path, line: Line) -> None:
+    """Write one whole line in a single call."""
+    data = _to_json(line).encode() + b"\n"
+    try:
+        written = os.write(file, data)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        written = 0
+    if written < len(data):  # the disk is full: take back what was written of the line
+        os.ftruncate(file, os.fstat(file).st_size - written)
+        raise OSError(errno.ENOSPC, "no space left for the next line", str(path))
+
+
+def _to_json(line: Line) -> str:
+    """Return the line as JSON, which has no NaN and no infinity: these become texts."""
+    try:
+        return _encode(line)
+    except ValueError:  # a number is not finite; checking every line beforehand would cost more
+        return _encode(_name_nonfinite(line))
+
+
+def _name_nonfinite(value: object) -> object:
+    """Return `value` with strings in place of the numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: _name_nonfinite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_name_nonfinite(entry) for entry in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(float(value))
+
+
+class _LastPass:
+    """When the last backward pass ended; None before the first one of a step."""
+
+    def __init__(self) -> None:
+        self.ended: float | None = None
+
+    def begin_pass(self) -> None:
+        pass
+
+    def end_pass(self) -> None:
+        self.ended = time.perf_counter()
+
+
+class StepTiming:
+    """Measure what the time of a step goes into: a source for `Record`.
+
+    >>> import torch, manyhands as mh
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> times = mh.StepTiming(optimizer)
+    >>> batches = [torch.ones(8, 4)] * 3
+    >>> with mh.Record("runs/times.jsonl", times) as record:
+    ...     for batch in times.loading(batches):
+    ...         model(batch).mean().backward()
+    ...         optimizer.step()
+    ...         record.step()
+    >>> list(times.snapshot())
+    ['loading_seconds', 'compute_seconds', 'sync_seconds', 'update_seconds']
+
+    `loading` is the wait for the next batch, `compute` forward and backward passes, `sync` the wait
+    for other ranks before the step, `update` the optimizer's step. Each is the seconds of this rank
+    since the last line. Nothing is sent, and no tensor is read.
+
+    Surprises. On a GPU these are the host's seconds: it runs ahead of the GPU, and the time of the
+    GPU's work shows where the host waits for it, mostly in `sync`. What DDP sends while the
+    backward pass still computes costs nothing, and is not in `sync`. With
+    `FullyShardedDataParallel` all sending is inside the passes: `sync` is part of `compute`.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        trained = [param for param in params if param.requires_grad]
+        if not trained:
+            raise ValueError("the optimizer has no parameter that requires a gradient.")
+        self._seconds = dict.fromkeys(KINDS, 0.0)
+        self._mark = time.perf_counter()  # the end of the last step, or the last look
+        self._last_pass = _LastPass()
+        self._step_began = 0.0
+        this = weakref.ref(self)  # hooks must not keep it alive
+
+        def began(*_: object) -> None:
+            if (times := this()) is not None:
+                times._begin_step()
+
+        def stepped(*_: object) -> None:
+            if (times := this()) is not None:
+                times._end_step()
+
+        # The last parameter's gradient is the first one in most backward passes. The callback that
+        # is queued then runs before DDP's own, which waits for the other ranks.
+        passes = BackwardPasses(self._last_pass, early=True)
+        node = get_gradient_edge(trained[-1]).node
+
+        def enter(_: tuple[Tensor, ...]) -> None:
+            passes.enter(current_task())
+
+        handles = [
+            node.register_prehook(enter),
+            optimizer.register_step_pre_hook(began),
+            optimizer.register_step_post_hook(stepped),
+        ]
+        self._node = node  # torch may drop a node that nobody holds, and its hooks with it
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        weakref.finalize(self, remove)
+
+    def loading(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield the batches, and count the time of waiting for each as `loading`."""
+        iterator = iter(batches)
+        while True:
+            begin = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._seconds["loading"] += time.perf_counter() - begin
+                self._mark += time.perf_counter() - begin  # it is not `compute` as well
+            yield batch
+
+    def snapshot(self) -> dict[str, float]:
+        """Return the seconds of each kind since the last call, for `Record`."""
+        seconds = {f"{kind}_seconds": round(self._seconds[kind], 6) for kind in KINDS}
+        self._seconds = dict.fromkeys(KINDS, 0.0)
+        self._mark, self._last_pass.ended = time.perf_counter(), None
+        return seconds
+
+    def _begin_step(self) -> None:
+        """As `optimizer.step` begins: the time until backward's end was compute, then sync."""
+        now = time.perf_counter()
+        computed = now if self._last_pass.ended is None else self._last_pass.ended
+        self._seconds["compute"] += max(0.0, computed - self._mark)
+        self._seconds["sync"] += now - max(computed, self._mark)
+        self._step_began = now
+
+    def _end_step(self) -> None:
+        self._mark, self._last_pass.ended = time.perf_counter(), None
+        self._seconds["update"] += self._mark - self._step_began

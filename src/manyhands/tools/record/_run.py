@@ -1,0 +1,300 @@
+"""Reading a record: a file of JSON lines, of one start or of several, as one run.
+
+A line is known to be whole if it has a whole number "step" and a "time". The file may come from a
+stranger, so each line is checked.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from manyhands._arguments import file_path
+
+if TYPE_CHECKING:
+    import pandas
+
+FORMAT_VERSION = 1
+HEADER = "manyhands"
+
+Line = dict[str, Any]  # plain JSON
+
+
+class _CheckedHeader(TypedDict):
+    version: int
+    name: str
+    date: str
+    step: int  # the last one that the file had
+    resumed: bool
+    workers: int
+    torch: str
+    keys: list[str]  # of the sources
+
+
+class Header(_CheckedHeader, total=False):
+    """The first line of each start, and the last line of a run that was closed.
+
+    Each of its own entries may be missing, and a stranger's file may have anything in them.
+    """
+
+    every: int  # steps from one line to the next
+    batch_size: float | None  # samples of a small batch
+    until: float | None  # progress at which training ends
+    config: object  # the user's: a dict, unless a stranger wrote the file
+    sources: list[str]  # the sources' texts: a rule with its options
+    process: dict[str, object]  # that writes, so that a reader may know whether it still runs
+    ended: str  # the date
+    error: str | None  # the exception that ended it
+
+
+_PROC = Path("/proc")
+_LARGEST = 2**53  # limit for a step and its seconds: floats are exact for whole numbers up to here
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A record that was read: its last header and its lines, one for each step.
+
+    >>> import manyhands as mh
+    >>> with mh.Record("runs/a.jsonl") as record:
+    ...     for step in range(3):
+    ...         record.step(loss=1.0 / (step + 1))
+    >>> run = mh.read_record("runs/a.jsonl")
+    >>> run.column("loss")[:2]
+    [1.0, 0.5]
+    """
+
+    path: Path
+    name: str
+    header: Header = field(repr=False)
+    lines: list[Line] = field(repr=False)
+
+    @cached_property
+    def columns(self) -> list[str]:
+        """The names of all columns; a list (one value per parameter group) gives "lr/0", "lr/1"."""
+        return list(dict.fromkeys(key for line in self.lines for key, _ in to_columns(line)))
+
+    @cached_property
+    def own(self) -> list[str]:
+        """The columns of the user's own values."""
+        ours = {"step", "time", *self.header["keys"]}
+        return list(dict.fromkeys(key for line in self.lines for key in line if key not in ours))
+
+    def column(self, key: str) -> list[Any]:
+        """Return one value for each line, None for a line without the key.
+
+        `column("lr")` gives a list per line, `column("lr/0")` the first group's number.
+        """
+        if any(key in line for line in self.lines):
+            return [line.get(key) for line in self.lines]
+        if key not in self.columns:
+            known = ", ".join(map(repr, self.columns))
+            raise KeyError(f"{self.path} has no column {key!r}. It has: {known}.")
+        name, _, number = key.rpartition("/")
+        index = int(number)
+        groups = [line.get(name) for line in self.lines]
+        return [g[index] if isinstance(g, list) and index < len(g) else None for g in groups]
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a `pandas.DataFrame` with a row for each line and the columns of `columns`."""
+        import pandas
+
+        return pandas.DataFrame([dict(to_columns(row)) for row in self.lines], columns=self.columns)
+
+
+def read_record(path: str | os.PathLike[str]) -> Run:
+    """Read a record as one run, with one line for each step, however often it was resumed.
+
+    An incomplete last line (the run was stopped while writing, or is writing now) is ignored.
+    Any other damage is a `ValueError` that names the line.
+
+    When a run is resumed, "time" continues from the last line that was kept: it is the time spent
+    on the steps that count.
+
+    >>> import manyhands as mh
+    >>> with mh.Record("runs/b.jsonl") as record:
+    ...     record.step(loss=0.5)
+    >>> len(mh.read_record("runs/b.jsonl").lines)
+    1
+    """
+    path = Path(file_path("path", path))
+    header: Header | None = None
+    lines: list[Line] = []
+    earlier, resumed = 0.0, False  # seconds of all starts before this one
+    with open(open_file(path), "rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.endswith(b"\n"):  # only the last line can be incomplete
+                break
+            line = parse_line(raw, path, number)
+            if HEADER in line:
+                header, resumed = line[HEADER], True
+                continue
+            # The run went back to a checkpoint, so the later lines do not count any more.
+            while lines and lines[-1]["step"] >= line["step"]:
+                lines.pop()
+            if resumed:
+                earlier, resumed = lines[-1]["time"] if lines else 0.0, False
+            line["time"] += earlier
+            lines.append(line)
+    if header is None:
+        raise ValueError(not_a_record(path))
+    return Run(path, header["name"], header, lines)
+
+
+# -- one file, one line ----------------------------------------------------------------------------
+
+
+def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Return a descriptor of a regular file, and refuse anything else."""
+    # Opening a pipe could block, and reading a device might not end. Links are followed.
+    file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0), 0o666)
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    raise ValueError(f"{path} is not a regular file, as a record must be.")
+
+
+def parse_line(raw: bytes, path: Path, number: int) -> Line:
+    """Read and check one line of a record. The file may come from a stranger."""
+    try:
+        line: Line = json.loads(raw)
+        shallow = _is_shallow(line)
+        if HEADER in line:
+            version = line[HEADER]["version"]
+            # A later format may have other fields: say "version" then, and not "damaged".
+            complete = version != FORMAT_VERSION or _is_header(line[HEADER])
+        else:
+            version = FORMAT_VERSION
+            line = {key: _restore_nonfinite(value) for key, value in line.items()}
+            complete = _is_step(line["step"]) and _is_time(line["time"])
+        complete = complete and shallow
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        complete = False
+    if not complete or (number == 1 and HEADER not in line):
+        damaged = f"{path}, line {number} is damaged. Delete it and all lines after it."
+        raise ValueError(not_a_record(path) if number == 1 else damaged)
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path}, line {number}: format version {version!r:.40}; this manyhands reads version "
+            f"{FORMAT_VERSION}."
+        )
+    return line
+
+
+def _is_header(header: Line) -> bool:
+    keys = header["keys"]
+    named = isinstance(header["name"], str) and isinstance(keys, list)
+    return named and all(isinstance(key, str) for key in keys) and _is_step(header["step"])
+
+
+def _is_shallow(value: object, levels: int = 32) -> bool:
+    """Return whether lists and dicts are nested in so many levels at most."""
+    if not isinstance(value, dict | list):
+        return True
+    entries = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_shallow(entry, levels - 1) for entry in entries)
+
+
+def _is_step(value: object) -> bool:
+    # type(), because isinstance would accept True.
+    return type(value) is int and 0 <= value <= _LARGEST
+
+
+def _is_time(value: object) -> bool:
+    return _is_step(value) or (isinstance(value, float) and 0 <= value <= _LARGEST)
+
+
+def _restore_nonfinite(value: object) -> object:
+    if isinstance(value, list):
+        return [_restore_nonfinite(entry) for entry in value]
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def to_columns(line: Line) -> Iterator[tuple[str, object]]:
+    """Yield ("lr", [1, 2]) as ("lr/0", 1) and ("lr/1", 2), and all other values unchanged."""
+    for key, value in line.items():
+        if isinstance(value, list):
+            yield from ((f"{key}/{index}", entry) for index, entry in enumerate(value))
+        else:
+            yield key, value
+
+
+def not_a_record(path: Path) -> str:
+    return f"{path} is not a record of manyhands: it does not begin with a record's header."
+
+
+def to_positive(value: object) -> float | None:
+    """Return a finite number above 0, or None: a stranger may write anything."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 < value < _LARGEST else None
+
+
+def count_small_batches(header: Mapping[str, object], line: Mapping[str, object]) -> float:
+    """Return how many small batches a line's step had; without a scale, one of each worker."""
+    workers = to_positive(header.get("workers")) or 1.0
+    scale = to_positive(line.get("scale", line.get("batch_scale")))
+    if scale is None:
+        return workers
+    if workers > 1 and "rounds" in line:  # in blocks, the scale is that of one worker
+        return scale * (to_positive(line.get("workers")) or 1.0)
+    return scale
+
+
+# -- the process that writes -----------------------------------------------------------------------
+
+# A process number alone may be another's by now, and another machine's processes cannot be seen. So
+# the identity has four parts: the boot of the kernel, the namespace of process numbers (a container
+# has its own), the number, and the moment at which the process began, in the kernel's clock ticks.
+# Linux has all of them in /proc. On other systems, and from another machine, nothing is known.
+
+
+def this_process() -> dict[str, object]:
+    """Return this process's identity, in plain JSON."""
+    return {
+        "host": platform.node(),
+        "pid": os.getpid(),
+        **_pid_space(),
+        "started": _start_of_process(os.getpid()),
+    }
+
+
+def is_alive(process: object) -> bool | None:
+    """Return whether a process of `this_process` runs; None if that cannot be seen from here."""
+    if not isinstance(process, dict):
+        return None
+    pid, started, here = process.get("pid"), process.get("started"), _pid_space()
+    if type(pid) is not int or type(started) is not int or None in here.values():
+        return None
+    if any(process.get(key) != value for key, value in here.items()):
+        return None  # on another machine, in another container, or before this machine's start
+    return _start_of_process(pid) == started
+
+
+def _pid_space() -> dict[str, str | None]:
+    """Return within what process numbers are unique: this boot, and this namespace."""
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return {"boot": boot, "namespace": os.readlink(_PROC / "self/ns/pid")}
+    except OSError:
+        return {"boot": None, "namespace": None}
+
+
+def _start_of_process(pid: int) -> int | None:
+    """Return when a process began, in clock ticks since the machine's start; None if it is gone."""
+    try:
+        stat = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # "1234 (name) S ...": the name may have spaces and brackets of its own
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])  # a zombie has ended
