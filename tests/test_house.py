@@ -94,6 +94,50 @@ def test_imports_go_one_way():
     assert imports == {}, "these modules import each other, or what does"
 
 
+PRIVATE = ("_tensors", "_optimizers", "_ranks")
+SHARED = {*PRIVATE, "_arguments", "_warn", "_version", "errors", ""}
+WAYS = {"scaling", "ramp", "sharding", "blocks"}
+
+
+def folder_imports(depth):
+    """The folders that each folder imports, cut to this depth; `__init__` files may import all."""
+    found = collections.defaultdict(set)
+    for module, tree in MODULES.items():
+        *home, name = module.split(".")
+        for other in imported(module, tree):
+            there = other.split(".")[:-1]
+            if home and name != "__init__" and there and home[:depth] != there[:depth]:
+                found["/".join(home[:depth])].add("/".join(there[:depth]))
+    return found
+
+
+def test_folders_import_one_way():
+    imports = folder_imports(depth=9)
+    while leaves := {folder for folder, needs in imports.items() if not needs & imports.keys()}:
+        for folder in leaves:
+            del imports[folder]
+    assert imports == {}, "these folders import each other"
+
+
+def test_private_folders_import_no_public_folder():
+    imports = folder_imports(depth=1)
+    assert {folder: imports[folder] - SHARED for folder in PRIVATE} == {
+        folder: set() for folder in PRIVATE
+    }
+
+
+def test_no_package_imports_the_tools():
+    imports = folder_imports(depth=1)
+    assert [folder for folder in imports if "tools" in imports[folder]] == []
+
+
+def test_only_ramp_imports_another_way():
+    """docs/architecture.md states the reason."""
+    imports = folder_imports(depth=1)
+    found = {way: imports[way] & WAYS for way in WAYS if imports[way] & WAYS}
+    assert found == {"ramp": {"scaling"}}
+
+
 def imported(module, tree):
     """The modules of ours that a module imports from, by their names below `manyhands`."""
     for node in ast.walk(tree):

@@ -7,7 +7,10 @@ fairscale has them in several modules; here they are in one.
 
 from manyhands.scaling._rules import AdaScale, AdaScaleWrapper
 from manyhands.sharding._gradients import ShardedGradScaler
-from manyhands.sharding._wrapping import (
+from manyhands.sharding.fsdp._engine import TrainingState
+from manyhands.sharding.fsdp._options import DummyProcessGroup
+from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
+from manyhands.sharding.fsdp._wrapping import (
     auto_wrap,
     auto_wrap_bn,
     config_auto_wrap_policy,
@@ -15,9 +18,6 @@ from manyhands.sharding._wrapping import (
     enable_wrap,
     wrap,
 )
-from manyhands.sharding.fsdp._engine import TrainingState
-from manyhands.sharding.fsdp._options import DummyProcessGroup
-from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.zero._ddp import ShardedDataParallel
 from manyhands.sharding.zero._oss import OSS
 

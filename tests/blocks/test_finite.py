@@ -10,8 +10,8 @@ from torch.optim import SGD, Adam
 
 import manyhands as mh
 from helpers.ranks import run_ranks
-from manyhands.blocks._schedule import Drift
 from manyhands.blocks.averaging._codec import CODECS
+from manyhands.blocks.averaging._drift import Drift
 from manyhands.blocks.averaging._payload import (
     are_finite,
     by_index,

@@ -18,8 +18,9 @@ from torch.optim import SGD
 import manyhands as mh
 from helpers.blocks_plain import gradient, train_own
 from helpers.ranks import raises_on_ranks, run_ranks
-from manyhands.blocks._schedule import Drift, OwnSchedule, Seconds
+from manyhands.blocks._schedule import OwnSchedule, Seconds
 from manyhands.blocks.averaging import _round
+from manyhands.blocks.averaging._drift import Drift
 from manyhands.errors import RanksDisagree
 
 LR, SIZE = 0.1, 50

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.blocks._schedule import Drift, Every, Schedule, Seconds
+from manyhands.blocks._schedule import Every, Schedule, Seconds
+from manyhands.blocks.averaging._drift import Drift
 
 pytestmark = pytest.mark.quick
 

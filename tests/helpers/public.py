@@ -4,7 +4,7 @@ import importlib
 
 import manyhands as mh
 
-SIDE_DOORS = ("adaptdl", "fairscale", "fairseq", "blocks", "data", "record", "scaling")
+SIDE_DOORS = ("adaptdl", "fairscale", "fairseq", "blocks", "data", "tools.record", "scaling")
 MODULES = {name: importlib.import_module(f"manyhands.{name}") for name in SIDE_DOORS}
 FRONT = {name: getattr(mh, name) for name in mh.__all__}
 BESIDE = {

@@ -4,7 +4,7 @@ ranks.py              the ranks of a process group: identity, numbers and text b
 slices.py             reduce_scatter and all_gather of the slices of a bucket; through shared memory
 groups.py             process groups of our own, ended with their last user
 sockets.py            find the sockets that torch and gloo have opened in this process
-presence.py           which ranks have ended, or wait elsewhere; explain the error of a lost connection
+presence.py           which ranks have ended or wait elsewhere; explain errors of connections
 standstill.py         does a thread stand still, and where?
 dry_run.py            one rank of many, whose others do not exist: count what it sends
 agreement.py          all ranks agree, or all raise

@@ -25,7 +25,7 @@ WAITING = (
     "torch.autograd",
     "torch.nn",
     "torch._tensor",
-    "manyhands._core",
+    "manyhands._ranks",
     "manyhands.blocks",
     "manyhands.checkpoint._writing",
     "manyhands.engines",

@@ -13,7 +13,7 @@ _checks.py       arguments and options, checked: alone, together, and against th
 _sync.py         the life of a block: send, commit, merge, undo; the steps of a warm-up
 _block_state.py  where a worker is in that life, as one value
 _samples.py      which samples of the data a worker has, and what its steps weigh in the mean
-_schedule.py     after which step a fragment is sent, how long the next block is; the drift
+_schedule.py     after which step a fragment is sent, how long the next block is
 _anchor.py       the anchor, the differences from it, and the outer steps that move it
 averaging/       one sync round: from differences to their mean
 crew/            elastic membership: workers that come and go

@@ -19,7 +19,8 @@ from torch import Tensor
 from manyhands.blocks._anchor import Anchor, AnchorState
 from manyhands.blocks._block_state import BlockState
 from manyhands.blocks._samples import BlockSamples
-from manyhands.blocks._schedule import BlockPlan, Drift, Schedule
+from manyhands.blocks._schedule import BlockPlan, Schedule
+from manyhands.blocks.averaging._drift import Drift
 from manyhands.blocks.averaging._payload import Extras
 from manyhands.blocks.averaging._round import RoundStats
 from manyhands.data._account import SavedAccount

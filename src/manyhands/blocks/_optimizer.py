@@ -46,9 +46,10 @@ from manyhands.blocks._checks import (
     split_overrides,
 )
 from manyhands.blocks._samples import SampleRounds
-from manyhands.blocks._schedule import Drift, Every, check_schedule, make_schedule
+from manyhands.blocks._schedule import Every, check_schedule, make_schedule
 from manyhands.blocks._sync import Sync
 from manyhands.blocks.averaging._codec import CODECS
+from manyhands.blocks.averaging._drift import Drift
 from manyhands.blocks.averaging._payload import STATES, Buffers, Extras, trainable_params
 from manyhands.blocks.averaging._round import ElasticMembers, FixedMembers
 from manyhands.blocks.crew._crew import Crew

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from manyhands.blocks._block_state import BlockState, Work
+from manyhands.blocks._block_state import BlockState
 from manyhands.blocks._schedule import Every, Schedule
 from manyhands.blocks.averaging._payload import RoundResult
 from manyhands.blocks.averaging._round import Members
+from manyhands.blocks.averaging._work import Work
 from manyhands.data._account import Account, SavedAccount
 from manyhands.data._ledger import Ledger
 from manyhands.data._rules import Rules

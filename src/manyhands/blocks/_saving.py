@@ -20,7 +20,6 @@ from torch import Tensor
 from manyhands._optimizers.state_parts import BELOW, SavedEntries, StatePart
 from manyhands._tensors.flat import FlatTensors
 from manyhands.blocks._anchor import Anchor, OverlappedDifference, memory_order
-from manyhands.blocks._block_state import Work
 from manyhands.blocks._checks import Names, Options, check_options
 from manyhands.blocks._common_state import CommonState
 from manyhands.blocks._sync import Pending, Sync
@@ -32,6 +31,7 @@ from manyhands.blocks.averaging._payload import (
     WorkerReport,
 )
 from manyhands.blocks.averaging._round import BackgroundSync
+from manyhands.blocks.averaging._work import Work
 
 KEY = "blocks"
 FORMAT = 3
@@ -300,7 +300,8 @@ def restore_round(saved: SavedEntries, anchor: Anchor) -> Pending:
 
 
 def _restore_squares(saved: SavedEntries, name: str, workers: int) -> Squares:
-    *by_rank, of_mean = squares = saved.floats(name, workers + 1)
+    squares = saved.floats(name, workers + 1)
+    *by_rank, of_mean = squares
     if min(squares) < 0.0:
         raise saved.wrong(name, "not negative", squares)
     return Squares(by_rank, of_mean)

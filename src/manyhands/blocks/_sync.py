@@ -38,7 +38,7 @@ from manyhands.blocks._anchor import (
     OverlappedDifference,
     StagedDifference,
 )
-from manyhands.blocks._block_state import NO_WORK, BlockState
+from manyhands.blocks._block_state import BlockState
 from manyhands.blocks._checks import (
     moved_identically,
     warn_different_rates,
@@ -77,6 +77,7 @@ from manyhands.blocks.averaging._round import (
     StepClock,
     run_sync_round,
 )
+from manyhands.blocks.averaging._work import NO_WORK
 
 
 @dataclass

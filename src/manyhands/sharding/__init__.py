@@ -2,7 +2,6 @@
 
 zero/            optimizer state (`OSS`) and gradients (`ShardedDataParallel`)
 fsdp/            parameters too (`FullyShardedDataParallel`)
-_wrapping.py     which submodules of a model to wrap
 _agreement.py    what ranks must have in common to shard a model, and waiting for all of them
 _gradients.py    clip sharded gradients; loss scaling: an overflow on one rank skips the step on all
 """

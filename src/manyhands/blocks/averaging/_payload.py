@@ -44,8 +44,8 @@ from manyhands._tensors.flat import (
     local_shard,
     norm,
 )
-from manyhands.blocks._block_state import Work
 from manyhands.blocks.averaging._codec import CODECS, Codec
+from manyhands.blocks.averaging._work import Work
 
 STATES = ("keep", "average", "reset", "average_moments")
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's: what fairseq's `average_sync` averages

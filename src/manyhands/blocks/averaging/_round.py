@@ -37,8 +37,8 @@ from manyhands._ranks.agreement import raise_if_different
 from manyhands._ranks.groups import group_closer
 from manyhands._ranks.presence import UNEVEN, explained
 from manyhands._ranks.ranks import RankGroup
-from manyhands.blocks._schedule import Drift
 from manyhands.blocks.averaging._chunks import PayloadChunk, cut_into_chunks
+from manyhands.blocks.averaging._drift import Drift
 from manyhands.blocks.averaging._payload import (
     NOT_FINITE,
     REPORT,

@@ -43,9 +43,9 @@ from manyhands.integrations.lightning._trainer import (
 )
 from manyhands.scaling._binding import KEY
 from manyhands.sharding._gradients import ShardedGradScaler
-from manyhands.sharding._wrapping import Classes, Policy, auto_wrap, enable_wrap
 from manyhands.sharding.fsdp._options import FSDPOptions
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
+from manyhands.sharding.fsdp._wrapping import Classes, Policy, auto_wrap, enable_wrap
 from manyhands.sharding.zero._ddp import ShardedDataParallel
 from manyhands.sharding.zero._oss import OSS
 

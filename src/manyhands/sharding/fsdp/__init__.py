@@ -3,6 +3,7 @@
 _options.py          the options, named once, and what follows from them
 _wrapper.py          FullyShardedDataParallel: what a training loop calls
 _transparent.py      a wrap in place of the module inside: attributes, names, state dicts
+_wrapping.py         which submodules of a model to wrap
 _places.py           where a wrap's parameters are, and what is refused; casts on one rank
 _engine.py           shard one wrap; the only file that calls `fully_shard`
 _root.py             what all wraps do together: which is gathered next, which parameters are used

@@ -25,7 +25,7 @@ from manyhands._optimizers.state_parts import ShardedOptimizer, options_of
 from manyhands._optimizers.wrappers import unwrap
 from manyhands._ranks.ranks import SENT_ALONE
 from manyhands._tensors.trees import tree_map_tensors
-from manyhands.sharding._wrapping import Policy, default_auto_wrap_policy, pick_modules
+from manyhands.sharding.fsdp._wrapping import Policy, default_auto_wrap_policy, pick_modules
 from manyhands.sharding.zero._slice_optimizer import choose_layout
 from manyhands.tools.plan._costs import ModelSizes, OptimizerParams, ParamSize, WrapParams
 

@@ -38,11 +38,11 @@ from manyhands._ranks.agreement import agree, run_on_all
 from manyhands._ranks.ranks import JOIN, RankGroup
 from manyhands._tensors.flat import is_dtensor
 from manyhands.sharding._agreement import ADVICE, GroupLike, facts_of_groups, facts_of_options
-from manyhands.sharding._wrapping import Classes, Policy, auto_wrap, enable_wrap, wrap
 from manyhands.sharding.fsdp._engine import guard_state
 from manyhands.sharding.fsdp._options import find_ranks
 from manyhands.sharding.fsdp._whole_tensors import WholeTensorOptimizer
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
+from manyhands.sharding.fsdp._wrapping import Classes, Policy, auto_wrap, enable_wrap, wrap
 from manyhands.sharding.zero._ddp import ShardedDataParallel
 from manyhands.sharding.zero._oss import OSS
 from manyhands.tools.plan._model import PlannedOptimizer, by_size, check_covers, wrap_size_of
