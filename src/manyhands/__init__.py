@@ -67,7 +67,8 @@ if not typing.TYPE_CHECKING:
         if name[0] != "_":
             names = importlib.import_module("manyhands._names")
             for each in __all__:
-                globals()[each] = found = getattr(names, each)
+                found = getattr(names, each)
+                globals()[each] = found
                 found.__module__ = __name__  # tracebacks and help() show manyhands.AdaScale
             if name in globals():
                 return globals()[name]

@@ -170,9 +170,11 @@ def format_bytes(size: int) -> str:
     >>> format_bytes(0), format_bytes(1536), format_bytes(24 * 2**30)
     ('0 B', '1.50 KiB', '24.0 GiB')
     """
-    power, value = 0, float(size)
+    power = 0
+    value = float(size)
     while value >= 1023.5 and power < len(SIZE_NAMES) - 1:
-        power, value = power + 1, value / 1024
+        power = power + 1
+        value = value / 1024
     # The bounds are those at which rounding would give one digit more.
     digits = 0 if power == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:.{digits}f} {SIZE_NAMES[power]}"
@@ -186,7 +188,8 @@ def format_rate(rate: float) -> str:
     """
     power = 0
     while rate >= 1000 and power < 4:
-        power, rate = power + 1, rate / 1000
+        power = power + 1
+        rate = rate / 1000
     return f"{rate:.4g} {('', 'k', 'M', 'G', 'T')[power]}bit/s"
 
 

@@ -14,7 +14,9 @@ def is_passed_over(frame: FrameType) -> bool:
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the innermost line that is neither this package's nor torch's."""
-    frame, level = sys._getframe(1), 2
+    frame = sys._getframe(1)
+    level = 2
     while frame.f_back and is_passed_over(frame):
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level = level + 1
     warnings.warn(message, category, stacklevel=level)

@@ -160,7 +160,8 @@ def problem_on_shards(optimizer: Optimizer, like: DTensor) -> str | None:
     if kind in KNOWN or kind.__module__.startswith("manyhands."):
         return None
     # Two rows of three for each rank, so that no slice is empty.
-    mesh, elements = like.device_mesh, 6 * like.device_mesh.size()
+    mesh = like.device_mesh
+    elements = 6 * like.device_mesh.size()
     param = torch.linspace(-1, 1, elements, dtype=like.dtype, device=like.device).view(-1, 3)
     grad = param.sin() + param.square()
     # Two steps: the second uses the state that the first has made.

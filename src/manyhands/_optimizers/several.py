@@ -78,7 +78,8 @@ class SeveralOptimizers(Optimizer):
             )
         for each in self.optimizers:
             count = len(each.param_groups)
-            each.param_groups, groups = groups[:count], groups[count:]
+            each.param_groups = groups[:count]
+            groups = groups[count:]
 
     @property  # type: ignore[override]
     def state(self) -> MutableMapping[Tensor, Any]:
@@ -149,9 +150,12 @@ class SeveralOptimizers(Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         check_same_optimizers(self, state_dict)
-        groups, first, parts = list(state_dict["param_groups"]), 0, []
+        groups = list(state_dict["param_groups"])
+        first = 0
+        parts = []
         for each, saved in zip(self.optimizers, state_dict[SEVERAL], strict=True):
-            own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
+            own = groups[: len(each.param_groups)]
+            groups = groups[len(each.param_groups) :]
             count = sum(saved["groups"])
             numbered = {k: state_dict["state"].get(first + k) for k in range(count)}
             state = {k: v for k, v in numbered.items() if v is not None}

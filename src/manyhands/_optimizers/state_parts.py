@@ -43,7 +43,8 @@ class SavedEntries:
     """
 
     def __init__(self, saved: object, owner: str, inside: str = "") -> None:
-        self._owner, self._inside = owner, inside
+        self._owner = owner
+        self._inside = inside
         if not isinstance(saved, Mapping):
             raise self.wrong("", "a dict", saved)
         self.plain = saved

@@ -188,7 +188,8 @@ def unwrap(optimizer: Optimizer, *, every_layer: bool = False) -> list[Optimizer
     several = "Of several, give the last one to step." if isinstance(optimizer, list) else ""
     found = [instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer", several)]
     while True:
-        outer, inner = found[-1], getattr(found[-1], "optimizer", None)
+        outer = found[-1]
+        inner = getattr(found[-1], "optimizer", None)
         # A proxy's `optimizer` may lead back to a layer that was seen.
         if not isinstance(inner, Optimizer) or any(inner is each for each in found):
             return found
@@ -306,7 +307,8 @@ def _signals_left_on(signals: ScalerSignals, optimizer: Optimizer) -> Iterator[N
     """Set the signals on an inner optimizer for the length of its step."""
     # A scaler that was given the inner optimizer has left its signals there already.
     before = dict(vars(optimizer))
-    optimizer.grad_scale, optimizer.found_inf = signals.grad_scale, signals.found_inf  # type: ignore[attr-defined]
+    optimizer.grad_scale = signals.grad_scale  # type: ignore[attr-defined]
+    optimizer.found_inf = signals.found_inf  # type: ignore[attr-defined]
     try:
         yield
     finally:

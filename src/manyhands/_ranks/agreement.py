@@ -80,11 +80,14 @@ def raise_if_different(
 
 def run_on_all(ranks: RankGroup, action: Callable[[], Result]) -> Result:
     """Run something on every rank. If it raises on some, raise on all, and say what those said."""
-    result, problem, text = None, None, ""
+    result = None
+    problem = None
+    text = ""
     try:
         result = action()
     except Exception as error:
-        problem, text = error, json.dumps(describe_error(error))
+        problem = error
+        text = json.dumps(describe_error(error))
     everyone = ranks.all_gather_text(text)
     if problem is not None:
         raise problem

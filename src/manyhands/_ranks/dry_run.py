@@ -54,8 +54,11 @@ class DryRun:
 
     def clear(self) -> None:
         """Count from here on."""
-        self.calls, self.sent, self.requests = Counter[str](), Counter[str](), Counter[str]()
-        self.keys, self.store_bytes = set[str](), 0
+        self.calls = Counter[str]()
+        self.sent = Counter[str]()
+        self.requests = Counter[str]()
+        self.keys = set[str]()
+        self.store_bytes = 0
 
     def __repr__(self) -> str:
         kinds = [
@@ -71,7 +74,9 @@ class CountingStore(Store):
 
     def __init__(self, inner: Store, counted: DryRun, ranks: int = 1) -> None:
         super().__init__()
-        self.inner, self.counted, self.ranks = inner, counted, ranks
+        self.inner = inner
+        self.counted = counted
+        self.ranks = ranks
 
     def clone(self) -> CountingStore:
         return self
@@ -108,7 +113,9 @@ class DryGroup(Group):
 
     def __init__(self, rank: int, size: int, counted: DryRun) -> None:
         super().__init__(rank, size)
-        self.counted, self._name, self._others = counted, "", (size - 1) / size
+        self.counted = counted
+        self._name = ""
+        self._others = (size - 1) / size
 
     # torch's own ask for a backend in C++.
     group_name = property(lambda self: self._name, lambda self, name: setattr(self, "_name", name))
@@ -204,7 +211,8 @@ def dry_run(world_size: int, rank: int = 0) -> Iterator[DryRun]:
     those of this rank on GPUs with NCCL. `save` writes nothing. It yields what is counted: `calls`
     and `sent` of collectives by their kind, `requests`, `keys` and `store_bytes` of the store.
     """
-    world_size, rank = whole("world_size", world_size, least=1), whole("rank", rank, least=0)
+    world_size = whole("world_size", world_size, least=1)
+    rank = whole("rank", rank, least=0)
     if rank >= world_size:
         raise ValueError(f"rank must be below world_size={world_size}, got {rank}.")
     if dist.is_initialized():
@@ -218,7 +226,8 @@ def dry_run(world_size: int, rank: int = 0) -> Iterator[DryRun]:
     dist.Backend.register_backend(
         BACKEND, lambda _, rank, size, __: DryGroup(rank, size, counted), devices=["cpu", "cuda"]
     )
-    store, hook = CountingStore(HashStore(), counted, world_size), sys.excepthook
+    store = CountingStore(HashStore(), counted, world_size)
+    hook = sys.excepthook
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
     try:
         yield counted

@@ -62,11 +62,15 @@ from manyhands._ranks.sockets import (
 from manyhands._warn import warn
 
 Gather: TypeAlias = Callable[[list[float]], list[list[float]]]  # numbers, over some ranks
-FIRST_PAUSE, LONGEST_PAUSE = 0.001, 1.0  # seconds between two looks at who still holds a group
+# seconds between two looks at who still holds a group
+FIRST_PAUSE = 0.001
+LONGEST_PAUSE = 1.0
 STUCK = 0.3  # seconds between two looks at what keeps a group from ending
 SHUT_WITHIN = 1.0  # seconds in which gloo closes connections that have been shut
 
-CALL, TAG = "Call it on every worker.", 7060  # the tag of the messages that open connections
+# the tag of the messages that open connections
+CALL = "Call it on every worker."
+TAG = 7060
 
 _making_devices = threading.Lock()
 
@@ -84,7 +88,8 @@ def new_prefix(store: Store, kind: str, ranks: Sequence[int], gather: Gather) ->
     serials = _serials.setdefault(store, Counter())
     name = f"manyhands/{kind}/{name_of_ranks(ranks)}"
     newest = gather([float(serials[name])])  # may differ where a rank once failed
-    serials[name] = serial = int(max(number for (number,) in newest)) + 1
+    serial = int(max(number for (number,) in newest)) + 1
+    serials[name] = serial
     return f"{name}/{serial}"
 
 
@@ -117,7 +122,8 @@ def connect(
 ) -> Lease:
     """Return a new gloo group of these ranks. Call it on each of them."""
     # `pairs`: they will exchange slices, or broadcast; else they pass messages on in a ring.
-    own_store, size = PrefixStore(new_prefix(store, "group", ranks, gather), store), len(ranks)
+    own_store = PrefixStore(new_prefix(store, "group", ranks, gather), store)
+    size = len(ranks)
     if (dry := dry_group()) is not None:
         return Lease(HeldGroup(DryGroup(rank, size, dry.counted)), tuple(ranks))
     held = make_gloo(own_store, rank, size, timeout or default_pg_timeout)
@@ -182,7 +188,9 @@ class RollCall:
     alone: that rank then gets an error, and does not wait for a collective that never comes.
     """
 
-    warn_after, give_up_after = 30.0, 600.0  # seconds: a rank may be writing files meanwhile
+    # seconds: a rank may be writing files meanwhile
+    warn_after = 30.0
+    give_up_after = 600.0
     look_after = 10.0  # seconds after which the caller looks whether waiting is in vain
 
     def __init__(
@@ -193,13 +201,18 @@ class RollCall:
         prefix: str = "manyhands/call",
         ranks: Sequence[int] = (),
     ) -> None:
-        self.store, self._rank, self._size, self.prefix = store, rank, size, prefix
+        self.store = store
+        self._rank = rank
+        self._size = size
+        self.prefix = prefix
         self._ranks = ranks  # among all processes, if they are known
 
     def wait(self, call: str, in_vain: Callable[[], str] = str) -> None:
         """Wait until all ranks are here; warn if that takes long, and raise if they do not come."""
         # `in_vain` may know earlier that they will not, and returns the error's message then.
-        began, warned, pause = time.monotonic(), False, FIRST_PAUSE
+        began = time.monotonic()
+        warned = False
+        pause = FIRST_PAUSE
         count = self.store.add(self.prefix, 1)
         earlier = (count - 1) // self._size * self._size  # of calls that all ranks have made
         first = count == earlier + 1
@@ -222,7 +235,8 @@ class RollCall:
                 who = self._find_missing(earlier, here, first)
                 raise RuntimeError(f"{who} have not called {call} within {waited:.3g} s. {CALL}")
             if waited > self.warn_after and not warned:
-                who, warned = self._find_missing(earlier, here, first), True
+                who = self._find_missing(earlier, here, first)
+                warned = True
                 warn(f"{call} waits: {who} have not called it. {CALL}")
             time.sleep(pause)
             pause = min(2 * pause, 0.05 if waited < self.look_after else LONGEST_PAUSE)

@@ -208,7 +208,8 @@ def explain(
     """Return an error that says which ranks have ended, if `error` is that of a lost connection."""
     if not (_is_lost(error) and dist.is_initialized()):
         return None
-    own, store = dist.get_rank(), _get_default_store()
+    own = dist.get_rank()
+    store = _get_default_store()
     ranks = range(dist.get_world_size()) if among is None else among.ranks
     presence = Presence(store)
     presence.say_failed("it has lost its connection to another rank.")
@@ -234,7 +235,9 @@ def _explain_uncaught(
         better = explain(error)
         if better is not None:
             better.__cause__ = error
-            kind, error, trace = type(better), better, None
+            kind = type(better)
+            error = better
+            trace = None
         elif dist.is_initialized():
             text = "".join(format_exception_only(kind, error)).strip()
             Presence(_get_default_store()).say_failed(text[:LONGEST])

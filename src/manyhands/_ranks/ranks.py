@@ -124,7 +124,8 @@ class RankGroup:
 
     def roll_call(self, name: str = "") -> RollCall:
         """Return a roll call: one for all that have this name, or a new one, on each rank."""
-        store, gather = _get_default_store(), partial(self.all_gather, device=self.any_device)
+        store = _get_default_store()
+        gather = partial(self.all_gather, device=self.any_device)
         own = f"manyhands/{name}/{name_of_ranks(self.ranks)}" if name else ""
         prefix = own or new_prefix(store, "roll call", self.ranks, gather)
         return RollCall(store, self.rank, self.size, prefix, self.ranks if self.size > 1 else ())
@@ -306,7 +307,8 @@ class RankGroup:
     def all_gather(self, numbers: list[float], device: torch.device) -> list[list[float]]:
         """Return every rank's `numbers`, in rank order."""
         own = torch.tensor(numbers, dtype=widest_float(device), device=device)
-        everyone, n = self.sum_and_gather(own, 0).read(), len(numbers)
+        everyone = self.sum_and_gather(own, 0).read()
+        n = len(numbers)
         return [everyone[i : i + n] for i in range(0, len(everyone), n)]
 
     def all_gather_text(self, text: str) -> list[str]:
@@ -419,7 +421,8 @@ def rank_group_of(
             f"the parameters are sharded over different workers: ranks {sorted(everyone)}. "
             "Give each mesh's parameters an optimizer of their own."
         )
-    ranks, mesh = list(everyone.pop()), meshes.pop()
+    ranks = list(everyone.pop())
+    mesh = meshes.pop()
     if mesh.ndim > 1 and group in mesh.get_all_groups():
         group = None  # that of an optimizer for each copy of the model
     workers = RankGroup.of(group or _group_of_mesh(mesh, ranks), world_size)

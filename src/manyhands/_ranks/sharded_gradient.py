@@ -82,7 +82,8 @@ class LocalNorm(Tensor):
                     return norms[0].reduce(here)
         # Any other function needs the values, so they are reduced over the ranks first.
         with torch._C.DisableTorchFunctionSubclass():
-            args, kwargs = _reduce_all(args), _reduce_all(kwargs)
+            args = _reduce_all(args)
+            kwargs = _reduce_all(kwargs)
             return func(*args, **kwargs)
 
     def reduce(self, here: Tensor) -> Tensor:
@@ -107,7 +108,8 @@ def norm_of_slices(slices: Sequence[Tensor], power: float, group: Any) -> LocalN
     norms = [_norm_of_one(each, power) for each in slices]
     here = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), power)
     result = here.as_subclass(LocalNorm)
-    result.power, result.group = power, group
+    result.power = power
+    result.group = group
     return result
 
 
@@ -121,7 +123,8 @@ def _norm_of_one(elements: Tensor, power: float) -> Tensor:
 
 def _as_local_norm(result: Tensor, like: LocalNorm) -> LocalNorm:
     local_norm = result.as_subclass(LocalNorm)
-    local_norm.power, local_norm.group = like.power, like.group
+    local_norm.power = like.power
+    local_norm.group = like.group
     return local_norm
 
 
@@ -174,8 +177,11 @@ class ShardedGradient(Tensor):
             dtype=dtype or param.dtype,
             device=device or param.device,
         )
-        shell.slices, shell.starts = tuple(pieces), tuple(starts)
-        shell.local, shell.group, shell.zeroed = None, group, False
+        shell.slices = tuple(pieces)
+        shell.starts = tuple(starts)
+        shell.local = None
+        shell.group = group
+        shell.zeroed = False
         return shell
 
     @property
@@ -190,7 +196,9 @@ class ShardedGradient(Tensor):
             other.dtype != self.dtype
         ):
             raise RuntimeError(NOT_LIKE_IT)
-        self.slices, self.local, self.zeroed = other.slices, other.local, other.zeroed
+        self.slices = other.slices
+        self.local = other.local
+        self.zeroed = other.zeroed
 
     def parts(self) -> list[Tensor]:
         """Return all tensors that this rank holds of the gradient."""
@@ -256,7 +264,8 @@ class ShardedGradient(Tensor):
         return f"ShardedGradient(shape={tuple(self.shape)}, {held} of {self.numel()} elements here)"
 
     def __deepcopy__(self, memo: dict[int, object]) -> ShardedGradient:
-        memo[id(self)] = copied = self.twin(Tensor.clone)
+        copied = self.twin(Tensor.clone)
+        memo[id(self)] = copied
         return copied
 
     @classmethod
@@ -268,7 +277,8 @@ class ShardedGradient(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         """Do what torch asks on this rank's slices, or raise if it needs the whole gradient."""
-        packet, kwargs = func.overloadpacket, kwargs or {}
+        packet = func.overloadpacket
+        kwargs = kwargs or {}
         first = args[0] if args else None
         if packet in NORMS and len(args) <= 2 and not kwargs:  # else of a dimension, or wider
             power = float(args[1]) if len(args) > 1 else 2.0

@@ -225,7 +225,9 @@ class SharedMemory:
 
     def _open_all(self, size: int, dtype: torch.dtype) -> tuple[list[Tensor], str]:
         """Return a tensor of every rank, and the first problem of any rank ("": none)."""
-        problem, path, tensors = "", "", []
+        problem = ""
+        path = ""
+        tensors = []
         with ExitStack() as stack:  # closed when all ranks have opened the file
             try:
                 descriptor = os.memfd_create("manyhands")

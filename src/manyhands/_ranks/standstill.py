@@ -16,7 +16,9 @@ from types import FrameType
 
 from manyhands._warn import is_passed_over
 
-THREAD_SHARE, PROCESS_SHARE = 0.01, 0.05  # of a core: what counts as no processor time
+# of a core: what counts as no processor time
+THREAD_SHARE = 0.01
+PROCESS_SHARE = 0.05
 
 # Modules in which a thread waits for other ranks, if it stands still there. Reading and writing
 # files is in others, and so is waiting for data.
@@ -42,7 +44,8 @@ class Standstill:
         # Not on macOS, where the time of the process has to do.
         clock_of = getattr(time, "pthread_getcpuclockid", None)
         self._clock: int | None = None if clock_of is None else clock_of(self.thread)
-        self._looked = self._since = time.monotonic()
+        self._looked = time.monotonic()
+        self._since = self._looked
         self._used = self._times()
 
     def look(self) -> float:
@@ -80,6 +83,7 @@ def _module_of(frame: FrameType) -> str:
 
 def _describe_line(frame: FrameType) -> str:
     """Such as "loss.backward() (train.py, line 31)"."""
-    path, number = frame.f_code.co_filename, frame.f_lineno
+    path = frame.f_code.co_filename
+    number = frame.f_lineno
     code = linecache.getline(path, number).strip() or f"{frame.f_code.co_name}()"
     return f"{code} ({os.path.basename(path)}, line {number})"

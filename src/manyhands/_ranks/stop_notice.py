@@ -28,7 +28,8 @@ class StopNotice:
     def give(self, reason: str) -> None:
         """Note that this process was asked to stop. It may be called in a signal handler."""
         if not self.reason:
-            self.reason, self.given_at = reason, time.monotonic()
+            self.reason = reason
+            self.given_at = time.monotonic()
 
     @property
     def received(self) -> bool:
@@ -47,7 +48,9 @@ class StopNotice:
 
     def clear(self) -> None:
         """Forget the notice, for a process that trains again."""
-        self.reason, self.read, self._looked_at = "", False, -LOOK
+        self.reason = ""
+        self.read = False
+        self._looked_at = -LOOK
 
 
 stop_notice = StopNotice()

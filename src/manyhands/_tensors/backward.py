@@ -68,7 +68,8 @@ class BackwardPasses:
 
     def forget(self) -> None:
         """Note that no pass is open: it is over, or it raised an error and will never end."""
-        self._pass = self.task = None
+        self._pass = None
+        self.task = None
 
     def enter(self, task: int) -> None:
         """Note that `task` runs. A hook calls this first, if its task is not the last one."""

@@ -100,7 +100,8 @@ def in_groups(
         own = size(item)
         if group and total + own > limit:
             yield group
-            group, total = [], 0
+            group = []
+            total = 0
         group.append(item)
         total += own
     if group:
@@ -160,7 +161,8 @@ class FlatTensors:
 
     def ranges(self, start: int, length: int) -> Iterator[tuple[Tensor, slice, slice]]:
         """Yield each tensor in a range, its elements in the range, and their place in the range."""
-        index, done = bisect_right(self._starts, start) - 1, 0
+        index = bisect_right(self._starts, start) - 1
+        done = 0
         while done < length:
             first = start + done - self._starts[index]
             size = min(length - done, self._starts[index + 1] - self._starts[index] - first)
@@ -293,7 +295,8 @@ class DTensorShards:
         """Read a DTensor's placements; raise a ValueError if they are not of the known kinds."""
         from torch.distributed.tensor import Replicate, Shard
 
-        mesh, placements = tensor.device_mesh, tensor.placements
+        mesh = tensor.device_mesh
+        placements = tensor.placements
         # `type(...) is`: strided shards, of tensor parallelism, are a class derived from Shard.
         cutting = [(d, p) for d, p in enumerate(placements) if type(p) is Shard]
         others = [d for d, p in enumerate(placements) if type(p) is not Shard]
@@ -309,7 +312,8 @@ class DTensorShards:
             everything = DimRange(0, 0, tensor.size(0) if tensor.dim() else 1)
             return cls(mesh, None, (everything,), 0, first)
         mesh_dim, placement = cutting[0]
-        dim, workers = placement.dim, mesh.size(mesh_dim)
+        dim = placement.dim
+        workers = mesh.size(mesh_dim)
         size = tensor.size(dim)
         step = -(-size // workers)  # as torch.chunk: the last shards are shorter, or empty
         starts = [min(rank * step, size) for rank in range(workers + 1)]

@@ -200,12 +200,15 @@ class AdaptiveDataLoader(StepLoader):
             )
         # The model asks this loader in `forward`. A loader that is iterated inside the loop, as for
         # an evaluation, takes its place for that time.
-        outer, self._iterated = AdaptiveDataParallel._loader, True
+        outer = AdaptiveDataParallel._loader
+        self._iterated = True
         AdaptiveDataParallel._loader = self
         try:
             yield
         finally:
-            AdaptiveDataParallel._loader, self._iterated, self._more_follow = outer, False, False
+            AdaptiveDataParallel._loader = outer
+            self._iterated = False
+            self._more_follow = False
             if self._module is not None:
                 self._module.set_accumulating(None)
             if self._is_over():
@@ -247,7 +250,8 @@ class AdaptiveDataLoader(StepLoader):
             if self._ramp is not None and self._end is None:
                 self._begin_epoch(module)
             return
-        self._module, rule = module, module.scaling_rule
+        self._module = module
+        rule = module.scaling_rule
         if self._bounds is None:
             # the batch stays at one unit
             rule.port.begin_step(1, scale_per_pass=self.scale_per_unit)
@@ -288,7 +292,9 @@ class AdaptiveDataLoader(StepLoader):
         finished = saved.whole("finished_epochs")
         end = None if saved["end"] is None else saved.real("end")
         ramp = None if saved["ramp"] is None else SavedRamp.parse(saved["ramp"])
-        self._ledger, _epochs.finished, self._end = ledger, finished, end
+        self._ledger = ledger
+        _epochs.finished = finished
+        self._end = end
         if self._ramp is None:
             self._saved_ramp = ramp
         elif ramp is not None:

@@ -95,7 +95,8 @@ class AdaptiveDataParallel(ModuleWrapper):
         # Raises for a misspelt keyword: without a process group no DDP would notice it.
         inspect.signature(DistributedDataParallel.__init__).bind(None, None, **ddp_arguments)
         arguments = _sort_arguments(rule, lr_scheduler, mp_scaler, scaling_rule)
-        rule, mp_scaler = arguments.get("rule"), arguments.get("mp_scaler")
+        rule = arguments.get("rule")
+        mp_scaler = arguments.get("mp_scaler")
         if rule is None:
             rule = AdamScale() if isinstance(optimizer, Adam | RMSprop) else AdaScale()
         self.module = model
@@ -126,7 +127,8 @@ class AdaptiveDataParallel(ModuleWrapper):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate: passes inside are not the step's last, and their gradients not averaged."""
-        before, self._averages = self._averages, False
+        before = self._averages
+        self._averages = False
         try:
             with ExitStack() as stack:
                 for ddp in self._parallel:

@@ -81,11 +81,16 @@ class AnchorDifference:
     def __init__(
         self, bucket: AnchorBucket, start: int, stop: int, codec: Codec, outer: Outer
     ) -> None:
-        self.bucket, self.start, self.length = bucket, start, stop - start
-        self.dtype, self.device, self.codec = bucket.anchor.dtype, bucket.device, codec
+        self.bucket = bucket
+        self.start = start
+        self.length = stop - start
+        self.dtype = bucket.anchor.dtype
+        self.device = bucket.device
+        self.codec = codec
         self.residual = None if bucket.residual is None else bucket.residual[start:stop]
         self.params = bucket.vector
-        self.outer, self.part = outer, bucket.part
+        self.outer = outer
+        self.part = bucket.part
         self.param_dtype = local_shard(bucket.params[0]).real.dtype
 
     @property
@@ -170,14 +175,16 @@ class OverlappedDifference(AnchorDifference):
         """Take the outer step, and keep the steps that were taken since the difference was sent."""
         # param += (new anchor - old anchor) + held, where old anchor - held is what was sent. A
         # worker that was left out of the mean takes the new anchor as it is.
-        params, anchors = self.bucket.vector, self.bucket.anchor[self.start :]
+        params = self.bucket.vector
+        anchors = self.bucket.anchor[self.start :]
         keep = included and bool(result.included)
         for start in range(0, self.length, LARGEST):
             held = self.held[start : start + LARGEST]
             before = anchors[start : start + held.numel()].clone()  # the step is in place
             anchor = self.step_anchor(start, self.arrived[start : start + LARGEST], result)
             if keep:
-                now, then = self.round_like_params(anchor), self.round_like_params(before)
+                now = self.round_like_params(anchor)
+                then = self.round_like_params(before)
                 moved = torch.sub(now, then, out=before).to(self.device)
                 params.add(self.offset + start, moved.add_(held))
             else:
@@ -213,7 +220,8 @@ class Anchor:
     def extend(self, params: Sequence[Tensor], part: int = 0) -> None:
         """Add parameters of one optimizer, whose values are equal on all workers now."""
         for same in group_by_type(params):
-            vector, device = FlatTensors(same), same[0].device
+            vector = FlatTensors(same)
+            device = same[0].device
             span = even_range(len(vector), self.inner.rank, self.inner.size)
             dtype = accumulation_dtype(local_shard(same[0]).real.dtype)
             where = torch.device("cpu") if self.on_host else device

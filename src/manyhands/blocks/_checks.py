@@ -222,7 +222,8 @@ def moved_identically(squares: Sequence[float], cosine: float, codec: Codec) -> 
     """Return whether all workers have taken the same steps, from their squared lengths."""
     # Equal lengths are not enough: in its first steps Adam goes equally far whatever the gradients.
     # The cosine is that of values as the codec has rounded them.
-    low, high = min(squares, default=0.0), max(squares, default=0.0)
+    low = min(squares, default=0.0)
+    high = max(squares, default=0.0)
     return len(squares) > 1 and 0.0 < high <= low * (1 + SAME) and cosine > codec.cosine
 
 
@@ -243,7 +244,8 @@ def warn_different_rates(result: RoundResult, numbers: Sequence[int], floor: flo
     rates = sorted((result.reports[rank].lr, rank) for rank in result.included)
     if len(rates) < 2 or rates[-1][0] <= 2 * max(rates[0][0], floor):
         return False
-    (low, slow), (high, fast) = rates[0], rates[-1]
+    (low, slow) = rates[0]
+    (high, fast) = rates[-1]
     workers = numbers if len(numbers) == len(result.reports) else range(len(result.reports))
     warn(
         f"worker {workers[slow]} has a learning rate of {low:g}, and worker {workers[fast]} of "
@@ -307,7 +309,8 @@ def split_overrides(
     # and is no option of the blocks either, is an error.
     engine_names = {n: n for n in options} | {names.get(n, n): n for n in options}
     known = {name for group in groups for name in group} - {"params", "param_names"}
-    for_blocks, for_groups = {}, {}
+    for_blocks = {}
+    for_groups = {}
     for name, value in overrides.items():
         if name in engine_names:
             for_blocks[engine_names[name]] = value
@@ -328,7 +331,8 @@ def check_options(
         here: object = options[name]
         if name == "outer" and isinstance(value, Outer):  # all of its settings are meant
             outer = {n: v for n, v in options.items() if n.partition(".")[0] == "outer"}
-            value, here = describe_outer(value), outer
+            value = describe_outer(value)
+            here = outer
             meant |= outer.keys()
         if value != here and str(value) != str(here):
             raise ValueError(

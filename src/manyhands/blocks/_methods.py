@@ -56,7 +56,8 @@ def list_options(passed_on: type[CommonOptions]) -> Callable[[Method], Method]:
 
     def decorate(method: Method) -> Method:
         init = vars(method)["__init__"]
-        own, blocks = inspect.signature(init), inspect.signature(Blocks.__init__)
+        own = inspect.signature(init)
+        blocks = inspect.signature(Blocks.__init__)
         named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
         more = [p for p in blocks.parameters.values() if p.name in passed_on.__annotations__]
         init.__signature__ = own.replace(parameters=[*named, *more])

@@ -151,7 +151,8 @@ class Blocks(OptimizerWrapper):
         self._inner = check_optimizers(type(self).__name__, optimizer, Blocks)
         interval = every if isinstance(every, Every) else Every(every)
         one_of("buffers", buffers, BUFFERS)
-        overlap, fragments = whole("overlap", overlap), whole("fragments", fragments, 1)
+        overlap = whole("overlap", overlap)
+        fragments = whole("fragments", fragments, 1)
         one_of("codec", codec, list(CODECS))
         one_of("state", state, STATES)
         warmup = whole("warmup", warmup, why="It is a number of steps.")
@@ -175,7 +176,8 @@ class Blocks(OptimizerWrapper):
             "warmup": warmup,
             "local_warmup": local_warmup,
         }
-        self._model = found = Buffers(self._inner, model)
+        found = Buffers(self._inner, model)
+        self._model = found
         self._sync = Sync(
             self._inner,
             FixedMembers(RankGroup.of(process_group)) if crew is None else ElasticMembers(crew),
@@ -211,7 +213,8 @@ class Blocks(OptimizerWrapper):
             sync.regroup()
             return
         assert isinstance(sync.members, FixedMembers)
-        self._all_workers = workers = sync.members.workers
+        workers = sync.members.workers
+        self._all_workers = workers
         check_not_averaged(type(self).__name__, workers, self._inner, model)
         self._check_agreement(everything, buffers)
         sync.members.choose_transport(
@@ -289,8 +292,10 @@ class Blocks(OptimizerWrapper):
 
     def snapshot(self) -> dict[str, Any]:
         """Return what the last sync rounds have shown, in plain numbers, for logs and `Record`."""
-        sync, stats = self._sync, self._sync.stats
-        inner, members = self._inner, self._sync.members
+        sync = self._sync
+        stats = self._sync.stats
+        inner = self._inner
+        members = self._sync.members
         return {
             **(inner.snapshot() if hasattr(inner, "snapshot") else {}),
             "step": sync.state.steps,

@@ -33,7 +33,9 @@ class BlockSamples:
     """This worker's samples, and its account if there is a `Cursor`."""
 
     def __init__(self, members: Members, every: Every, schedule: Schedule) -> None:
-        self._members, self._every, self._schedule = members, every, schedule
+        self._members = members
+        self._every = every
+        self._schedule = schedule
         self.account = Account()  # without rules if there is no cursor
         self.joined_late = False  # whether the ledger came from another worker
         self._counted: int | None = None  # by `count_samples`, for the step that is being taken
@@ -51,7 +53,8 @@ class BlockSamples:
 
     def end_step(self) -> int | None:
         """Count a step; return the number of its samples, or None if it is not known."""
-        samples, self._counted = self._counted, None
+        samples = self._counted
+        self._counted = None
         if self.account.rules is None:
             return samples
         if samples is None:  # the user's own count comes first
@@ -92,7 +95,8 @@ class BlockSamples:
 
     def commit(self, result: RoundResult, step: int) -> None:
         """Commit what all workers have taken until this step: the round was kept."""
-        numbers, reports = self._members.numbers, result.reports
+        numbers = self._members.numbers
+        reports = result.reports
         # A round that was restored from a checkpoint may have had another number of workers.
         if self.account.rules is None or len(numbers) != len(reports):
             return
@@ -106,7 +110,9 @@ class BlockSamples:
 
     def hand_out(self, state: BlockState) -> None:
         """Hand out what is left of the epoch, if that has changed, until the next sync round."""
-        account, numbers, overlap = self.account, self._members.numbers, self._schedule.overlap
+        account = self.account
+        numbers = self._members.numbers
+        overlap = self._schedule.overlap
         if account.rules is None or not account.due:
             return
         own = self._schedule.steps_of(numbers) if state.steps >= state.warmup else None
@@ -121,7 +127,8 @@ class BlockSamples:
     def restart(self, state: BlockState) -> None:
         """Hand out for the block that this state is in: it was loaded from a checkpoint."""
         if not self.account.taken:
-            self.account.committed_at, self.account.due = state.steps, True
+            self.account.committed_at = state.steps
+            self.account.due = True
             self.hand_out(state)
 
     def _steps_to_round(self, state: BlockState) -> int:
@@ -146,7 +153,8 @@ class SampleRounds:
     """What a `Cursor` asks of blocks: the `CursorBlocks` of `data/_cursor.py`."""
 
     def __init__(self, rounds: Rounds) -> None:
-        self._rounds, self._samples = rounds, rounds.samples
+        self._rounds = rounds
+        self._samples = rounds.samples
 
     @property
     def account(self) -> Account:

@@ -56,7 +56,10 @@ class SavedWorker(CommonState):
 
 def save_worker(sync: Sync) -> SavedWorker:
     """Return everything a bitwise continuation needs. Wait for what is in flight to arrive."""
-    workers, state, stats, schedule = sync.members.workers, sync.state, sync.stats, sync.schedule
+    workers = sync.members.workers
+    state = sync.state
+    stats = sync.stats
+    schedule = sync.schedule
     resets = state.in_local_warmup or sync.extras.state == "reset"
     return {
         "format": FORMAT,
@@ -146,7 +149,8 @@ def _check_counters(saved: SavedEntries) -> None:
 def check_fits(state: SavedWorker, sync: Sync) -> None:
     """Raise if a worker's saved part makes no sense, or is of other parameters."""
     saved = SavedEntries(state, "blocks")
-    diverged, _ = saved.flag("diverged"), saved.reals("clock", 2, least=-BELOW)
+    diverged = saved.flag("diverged")
+    _ = saved.reals("clock", 2, least=-BELOW)
     saved.whole("dropped")
     saved.whole("taken", -int(BELOW))  # before the first block it is negative
     for name, length in (("workers", 2), ("own", 4), ("last_round", None)):
@@ -171,7 +175,8 @@ def check_fits(state: SavedWorker, sync: Sync) -> None:
 
 def _check_anchor(saved: SavedEntries, sync: Sync) -> None:
     """Raise unless the saved tensors have the shapes of the anchor, memories and residuals here."""
-    buckets, workers = sync.anchor.buckets, sync.members.workers
+    buckets = sync.anchor.buckets
+    workers = sync.members.workers
     has_residual = saved["workers"] == [workers.size, workers.rank]
     lists = [saved.each(name, len(buckets)) for name in ("anchor", "memories", "residual")]
     for bucket, anchor, memories, residual in zip(buckets, *lists, strict=True):
@@ -365,7 +370,8 @@ class OuterStateParts:
         """As a checkpoint was read: continue from its counters, which `check_counters` has seen."""
         # `unsaved` are the parameters without an anchor in the checkpoint, which begin here: they
         # were frozen, or one worker trained alone.
-        sync, new = self._sync, {id(param) for param in unsaved}
+        sync = self._sync
+        new = {id(param) for param in unsaved}
         if not residuals:
             sync.anchor.reset_residuals()
         _drop_pending(sync)

@@ -50,7 +50,8 @@ class Schedule:
 
     def due(self, step: int) -> list[int]:
         """Return the fragments to send after this step."""
-        into, count = step - self.start, self.fragments
+        into = step - self.start
+        count = self.fragments
         return [f for f in range(count) if self.length * (f + 1) // count == into]
 
     def ends(self, step: int) -> bool:
@@ -59,7 +60,8 @@ class Schedule:
 
     def begin(self, step: int, length: int) -> None:
         """Begin a block of this length after a step."""
-        self.start, self.length = step, length
+        self.start = step
+        self.length = length
 
     def begin_next(self, step: int, every: Every, seconds: float) -> None:
         """Begin the next block after this step; a step takes so many seconds."""
@@ -134,9 +136,11 @@ class OwnSchedule(Schedule):
 
     def __init__(self, length: int, overlap: int = 0, start: int = 0) -> None:
         super().__init__(length, 1, overlap, start)
-        self._own, self.taken = length, 0
+        self._own = length
+        self.taken = 0
         self.plan: dict[int, int] = {}
-        self.seconds = self.ahead = 0.0
+        self.seconds = 0.0
+        self.ahead = 0.0
 
     @property
     def own(self) -> int:
@@ -179,7 +183,9 @@ class OwnSchedule(Schedule):
 
     def begin(self, step: int, length: int) -> None:
         super().begin(step, length)
-        self._own, self.taken, self.plan = length, 0, {}
+        self._own = length
+        self.taken = 0
+        self.plan = {}
 
     def begin_next(self, step: int, every: Every, seconds: float) -> None:
         """Begin the next block. It has the numbers of this one until a round sets others."""
@@ -195,7 +201,8 @@ class OwnSchedule(Schedule):
     ) -> None:
         """Give each worker its number of steps in the block that has begun."""
         assert isinstance(every, Seconds)
-        paces, included = result.reports, result.included
+        paces = result.reports
+        included = result.included
         timed = [pace for pace in paces if pace.taken > 0]
         if not included or not timed or min(pace.seconds for pace in timed) <= 0:
             return
@@ -212,7 +219,8 @@ class OwnSchedule(Schedule):
     def follow(self, plan: Mapping[int, int], number: int, taken: float, seconds: float) -> None:
         """Set the numbers of steps in the block that has begun."""
         # `number` is this worker's. `taken` is the mean of the workers' steps in the block before.
-        self.plan, self.seconds = dict(plan), seconds
+        self.plan = dict(plan)
+        self.seconds = seconds
         self.ahead += taken
         # Longer than the overlap, whose steps were not counted: the numbers were not known yet.
         mean = sum(plan.values()) / len(plan)
@@ -241,13 +249,14 @@ class Every:
     own_steps = False  # whether each worker takes a number of steps of its own
 
     def __init__(self, steps: int, name: str = "every") -> None:
-        self.first = self.least = whole(
+        self.first = whole(
             name,
             steps,
             1,
             "It is the number of local steps from one sync round to the next; Seconds(...) chooses "
             "it during training.",
         )
+        self.least = self.first
 
     def first_start(self, step: int) -> int:
         """Return where the block of this step began: fixed blocks begin at multiples."""
@@ -289,7 +298,8 @@ class Seconds(Every):
     ) -> None:
         self.seconds = real("seconds", seconds, above=0)
         self.own_steps = flag("own_steps", own_steps)
-        self.first, self.least = whole("first", first, 1), whole("least", least, 1)
+        self.first = whole("first", first, 1)
+        self.least = whole("least", least, 1)
         if self.least > self.first:
             raise ValueError(f"least must be at most first, got least={least}, first={first}.")
 

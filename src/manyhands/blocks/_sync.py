@@ -127,9 +127,13 @@ class Sync:
         extras: Extras,
         options: object,
     ) -> None:
-        self.optimizer, self.members, self.anchor = optimizer, members, anchor
-        self.every, self.schedule = every, schedule
-        self.state, self.extras = state, extras
+        self.optimizer = optimizer
+        self.members = members
+        self.anchor = anchor
+        self.every = every
+        self.schedule = schedule
+        self.state = state
+        self.extras = extras
         # The ranks that make up this worker: in a crew, or in a process group.
         self._inner = anchor.inner if anchor.inner.size > 1 else members.inner
         self.clock = StepClock()
@@ -188,7 +192,8 @@ class Sync:
 
     def after_step(self) -> None:
         """Send and merge the fragments that are due after the step that was counted."""
-        step, regroups = self.state.steps, self.regroups
+        step = self.state.steps
+        regroups = self.regroups
         if self.state.before_blocks:
             if step == self.state.warmup:
                 self.state = self.state.end_warmup()
@@ -339,7 +344,8 @@ class Sync:
         """Return what this worker says of itself in a round that averages this optimizer state."""
         # `finite`: whether all its numbers are, on this rank. The samples of a block are committed
         # with the round that `ends_block`.
-        groups, step = self.optimizer.param_groups, self.state.steps
+        groups = self.optimizer.param_groups
+        step = self.state.steps
         device = next(param.device for group in groups for param in group["params"])
         # Parameters may have been frozen since the options were compared.
         frozen = [i for i, param in enumerate(self.anchor.params) if not param.requires_grad]
@@ -499,7 +505,8 @@ class Sync:
         they are not in the mean, and after the warm-up there is none.
         """
         with torch.no_grad():
-            gradients, joins = GradientPayloads(params), self.joins
+            gradients = GradientPayloads(params)
+            joins = self.joins
             self.samples.account.step()  # the samples of the step that follows are in this mean
             own = True
             while (result := self._average_once(gradients.payloads, contributes=own)) is None:

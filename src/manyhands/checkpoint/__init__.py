@@ -155,7 +155,8 @@ def save(
     keep = None if keep is None else arguments.whole("keep", keep, 1, "None keeps all.")
     step = None if step is None else arguments.whole("step", step)
     arguments.flag("frozen", frozen)
-    optimizers, schedulers = _as_list(optimizer), _as_list(scheduler)
+    optimizers = _as_list(optimizer)
+    schedulers = _as_list(scheduler)
     final, work = begin_save(
         folder_at(path),
         model,
@@ -217,7 +218,8 @@ def load(
         **values: objects to load into, under the names they were saved by.
     """
     wait_for_pending()
-    optimizers, schedulers = _as_list(optimizer), _as_list(scheduler)
+    optimizers = _as_list(optimizer)
+    schedulers = _as_list(scheduler)
     return load_newest(folder_at(path), model, optimizers, schedulers, values, process_group)
 
 

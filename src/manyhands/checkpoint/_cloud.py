@@ -99,7 +99,8 @@ class Ranges:
     """A file in a bucket, of which ranges are read."""
 
     def __init__(self, fs: Any, url: str) -> None:
-        self._fs, self._url = fs, url
+        self._fs = fs
+        self._url = url
         self.size = int(fs.info(url)["size"])
         self._fetched: dict[int, bytes] = {}  # by where they begin
 
@@ -112,7 +113,8 @@ class Ranges:
             else:
                 joined.append([begin, end])
         self._fetched.clear()
-        starts, ends = [each[0] for each in joined], [each[1] for each in joined]
+        starts = [each[0] for each in joined]
+        ends = [each[1] for each in joined]
         found = self._fs.cat_ranges([self._url] * len(joined), starts, ends, on_error="raise")
         self._fetched.update(zip(starts, found, strict=True))
 

@@ -292,11 +292,14 @@ def take_lock(folder: Path) -> bool:
     # Return False if the file system has no locks. Raise RuntimeError if another job has this one.
     if fcntl is None:
         return False
-    path, run = folder.resolve() / LOCK, os.environ.get(RUN_VARIABLE)
-    file, deadline = _held.get(path), time.monotonic() + LOCK_TIMEOUT
+    path = folder.resolve() / LOCK
+    run = os.environ.get(RUN_VARIABLE)
+    file = _held.get(path)
+    deadline = time.monotonic() + LOCK_TIMEOUT
     if file is None or not (path.exists() and os.path.samestat(path.lstat(), os.fstat(file))):
         # Stays open: closing any descriptor of the file would release a POSIX lock.
-        file = _held[path] = open_descriptor(path, os.O_RDWR | os.O_CREAT)
+        file = open_descriptor(path, os.O_RDWR | os.O_CREAT)
+        _held[path] = file
     while True:
         try:
             # `lockf`, not `flock`: a forked child must not inherit the lock.

@@ -149,12 +149,14 @@ class Checksums:
 
     def __init__(self) -> None:
         self.found = bytearray()
-        self._crc32 = self._room = 0
+        self._crc32 = 0
+        self._room = 0
 
     def add(self, view: memoryview) -> None:
         while len(view):
             self._room = self._room or CHECKED
-            part, view = view[: self._room], view[self._room :]
+            part = view[: self._room]
+            view = view[self._room :]
             self._crc32 = zlib.crc32(part, self._crc32)
             self._room -= len(part)
             if not self._room:
@@ -167,7 +169,8 @@ class Checksums:
 
     def _put(self) -> None:
         self.found += self._crc32.to_bytes(4, "little")
-        self._crc32 = self._room = 0
+        self._crc32 = 0
+        self._room = 0
 
 
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:
@@ -312,6 +315,7 @@ class Contents:
         parts: dict[str, int] = {}
         for key, tensor in self.tensors.items():
             if tensor.holders.kind == "all":
-                part, described = key.partition("/")[0], f"{key} {tensor.shape} {tensor.dtype}"
+                part = key.partition("/")[0]
+                described = f"{key} {tensor.shape} {tensor.dtype}"
                 parts[part] = zlib.crc32(described.encode(), parts.get(part, 0))
         return {part: f"checksum {crc32:08x}" for part, crc32 in parts.items()}

@@ -174,7 +174,8 @@ class ModelLoader:
         self.targets: dict[str, TensorParts] = {}
         saved = {name: name for name in (*meta["params"], *meta["buffers"])} | meta["aliases"]
         left_out = meta.get("left_out", {})  # by `save(frozen=False)`: they stay as they are
-        missing, wrong = [], []
+        missing = []
+        wrong = []
         for name, tensor in names.tensors.items():
             # Any of a tied tensor's names will do: another class may register them in other order.
             known = [other for other in names.all_of(name) if other in saved]

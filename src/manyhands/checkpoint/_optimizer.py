@@ -86,7 +86,8 @@ class Replica:
             return cls(leads=savers.rank == 0, layout=layout)
         # The ranks with this one's place in their replicas, one for each replica.
         peers = [rank for rank in savers.ranks if rank in set(blocks.peers)]
-        number, leads = peers.index(savers.ranks[savers.rank]), savers.ranks[0] in peers
+        number = peers.index(savers.ranks[savers.rank])
+        leads = savers.ranks[0] in peers
         layout = (savers.size, savers.rank, *blocks.layout)
         return cls(number, len(peers), leads, layout)
 
@@ -171,7 +172,8 @@ def collect_optimizer(
     savers = contents.savers
     replica = Replica.of(optimizer, savers)
     layers = OptimizerLayers.of(optimizer)
-    rule, inner = layers.rule, layers.inner
+    rule = layers.rule
+    inner = layers.inner
     groups = group_names(inner, names)
     root = f"optimizer.{number}"
     prefix = replica.key_prefix(root)
@@ -179,7 +181,8 @@ def collect_optimizer(
     flat_names = [name for group in groups for name in group]
     # Without blocks, all ranks have the state of an optimizer that is not sharded. If one is
     # sharded among a part of the ranks only, the other parts have copies of it.
-    everyone, copies = savers if replica.count == 1 else ALONE, ALONE
+    everyone = savers if replica.count == 1 else ALONE
+    copies = ALONE
     if layers.sharded is not None and everyone.size > 1:
         copies = savers.copies(dist.get_process_group_ranks(layers.sharded.group))
     for part in parts:
@@ -278,16 +281,21 @@ class OptimizerLoader:
         replica: Replica,
         same_layout: bool,
     ) -> None:
-        layers = self._layers = OptimizerLayers.of(optimizer)
-        self.rule, self.inner = layers.rule, layers.inner
+        layers = OptimizerLayers.of(optimizer)
+        self._layers = layers
+        self.rule = layers.rule
+        self.inner = layers.inner
         self.targets: dict[str, TensorParts] = {}
         root = f"optimizer.{number}"
         saved_replica = Replica(replica.number % max(1, meta["replicas"]))  # that this continues
         prefix = saved_replica.key_prefix(root)
         if saved_replica.number:  # the first is described by `meta` itself
             meta = {**meta, **from_bytes(reader.read_whole(f"{prefix}/meta"))}
-        self._meta, self._reader, self._names = meta, reader, names
-        self._get = get = reader.read_whole
+        self._meta = meta
+        self._reader = reader
+        self._names = names
+        get = reader.read_whole
+        self._get = get
         self._groups = group_names(self.inner, names)
         self._check_class_and_groups()
         # A tied parameter may have been saved under another of its names.
@@ -304,7 +312,8 @@ class OptimizerLoader:
         self._scaling: object = None if self.rule is None else self._parse_rule(self.rule)
         self._blocks: BlocksLoader | None = None
         if layers.blocks is not None:
-            saved, names_here = meta.get("blocks"), self._saved_names()
+            saved = meta.get("blocks")
+            names_here = self._saved_names()
             self._blocks = BlocksLoader(
                 layers.blocks, saved, names_here, reader, root, saved_replica, same_layout
             )
@@ -318,7 +327,8 @@ class OptimizerLoader:
 
     def _check_class_and_groups(self) -> None:
         """Raise unless the optimizer here has the saved one's class and parameter groups."""
-        here, saved_class = self._layers.class_name, self._meta["class"]
+        here = self._layers.class_name
+        saved_class = self._meta["class"]
         if here != saved_class:
             raise ValueError(
                 f"the checkpoint has the state of {saved_class}, and the optimizer here is {here}."
@@ -351,7 +361,8 @@ class OptimizerLoader:
         """Return each group's options to load: the saved ones, but those that stay as they are."""
         result = []
         for group, meta in zip(self.inner.param_groups, self._meta["groups"], strict=True):
-            here, saved = options_of(group), decode(meta["options"], self._get)
+            here = options_of(group)
+            saved = decode(meta["options"], self._get)
             kept = {name: here[name] for name in KEPT_OPTIONS if name in here}
             # Options of this release of torch that the saved run did not have stay as they are.
             result.append({**here, **saved, **kept})
@@ -397,7 +408,8 @@ class OptimizerLoader:
 
     def load(self) -> None:
         """Hand the filled targets to the optimizer. Its `load_state_dict` may be the user's."""
-        state, for_later = {}, {}
+        state = {}
+        for_later = {}
         for part, entries in self._to_load:
             if not entries:
                 continue
@@ -412,7 +424,8 @@ class OptimizerLoader:
         ]
         all_state = {**self._other.get("state", {}), **state}
         packed = {**self._packed, **self._other, "state": all_state, "param_groups": groups}
-        holder, sharded = self.inner, self._layers.sharded
+        holder = self.inner
+        sharded = self._layers.sharded
         if sharded is None:
             holder.load_state_dict(packed)
         else:
@@ -466,7 +479,8 @@ def collect_blocks(
     replicas = Holders(replica.count, replica.number, "replicas")
     meta = {**blocks.save_counters(), "memories": blocks.memories}
     for part in blocks.outer_parts():
-        name, residual = names[id(part.param)], part.entries.get(OWN)
+        name = names[id(part.param)]
+        residual = part.entries.get(OWN)
         for path, values in _tensors_by_key(part, name, key, replica).items():
             holders = Holders() if values is residual else replicas
             start = part.start or 0

@@ -125,7 +125,9 @@ class SafetensorsFile:
                 sizes = all(type(n) is int and n >= 0 for n in entry.shape)
                 if not sizes or start + first != end or stop - start != entry.nbytes:
                     raise ValueError(f"{name!r} is not where it should be")
-                self.entries[name], self.starts[name], end = entry, end, stop + first
+                self.entries[name] = entry
+                self.starts[name] = end
+                end = stop + first
             blocks = sum(-(-e.nbytes // CHECKED) for name, e in self.entries.items())
             sums = self.entries[CHECKS].nbytes
             if sums != 4 * (blocks - -(-sums // CHECKED)):
@@ -138,9 +140,11 @@ class SafetensorsFile:
     @cached_property
     def _first_sums(self) -> dict[str, int]:
         """Where the checksums of each tensor begin."""
-        result, count = {}, 0
+        result = {}
+        count = 0
         for name, entry in self.entries.items():
-            result[name], count = count, count + -(-entry.nbytes // CHECKED)
+            result[name] = count
+            count = count + -(-entry.nbytes // CHECKED)
         return result
 
     def verify(self, slices: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
@@ -150,7 +154,8 @@ class SafetensorsFile:
             entry = self.entries[name]
             # A number (no dimensions) is one row of one element.
             row_bytes = entry.nbytes // max(1, (*entry.shape, 1)[0])
-            first, count = (*offsets, 0)[0], (*sizes, 1)[0]
+            first = (*offsets, 0)[0]
+            count = (*sizes, 1)[0]
             # All of each block in which the slice begins or ends.
             begin = first * row_bytes // CHECKED * CHECKED
             end = min(entry.nbytes, -(-(first + count) * row_bytes // CHECKED) * CHECKED)
@@ -169,7 +174,8 @@ class SafetensorsFile:
         entry = self.entries[name]
         if target.numel() == 0:
             return
-        shape, offsets = entry.shape or (1,), tuple(offsets) or (0,)
+        shape = entry.shape or (1,)
+        offsets = tuple(offsets) or (0,)
         target = target if entry.shape else target.view(1)
         row_bytes = entry.nbytes // shape[0]
         direct = target.device.type == "cpu" and target.dtype == entry.dtype
@@ -244,7 +250,8 @@ class Reader(ExitStack):
 
     def _find(self, key: str, stored: StoredSlice) -> tuple[SafetensorsFile, str]:
         """Return the file that a stored slice is in, and its name there."""
-        tensor, file = self.tensors[key], self._open(stored.file)
+        tensor = self.tensors[key]
+        file = self._open(stored.file)
         name = _format.slice_name(key, stored.offsets, stored.sizes, tensor.shape)
         entry = file.entries.get(name)
         if entry is None or (entry.shape, entry.dtype) != (stored.sizes, tensor.torch_dtype):
@@ -257,7 +264,8 @@ class Reader(ExitStack):
         if result is None:
             result = torch.empty(tensor.shape, dtype=tensor.torch_dtype, device="cpu")
         for stored in tensor.slices:
-            target, offsets = result, (0,) * len(stored.sizes)
+            target = result
+            offsets = (0,) * len(stored.sizes)
             for dim, (offset, size) in enumerate(zip(stored.offsets, stored.sizes, strict=True)):
                 target = target.narrow(dim, offset, size)
             self.verify([(key, stored, offsets, target)])

@@ -75,7 +75,9 @@ def _load_newest(
     replicas = run_on_all(ranks, lambda: [Replica.of(each, savers) for each in optimizers])
     run = Goal(model, optimizers, schedulers, values, replicas)
     first = ranks.rank == 0 or dry_group() is not None
-    path, before, problem = folder.path, None, None
+    path = folder.path
+    before = None
+    problem = None
     while True:
         # Rank 0 decides: a checkpoint may be completed between two ranks' looks.
         found = run_on_all(ranks, lambda: folder.find_newest() if first else "")
@@ -88,7 +90,8 @@ def _load_newest(
         try:
             return _load_checkpoint(folder, name, ranks, run)
         except FileNotFoundError as error:
-            before, problem = name, error
+            before = name
+            problem = error
         except ValueError as error:
             if str(path / name) in str(error):
                 raise
@@ -194,13 +197,16 @@ class RunLoader:
     """
 
     def __init__(self, reader: Reader, run: Goal) -> None:
-        commit, get = reader.commit, reader.read_whole
+        commit = reader.commit
+        get = reader.read_whole
         self.targets: dict[str, TensorParts] = {}
         self.result: dict[str, object] = {} if commit.step is None else {"step": commit.step}
         self._foreign_states = ForeignStates()
         self._optimizers: list[OptimizerLoader] = []
         self._snapshot: OptimizerSnapshot | None = None
-        model, optimizers, values = run.model, run.optimizers, run.values
+        model = run.model
+        optimizers = run.optimizers
+        values = run.values
         names = None
         # The model first: the optimizer's state is found by the model's names.
         if model is not None:
@@ -211,7 +217,8 @@ class RunLoader:
         if optimizers:
             _check_as_many("optimizer", len(optimizers), len(commit.optimizers))
         for number, (each, replica) in enumerate(zip(optimizers, run.replicas, strict=True)):
-            meta, layout = commit.optimizers[number], run.own.get(f"layout.{number}")
+            meta = commit.optimizers[number]
+            layout = run.own.get(f"layout.{number}")
             same = layout is not None and layout.equal(_optimizer.to_bytes(replica.layout))
             loader = OptimizerLoader(each, meta, names, reader, number, replica, same)
             self.targets |= loader.targets

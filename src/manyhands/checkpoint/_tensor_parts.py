@@ -74,7 +74,8 @@ def slices_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[B
     if not shape:
         yield (), ()
         return
-    row_shape, row_size = shape[1:], math.prod(shape[1:])
+    row_shape = shape[1:]
+    row_size = math.prod(shape[1:])
     first, skipped = divmod(start, row_size)
     last, rest = divmod(stop, row_size)
     if first == last:  # begins and ends within one row
@@ -168,9 +169,11 @@ class TensorParts:
     def of_dtensor(cls, tensor: DTensor, savers: Savers = ALONE) -> TensorParts:
         """Return this rank's shard. Ranks along a dimension that is not sharded hold the same."""
         shape, corner, here = _locate_local(tensor)
-        mesh, own = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        mesh = tensor.device_mesh
+        own = tensor.device_mesh.get_coordinate()
         assert own is not None
-        holders, grid = Holders(kind="mesh"), None
+        holders = Holders(kind="mesh")
+        grid = None
         placements: Any = tensor.placements
         for dim, placement in enumerate(placements):
             if not placement.is_shard():
@@ -193,12 +196,15 @@ class TensorParts:
         flat = flat.detach().view(-1)
         shape, corner, like = _locate_local(like)
         if like.is_complex() and not flat.is_complex():
-            shape, corner, like = (*shape, 2), (*corner, 0), torch.view_as_real(like)
+            shape = (*shape, 2)
+            corner = (*corner, 0)
+            like = torch.view_as_real(like)
         # Memory order may differ from the order of dimensions (channels_last, a transpose): cut the
         # permuted shape, and permute each slice back.
         order = order_of_dims(like)
         back = [order.index(dim) for dim in range(like.dim())]
-        slices, done = [], 0
+        slices = []
+        done = 0
         permuted = tuple(like.shape[dim] for dim in order)
         for offsets, sizes in slices_of_range(permuted, start, start + flat.numel()):
             elements = flat[done : (done := done + torch.Size(sizes).numel())].view(sizes)
@@ -219,7 +225,8 @@ class TensorParts:
 
 def _locate_local(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
     """Return the whole tensor's shape, the offsets of the local tensor in it, and the latter."""
-    here, corner = local_shard(tensor).detach(), (0,) * tensor.dim()
+    here = local_shard(tensor).detach()
+    corner = (0,) * tensor.dim()
     # The local tensor may be the result of a collective that is still under way.
     here = here.wait() if hasattr(here, "wait") else here
     if is_dtensor(tensor):
@@ -244,9 +251,11 @@ def own_share(tensors: Mapping[str, TensorParts]) -> dict[str, TensorParts]:
     totals: dict[Holders, int] = defaultdict(int)
     for parts in tensors.values():
         totals[parts.holders] += parts.nbytes
-    result, done = {}, dict.fromkeys(totals, 0)
+    result = {}
+    done = dict.fromkeys(totals, 0)
     for key, parts in tensors.items():
-        holders, total = parts.holders, max(1, totals[parts.holders])
+        holders = parts.holders
+        total = max(1, totals[parts.holders])
         writers = min(holders.count, -(-total // LEAST))
         if done[holders] * writers // total == holders.place or holders.count == 1:
             result[key] = parts
@@ -259,7 +268,8 @@ def table_of(tensors: Mapping[str, TensorParts]) -> Table:
     table = Table(pieces=[[]])
     grids: dict[tuple[int, int], dict[str, list[object]]] = {}
     for key, parts in tensors.items():
-        shape, dtype = list(parts.shape), str(parts.dtype).removeprefix("torch.")
+        shape = list(parts.shape)
+        dtype = str(parts.dtype).removeprefix("torch.")
         if parts.grid is None:
             slices = [[0, list(offsets), list(e.shape)] for offsets, e in stored_slices(parts)]
             if slices:
@@ -286,7 +296,8 @@ def find_reads(
 ) -> list[tuple[StoredSlice, tuple[int, ...], Tensor]]:
     """Return what to read to fill a target: stored slices, offsets in them, and the memory."""
     # Raise ValueError unless that is all of it.
-    reads, found = [], 0
+    reads = []
+    found = 0
     for start, elements in target.slices:
         sizes = tuple(elements.shape)
         for each in stored.overlapping(start, sizes):
@@ -367,7 +378,8 @@ class StoredTensor:
         candidates: Iterable[StoredSlice] = self.listed
         if count := len(self.holders):
             each = max(1, -(-self.shape[self.cut] // count))
-            start, size = offsets[self.cut], sizes[self.cut]
+            start = offsets[self.cut]
+            size = sizes[self.cut]
             candidates = map(
                 self._piece, range(start // each, min(count, -(-(start + size) // each)))
             )
@@ -378,8 +390,10 @@ class StoredTensor:
 
     def _piece(self, piece: int) -> StoredSlice:
         start, stop = piece_range(self.shape[self.cut], len(self.holders), piece)
-        offsets, sizes = [0] * len(self.shape), list(self.shape)
-        offsets[self.cut], sizes[self.cut] = start, stop - start
+        offsets = [0] * len(self.shape)
+        sizes = list(self.shape)
+        offsets[self.cut] = start
+        sizes[self.cut] = stop - start
         return StoredSlice(tuple(offsets), tuple(sizes), self.holders[piece])
 
 
@@ -497,7 +511,10 @@ def allocate_target(
     `own` is the parameter in the checkpoint. If the optimizer has a tensor that fits already,
     that one is returned, and filled in place.
     """
-    param, like, shape, dtype = part.param, part.like, stored.shape, stored.torch_dtype
+    param = part.param
+    like = part.like
+    shape = stored.shape
+    dtype = stored.torch_dtype
     elementwise = shape == tuple(param.shape) and (len(shape) > 0 or entry != "step")
     # State in the parameter's type follows it into another, as torch's loading does.
     if elementwise and own is not None and dtype == own.torch_dtype:

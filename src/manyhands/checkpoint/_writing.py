@@ -128,11 +128,13 @@ class Save:
         values: Mapping[str, object],
     ) -> None:
         """Find out what this rank contributes to a checkpoint. Tensors are not copied."""
-        contents = self.contents = Contents(self.post.savers)
+        contents = Contents(self.post.savers)
+        self.contents = contents
         names = None if model is None else find_names(model)
         if names is not None and not self.facts["frozen"]:
             names.leave_out_frozen()
-        put, saved = contents.put_of_first, dict[str, object]()
+        put = contents.put_of_first
+        saved = dict[str, object]()
         self.described = {
             "model": None if names is None else collect_model(names, "model", contents),
             "optimizers": [
@@ -308,7 +310,8 @@ def _checksum(members: object) -> int:
 
 def merge_tables(tables: Sequence[Table]) -> Table:
     """Return the table of all files from the tables that ranks have sent of their own."""
-    merged, numbers = Table(), dict[tuple[int, int], int]()
+    merged = Table()
+    numbers = dict[tuple[int, int], int]()
     for file, table in enumerate(tables):
         pieces = []
         for (count, members), (_, piece) in zip(table.grids, table.pieces[0], strict=True):
@@ -346,14 +349,18 @@ class Post:
     """
 
     def __init__(self, savers: Savers, store: Store | None = None, patience: float = 0.0) -> None:
-        self.savers, self.rank, self.size = savers, savers.rank, savers.size
+        self.savers = savers
+        self.rank = savers.rank
+        self.size = savers.size
         self.token = ""
         self.begun = False  # whether this rank has the token, and the others wait for its receipt
         self._store: Any = store
         self._patience = patience
         self._next: tuple[Path, int] | None = None  # a folder, and the number of the next in it
         self._old = ""  # the token of the save before
-        self._began, self._warned, self._seen = 0.0, False, (0.0, "", "")
+        self._began = 0.0
+        self._warned = False
+        self._seen = (0.0, "", "")
         self._looked = 0.0  # when this rank last looked whether others will come
         self._done = threading.Event()  # set once a rank need not show any more that it lives
         if store is not None:
@@ -367,7 +374,8 @@ class Post:
         """Return the messages of these ranks, the same ones for every save."""
         if ranks.size == 1:
             return cls(Savers())
-        store, savers = _get_default_store(), Savers.of(ranks)
+        store = _get_default_store()
+        savers = Savers.of(ranks)
         posts = _posts.setdefault(store, {})
         if savers.ranks not in posts:
             patience = ranks._timeout.total_seconds() if ranks._timeout else CALL_TIMEOUT
@@ -379,7 +387,9 @@ class Post:
 
     def begin(self, step: int | None, folder: Folder) -> str:
         """Return the name of the checkpoint in its folder."""
-        self._began, self._warned, self.begun = time.monotonic(), False, False
+        self._began = time.monotonic()
+        self._warned = False
+        self.begun = False
         number = self._next[1] if self._next is not None and self._next[0] == folder.path else None
         if self.rank == 0:
             number = self._begin_as_first(number, step, folder)
@@ -391,18 +401,22 @@ class Post:
                 if "error" in told:
                     raise to_error(*told["error"])
                 number = int(told["number"])
-        self.begun, self._next, self._done = True, (folder.path, number), threading.Event()
+        self.begun = True
+        self._next = (folder.path, number)
+        self._done = threading.Event()
         if self.size > 1:
             threading.Thread(target=self._show_life, args=(self._done,), daemon=True).start()
         return folder.name_of(number, step)
 
     def _begin_as_first(self, number: int | None, step: int | None, folder: Folder) -> int:
         """Begin on rank 0, and tell the others the number and, once, the token."""
-        first, self.begun = not self.token, True
+        first = not self.token
+        self.begun = True
         self.token = self.token or new_token()
         told: dict[str, Any] = {}
         try:
-            told["number"] = number = folder.begin(number, step)
+            number = folder.begin(number, step)
+            told["number"] = number
         except Exception as error:
             told["error"] = describe_error(error)
             raise
@@ -482,14 +496,16 @@ class Post:
 
     def _show_life(self, done: threading.Event) -> None:
         """Tell rank 0 now and then that this rank is at work."""
-        key, count = self._key(f"alive/{self.rank}"), 0
+        key = self._key(f"alive/{self.rank}")
+        count = 0
         while not done.wait(min(PULSE, self._patience / 4)):
             count += 1
             self._store.set(key, str(count))
 
     def _check_alive(self, rank: int) -> None:
         """Raise RuntimeError if a rank has ended, or has shown no life for too long."""
-        key, now = self._key(f"alive/{rank}"), time.monotonic()
+        key = self._key(f"alive/{rank}")
+        now = time.monotonic()
         found = (self._get(f"alive/{rank}") or "") if self._has(f"alive/{rank}") else ""
         if (key, found) != self._seen[1:]:
             self._seen = (now, key, found)
@@ -507,7 +523,8 @@ class Post:
 
     def _miss(self, absent: Sequence[int]) -> None:
         """Raise if ranks that have not called will not, or have not for long; or warn."""
-        names, text = name_ranks(absent), f"rank {self.rank} has called mh.save, and"
+        names = name_ranks(absent)
+        text = f"rank {self.rank} has called mh.save, and"
         if self._may_look():
             reason = self._presence.why_absent([self.savers.ranks[rank] for rank in absent])
             if reason:

@@ -46,8 +46,11 @@ class Account:
 
     def begin(self, rules: Rules, ledger: Ledger, step: int = 0) -> None:
         """Begin with this ledger, new or saved, at this step, with nothing taken since."""
-        self.rules, self.ledger, self.committed_at = rules, ledger, step
-        self.taken, self._in_step = 0, (0, 0)
+        self.rules = rules
+        self.ledger = ledger
+        self.committed_at = step
+        self.taken = 0
+        self._in_step = (0, 0)
         self._change(due=True)
 
     def _change(self, *, due: bool) -> None:
@@ -84,7 +87,8 @@ class Account:
         """As a round is kept: commit what each worker took up to this step; `own` is our number."""
         if self.rules is None:
             return
-        self.ledger, self.committed_at = self.ledger.commit(taken), step
+        self.ledger = self.ledger.commit(taken)
+        self.committed_at = step
         self.taken -= taken.get(own, 0)
         self._change(due=True)
 
@@ -97,9 +101,11 @@ class Account:
         """
         if self.rules is None or not self.due:
             return
-        batch, ahead = self.rules["batch"], since + self.rules["ahead"]
+        batch = self.rules["batch"]
+        ahead = since + self.rules["ahead"]
         wanted = {number: (each + ahead) * batch for number, each in steps.items()}
-        before, self.ledger = self.ledger, self.ledger.hand_out(wanted, since * batch)
+        before = self.ledger
+        self.ledger = self.ledger.hand_out(wanted, since * batch)
         self._change(due=False)
         amounts = [
             count(spans) - (since * batch if before.held_by(number) else 0)
@@ -119,7 +125,8 @@ class Account:
         """Return how many steps this worker takes on the last samples of the epoch."""
         # Either every worker takes at least one step or none does, because all hold the next round.
         assert self.rules is not None
-        batch, left = self.rules["batch"], count(self.ledger.held_by(own)) - self.taken
+        batch = self.rules["batch"]
+        left = count(self.ledger.held_by(own)) - self.taken
         if self.rules["drop_last"]:
             each_has_one = len(amounts) == workers and min(amounts) >= batch
             return left // batch if each_has_one else 0

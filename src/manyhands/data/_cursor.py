@@ -190,7 +190,8 @@ class Cursor:
         self._now: Pass | None = None  # the pass that the loop has
         self._mean: WeightedMean | None = None  # of the step under way
         self._mean_due = False  # whether `mean` was not called yet for the present batch
-        self._warned = self._iterated = False
+        self._warned = False
+        self._iterated = False
 
     # -- what a loop reads ---------------------------------------------------------------------
 
@@ -303,7 +304,9 @@ class Cursor:
         try:
             yield
         finally:
-            self._iterated, self._now, self._mean = False, None, None
+            self._iterated = False
+            self._now = None
+            self._mean = None
             self._plan.begin()
 
     @contextmanager
@@ -368,7 +371,8 @@ class Cursor:
 
     def begin_batch(self) -> Pass:
         """Count a batch as the loop gets it (more may be loaded already), and return its pass."""
-        self._now = now = self._plan.next_pass()
+        now = self._plan.next_pass()
+        self._now = now
         self._mean_due = True
         if now.index == 0:
             self._mean = None

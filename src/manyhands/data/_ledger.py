@@ -130,7 +130,8 @@ class Ledger:
         """Take back what workers other than these hold."""
         gone = [span for number, spans in self.held if number not in numbers for span in spans]
         held = {number: spans for number, spans in self.held if number in numbers}
-        returned, fresh = union((*self.returned, *gone)), self.fresh
+        returned = union((*self.returned, *gone))
+        fresh = self.fresh
         if returned and returned[-1][1] == fresh:
             returned, fresh = returned[:-1], returned[-1][0]
         return replace(self, fresh=fresh, held=_sorted(held), returned=returned)
@@ -151,13 +152,15 @@ class Ledger:
             own = ledger.held_by(number)
             held[number], rest = take(own, max(share, min(pinned, count(own))))
             surplus += rest
-        pool, fresh = union((*ledger.returned, *surplus)), ledger.fresh
+        pool = union((*ledger.returned, *surplus))
+        fresh = ledger.fresh
         for number, share in shares.items():
             missing = max(0, share - count(held[number]))
             more, pool = take(pool, missing)
             missing = min(missing - count(more), self.samples - fresh)
             if missing:
-                more, fresh = (*more, (fresh, fresh + missing)), fresh + missing
+                more = (*more, (fresh, fresh + missing))
+                fresh = fresh + missing
             held[number] = _join_neighbours((*held[number], *more))
         return replace(ledger, fresh=fresh, returned=pool, held=_sorted(held))
 
@@ -180,7 +183,8 @@ class Ledger:
     def of_saved(cls, samples: int, saved: Mapping[str, Any]) -> Ledger:
         """Return the ledger that was `saved`; raise a ValueError if it makes no sense."""
         entries = SavedEntries(saved, "a position in the data")
-        epoch, fresh = entries.whole("epoch"), entries.whole("fresh")
+        epoch = entries.whole("epoch")
+        fresh = entries.whole("fresh")
         if fresh > samples:
             raise entries.wrong("fresh", f"at most {samples}, the number of samples", fresh)
         pairs = entries.pairs("returned")
@@ -215,7 +219,9 @@ def divide(available: int, wanted: Mapping[int, int]) -> dict[int, int]:
     >>> divide(9, {0: 8, 1: 8, 2: 16})
     {0: 2, 1: 2, 2: 5}
     """
-    total, shares, before = sum(wanted.values()), {}, 0
+    total = sum(wanted.values())
+    shares = {}
+    before = 0
     if available >= total:
         return dict(wanted)
     for number, amount in wanted.items():

@@ -97,7 +97,8 @@ class Order:
 
     def _stir(self, cells: Tensor) -> Tensor:
         """Return where the cells of the table go in the rounds of the module's docstring."""
-        a, b = self._rows, self._columns
+        a = self._rows
+        b = self._columns
         row = torch.div(cells, b, rounding_mode="floor")
         column = cells - row * b
         for number, key in enumerate(self._keys):
@@ -160,7 +161,9 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
             )
         sizes = [whole("each size", size) for size in sizes]
         lanes = whole("lanes", lanes, 1)
-        self.shards, self.sizes, self.lanes = list(shards), list(sizes), min(lanes, len(shards))
+        self.shards = list(shards)
+        self.sizes = list(sizes)
+        self.lanes = min(lanes, len(shards))
         self._starts = [0, *accumulate(self.sizes)]  # number of each shard's first sample
         self._open = open
         # The shards that are being read, each with the number of its next sample.
@@ -185,7 +188,8 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
         number = index - self._starts[shard]
         samples, there = self._being_read.pop(shard, (iter(()), -1))
         if not 0 <= there <= number <= there + SKIPPED:
-            samples, there = iter(self._open(self.shards[shard], number)), number
+            samples = iter(self._open(self.shards[shard], number))
+            there = number
         for there in range(there, number + 1):  # noqa: B020
             try:
                 sample = next(samples)
@@ -218,7 +222,8 @@ class ShardOrder:
         ]
         # From position `_positions[i]` on, the lanes of `_turns[i]` take turns: each of them at the
         # number in its lane that the turn begins with.
-        self._positions, self._turns = [0], []
+        self._positions = [0]
+        self._turns = []
         lengths = [ends[-1] if ends else 0 for ends in self._ends]
         begin = 0
         for end in sorted(set(lengths) - {0}):
@@ -236,5 +241,6 @@ class ShardOrder:
         turn = bisect_right(self._positions, position) - 1
         begin, active = self._turns[turn]
         number, lane = divmod(position - self._positions[turn], len(active))
-        number, lane = begin + number, active[lane]
+        number = begin + number
+        lane = active[lane]
         return number + self._offsets[lane][bisect_right(self._ends[lane], number)]

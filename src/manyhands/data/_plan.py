@@ -71,11 +71,13 @@ def divide_step(
     [(2, ((5, 7),)), (3, ((7, 10),))]
     """
     n = count(step)
-    start, stop = n * rank // ranks, n * (rank + 1) // ranks
+    start = n * rank // ranks
+    stop = n * (rank + 1) // ranks
     if in_turns:
         single = [(p, p + 1) for first, end in step for p in range(first, end)]
         rest: Spans = tuple(single[rank::ranks])
-        start, stop = 0, len(rest)
+        start = 0
+        stop = len(rest)
     else:
         rest = take(step, start)[1] if start else step
     divided = []
@@ -117,8 +119,12 @@ class LoaderPlan:
         most: int | None,
         shards: DataShards[Any, Any] | None,
     ) -> None:
-        self._rules, self._account, self._number = rules, account, number
-        self._ranks, self._most, self._shards = ranks, most, shards
+        self._rules = rules
+        self._account = account
+        self._number = number
+        self._ranks = ranks
+        self._most = most
+        self._shards = shards
         self._seen = -1  # the account's `changes` that the plan follows from
         self._epoch = -1
         self._rest: Spans = ()  # positions that this worker holds and has not planned
@@ -180,7 +186,8 @@ class LoaderPlan:
             return False
         self._seen = account.changes
         epoch = account.ledger.epoch
-        same_epoch, self._epoch = self._epoch == epoch, epoch
+        same_epoch = self._epoch == epoch
+        self._epoch = epoch
         spans, self._steps = account.to_plan(self._number)
         ahead = union(span for step in self._steps_ahead for span in step)
         still_held, rest = take(spans, count(ahead))
@@ -214,7 +221,8 @@ class LoaderPlan:
 
     def _order_of_epoch(self) -> Order | ShardOrder:
         """Return the order of the epoch's samples: their own, or along data shards."""
-        rules, epoch = self._rules, self._account.ledger.epoch
+        rules = self._rules
+        epoch = self._account.ledger.epoch
         if self._shards is not None:
             return self._shards.order(rules["seed"], epoch, rules["shuffle"])
         return Order(rules["samples"], rules["seed"], epoch, rules["shuffle"])

@@ -125,7 +125,8 @@ class StreamCursor(Cursor):
         whole("batch_size", batch_size, size if keep == "batch" else 1)
         _check_stream(dataset)
         workers = whole("num_workers", options.get("num_workers", 0))
-        shards, readers = dataset.num_shards, max(1, workers)
+        shards = dataset.num_shards
+        readers = max(1, workers)
         self._order = {
             "version": FORMAT,
             "shards": shards,
@@ -146,7 +147,8 @@ class StreamCursor(Cursor):
         self._readers = Readers(dataset, self._own_batch, buffer_size, seed, collate_fn)
         self._reader_counts = rank, size, readers
         self._loader = loader(self._readers, batch_size=None, collate_fn=_as_it_is, **options)
-        self._epoch = self._position = 0
+        self._epoch = 0
+        self._position = 0
         self._shards: dict[int, Position] = {}  # of the epoch under way; others have not begun
         self._taken: list[Position] = []  # where the batch that the loop has leads to
         self._step_samples = 0  # of the step that the loop is in, on all ranks
@@ -185,15 +187,22 @@ class StreamCursor(Cursor):
         try:
             yield from self._steps()
         finally:
-            self._iterated, self._now, self._mean = False, None, None
-            self._taken, self._step_samples = [], 0
+            self._iterated = False
+            self._now = None
+            self._mean = None
+            self._taken = []
+            self._step_samples = 0
 
     def _steps(self) -> Iterator[Any]:
         """Yield a batch for each step, and begin the next epoch when no rank has one."""
         self._begin_reading()
-        batches, ended = iter(self._loader), list[Position]()
+        batches = iter(self._loader)
+        ended = list[Position]()
         while True:
-            problem, taken, samples, batch = None, list[Position](), 0, None
+            problem = None
+            taken = list[Position]()
+            samples = 0
+            batch = None
             try:
                 while not samples:
                     taken, samples, batch = next(batches)
@@ -202,7 +211,9 @@ class StreamCursor(Cursor):
             except StopIteration:
                 pass
             except Exception as error:
-                problem, samples = error, -1  # said to the others first: they would wait
+                # said to the others first: they would wait
+                problem = error
+                samples = -1
             row = self._ranks.all_gather([float(samples)], self._ranks.any_device)
             counts = [int(count) for (count,) in row]
             if min(counts) < 0:
@@ -214,16 +225,21 @@ class StreamCursor(Cursor):
                 batch = self._find_filler()
             elif self._filler is None:
                 self._filler = batch
-            self._taken, ended = ended, []
-            self._step_samples = total = sum(counts)
+            self._taken = ended
+            ended = []
+            total = sum(counts)
+            self._step_samples = total
             not_empty = sum(count > 0 for count in counts)
             self._now = Pass(samples, 0, (samples,), total, not_empty, len(counts))
-            self._mean, self._mean_due = None, True
+            self._mean = None
+            self._mean_due = True
             if self._optimizer is None:
                 self._commit()
             yield batch
             self._check_weighted()
-        self._epoch, self._position, self._shards = self._epoch + 1, 0, {}
+        self._epoch = self._epoch + 1
+        self._position = 0
+        self._shards = {}
 
     def _begin_reading(self) -> None:
         """Give the readers of this rank what is left of the epoch."""
@@ -235,7 +251,8 @@ class StreamCursor(Cursor):
             found = self._shards.get(shard, Position(shard))
             if place % ranks == rank and not found.ended:
                 queues[place // ranks % readers].append(found)
-        self._readers.queues, self._readers.epoch = queues, self._epoch
+        self._readers.queues = queues
+        self._readers.epoch = self._epoch
 
     def _find_filler(self) -> Any:
         """Return a batch that counts for nothing: the first that this rank had, or one sample."""
@@ -251,7 +268,8 @@ class StreamCursor(Cursor):
         """Count the batch that the loop has: all ranks have taken a step."""
         self._shards |= {position.shard: position for position in self._taken}
         self._position += self._step_samples
-        self._taken, self._step_samples = [], 0
+        self._taken = []
+        self._step_samples = 0
 
     def ahead(self) -> Any:
         """Raise ValueError: a `Ramp` changes the batch, and each rank reads its own."""
@@ -283,7 +301,8 @@ class StreamCursor(Cursor):
             )
         entries = SavedEntries(state_dict, "a position in a stream")
         entries.expect(self._order)
-        epoch, position = entries.whole("epoch"), entries.whole("position")
+        epoch = entries.whole("epoch")
+        position = entries.whole("position")
         try:
             found = [Position(*each) for each in entries["open"]]
             found += [Position(shard, ended=True) for shard in entries["ended"]]
@@ -292,7 +311,9 @@ class StreamCursor(Cursor):
                 raise ValueError("it names shards that are not there")
         except (TypeError, ValueError) as error:
             raise entries.wrong("open", "positions in shards", error) from error
-        self._epoch, self._position, self._shards = epoch, position, shards
+        self._epoch = epoch
+        self._position = position
+        self._shards = shards
 
     def __repr__(self) -> str:
         return (
@@ -339,9 +360,13 @@ class Readers(IterableDataset[Batch]):
         seed: int,
         collate: Callable[[list[Any]], Any],
     ) -> None:
-        self.stream, self.collate, self.epoch = stream, collate, 0
+        self.stream = stream
+        self.collate = collate
+        self.epoch = 0
         self.queues: list[list[Position]] = []  # what each reader is to read
-        self._batch_size, self._buffer_size, self._seed = batch_size, buffer_size, seed
+        self._batch_size = batch_size
+        self._buffer_size = buffer_size
+        self._seed = seed
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
@@ -349,14 +374,16 @@ class Readers(IterableDataset[Batch]):
         if worker is not None:
             # A Hugging Face stream that sees it would leave this shard to another process.
             torch.utils.data._utils.worker._worker_info = None
-        samples, leads_to = list[Any](), dict[int, Position]()
+        samples = list[Any]()
+        leads_to = dict[int, Position]()
         for begin in self.queues[number]:
             for position, sample in self._read(begin):
                 leads_to[position.shard] = position
                 samples += [] if position.ended else [sample]
                 if len(samples) == self._batch_size:
                     yield [*leads_to.values()], len(samples), self.collate(samples)
-                    samples, leads_to = [], {}
+                    samples = []
+                    leads_to = {}
         if leads_to:
             batch = self.collate(samples) if samples else None
             yield [*leads_to.values()], len(samples), batch
@@ -367,7 +394,8 @@ class Readers(IterableDataset[Batch]):
         has_state = hasattr(shard, "state_dict") and hasattr(shard, "load_state_dict")
         if has_state and begin.state:
             shard.load_state_dict(json.loads(begin.state))
-            samples, at = iter(shard), begin.state_count
+            samples = iter(shard)
+            at = begin.state_count
         else:  # from the beginning of the block that the position is in
             at = begin.taken - begin.taken % max(1, self._buffer_size)
             samples = islice(iter(shard), at, None)

@@ -90,7 +90,8 @@ def start(
             stop_notice.sources.append(_ray.notice_of_ray)
     elif dist.is_initialized():
         engine = find_place(os.environ).engine
-        rank, size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        size = dist.get_world_size()
         local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         place = Place(engine, rank, size, *local)
     else:

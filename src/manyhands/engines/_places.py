@@ -19,7 +19,9 @@ from dataclasses import dataclass
 
 from manyhands._arguments import number_in
 
-FIRST_PORT, PORTS = 20_000, 12_000  # ports for rank 0, below those that Linux gives to clients
+# ports for rank 0, below those that Linux gives to clients
+FIRST_PORT = 20_000
+PORTS = 12_000
 
 Variables = Mapping[str, str]
 
@@ -189,14 +191,16 @@ def _mpi(variables: Variables) -> Place | None:
     ):
         if not {rank, size} <= variables.keys():
             continue
-        here, everywhere = number_in(variables, local_size, int, 1), number_in(variables, size, int)
+        here = number_in(variables, local_size, int, 1)
+        everywhere = number_in(variables, size, int)
         if not variables.get("MASTER_ADDR") and here < everywhere:
             raise ValueError(
                 f"mpirun has started {everywhere} ranks, {here} of them here. Pass MASTER_ADDR: "
                 "mpirun -x MASTER_ADDR=$(hostname -i) ... on rank 0 (Hydra: -genv MASTER_ADDR ...)."
             )
         job = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid") or ""
-        own, local = number_in(variables, rank, int), number_in(variables, local_rank, int, 0)
+        own = number_in(variables, rank, int)
+        local = number_in(variables, local_rank, int, 0)
         meeting = _meeting_address(variables, "127.0.0.1", job)
         return Place("mpi", own, everywhere, local, here, *meeting)
     return None

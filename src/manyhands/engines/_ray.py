@@ -40,7 +40,8 @@ def place_of_ray() -> tuple[int, int, int, int]:
     import ray.train
 
     context = ray.train.get_context()
-    rank, size = context.get_world_rank(), context.get_world_size()
+    rank = context.get_world_rank()
+    size = context.get_world_size()
     return rank, size, context.get_local_rank(), context.get_local_world_size()
 
 

@@ -118,7 +118,8 @@ class Listener:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self.earlier.clear()
         self._files.clear()
-        self._chosen = self._listens = False
+        self._chosen = False
+        self._listens = False
         if self._hang_watch is not None:
             self._hang_watch.end()
             self._hang_watch = None
@@ -272,5 +273,6 @@ def _stop_vote_of(ranks: RankGroup) -> StopVote:
     assert key is not None  # several ranks have a group
     vote = _votes.get(key)
     if vote is None:
-        vote = _votes[key] = StopVote(ranks)
+        vote = StopVote(ranks)
+        _votes[key] = vote
     return vote

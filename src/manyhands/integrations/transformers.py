@@ -157,13 +157,16 @@ class Attachment(TrainerCallback):
         wrap: Wrap | None,
         options: RuleOptions,
     ) -> None:
-        self._trainer, self._make_rule = trainer, make_rule
-        self._by_progress, self._options = by_progress, options
+        self._trainer = trainer
+        self._make_rule = make_rule
+        self._by_progress = by_progress
+        self._options = options
         self.rule: ScalingRuleBase | None = None
         """The rule, once `train()` has made the optimizer; None if there is only `OSS`."""
         self.ramp: Ramp | None = None
         """The ramp, once `train()` has made the rule; None without `ramp=`."""
-        self._make_ramp, self._wrap = make_ramp, wrap
+        self._make_ramp = make_ramp
+        self._wrap = wrap
         self._scale = 1.0  # of the last step
         self._taken = 0  # micro-batches of this epoch, by a ramp
         self._mean: WeightedMean | None = None  # of the step's tokens, if they are counted
@@ -211,7 +214,8 @@ class Attachment(TrainerCallback):
         """Put the rule around the optimizer, which has been prepared, and make the schedule."""
         trainer = self._trainer
         _check_trainer(trainer, self._by_progress)
-        before, self.rule = self.rule, self._find_or_make_rule()
+        before = self.rule
+        self.rule = self._find_or_make_rule()
         if self.rule is not before:  # `model_init=` makes a model, and so an optimizer, each time
             self.ramp = None
         blocks = find_layer(trainer.optimizer, Blocks)
@@ -337,7 +341,8 @@ class Attachment(TrainerCallback):
         if self.ramp is not None:
             self.ramp.skip_time()
 
-    on_evaluate = on_save = on_epoch_begin
+    on_evaluate = on_epoch_begin
+    on_save = on_epoch_begin
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Let epochs go on until the progress is there."""
@@ -377,7 +382,9 @@ class Attachment(TrainerCallback):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """End a block first, if the model is evaluated or saved, or the training ends."""
-        trainer, control, state = self._trainer, self._trainer.control, self._trainer.state
+        trainer = self._trainer
+        control = self._trainer.control
+        state = self._trainer.state
         blocks = find_layer(trainer.optimizer, Blocks)
         used = control.should_evaluate or control.should_save
         ends = control.should_training_stop or state.global_step >= state.max_steps
@@ -437,7 +444,8 @@ SHARD = "mh.OSS as the optimizer or fsdp= (version 2) to shard"
 def _check_trainer(trainer: Trainer, by_progress: bool) -> None:
     """Raise for what would make a rule's numbers wrong, or keep it from seeing gradients."""
     args = trainer.args
-    optim, schedule = str(args.optim.value), str(args.lr_scheduler_type.value)
+    optim = str(args.optim.value)
+    schedule = str(args.lr_scheduler_type.value)
     if found := _sharing_without_gradients(trainer):
         raise ValueError(
             f"a rule sees no gradients of single ranks under {found}. Use torchrun, and {SHARD}."
@@ -454,7 +462,8 @@ def _check_trainer(trainer: Trainer, by_progress: bool) -> None:
 
 def _sharing_without_gradients(trainer: Trainer) -> str:
     """Return how devices share the work, if it is in a way that a rule cannot see; else ""."""
-    accelerator, mode = trainer.accelerator, trainer.args.parallel_mode
+    accelerator = trainer.accelerator
+    mode = trainer.args.parallel_mode
     fsdp_version = getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", 1)
     parallel = {kind: getattr(trainer, f"get_{kind}_size")() for kind in ("tp", "cp", "sp")}
     followed = (ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED, ParallelMode.DISTRIBUTED)
@@ -476,7 +485,8 @@ def _check_drivable(
     trainer: Trainer, rule: ScalingRuleBase | None, ramp: Ramp | None, by_progress: bool
 ) -> None:
     """Raise for an optimizer that Trainer's loop cannot drive."""
-    args, blocks = trainer.args, find_layer(trainer.optimizer, Blocks)
+    args = trainer.args
+    blocks = find_layer(trainer.optimizer, Blocks)
     if blocks is not None and (by_progress or trainer.is_fsdp_enabled):
         raise ValueError(
             "in blocks each process has a model and a progress of its own. Leave fsdp= and "

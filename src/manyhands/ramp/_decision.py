@@ -108,7 +108,8 @@ def fastest_passes(noise: Noise, time: StepTime, scale_per_pass: float, most: in
     >>> fastest_passes(Noise(sqr=1.0, var=16.0), StepTime(4.0, 1.0), 1.0, most=64)
     8
     """
-    ratio, noise_scale = _ratio(time.fixed, time.per_pass), _ratio(noise.var, noise.sqr)
+    ratio = _ratio(time.fixed, time.per_pass)
+    noise_scale = _ratio(noise.var, noise.sqr)
     if ratio == 0.0 or noise_scale == 0.0:
         return 1
     best = math.sqrt(ratio) * math.sqrt(noise_scale) / math.sqrt(scale_per_pass)

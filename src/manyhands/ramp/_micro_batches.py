@@ -111,7 +111,9 @@ class MicroBatches(Generic[Batch]):
         no_sync: Callable[[], AbstractContextManager[object]],
         mean: WeightedMean | None,
     ) -> None:
-        self._batches, self._no_sync, self._mean = batches, no_sync, mean
+        self._batches = batches
+        self._no_sync = no_sync
+        self._mean = mean
 
     def mean(self, loss_sum: Tensor) -> Tensor:
         """Return this micro-batch's part of the step's mean loss, over all that `count` counted.
@@ -149,7 +151,8 @@ class Supply:
         self._ready = 0  # micro-batches that this rank has ready
         self._left = 0  # micro-batches that every rank has left, by the last reports
         # Micro-batches handed out so far: now, at the last report, and at the report before it.
-        self._handed_out, self._reported_at = 0, 0
+        self._handed_out = 0
+        self._reported_at = 0
         self._loops = 0  # that have begun
         self.hands_out = False  # whether a loop is under way
 
@@ -160,7 +163,8 @@ class Supply:
         # `passes` says how many micro-batches the next step takes, `look_ahead` how many are kept
         # ready.
         self._loops += 1
-        loop, batches = self._loops, iter(loader)
+        loop = self._loops
+        batches = iter(loader)
         ready: deque[Batch] = deque()
         ready.extend(islice(batches, look_ahead()))
         self._left = self._fewest_ready(len(ready))
@@ -171,7 +175,8 @@ class Supply:
                 self._left = self._fewest_ready(len(ready))
             if self._left == 0:
                 return
-            count, steps = min(passes(), self._left), self._steps
+            count = min(passes(), self._left)
+            steps = self._steps
             step = [ready.popleft() for _ in range(count)]
             ready.extend(islice(batches, max(0, look_ahead() - len(ready))))
             self._ready = len(ready)
@@ -318,7 +323,8 @@ class StepLoader(DataLoader[Any]):
 
     def indices(self) -> Iterator[list[int]]:
         """Yield the samples of each micro-batch of this rank, for torch's loader, step by step."""
-        rules, ledger = self._order, self._ledger
+        rules = self._order
+        ledger = self._ledger
         order = Order(rules["samples"], rules["seed"], ledger.epoch, rules["shuffle"])
         samples = order.indices(ledger.hand_out({0: ledger.left}).held_by(0))
         position = 0

@@ -80,7 +80,8 @@ class NoiseWatch:
     """Follows the noise that a rule averages, and how sure it is."""
 
     def __init__(self, rule: ScalingRuleBase) -> None:
-        self._rule, self._port = rule, rule.port
+        self._rule = rule
+        self._port = rule.port
         self._average = self._port.history.average
         self._unmeasured = 0  # steps since the noise was last measured
         self._memory = self._port.batch.memory
@@ -98,19 +99,24 @@ class NoiseWatch:
 
         A rule measures nothing from a single gradient at scale 1, or from gradients that overflow.
         """
-        rule, port, before = self._rule, self._port, self._average
+        rule = self._rule
+        port = self._port
+        before = self._average
         average = port.history.average
         self._unmeasured += 1
         if average is before:
             return
-        self._average, self._unmeasured = average, 0
+        self._average = average
+        self._unmeasured = 0
         if before.consecutive and not average.consecutive:
             self.evidence = Evidence()  # the average has begun anew, with a better measurement
-        count, scale = float(rule.passes * port.batch.workers), rule.scale
+        count = float(rule.passes * port.batch.workers)
+        scale = rule.scale
         sums = port.history.sums
         assert sums is not None  # the average is another
         if average.consecutive:  # two steps' gradients, as one step of twice the size
-            count, scale = 2 * count, 2.0 * scale
+            count = 2 * count
+            scale = 2.0 * scale
         var = before.var_of()  # zero where var_floor=0.0 and all gradients of a step were equal
         if before.measured and before.norm_kind == average.norm_kind and var > 0.0:
             deviation = sum(estimate(sums).sqr) - sum(before.raw_sqr)
@@ -126,7 +132,8 @@ class NoiseWatch:
 
     def set_memory(self) -> None:
         """Set how far the averages look back: see `memory_for`."""
-        batch, average = self._port.batch, self._port.history.average
+        batch = self._port.batch
+        average = self._port.history.average
         if average.measured:
             gradients = batch.passes * batch.workers
             noise = Noise(average.sqr_of(), average.var_of())
@@ -143,7 +150,9 @@ class NoiseWatch:
 
     def load(self, memory: float, unmeasured: int, evidence: Evidence) -> None:
         """Continue with what a saved run knew."""
-        self._memory, self._unmeasured, self.evidence = memory, unmeasured, evidence
+        self._memory = memory
+        self._unmeasured = unmeasured
+        self.evidence = evidence
 
     def rule_was_loaded(self) -> None:
         """Take the rule's average as it is now, and set its memory again."""
@@ -219,10 +228,8 @@ def memory_for(noise: Noise, gradients: int, scale: float) -> float:
     >>> memory_for(Noise(sqr=1.0, var=20.0), gradients=80, scale=80.0)
     240.0
     """
-    shortest, longest = (
-        max(MEMORIES[0], MEMORY_STEPS * scale),
-        max(MEMORIES[1], MEMORY_STEPS * scale),
-    )
+    shortest = max(MEMORIES[0], MEMORY_STEPS * scale)
+    longest = max(MEMORIES[1], MEMORY_STEPS * scale)
     if noise.sqr <= 0.0:
         return longest
     noise_scale = noise.var / noise.sqr / (scale / gradients)
@@ -279,7 +286,8 @@ class StepTimer:
             timer.times.add(passes, seconds)
         timed_seconds, timed_passes = saved.reals("timed", 2)
         timer.last = timed_seconds, int(timed_passes)
-        rank, of_ranks = saved.whole("slowest"), saved.reals("rank_seconds")
+        rank = saved.whole("slowest")
+        of_ranks = saved.reals("rank_seconds")
         if rank >= max(len(of_ranks), 1):
             raise saved.wrong("slowest", f"a rank below {len(of_ranks)}", rank)
         timer._slowest = SlowestRank(rank, of_ranks)
@@ -342,7 +350,8 @@ class SyncRounds:
         >>> [round(rounds.correct_step(), 1) for _ in range(2)]
         [0.0, 4.0]
         """
-        seen, fading = self.latest, 1.0 - 1.0 / LOOK_BACK
+        seen = self.latest
+        fading = 1.0 - 1.0 / LOOK_BACK
         self.seconds = fading * self.seconds + seen
         self.steps = fading * self.steps + 1.0
         self.latest = 0.0
@@ -393,7 +402,8 @@ def weighted_median(values: Iterable[tuple[float, float]]) -> float:
     9.0
     """
     ordered = sorted(values)
-    half, below = sum(weight for _, weight in ordered) / 2, 0.0
+    half = sum(weight for _, weight in ordered) / 2
+    below = 0.0
     for value, weight in ordered:
         below += weight
         if below >= half:

@@ -110,8 +110,10 @@ class Ramp:
             one_of("goal", goal, ["samples"], "efficiency= is for this goal.")
             real("efficiency", efficiency, above=0.0, below=1.0)
         optimizer = _check_rule(optimizer)
-        self.optimizer, self._port = optimizer, optimizer.port
-        self._model, self._no_sync = model, _no_sync_of(model)
+        self.optimizer = optimizer
+        self._port = optimizer.port
+        self._model = model
+        self._no_sync = _no_sync_of(model)
         self._loader: StepLoader | None = None
         batch = self._port.batch
         if batch.scale is not None:  # of the whole batch; from now on the batch changes
@@ -152,7 +154,8 @@ class Ramp:
     def _bind(self, loader: StepLoader) -> None:
         """Count in the units of this loader from now on."""
         if self._loader is None:
-            before, self._loader = self.scale, loader
+            before = self.scale
+            self._loader = loader
             # a continued run has a batch already
             if self._steps:
                 self._set_units(max(1, round(before / loader.scale_per_unit)))
@@ -368,7 +371,8 @@ class Ramp:
 
     def snapshot(self) -> dict[str, object]:
         """Return the state in plain values, for logs and `Record`."""
-        noise, times = self._noise.measured(), self._timer.times
+        noise = self._noise.measured()
+        times = self._timer.times
         fit = times.fit()
         seconds, passes = times.steps[-1][::-1] if times.steps else (None, None)
         return {
@@ -404,7 +408,8 @@ class Ramp:
     def _take(self, saved: SavedRamp) -> None:
         """Continue with a saved ramp's batch, and with its times if the ranks are as many."""
         self._saved = saved
-        self._steps, self._moments_scale = saved.steps, saved.moments_scale
+        self._steps = saved.steps
+        self._moments_scale = saved.moments_scale
         self._noise.load(saved.memory, saved.unmeasured, saved.evidence)
         ranks = self.optimizer.gradient_ranks.size
         same = saved.workers == self._port.batch.workers and saved.timer.fits(ranks)

@@ -230,7 +230,10 @@ class GradientHooks:
 
     def reset(self) -> None:
         """Drop a pass's norms: they are in the step's sums by now, or they are not wanted."""
-        self.norms, self.partial_sums, self.held, self.valid = {}, {}, {}, True
+        self.norms = {}
+        self.partial_sums = {}
+        self.held = {}
+        self.valid = True
         self._elements = 0
 
     def finish_pass(self) -> dict[int, Norm]:
@@ -273,7 +276,8 @@ class GradientHooks:
         self._at_once |= changed
         grads = [grad for grad, _ in self.held.values()]
         self.norms.update(zip(self.held, self._kind.many([*self.held], grads), strict=True))
-        self.held, self._elements = {}, 0
+        self.held = {}
+        self._elements = 0
 
     def _on_repeated_gradient(self, index: int, grad: Tensor) -> None:
         """Add the second part of a gradient that comes in parts."""
@@ -295,7 +299,8 @@ def _on_gradient(
     hooks_ref: weakref.ref[GradientHooks], index: int, grads: tuple[Tensor | None]
 ) -> None:
     """Measure a parameter's gradient. (Called for each parameter: every microsecond counts.)"""
-    hooks, grad = hooks_ref(), grads[0]
+    hooks = hooks_ref()
+    grad = grads[0]
     if hooks is None or grad is None or hooks._paused:
         return
     task = current_task()

@@ -172,7 +172,8 @@ class MeanGradient:
         if slices:
             mean_norms = [*mean_norms, *self._norms.slices(slices)]
         squares = self._square_all([*norms.values(), *mean_norms])
-        groups, group_of = self._groups, self._group_of
+        groups = self._groups
+        group_of = self._group_of
         # Every rank has measured the common ones; rank 0 alone adds them to the sum over ranks.
         counted = {**common, **own} if self._ranks.rank == 0 else own
         uncounted = 2 * groups  # one group more, to be dropped
@@ -191,7 +192,8 @@ class MeanGradient:
                 for i, mean_square in zip(compared, compared_squares, strict=True)
             )
         else:
-            shared_square, self.not_averaged = compared_squares.sum(), False
+            shared_square = compared_squares.sum()
+            self.not_averaged = False
         return self._sum_by_group(squares, sum_into, uncounted + 1)[:uncounted], shared_square
 
     def _whole_gradients(self, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
@@ -232,7 +234,8 @@ class MeanGradient:
             measured = self._previous.measure(grads, facts.loss_scale)
         if not measured or not facts.valid:
             return self.empty_numbers()
-        groups, group_of = self._groups, self._group_of
+        groups = self._groups
+        group_of = self._group_of
         values = [value for _, squares, mean in measured for value in (squares, mean)]
         sum_into = [g for i, _, _ in measured for g in (group_of[i], groups + group_of[i])]
         numbers = self._sum_by_group(_stack(values, self._device), sum_into, 2 * groups)
@@ -331,7 +334,8 @@ class PreviousGradient:
 
     def forget(self) -> None:
         """Drop the measured gradient: no step was made along it."""
-        self.candidates, self._finite = [], []
+        self.candidates = []
+        self._finite = []
 
     def _square(self, index: int, tensor: Tensor) -> Tensor:
         dtype = widest_float(tensor.device)

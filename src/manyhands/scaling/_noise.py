@@ -110,7 +110,8 @@ class Estimate:
 
 def estimate(sums: NormSums) -> Estimate:
     """Solve the two expectations for |true gradient|^2 and the noise at scale 1."""
-    n, scale = sums.small_batches, sums.scale
+    n = sums.small_batches
+    scale = sums.scale
     if n < 2:
         raise ValueError(f"noise needs at least 2 gradients to compare, got {n}.")
     pairs = [
@@ -493,7 +494,8 @@ class NoiseMoments:
         # The delta method: the variance of a ratio of means, from those of both and their
         # covariance, over the effective number of steps in the weighted average.
         w = self.weight
-        sqr, var = self.sqr / w, self.var / w
+        sqr = self.sqr / w
+        var = self.var / w
         ratio = var / sqr
         scatter = (
             self.var_var / w

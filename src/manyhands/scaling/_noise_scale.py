@@ -241,7 +241,8 @@ class NoiseScale:
 
     def _add_in_flight(self) -> None:
         """Add the numbers that are on their way to the host, if any, to the moments."""
-        sent, self._in_flight = self._in_flight, None
+        sent = self._in_flight
+        self._in_flight = None
         if sent is None:
             return
         sums, _ = sent.read()
@@ -254,9 +255,11 @@ class NoiseScale:
             self._nonfinite += 1
             return
         if self._consecutive and not sums.consecutive:  # the better measurement: start anew
-            self._moments, self._steps = NoiseMoments(), 0
+            self._moments = NoiseMoments()
+            self._steps = 0
         self._consecutive = sums.consecutive
-        new, smoothing = estimate(sums), self._options["smoothing"].number
+        new = estimate(sums)
+        smoothing = self._options["smoothing"].number
         self._moments = self._moments.add(sum(new.sqr), sum(new.var), smoothing)
         self._steps += 1
 
@@ -289,7 +292,8 @@ class NoiseScale:
     @property
     def noise_scale(self) -> float:
         """variance / |gradient|^2 in samples; infinite without a signal, NaN before any step."""
-        sqr, var = self.squared_norm, self.variance
+        sqr = self.squared_norm
+        var = self.variance
         if math.isnan(sqr):
             return math.nan
         return self._batch_size * max(var, 0.0) / sqr if sqr > 0.0 else math.inf
@@ -348,23 +352,29 @@ class NoiseScale:
         entries = SavedEntries({"norms": [], **state_dict}, "a NoiseScale")
         entries.expect(self._origin())
         options, mismatches = load_options(self._options, entries.part("options").plain)
-        consecutive, steps = entries.flag("consecutive"), entries.whole("steps")
+        consecutive = entries.flag("consecutive")
+        steps = entries.whole("steps")
         moments = NoiseMoments.of_saved(entries.part("moments"), steps)
-        nonfinite, measurement = entries.whole("nonfinite"), self._measurement.parse_state(entries)
+        nonfinite = entries.whole("nonfinite")
+        measurement = self._measurement.parse_state(entries)
         saved = options["batch_size"].recorded
         if saved is not None:
             moments = moments.rescale((options["batch_size"].value or 1.0) / saved)
         self._measurement.batch.smoothing = options["smoothing"].number
         self._measurement.load_state(measurement)
         self._in_flight = None
-        self._options, self._moments, self._consecutive = options, moments, consecutive
-        self._steps, self._nonfinite = steps, nonfinite
+        self._options = options
+        self._moments = moments
+        self._consecutive = consecutive
+        self._steps = steps
+        self._nonfinite = nonfinite
         if mismatches:
             warn(describe_mismatches(mismatches, "NoiseScale"))
 
     def snapshot(self) -> dict[str, float | None]:
         """Return the measurement in plain numbers, for `Record`."""
-        scale, error = self.noise_scale, self.standard_error
+        scale = self.noise_scale
+        error = self.standard_error
         return {
             "simple_noise_scale": scale if math.isfinite(scale) else None,
             "simple_noise_scale_error": error if math.isfinite(error) else None,

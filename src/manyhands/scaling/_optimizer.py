@@ -116,7 +116,8 @@ class RuleCore:
 
     def configure(self, average: NoiseAverage) -> None:
         """Continue this average with the options as they are: at the start, and after loading."""
-        batch, options = self.batch, self.options
+        batch = self.batch
+        options = self.options
         self.measure_every = int(options["measure_every"].number)
         self.history.average = average.with_settings(
             debiased=bool(options["debias_ewma"].number),
@@ -247,7 +248,8 @@ class RuleCore:
 
     def finish_step(self, signals: ScalerSignals) -> bool:
         """Add the step to the history; return whether the gradient scaler skips it."""
-        step, preview = self.measurement.step, self._preview
+        step = self.measurement.step
+        preview = self._preview
         sent = step.sent
         assert sent is not None
         if step.problem is not None:
@@ -258,7 +260,8 @@ class RuleCore:
         # the scaler's one-element tensors come along, in the same copy from the device
         tensors = [x for x in (signals.found_inf, signals.grad_scale) if x is not None]
         if preview is not None and previewed:
-            sums, extras = preview.sums, [float(tensor) for tensor in tensors]
+            sums = preview.sums
+            extras = [float(tensor) for tensor in tensors]
         else:
             sums, extras = sent.read(tensors)
         if self.ranks.size > 1:
@@ -271,7 +274,8 @@ class RuleCore:
             self._warn_if_exploded(sums)
             self._warn_if_equal(sums)
         self.history.add(sums, self._weight(sums), skipped=skipped)
-        self._preview, self._last_sent = None, sent
+        self._preview = None
+        self._last_sent = sent
         self.measurement.finish_step(self._period())
         return skipped
 
@@ -291,7 +295,8 @@ class RuleCore:
         """Return how many steps the next measured one is to stand for; the same on all ranks."""
         # Every step is measured where a `Ramp` needs the numbers of each, where consecutive
         # gradients are compared, and after gradients that are not finite.
-        batch, history = self.batch, self.history
+        batch = self.batch
+        history = self.history
         passes = batch.passes * batch.workers
         if self.observer is not None or history.nonfinite_in_a_row or passes == 1:
             return 1
@@ -323,7 +328,8 @@ class RuleCore:
         """Warn, once in a run, if the ranks' gradients are equal: they seem to draw alike."""
         if sums is None or self.ranks.size == 1 or self._equal_steps == EQUAL_STEPS:
             return
-        small, mean = sum(sums.small_squares), sums.small_batches * sum(sums.mean_square)
+        small = sum(sums.small_squares)
+        mean = sums.small_batches * sum(sums.mean_square)
         equal = small > 0.0 and abs(small - mean) <= EQUAL * small  # not if they are not finite
         self._equal_steps = self._equal_steps + 1 if equal else 0
         if self._equal_steps == EQUAL_STEPS and self.ranks.rank == 0:
@@ -494,7 +500,8 @@ class ScaledOptimizer(OptimizerWrapper):
 
     def _complete(self, inner: Optimizer) -> None:
         """Settle how many passes the step has had, and send its numbers if that is to be done."""
-        core, batch = self._core, self._core.batch
+        core = self._core
+        batch = self._core.batch
         core.measurement.check_divided()
         if batch.loop.counts:  # only now is their number final
             self._check_batch(batch, self.passes)
@@ -505,7 +512,8 @@ class ScaledOptimizer(OptimizerWrapper):
 
     def _count_progress(self, inner: Optimizer, gain: float) -> None:
         """Count a step that was taken, unless a trainer's optimizer says that it skipped it."""
-        core, history = self._core, self._core.history
+        core = self._core
+        history = self._core.history
         # torch's schedulers warn unless they find this on the optimizer they were made for
         vars(inner)["_opt_called"] = True
         if getattr(inner, "step_was_skipped", False):
@@ -622,11 +630,14 @@ class ScheduleWatch:
         """Take note of a step with this gain, after which there have been so many steps."""
         if self.done:
             return
-        before, self.rates = self.rates, [group["lr"] for group in optimizer.param_groups]
+        before = self.rates
+        self.rates = [group["lr"] for group in optimizer.param_groups]
         if before in ([], self.rates):
-            self.in_a_row, self.worth = 0, 0.0
+            self.in_a_row = 0
+            self.worth = 0.0
             return
-        self.in_a_row, self.worth = self.in_a_row + 1, self.worth + gain
+        self.in_a_row = self.in_a_row + 1
+        self.worth = self.worth + gain
         if self.in_a_row < STEPS_IN_A_ROW or self.worth < AHEAD * self.in_a_row:
             return
         self.done = True  # the search is slow

@@ -157,7 +157,8 @@ def check_claims(
 
 def _check_averaged(shared_squares: list[float]) -> None:
     """Raise if a gradient that all ranks hold is not the same on all of them."""
-    largest, smallest = max(shared_squares), min(shared_squares)
+    largest = max(shared_squares)
+    smallest = min(shared_squares)
     if not math.isfinite(largest + smallest):
         return  # gradients that are not finite are counted, and left out
     # a reduction may round differently on each rank
@@ -305,14 +306,19 @@ class SentStep:
         Everything comes in one copy, because each copy from a GPU is a synchronization.
         """
         numbers = self._numbers(extras)
-        groups, end = self.groups, len(numbers) - len(extras)
-        self.reports, self.most_passes_seen = (self.claims,), self.claims.passes_seen
+        groups = self.groups
+        end = len(numbers) - len(extras)
+        self.reports = (self.claims,)
+        self.most_passes_seen = self.claims.passes_seen
         if self.ranks > 1:
             table = RankClaims.table(numbers[2 * groups : end])
             check_claims(table, short_allowed=self.short_allowed, same_passes=self.same_passes)
-            self.reports, self.most_passes_seen = table, max(each.passes_seen for each in table)
-        share, local = self.share, self.local
-        small, mean = numbers[:groups], numbers[groups : 2 * groups]
+            self.reports = table
+            self.most_passes_seen = max(each.passes_seen for each in table)
+        share = self.share
+        local = self.local
+        small = numbers[:groups]
+        mean = numbers[groups : 2 * groups]
         if share != 1.0:
             # The losses were divided by the passes of a whole step, and their sum is the gradient.
             mean = [square / share**2 for square in mean]

@@ -225,7 +225,8 @@ class PreconditionedNorm(PlainNorm):
     ) -> Quotient | None:
         """Return a gradient with what it is divided by; None if it does not go with others."""
         group, _ = self._params[index]
-        state, count = self._state_of(index), self._count(index)
+        state = self._state_of(index)
+        count = self._count(index)
         if count < self.WARM_STEPS or grad.layout != torch.strided:
             return None
         whole, factor = _second_moment(group, state, count)
@@ -243,7 +244,8 @@ class PreconditionedNorm(PlainNorm):
         """Find the floors of all parameters that need one: the host waits for them, once."""
         stale: dict[int, tuple[Tensor, int]] = {}
         for index, (group, _) in enumerate(self._params):
-            state, count = self._state_of(index), self._count(index)
+            state = self._state_of(index)
+            count = self._count(index)
             if count >= self.WARM_STEPS and self._floor_is_stale(index, state, count):
                 period = int(count) // self.REFRESH
                 stale[index] = _second_moment(group, state, count)[0], period
@@ -263,7 +265,8 @@ class PreconditionedNorm(PlainNorm):
         whole tensor's, but the floor is a fraction of the whole tensor's mean.
         """
         group, _ = self._params[index]
-        state, count = self._state_of(index), self._count(index)
+        state = self._state_of(index)
+        count = self._count(index)
         if count < self.WARM_STEPS:
             self._floors.pop(index, None)
             return norm(grad)

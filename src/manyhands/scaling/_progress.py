@@ -121,7 +121,8 @@ class ProgressScheduler(LRScheduler):
         """Continue from a `state_dict`, at any scale; it may be the plain scheduler's."""
         if is_by_progress(state_dict):
             saved = SavedEntries(state_dict, type(self).__name__)
-            steps, _ = saved.whole("steps"), saved.part("scheduler")
+            steps = saved.whole("steps")
+            _ = saved.part("scheduler")
             self.scheduler.load_state_dict(state_dict["scheduler"])
             self._steps = steps
         else:

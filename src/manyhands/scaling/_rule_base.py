@@ -94,7 +94,8 @@ class LoopPort:
     """
 
     def __init__(self, rule: ScalingRuleBase, core: RuleCore) -> None:
-        self._rule, self._core = rule, core
+        self._rule = rule
+        self._core = core
 
     # -- tell --------------------------------------------------------------------------------
 
@@ -141,7 +142,8 @@ class LoopPort:
         """Turn a scale of the whole batch into one of each pass: the number of passes changes."""
         batch = self._core.batch
         if batch.scale is not None:
-            batch.scale_per_pass, batch.scale = batch.scale / batch.passes, None
+            batch.scale_per_pass = batch.scale / batch.passes
+            batch.scale = None
 
     def set_memory(self, small_batches: float) -> None:
         """Let the averages look back so many small batches, unless a smoothing was set."""
@@ -361,7 +363,8 @@ class ScalingRuleBase(ScaledOptimizer):
 
     def _bind(self, optimizer: Optimizer) -> None:
         """Tie the rule to an optimizer: find the ranks, check that they agree, start to measure."""
-        core, batch = self._core, self._core.batch
+        core = self._core
+        batch = self._core.batch
         check_bindable(optimizer, type(self).__name__, ScaledOptimizer)
         norms = self._make_norm(optimizer)
         prepared = None if batch.loop.counts else find_prepared(optimizer)
@@ -393,7 +396,8 @@ class ScalingRuleBase(ScaledOptimizer):
         if prepared.unseen is not None:
             why = f"cannot measure gradients under {prepared.unseen}. Use DDP, FSDP2 or OSS."
             raise TypeError(f"{type(self).__name__} {why}")
-        batch, loss_scale = self._core.batch, self._core.loss_scale
+        batch = self._core.batch
+        loss_scale = self._core.loss_scale
         found = prepared_loop(prepared, batch.passes)
         if found is not None:
             self._follow(found)
@@ -423,7 +427,8 @@ class ScalingRuleBase(ScaledOptimizer):
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add parameters: they are measured from the next backward pass on."""
         self._check_between_steps("add_param_group()")
-        inner, core = self._inner_optimizer(), self._core
+        inner = self._inner_optimizer()
+        core = self._core
         inner.add_param_group(param_group)
         groups = inner.param_groups
         try:
@@ -445,7 +450,8 @@ class ScalingRuleBase(ScaledOptimizer):
         vars(twin).update({k: v for k, v in vars(self).items() if k not in ("_core", "step")})
         loop = copy.copy(old.batch.loop)
         loop.module = copy.deepcopy(loop.module, memo)
-        twin._core = core = RuleCore(
+        # `fully_shard`'s modules cannot be copied
+        core = RuleCore(
             replace(old.batch, loop=loop),
             dict(old.options),
             world_size=old.world_size,
@@ -453,7 +459,9 @@ class ScalingRuleBase(ScaledOptimizer):
             loss_scale=copy.copy(old.loss_scale),
             model=_module(loop.module),  # `fully_shard`'s modules cannot be copied
         )
-        core.ranks, core.history = old.ranks, copy.copy(old.history)
+        twin._core = core
+        core.ranks = old.ranks
+        core.history = copy.copy(old.history)
         core.schedule_counts_progress = old.schedule_counts_progress
         if old.inner is not None:
             inner = copy.deepcopy(old.inner, memo)
@@ -511,8 +519,10 @@ class ScalingRuleBase(ScaledOptimizer):
 
         If blocks are inside, their numbers are included, and "step" and "workers" are theirs.
         """
-        inner, core = self._inner_optimizer(), self._core
-        history, noise = core.history, core.history.average
+        inner = self._inner_optimizer()
+        core = self._core
+        history = core.history
+        noise = core.history.average
         groups = range(len(self.param_groups))
         return {
             "step": history.steps,
@@ -591,7 +601,8 @@ class ScalingRuleBase(ScaledOptimizer):
         `set_scale` too. The smoothing becomes the default for the new number, unless
         `update_smoothing=False`.
         """
-        core, batch = self._core, self._core.batch
+        core = self._core
+        batch = self._core.batch
         if batch.loop.counts:
             raise RuntimeError("AdaptiveDataParallel counts the passes: there is no number to set.")
         if batch.loop.decides:
@@ -639,7 +650,8 @@ class ScalingRuleBase(ScaledOptimizer):
         Use it if the optimizer's state is saved in another way, as by
         torch.distributed.checkpoint, which is given `.optimizer`.
         """
-        inner, core = self._inner_optimizer(), self._core
+        inner = self._inner_optimizer()
+        core = self._core
         return {
             **_describe_origin(self._norm_kind, inner),
             **core.history.to_state(),
@@ -661,7 +673,8 @@ class ScalingRuleBase(ScaledOptimizer):
         state = _parse_entry(entry, origin, core)
         scale = self._check_own_scale(state.batch.scale_for(state.batch.passes))
         # the check reads the options, so it sees the loaded ones for a moment
-        own_options, core.options = core.options, state.options
+        own_options = core.options
+        core.options = state.options
         try:
             self._check_optimizer_supports(scale)
         finally:

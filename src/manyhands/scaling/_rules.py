@@ -229,7 +229,8 @@ class AdamScale(AdaScale):
         core = self._core
         floor = core.options["second_moment_floor"]
         if core.batch.loop.counts:  # in AdaptiveDataParallel adaptdl's default holds
-            floor = core.options["second_moment_floor"] = replace(floor, default=0.0)
+            floor = replace(floor, default=0.0)
+            core.options["second_moment_floor"] = floor
         return PreconditionedNorm(optimizer, floor.number)
 
     def _apply_options(self) -> None:

@@ -143,7 +143,8 @@ class FollowingLoop(Loop):
     decides = True
 
     def __init__(self, accumulation: Accumulation, *, in_every_pass: bool = False) -> None:
-        self._accumulation, self._in_every_pass = accumulation, in_every_pass
+        self._accumulation = accumulation
+        self._in_every_pass = in_every_pass
 
     def passes(self) -> int:
         return self._accumulation.gradient_accumulation_steps
@@ -225,7 +226,8 @@ class Batch:
 
     def set_passes(self, passes: int) -> None:
         """Set the number of passes of whole steps from now on."""
-        self.passes, self.short = passes, None
+        self.passes = passes
+        self.short = None
 
     @property
     def passes_divided_by_user(self) -> bool:
@@ -247,7 +249,8 @@ class Batch:
 
     def set_scale(self, *, scale: float | None = None, per_pass: float | None = None) -> None:
         """Set the scale of the whole batch or of one pass, as the user asked."""
-        self.scale, self.scale_per_pass = scale, per_pass
+        self.scale = scale
+        self.scale_per_pass = per_pass
         self.set_by_user |= {"scale"}
 
     def set_smoothing(self, smoothing: float | None) -> None:
@@ -463,7 +466,8 @@ class Measurement:
             self.multiply(self.step.divided_by)
             self.step.divided_by = 1
         if self.step.passes == 0 and self._gradient_at_step is not None:
-            at_step, self._gradient_at_step = self._gradient_at_step, None
+            at_step = self._gradient_at_step
+            self._gradient_at_step = None
             not_cleared = at_step.grad is not None and at_step.unchanged
             if not_cleared and self._unsharded:
                 # foreach operations on DTensors do not change their version
@@ -512,7 +516,9 @@ class Measurement:
 
     def _close_pass(self) -> None:
         """Add the pass's squared norms to the step's; if it was the last, say so."""
-        step, batch, hooks = self.step, self.batch, self.hooks
+        step = self.step
+        batch = self.batch
+        hooks = self.hooks
         step.too_many = step.passes >= batch.passes and not batch.loop.counts
         if step.too_many:
             self._tell_holder()
@@ -535,12 +541,15 @@ class Measurement:
 
     def _norms_of_pass(self) -> Mapping[int, Norm]:
         """Return the norms of the pass that has ended; none if its step is not measured."""
-        step, hooks = self.step, self.hooks
+        step = self.step
+        hooks = self.hooks
         norms: Mapping[int, Norm] = hooks.finish_pass()
         if self.next_weight is not None:
-            weight, self.next_weight = self.next_weight, None
+            weight = self.next_weight
+            self.next_weight = None
             norms = hooks.multiply_norms(math.sqrt(weight.squares))
-            step.small_batches, step.announced = weight.small_batches, weight.passes
+            step.small_batches = weight.small_batches
+            step.announced = weight.passes
         step.valid = step.valid and hooks.valid
         return norms
 
@@ -559,7 +568,9 @@ class Measurement:
 
         `checksum`, `rates` and `report` are what the holder claims: see `RankClaims`.
         """
-        step, batch, schedule = self.step, self.batch, self.schedule
+        step = self.step
+        batch = self.batch
+        schedule = self.schedule
         if self.ranks.size > 1:
             self._parallel.check_not_joined("a scaling rule or NoiseScale")
         passes = step.passes if batch.loop.counts else batch.passes
@@ -597,7 +608,8 @@ class Measurement:
 
     def _facts(self, passes: int) -> StepFacts:
         """Return what has to be undone in the norms: who divided by the passes, the loss scale."""
-        step, batch = self.step, self.batch
+        step = self.step
+        batch = self.batch
         by_user = batch.passes_divided_by_user
         small_batches: float | None = step.small_batches
         if small_batches is not None and 0 < step.passes < passes:
@@ -638,7 +650,8 @@ class Measurement:
 
     def _find_unaveraged(self) -> str | None:
         """Return an error message if this rank knows by itself that gradients were not averaged."""
-        step, hooks = self.step, self.hooks
+        step = self.step
+        hooks = self.hooks
         if self._unsharded:
             return find_unaveraged_gradients(self._params, self._unsharded, hooks.norms)
         # In a measured step the ranks compare their gradients.
@@ -648,7 +661,8 @@ class Measurement:
 
     def _find_anomaly(self) -> GradientAnomaly | None:
         """Return what is odd about this rank's gradients, if DDP should have averaged them."""
-        step, hooks = self.step, self.hooks
+        step = self.step
+        hooks = self.hooks
         # In a group of our own, only a rank that has not sent can delay the numbers.
         if self.ranks.size == 1 or not self.ranks.own_group or self._unsharded:
             return None
@@ -749,7 +763,8 @@ class Measurement:
 
     def _apply_short(self) -> None:
         """Do what `count_short` does, without asking whether the gradient was changed before."""
-        step, batch = self.step, self.batch
+        step = self.step
+        batch = self.batch
         if step.passes >= batch.passes or batch.short_step != "count":
             batch.short = None  # an earlier pass may have looked like the last one
             return
@@ -763,7 +778,8 @@ class Measurement:
 
     def divide_for_user(self) -> None:
         """Divide the gradients by the number of passes, if that is left to the user."""
-        step, batch = self.step, self.batch
+        step = self.step
+        batch = self.batch
         if batch.loop.counts or batch.loss_is_divided:
             raise RuntimeError("the gradients are divided already: is_scaled_loss is not False.")
         if not step.complete or not step.gradient_untouched:
@@ -774,7 +790,8 @@ class Measurement:
 
     def check_divided(self) -> None:
         """Raise if the user was to divide the gradients by the number of passes, and has not."""
-        step, batch = self.step, self.batch
+        step = self.step
+        batch = self.batch
         left_to_user = not batch.loop.counts and not batch.loss_is_divided and batch.passes > 1
         if left_to_user and step.complete and step.gradient_untouched:
             raise RuntimeError(

@@ -116,7 +116,8 @@ class WeightedMean:
         All `ranks` have equally many passes. `not_empty` is how many of all these micro-batches
         have tokens, and `total` how many tokens they have.
         """
-        mean, numbers = cls.__new__(cls), _to_numbers(counts)
+        mean = cls.__new__(cls)
+        numbers = _to_numbers(counts)
         rule = None if optimizer is None else rule_of(optimizer)
         mistake = cls._mistake(counts, numbers, rule)
         if mistake is not None:
@@ -138,9 +139,11 @@ class WeightedMean:
         self.total = total
         """The number of tokens in the step, on all ranks."""
         self._factor = factor
-        self._rule, self._left = rule, list(reversed(numbers))
+        self._rule = rule
+        self._left = list(reversed(numbers))
         self._own_passes = len(numbers)
-        self._not_empty, self._passes = not_empty, passes
+        self._not_empty = not_empty
+        self._passes = passes
 
     @staticmethod
     def _mistake(

@@ -64,7 +64,8 @@ def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> list[Pay
     # An empty payload gives one empty chunk, so that the reports are exchanged all the same.
     spare: list[Tensor] = []  # memory of finished chunks, reused by later ones
     sizes = [_chunk_length(payload) for payload in payloads]
-    chunks, summed = list[PayloadChunk](), list[AllReduceChunk]()
+    chunks = list[PayloadChunk]()
+    summed = list[AllReduceChunk]()
     if workers.shared_memory is not None:
         _make_ring_for_chunks(workers, list(zip(payloads, sizes, strict=True)))
     for payload, size in zip(payloads, sizes, strict=True):
@@ -130,15 +131,19 @@ class AllReduceChunk:
     def __init__(
         self, payload: Payload, start: int, stop: int, workers: RankGroup, spare: list[Tensor]
     ) -> None:
-        self.payload, self.start, self.length = payload, start, stop - start
-        self.workers, self._spare = workers, spare
+        self.payload = payload
+        self.start = start
+        self.length = stop - start
+        self.workers = workers
+        self._spare = spare
         self._work: Waitable
         self.reports_in = workers.size  # places for reports
 
     def send_values(self, report: WorkerReport, squares: list[float]) -> None:
         """Start an all_reduce of the values; every worker's report travels behind them."""
         self._sent = self._allocate(self.length + self.reports_in * REPORT * PARTS)
-        self._values, reports = self._sent[: self.length], self._sent[self.length :]
+        self._values = self._sent[: self.length]
+        reports = self._sent[self.length :]
         if report.included:
             self.payload.read(self.start, self._values)
         else:
@@ -224,7 +229,9 @@ class SharedMemoryChunk:
     has_mean = False
 
     def __init__(self, payload: Payload, start: int, stop: int, workers: RankGroup) -> None:
-        self.payload, self.start, self.length = payload, start, stop - start
+        self.payload = payload
+        self.start = start
+        self.length = stop - start
         self.workers = workers
         self._cuts = [self.length * rank // workers.size for rank in range(workers.size + 1)]
         self._barrier: Waitable
@@ -255,7 +262,8 @@ class SharedMemoryChunk:
 
     def send_mean(self, result: RoundResult) -> None:
         """Average the own slice, in the place where it was read."""
-        rank, host = self.workers.rank, self.workers.shared_memory
+        rank = self.workers.rank
+        host = self.workers.shared_memory
         assert host is not None
         included = result.included[:1] if self.payload.first_only else result.included
         weights = dict(zip(included, result.weights(included), strict=True))
@@ -289,7 +297,9 @@ class SharedMemoryChunk:
 
 # -- encoded values: messages in pairs -------------------------------------------------------------
 
-VALUES_TAG, MEAN_TAG = 28_101, 28_102  # far from the tags that users choose
+# far from the tags that users choose
+VALUES_TAG = 28_101
+MEAN_TAG = 28_102
 MESSAGE_HEAD = 8 * REPORT  # bytes of the report, in float64
 MEAN_HEAD = 8  # bytes of what a mean has in its place: its squared length
 ALIGNED_SLICE = 256  # elements: a multiple of the group of each codec that is sent in pairs
@@ -318,7 +328,9 @@ class PairwiseChunk:
     has_mean = False
 
     def __init__(self, payload: Payload, start: int, stop: int, workers: RankGroup) -> None:
-        self.payload, self.start, self.workers = payload, start, workers
+        self.payload = payload
+        self.start = start
+        self.workers = workers
         self._works: list[Waitable] = []
         self._outgoing: list[Tensor] = []  # torch does not keep a tensor alive while it is sent
         self._incoming: list[Tensor] = []
@@ -343,7 +355,8 @@ class PairwiseChunk:
 
     def _decode(self, rank: int, elements: int, head: int = MESSAGE_HEAD) -> Tensor:
         """Return the values of the message that came from `rank`, which follow its head."""
-        codec, dtype = self.payload.codec, self.payload.dtype
+        codec = self.payload.codec
+        dtype = self.payload.dtype
         size = codec.size(elements, dtype)
         data = self._incoming[rank][head : head + size].to(self.payload.device)
         return codec.decode(data, elements, dtype)
@@ -351,8 +364,11 @@ class PairwiseChunk:
     def _exchange(self, messages: list[Tensor], sizes: list[int], tag: int) -> None:
         """Send each of the others its message, and receive one of `sizes[rank]` bytes from each."""
         if self.workers.size > 1:
-            rank, device = self.workers.rank, self.payload.device
-            messages[rank], sizes[rank] = messages[rank][:0], 0  # nothing to ourselves
+            rank = self.workers.rank
+            device = self.payload.device
+            # nothing to ourselves
+            messages[rank] = messages[rank][:0]
+            sizes[rank] = 0
             to_host = not self.workers.has_backend(device)  # gloo sends from the host only
             self._outgoing = [each.cpu() for each in messages] if to_host else messages
             self._incoming, self._works = self.workers.all_to_all(self._outgoing, sizes, tag)
@@ -360,7 +376,8 @@ class PairwiseChunk:
     def _wait(self) -> None:
         for work in self._works:
             work.wait()
-        self._works, self._outgoing = [], []
+        self._works = []
+        self._outgoing = []
 
     def _residual(self, rank: int) -> Tensor | None:
         """Return the residual of a slice."""
@@ -368,13 +385,18 @@ class PairwiseChunk:
         # own, what rounding the mean has cut off. The two never overlap.
         if self.payload.residual is None:
             return None
-        first, last = self.start + self.cuts[rank], self.start + self.cuts[rank + 1]
+        first = self.start + self.cuts[rank]
+        last = self.start + self.cuts[rank + 1]
         return self.payload.residual[first:last]
 
     def send_values(self, report: WorkerReport, squares: list[float]) -> None:
         """Send every slice of the values, encoded, to the worker that averages it."""
-        payload, rank, size = self.payload, self.workers.rank, self.workers.size
-        messages, square, exact = [], 0.0, 0.0
+        payload = self.payload
+        rank = self.workers.rank
+        size = self.workers.size
+        messages = []
+        square = 0.0
+        exact = 0.0
         for owner, length in enumerate(self._lengths):
             message = torch.empty(self._sizes[owner], dtype=torch.uint8, device=payload.device)
             values = self._values_in(message, length)
@@ -404,7 +426,8 @@ class PairwiseChunk:
         """Send the mean of the own slice to all others."""
         self._average(result)
         square = square_of(self._own) if self.measured else 0.0
-        rank, size = self.workers.rank, self.workers.size
+        rank = self.workers.rank
+        size = self.workers.size
         if self.payload.codec.rounds:
             residual = self._residual(rank) if result.included else None
             # We keep the decoded mean too, so that all workers write the same rounded values.

@@ -57,7 +57,8 @@ NOT_FINITE = 0.0  # a NaN or an infinity: leave this worker out, and report it
 NOTHING_YET = -1.0  # a worker that has just joined has nothing to contribute
 
 # Values of `WorkerReport.samples` below 0: the samples of no step, or only of some, are known.
-SAMPLES_UNKNOWN, SAMPLES_INCOMPLETE = -1.0, -2.0
+SAMPLES_UNKNOWN = -1.0
+SAMPLES_INCOMPLETE = -2.0
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,8 @@ class TensorPayload:
         first = local_shard(next(iter(tensors.values())))
         self.tensors = tensors
         self._vector = FlatTensors(list(tensors.values()))
-        self.length, self.device = len(self._vector), first.device
+        self.length = len(self._vector)
+        self.device = first.device
         self.dtype = accumulation_dtype(first.real.dtype)  # 16-bit tensors are summed in float32
         self.first_only = first_only
 
@@ -261,7 +263,10 @@ class ArrivedMean:
     """The mean of a `TensorPayload`, kept apart from the tensors until `copy_to`."""
 
     def __init__(self, keys: Iterable[str], sizes: Sequence[int], mean: Tensor) -> None:
-        self.keys, self.sizes, self.mean = list(keys), list(sizes), mean  # mean: (sum(sizes),)
+        # mean: (sum(sizes),)
+        self.keys = list(keys)
+        self.sizes = list(sizes)
+        self.mean = mean
 
     def copy_to(self, result: RoundResult, tensors: Mapping[str, Tensor]) -> None:
         """Set the tensors with these keys to the mean; skip keys that are gone."""
@@ -291,8 +296,11 @@ class SnapshotPayload(ArrivedMean):
         copy = torch.empty(payload.length, dtype=payload.dtype, device=payload.device)
         payload.read(0, copy)
         super().__init__(list(payload.tensors), payload.sizes, copy)
-        self.length, self.dtype, self.device = payload.length, payload.dtype, payload.device
-        self.codec, self.first_only = payload.codec, payload.first_only
+        self.length = payload.length
+        self.dtype = payload.dtype
+        self.device = payload.device
+        self.codec = payload.codec
+        self.first_only = payload.first_only
 
     def read(self, start: int, out: Tensor) -> None:
         out.copy_(self.mean[start : start + out.numel()])

@@ -216,7 +216,9 @@ class BackgroundSync(threading.Thread):
         self, sync_round: SyncRound, workers: RankGroup, before: BackgroundSync | None
     ) -> None:
         super().__init__(name="manyhands sync round", daemon=True)
-        self._sync_round, self._workers, self._before = sync_round, workers, before
+        self._sync_round = sync_round
+        self._workers = workers
+        self._before = before
         self._done = threading.Event()
         self.result: RoundResult | None = None
         self.error: BaseException | None = None
@@ -234,7 +236,8 @@ class BackgroundSync(threading.Thread):
 
     def run(self) -> None:
         """Hold the round in this thread, after the one before; keep its result or error."""
-        before, self._before = self._before, None
+        before = self._before
+        self._before = None
         try:
             if before is not None:  # an earlier round of the same group, which may have failed
                 before.finished()
@@ -270,7 +273,8 @@ class RoundStats:
 
     def record(self, result: RoundResult, numbers: Sequence[int]) -> None:
         """Take in a round's result; `numbers` are the numbers of its workers, in rank order."""
-        included, reports = result.included, result.reports
+        included = result.included
+        reports = result.reports
         squares = [result.squares[rank] for rank in included]
         weights = result.weights(included)
         self.drift = Drift.of(squares, result.square_of_mean, weights)
@@ -333,7 +337,8 @@ class _SyncRound:
     """The two queues of chunks in flight, and the result as it becomes known."""
 
     def __init__(self, workers: RankGroup, report: WorkerReport) -> None:
-        self.workers, self.report = workers, report
+        self.workers = workers
+        self.report = report
         self.result = RoundResult(squares=[0.0] * workers.size, exact_squares=[0.0] * workers.size)
         self._squares = [0.0, 0.0]  # of what this worker has sent, and the same before rounding
         self._sent: deque[PayloadChunk] = deque()  # values are on their way
@@ -377,7 +382,8 @@ class _SyncRound:
             self.result.reports = [WorkerReport(*numbers[: REPORT - 2]) for numbers in reports]
             _check_reports(self.result.reports)
         if chunk.measured and reports:  # the squared lengths of this chunk, and all before it
-            part, before = self._part_of(chunk), self.result.squares.copy()
+            part = self._part_of(chunk)
+            before = self.result.squares.copy()
             for rank in self.result.included:
                 self.result.squares[rank], self.result.exact_squares[rank] = reports[rank][-2:]
                 part.by_rank[rank] += self.result.squares[rank] - before[rank]
@@ -395,7 +401,8 @@ class _SyncRound:
 
     def _part_of(self, chunk: PayloadChunk) -> Squares:
         """Return the squared lengths of the part that a chunk belongs to."""
-        parts, number = self.result.parts, chunk.payload.part
+        parts = self.result.parts
+        number = chunk.payload.part
         while len(parts) <= number:
             parts.append(Squares([0.0] * self.workers.size))
         return parts[number]
@@ -451,7 +458,8 @@ class StateTransfer:
     """
 
     def __init__(self, members: ElasticMembers, pack: Callable[[], bytes]) -> None:
-        self._crew, self._pack = members.crew, pack
+        self._crew = members.crew
+        self._pack = pack
         self.received: bytearray | None = None
         self.background = BackgroundSync(self._run, members.workers, None)
         self.background.start()

@@ -171,7 +171,8 @@ class Crew:
             )
         self._cut_off = False  # from the store
         # When the last round was settled, and when this worker arrived at the present one.
-        self._settled = self._arrived = 0.0
+        self._settled = 0.0
+        self._arrived = 0.0
         self._failures = 0  # to connect, since it worked the last time
         self._looked = 0.0  # when a newcomer last looked whether the others await it
         self._facts = NO_FACTS
@@ -210,7 +211,8 @@ class Crew:
             self._begin_alone()
             return
         check_interface()
-        self._facts, self._pid = facts, os.getpid()
+        self._facts = facts
+        self._pid = os.getpid()
         try:
             self._enroll(self.store)
             # A script that ends without leave() is lost. The others need not wait for its silence.
@@ -278,7 +280,8 @@ class Crew:
                     raise
                 time.sleep(1.0)  # without a route there is an answer at once
         # No generation has our new id, and a store that was started again counts from 1.
-        self._cut_off, self.generation = False, 0
+        self._cut_off = False
+        self.generation = 0
 
     def leave(self) -> None:
         """Leave because this worker is done. The others go on without waiting for it.
@@ -303,11 +306,14 @@ class Crew:
 
     def _depart(self, left: bool = False) -> None:
         """Tell the members that this worker is gone: it has left, or it ends (`atexit`)."""
-        enrollment, self._enrollment, self.members = self._enrollment, None, ()
+        enrollment = self._enrollment
+        self._enrollment = None
+        self.members = ()
         atexit.unregister(self._depart)
         if enrollment is None or self._pid != os.getpid():
             return
-        id, shared = enrollment.id, enrollment.shared
+        id = enrollment.id
+        shared = enrollment.shared
         try:
             if left:
                 shared.change(lambda roster: roster.without(id, left=True))
@@ -326,7 +332,8 @@ class Crew:
 
         Raise WorkerLost as soon as the round cannot be kept any more.
         """
-        began, pause = time.monotonic(), FIRST_PAUSE
+        began = time.monotonic()
+        pause = FIRST_PAUSE
         self._arrived = began
         while not done(pause):
             if self._enrollment is None:
@@ -379,15 +386,19 @@ class Crew:
         except StoreLost:
             if self.quorum == 1:
                 raise
-            self._cut_off = self.regroup_due = True
+            self._cut_off = True
+            self.regroup_due = True
             return False
 
     def _close(self, enrollment: Enrollment, steps: int) -> bool:
         """Announce the end, and look for up to `patience` seconds what the others announce."""
-        generation, round_index = self.generation, self._round
-        shared, own = enrollment.shared, enrollment.id
+        generation = self.generation
+        round_index = self._round
+        shared = enrollment.shared
+        own = enrollment.id
         roster = shared.change(lambda roster: roster.close(own, generation, round_index, steps))
-        began, pause = time.monotonic(), FIRST_PAUSE
+        began = time.monotonic()
+        pause = FIRST_PAUSE
         while True:
             announced = roster.closing_at(round_index).items()
             closing = {id: taken for id, taken in announced if id not in roster.gone}
@@ -421,7 +432,8 @@ class Crew:
             if self.quorum == 1:
                 raise
             # The others may have kept it. They are further then, and send this worker their state.
-            self._cut_off = self.regroup_due = True
+            self._cut_off = True
+            self.regroup_due = True
             return False
         now = time.monotonic()
         if kept and sync_round and self._grace is not None:
@@ -431,9 +443,13 @@ class Crew:
 
     def _settle(self, arrived: bool, sync_round: bool) -> bool:
         """Report if the round has arrived here, and wait until the roster says: kept, or undone."""
-        enrollment, generation, round_index = self._joined(), self.generation, self._round
+        enrollment = self._joined()
+        generation = self.generation
+        round_index = self._round
         shared = enrollment.shared
-        began, pause, reported = time.monotonic(), FIRST_PAUSE, -float("inf")
+        began = time.monotonic()
+        pause = FIRST_PAUSE
+        reported = -float("inf")
         roster = shared.roster
         missing = roster.ids  # members whose report has not been seen
         while (kept := roster.settled(generation, round_index, enrollment.id)) is None:
@@ -566,8 +582,10 @@ class Crew:
         """Take over the members of the generation that this worker is in now."""
         self.members = roster.workers
         self.rank = self.members.index(self.number)
-        self.generation, self._round = roster.generation, 0
-        self.source, self.joiners = roster.source, roster.joiners
+        self.generation = roster.generation
+        self._round = 0
+        self.source = roster.source
+        self.joiners = roster.joiners
         self.regroup_due = False
 
 

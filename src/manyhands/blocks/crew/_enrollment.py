@@ -144,7 +144,9 @@ class Enrollment:
     ) -> None:
         self.shared = shared
         self.number = number  # the worker's
-        self.inner, self.expected, self.patience = inner, expected, patience
+        self.inner = inner
+        self.expected = expected
+        self.patience = patience
         self.longest_wait = patience  # seconds for living members that have not come
         self.quorum = quorum
         # Only with a quorum: without one, both halves of a divided network would go on.
@@ -184,8 +186,10 @@ class Enrollment:
 
     def check_facts(self, facts: MemberFacts) -> None:
         """Raise JoinRefused if the run has other facts. The first worker sets the run's facts."""
-        inner_rank, digest = self.inner.rank, facts.digest
-        client, key = self.shared.client, f"{PREFIX}facts/{inner_rank}"
+        inner_rank = self.inner.rank
+        digest = facts.digest
+        client = self.shared.client
+        key = f"{PREFIX}facts/{inner_rank}"
         roster = self.shared.change(lambda roster: roster.set_facts(inner_rank, digest))
         agreed = dict(roster.facts)[inner_rank]
         # The roster has the checksum, which decides. The text is only for the error message.
@@ -231,7 +235,8 @@ class Enrollment:
         """Return the processes of the roster that this one cannot reach."""
         if self._door is None:
             return ()
-        roster, client = self.shared.refresh(), self.shared.client
+        roster = self.shared.refresh()
+        client = self.shared.client
         others = {*roster.ids, *(m.id for m in roster.waiting)} - {self.id} - roster.gone
         ids = sorted(others - self.shared.silent)
         keys = [f"{PREFIX}door/{id}" for id in ids]
@@ -245,10 +250,13 @@ class Enrollment:
 
     def wait_for_generation(self, version: Version, after: int) -> Roster:
         """Wait until a generation later than `after` includes this process, or begin it."""
-        shared, began, pause = self.shared, time.monotonic(), FIRST_PAUSE
+        shared = self.shared
+        began = time.monotonic()
+        pause = FIRST_PAUSE
         warned = False  # that there are too few workers
         ended: float | None = None  # when the members' generation was first seen to have ended
-        self._cut_from, looked = self._find_unreachable(), time.monotonic()
+        self._cut_from = self._find_unreachable()
+        looked = time.monotonic()
         self._ask_to_join(version)
         while True:
             roster = shared.refresh()
@@ -271,7 +279,8 @@ class Enrollment:
                 self._ask_to_join(version)
                 began = time.monotonic()
             if self._cut_from and time.monotonic() - looked > LOOK_AGAIN:
-                found, looked = self._find_unreachable(), time.monotonic()
+                found = self._find_unreachable()
+                looked = time.monotonic()
                 if found != self._cut_from:
                     self._cut_from = found
                     self._ask_to_join(version)
@@ -400,7 +409,8 @@ def _described_tensors(kind: Kind, described: Description) -> list[DescribedTens
 def _option_differences(own: Mapping[str, str], run: Mapping[str, str]) -> Iterator[str]:
     """Yield a line for each option that this worker and the run have not in common."""
     for name in {**own, **run}:  # the options of both, in order
-        here, there = own.get(name, "missing"), run.get(name, "missing")
+        here = own.get(name, "missing")
+        there = run.get(name, "missing")
         if here != there:
             yield f"{name}: {here} here, {there} in the run"
 
@@ -471,7 +481,8 @@ def unreachable(
 
     Doors of processes that are silent are not waited for: a cut line shows in both.
     """
-    cut, left = set(addresses), set()
+    cut = set(addresses)
+    left = set()
     with ExitStack() as stack, selectors.DefaultSelector() as answers:
         for id, address in addresses.items():
             family = socket.AF_INET6 if address.startswith("[") else socket.AF_INET

@@ -64,7 +64,9 @@ class ForkedProcess:
     """A child of this process that it did not start: what the launcher needs of a `Popen`."""
 
     def __init__(self, pid: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
-        self.pid, self.stdout, self.stderr = pid, stdout, stderr
+        self.pid = pid
+        self.stdout = stdout
+        self.stderr = stderr
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -126,8 +128,10 @@ class KeptProcess:
         preload: Iterable[str],
         output: OutputForwarder,
     ) -> None:
-        self._command, self._environment = list(command), environment
-        self._preload, self._output = list(preload), output
+        self._command = list(command)
+        self._environment = environment
+        self._preload = list(preload)
+        self._output = output
         self._began = -REPLACE
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -200,7 +204,9 @@ class KeptProcess:
             self._process.wait()
             self._output.finish(pipes_of(self._process))
             self._socket.close()
-        self._process, self._socket, self._ready = None, None, False
+        self._process = None
+        self._socket = None
+        self._ready = False
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -212,7 +218,7 @@ class KeptProcess:
             json.dump([theirs.fileno(), lifeline, self._command, self._preload], told)
             told.flush()
             program = f"from {__name__} import serve; serve()"
-            self._process = process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-c", program, str(told.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -222,6 +228,7 @@ class KeptProcess:
                 preexec_fn=tie["preexec_fn"],
                 pass_fds=(lifeline, theirs.fileno(), told.fileno()),
             )
+            self._process = process
         self._began = time.monotonic()
         for pipe, target in zip(pipes_of(process), (sys.stdout, sys.stderr), strict=True):
             self._output.add(pipe, "kept", target)
@@ -309,7 +316,8 @@ def run_as_main(command: Sequence[str]) -> None:
     for name in vars(main).keys() - {"__name__", "__builtins__"}:
         delattr(main, name)
     main.__annotations__ = {}
-    sys.orig_argv, sys.argv = [*command], [*command[1:]]
+    sys.orig_argv = [*command]
+    sys.argv = [*command[1:]]
     try:
         if command[1] == "-m":
             sys.argv = ["-m", *command[3:]]

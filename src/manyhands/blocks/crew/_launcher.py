@@ -368,7 +368,9 @@ class Launcher:
             process.wait()
             self._guard.remove(process.pid)
         self._output.finish(worker.pipes)
-        worker.processes, worker.pipes, worker.store = [], [], None
+        worker.processes = []
+        worker.pipes = []
+        worker.store = None
 
     def _reap_strangers(self, kept: KeptProcess) -> None:
         """Reap what workers have left behind: with forked workers its parent is this process."""
@@ -392,7 +394,8 @@ class Launcher:
             self._signal(worker, signal.SIGTERM)
             self._signal(worker, signal.SIGCONT)  # a stopped process handles no other signal
         grace = self.grace if self._stop_signal else min(self.grace, ERROR_GRACE)
-        until, asked = time.monotonic() + grace, self._stop_signal
+        until = time.monotonic() + grace
+        asked = self._stop_signal
         while time.monotonic() < until and asked == self._stop_signal:  # changed: asked again
             if all(p.poll() is not None for worker in running for p in worker.processes):
                 break

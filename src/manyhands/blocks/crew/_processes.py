@@ -74,7 +74,8 @@ class OutputForwarder:
                 break
         *lines, rest = data.split(b"\n")
         if rest and (last or len(rest) > LONGEST_LINE):
-            lines, rest = [*lines, rest], b""
+            lines = [*lines, rest]
+            rest = b""
         self._unfinished[pipe] = rest
         if lines:
             prefix = f"[{name}] ".encode()

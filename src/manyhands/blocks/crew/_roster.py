@@ -232,7 +232,8 @@ class Roster:
         # A later round may have been undone meanwhile. Members with several processes learn that
         # only when they come to that round, so that all processes of a worker get the same answer.
         # A worker of one process may learn it at once.
-        kept, ended_kept = self.rounds, self.ended_kept
+        kept = self.rounds
+        ended_kept = self.ended_kept
         if self.generation != generation:
             if self.processes == 1:
                 return True
@@ -271,7 +272,8 @@ class Roster:
         """
         ring = sorted({*self.here, own}, key=lambda id: sha256(id.encode()).digest())
         others = ring[ring.index(own) + 1 :] + ring[: ring.index(own)]
-        silent, number = dict(self.silent), own.partition(".")[0]
+        silent = dict(self.silent)
+        number = own.partition(".")[0]
         awake = [id for id in others if id not in silent]
         same = [id for id in others if id.partition(".")[0] == number]
         return tuple(dict.fromkeys((*others[:WATCHED], *awake[:WATCHED], *same)))
@@ -342,7 +344,8 @@ class Roster:
 
     def ask_to_join(self, *asking: Member) -> Roster:
         """Ask to be in the next generation. A member that asks ends the present generation."""
-        ids, numbers = {m.id for m in asking}, {m.number for m in asking}
+        ids = {m.id for m in asking}
+        numbers = {m.number for m in asking}
         return replace(
             self,
             ended=self.ended or not ids.isdisjoint(self.ids),

@@ -89,7 +89,8 @@ MISSING = secrets.token_hex(8)  # equals no stored value
 LOOPBACK = re.compile(r"localhost|127\..*|::1")
 
 PREFIX = "manyhands/"
-ROSTER, REVISION = PREFIX + "roster", PREFIX + "revision"
+ROSTER = PREFIX + "roster"
+REVISION = PREFIX + "revision"
 REREAD = 0.0003  # seconds between two readings of a changed roster, for each process in it
 ASK_SPREAD = 0.005  # seconds for each member that has not asked, over which they ask
 ASK_PAUSE = 0.0001  # seconds for each member, until one looks again whether another has asked
@@ -133,7 +134,8 @@ class Signer:
 
     def verify(self, key: str, value: bytes) -> str | None:
         """Return the text of a stored value; None if no member wrote it under this key."""
-        signature, text = value[:SIGNATURE_LENGTH], value[SIGNATURE_LENGTH:]
+        signature = value[:SIGNATURE_LENGTH]
+        text = value[SIGNATURE_LENGTH:]
         # compare_digest takes equally long for every wrong signature: timing tells nothing.
         valid = hmac.compare_digest(signature, self.signature(key, text).encode())
         return text.decode() if valid else None
@@ -233,7 +235,8 @@ class StoreClient:
 
     def start_heartbeat(self, key: str) -> None:
         """Increase the signed counter under this key from now on."""
-        self._heartbeats, self._heartbeat_key = 0, key
+        self._heartbeats = 0
+        self._heartbeat_key = key
         self.put(key, self._next_heartbeat())
 
     def _next_heartbeat(self) -> str:
@@ -365,7 +368,9 @@ class HeartbeatMonitor:
             counter = self._counters.get(id) or _Counter(count, now)
             # A lower count is an old value that a stranger has put back: no sign of life.
             if count > counter.count:
-                counter.count, counter.silence, counter.advanced = count, 0.0, True
+                counter.count = count
+                counter.silence = 0.0
+                counter.advanced = True
             else:
                 # The limit leaves out time in which this process itself was stopped.
                 counter.silence += min(now - counter.last, 2 * self.interval)
@@ -403,7 +408,9 @@ class SharedRoster:
         self.roster = Roster(processes=processes, run=secrets.token_hex(8))
         self._text = self._sign(self.roster)  # as it stands in the store
         self._revision: bytes | None = None  # the hint that was read last
-        self._observed = self._accepted = -float("inf")  # when heartbeats, roster were read last
+        # when heartbeats, roster were read last
+        self._observed = -float("inf")
+        self._accepted = self._observed
         self._known_revisions: dict[str, int] = {}  # the newest one that each process knows
         # Expecting "" writes the empty roster only if there is none yet, and returns what is there.
         self._accept(client.call("compare_set", ROSTER, "", self._text))
@@ -419,13 +426,16 @@ class SharedRoster:
     def refresh(self) -> Roster:
         """Return the roster as it is now. Read the heartbeats too, if they are due."""
         with self._lock:
-            revision, now = self.client.fetch(REVISION), time.monotonic()
+            revision = self.client.fetch(REVISION)
+            now = time.monotonic()
             # The hint is not signed and may be missing or wrong: read the roster now and then
             # anyway. A long one is read more rarely, so that equally many bytes a second are read.
-            size, pause = len(self.roster.everyone), self.monitor.interval
+            size = len(self.roster.everyone)
+            pause = self.monitor.interval
             pause = REREAD * size if revision != self._revision else max(1, size / WATCHED) * pause
             if now - self._accepted >= pause:
-                self._revision, self._accepted = revision, now
+                self._revision = revision
+                self._accepted = now
                 self._accept(self.client.fetch(ROSTER))
             if now - self._observed >= self.monitor.interval:
                 self.observe_heartbeats()
@@ -458,7 +468,8 @@ class SharedRoster:
         time, it asks for all that have written this down. If each of 16 members changed the roster
         itself, all at once, that would take 0.14 s, and 0.02 s like this.
         """
-        before, others = self.roster, dict[str, Member]()
+        before = self.roster
+        others = dict[str, Member]()
 
         def ask(roster: Roster) -> Roster:
             if roster.generation != before.generation or member in roster.waiting:
@@ -472,7 +483,8 @@ class SharedRoster:
             return
         key = f"{PREFIX}asks/{before.generation}"
         self.client.append(key, Roster(waiting=(member,)).text)
-        began, spread = time.monotonic(), _dice.uniform(0.0, ASK_SPREAD)
+        began = time.monotonic()
+        spread = _dice.uniform(0.0, ASK_SPREAD)
         while (now := self.refresh()).generation == before.generation and member not in now.waiting:
             to_come = {*now.ids} - now.gone - {m.id for m in now.waiting}
             if time.monotonic() - began > spread * len(to_come):
@@ -486,7 +498,8 @@ class SharedRoster:
         return self.client.signer.sign(ROSTER, roster.text)
 
     def _remember(self, roster: Roster, text: str) -> None:
-        self.roster, self._text = roster, text
+        self.roster = roster
+        self._text = text
         self.client.known_revision = roster.revision
 
     def _accept(self, found: bytes | None) -> None:
@@ -574,7 +587,8 @@ class SharedRoster:
             text = self.client.verify_or_ignore(key, value)
             if text is not None:
                 count, revision = map(int, text.split())
-                counts[id], self._known_revisions[id] = count, revision
+                counts[id] = count
+                self._known_revisions[id] = revision
         self._known_revisions = {id: self._known_revisions.get(id, 0) for id in names}
         return counts
 

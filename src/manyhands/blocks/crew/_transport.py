@@ -34,7 +34,8 @@ from manyhands._ranks.sockets import shut_connections
 from manyhands.blocks.crew._store import UNSIGNED, Signer, connect_to_store, parse_address
 
 # Seconds between two checks of something that is waited for: at first, and in a long wait.
-FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.03
+FIRST_PAUSE = 0.002
+LONGEST_PAUSE = 0.03
 CROWD = 256  # members that may each look so often; more of them look more rarely
 CONNECT_TIMEOUT = 30.0  # seconds: if it takes longer, a living member has not come
 
@@ -59,7 +60,8 @@ class StoreConnection:
     def acquire(self) -> TCPStore:
         """Return the connection; a new one if the last user has not put it back."""
         # A group that never connects keeps its client: a client cannot be shared while it waits.
-        client, self._client = self._client, None
+        client = self._client
+        self._client = None
         return connect_to_store(self.store) if client is None else client
 
     def put_back(self, client: TCPStore) -> None:
@@ -71,7 +73,9 @@ class SignedStore(Store):
 
     def __init__(self, client: TCPStore, prefix: str, signer: Signer, timeout: float) -> None:
         super().__init__()
-        self._client, self._prefix, self._signer = client, prefix + "/", signer
+        self._client = client
+        self._prefix = prefix + "/"
+        self._signer = signer
         self._timeout = timedelta(seconds=timeout)
         self._written: dict[str, str] = {}  # by this member, and by key
         self._known: dict[str, str] = {}  # what members have written
@@ -80,7 +84,8 @@ class SignedStore(Store):
 
     def set(self, key: str, value: bytes | str) -> None:
         text = value if isinstance(value, str) else value.hex()
-        self._written[key], key = text, self._prefix + key
+        self._written[key] = text
+        key = self._prefix + key
         self._client.set(key, self._signer.sign(key, text))
 
     def get(self, key: str) -> bytes:
@@ -94,8 +99,10 @@ class SignedStore(Store):
         """Return what a member wrote under this key; wait until one has written it."""
         if key in self._known:
             return self._known[key]
-        key, timeout = self._prefix + key, timeout or self._timeout
-        until, wrong = time.monotonic() + timeout.total_seconds(), b""
+        key = self._prefix + key
+        timeout = timeout or self._timeout
+        until = time.monotonic() + timeout.total_seconds()
+        wrong = b""
         while True:
             self._client.wait([key], timeout)
             value = self._client.get(key)

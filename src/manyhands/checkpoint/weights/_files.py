@@ -24,7 +24,8 @@ from manyhands.checkpoint._folder import OpenFile
 from manyhands.checkpoint._format import DTYPES, TensorEntry
 from manyhands.checkpoint._reader import SafetensorsFile
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 NAMES = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Tensor]
 
@@ -56,7 +57,8 @@ class PlainSafetensorsFile(SafetensorsFile):
                 whole = all(type(n) is int and n >= 0 for n in (*entry.shape, start))
                 if not whole or stop - start != entry.nbytes or head + stop > self.source.size:
                     raise ValueError(f"{name!r} is not where it should be")
-                self.entries[name], self.starts[name] = entry, head + start
+                self.entries[name] = entry
+                self.starts[name] = head + start
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise self.damaged(f"its header cannot be read ({error!r:.200})") from error
 

@@ -68,7 +68,9 @@ class Match:
         name_in_source: Callable[[str], str] | None,
     ) -> Match:
         """Compare a model with weights. Raise a RuntimeError if they do not fit."""
-        names, match, wrong = find_names(model, on_meta=True), cls(), []
+        names = find_names(model, on_meta=True)
+        match = cls()
+        wrong = []
         stored = _by_plain_name({**weights.tensors, **weights.others}, names)
         rename = name_in_source or (lambda name: name)
         used = {rename(name) for name in (*names.tensors, *names.aliases, *names.extras)}

@@ -126,7 +126,9 @@ class Gathered:
     """The whole tensors of one file, in its order; all ranks of a copy ask for the same ones."""
 
     def __init__(self, tensors: dict[str, Tensor], names: Sequence[str]) -> None:
-        self._tensors, self._names, self._done = tensors, names, 0
+        self._tensors = tensors
+        self._names = names
+        self._done = 0
 
     def next(self, name: str) -> Tensor:
         assert name == self._names[self._done]

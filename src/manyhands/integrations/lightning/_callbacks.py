@@ -95,8 +95,10 @@ class Scaling(Callback):
         log: bool = True,
         **options: object,
     ) -> None:
-        self._make, self._options = rule, options
-        self._by_progress, self._log = by_progress, log
+        self._make = rule
+        self._options = options
+        self._by_progress = by_progress
+        self._log = log
         self._rule: ScalingRuleBase | None = None
         self._steps = 0  # the rule's steps, counted after the last batch
         self._bare: StateDict | None = None  # a checkpoint without a rule, to be loaded
@@ -145,7 +147,8 @@ class Scaling(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget what an earlier call of the Trainer, such as `validate`, has loaded."""
-        self._bare, self._schedules = None, []
+        self._bare = None
+        self._schedules = []
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: StateDict
@@ -195,7 +198,8 @@ class Scaling(Callback):
             )
         # No limits of Lightning's: its count of steps includes those that the scaler has skipped.
         self._limits = trainer.max_steps, trainer.max_epochs
-        trainer.fit_loop.epoch_loop.max_steps = trainer.fit_loop.max_epochs = -1
+        trainer.fit_loop.epoch_loop.max_steps = -1
+        trainer.fit_loop.max_epochs = -1
         for config in trainer.lr_scheduler_configs:
             if config.reduce_on_plateau or isinstance(config.scheduler, ProgressScheduler):
                 continue
@@ -204,7 +208,8 @@ class Scaling(Callback):
                 LRScheduler,  # Lightning asks for no more than its methods
                 ProgressScheduler(config.scheduler, rule, every=every, end=self._end),
             )
-            config.interval, config.frequency = "step", 1
+            config.interval = "step"
+            config.frequency = 1
 
     # -- in the loop ---------------------------------------------------------------------------
 

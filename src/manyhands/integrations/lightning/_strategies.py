@@ -302,7 +302,8 @@ class BlocksStrategy(OwnStrategy):
                 "mh.DiLoCo(optimizer, crew=mh.Crew()) from configure_optimizers."
             )
         of_strategy = {name: options.pop(name) for name in OF_DDP_STRATEGY & options.keys()}
-        self._make, self._options = blocks, options
+        self._make = blocks
+        self._options = options
         super().__init__(**of_strategy)
 
     def setup(self, trainer: Trainer) -> None:

@@ -94,8 +94,10 @@ class ReduceQueue:
     def __init__(
         self, ranks: RankGroup, begin: Callable[[], None], end: Callable[[], None]
     ) -> None:
-        self.ranks, self.shards = ranks, ranks.shards
-        self._begin, self._end = begin, end
+        self.ranks = ranks
+        self.shards = ranks.shards
+        self._begin = begin
+        self._end = end
         # For each: what is in flight, the tensor for this rank's slice of the mean, the divisor.
         self._in_flight: deque[tuple[Pending, Tensor, float]] = deque()
         # At the end of a pass the engine comes first. We come next (`early`), before a scaling
@@ -173,7 +175,10 @@ class ReduceScatter(_Allocator):
     ) -> None:
         self._overlap = overlap
         self._to_send = 0  # elements of the buffer allocated last, until its slice is allocated
-        self._queue, self._params, self._divide, self._on_gloo = queue, params, divide, on_gloo
+        self._queue = queue
+        self._params = params
+        self._divide = divide
+        self._on_gloo = on_gloo
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a buffer. The engine asks first for the one to send, then for its slice."""
@@ -195,7 +200,8 @@ class ReduceScatter(_Allocator):
     ) -> None:
         """Average a wrap's gradients. torch's engine calls this for its own reduce_scatter."""
         self._queue.enter()
-        ranks, shards = self._queue.ranks, self._queue.shards
+        ranks = self._queue.ranks
+        shards = self._queue.shards
         # With another operation (SUM, for half precision) the engine divides, before and after.
         we_divide = op == dist.ReduceOp.AVG
         divide = self._divide()
@@ -204,7 +210,8 @@ class ReduceScatter(_Allocator):
         after /= ranks.size // shards.size
         if divide is not None and not we_divide:
             # The user's divisors replace the world size, by which the engine divides as well.
-            after, we_divide = after / shards.size, True
+            after = after / shards.size
+            we_divide = True
         if before != 1:
             input_tensor.div_(before)
         if self._on_gloo:

@@ -148,7 +148,8 @@ class Engine:
         module.register_forward_pre_hook(flatten_inputs, prepend=True, with_kwargs=True)
         module.register_forward_pre_hook(_begin_another_run, prepend=True)
         module.register_forward_hook(eager(_nest_output))
-        self.overlap, self.ignored = overlap, {id(param) for param in ignored}
+        self.overlap = overlap
+        self.ignored = {id(param) for param in ignored}
         if not overlap:
             # By default the engine prefetches the next wrap in backward. Naming the wrap itself,
             # which is gathered already, switches that off.
@@ -518,7 +519,8 @@ def guard_state(optimizer: Optimizer) -> None:
     optimizer.register_load_state_dict_pre_hook(check)
     mesh = next((param.device_mesh for param in params if is_dtensor(param)), None)
     if mesh is not None:
-        calls = _state_calls[optimizer] = _StateDictCalls(mesh, type(optimizer).__name__)
+        calls = _StateDictCalls(mesh, type(optimizer).__name__)
+        _state_calls[optimizer] = calls
         optimizer.register_state_dict_post_hook(calls.note)
 
 
@@ -535,12 +537,16 @@ class _StateDictCalls:
         ranks = zlib.crc32(str(mesh.mesh.tolist()).encode())
         self._made[ranks] += 1
         self._key = f"manyhands state_dict {ranks} {self._made[ranks]}"
-        self._kind, self._size = kind, mesh.size()
-        self._calls = self._compared = self._steps = 0
+        self._kind = kind
+        self._size = mesh.size()
+        self._calls = 0
+        self._compared = 0
+        self._steps = 0
 
     def note(self, *_: object) -> None:
         dist.distributed_c10d._get_default_store().add(self._key, 1)
-        self._calls, self._steps = self._calls + 1, 0
+        self._calls = self._calls + 1
+        self._steps = 0
 
     def compare(self) -> None:
         """Before a step: warn if `state_dict()` was called on this rank, and not on every other."""

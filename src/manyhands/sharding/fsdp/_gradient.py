@@ -117,7 +117,8 @@ def _is_empty_somewhere(grad: object) -> bool:
     place = grad.placements[-1] if isinstance(grad, DTensor) else None
     if not isinstance(grad, DTensor) or not isinstance(place, Shard):
         return False
-    length, ranks = grad.shape[place.dim], grad.device_mesh.size(-1)
+    length = grad.shape[place.dim]
+    ranks = grad.device_mesh.size(-1)
     return -(-length // ranks) * (ranks - 1) >= length
 
 

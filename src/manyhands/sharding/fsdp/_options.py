@@ -147,7 +147,8 @@ class DummyProcessGroup:
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
+        self._rank = rank
+        self._size = size
 
     def rank(self) -> int:
         """Return the rank given to the constructor."""

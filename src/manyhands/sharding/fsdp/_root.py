@@ -216,7 +216,8 @@ class RootState:
             for reference in references:
                 dereference(reference).check_all_reduced()
 
-        self.used = used = UsedParameters(ranks, params)
+        used = UsedParameters(ranks, params)
+        self.used = used
         self.reduce_queue = ReduceQueue(ranks, used.begin, end)
         self._attendance = Attendance(ranks)
         self._order = PrefetchOrder()

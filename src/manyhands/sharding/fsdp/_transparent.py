@@ -428,7 +428,8 @@ def hold_full_parameters(places: Sequence[Place], *, keep: bool) -> Iterator[Non
     finally:
         for module, name, param in former:
             # What is there now counts, as the user may have assigned another parameter.
-            now, module._parameters[name] = module._parameters[name], param
+            now = module._parameters[name]
+            module._parameters[name] = param
             if keep and param is not None and now is not None:
                 with torch.no_grad():
                     param.copy_(shard_like(now.detach(), param))

@@ -128,7 +128,8 @@ class WholeTensorOptimizer(ShardedOptimizer):
         super().add_param_group(param_group)
         if self._inner is None:  # the constructor's groups are taken in together
             return
-        added, number = self.param_groups[-1:], len(self.param_groups) - 1
+        added = self.param_groups[-1:]
+        number = len(self.param_groups) - 1
         try:
             _check_sharded(added[0]["params"], self._ranks)
             facts = facts_of_groups(added, first=number)
@@ -383,7 +384,8 @@ class Owners:
         own = self._ranks.rank
         result: list[Tensor | None] = []
         for bucket in _buckets(tensors):
-            members, held = tensors[bucket], [shard.reshape(-1) for shard in shards[bucket]]
+            members = tensors[bucket]
+            held = [shard.reshape(-1) for shard in shards[bucket]]
             for_owner = [
                 [shard for tensor, shard in zip(members, held, strict=True) if tensor.owner == rank]
                 for rank in range(self._ranks.size)
@@ -425,7 +427,8 @@ class Owners:
         """Send each rank its flat tensors; return those from each rank, of `sizes` elements."""
         # What this rank has for itself comes back as it is.
         own = self._ranks.rank
-        messages, expected = [], []
+        messages = []
+        expected = []
         for rank, (tensors, numbers) in enumerate(zip(outgoing, sizes, strict=True)):
             message = torch.cat(tensors) if tensors and rank != own else like.new_empty(0)
             messages.append(message.view(torch.uint8))
@@ -446,10 +449,13 @@ def _buckets(tensors: Sequence[OwnedTensor]) -> list[slice]:
 def bucket_ranges(tensors: Sequence[tuple[Hashable, int]]) -> list[slice]:
     """Return ranges of consecutive tensors of one kind, of about `BUCKET` elements."""
     # A tensor is given as its kind and its elements.
-    ranges, start, total = [], 0, 0
+    ranges = []
+    start = 0
+    total = 0
     for number, (kind, size) in enumerate(tensors):
         if number > start and (kind != tensors[start][0] or total + size > BUCKET):
             ranges.append(slice(start, number))
-            start, total = number, 0
+            start = number
+            total = 0
         total += size
     return [*ranges, slice(start, len(tensors))] if tensors else []

@@ -127,9 +127,11 @@ class FullyShardedDataParallel(Wrap):
         self._ranks = find_ranks(options.process_group)
         inside = wraps_in(module, FullyShardedDataParallel)
         check_inner_groups(self._ranks, [wrap._ranks for wrap in inside])
-        self._precision = precision = options.precision()
+        precision = options.precision()
+        self._precision = precision
         device = find_device(module, self._ranks, options.compute_device)
-        self.rank, self.world_size = self._ranks.rank, self._ranks.size
+        self.rank = self._ranks.rank
+        self.world_size = self._ranks.size
         in_effect = options.resolve(precision, device)
         self._show(in_effect)
         self._divide: tuple[float, float] | None = None  # None: by the world size, after the sum
@@ -186,7 +188,8 @@ class FullyShardedDataParallel(Wrap):
         if root is not None:
             root.start_forward()
         if self.force_input_to_fp32 and self._precision.compute is None:
-            args, kwargs = as_type(torch.float32, args), as_type(torch.float32, kwargs)
+            args = as_type(torch.float32, args)
+            kwargs = as_type(torch.float32, kwargs)
         self._forwards += 1
         try:
             with self._outside_inference_mode():

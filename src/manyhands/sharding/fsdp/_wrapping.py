@@ -110,7 +110,8 @@ class _Scope:
         chosen = self.policy if policy is None else _as_policy(policy)
         options = dict(given)
         wrapper_cls = options.pop("wrapper_cls", None) or self.wrapper_cls
-        theirs, of_policy = _keywords_of(wrapper_cls), _keywords_of(chosen)
+        theirs = _keywords_of(wrapper_cls)
+        of_policy = _keywords_of(chosen)
         bound = {name: options.pop(name) for name in of_policy & options.keys()}
         # Python would refuse it too, but only once a module is large enough to be wrapped.
         if (unknown := options.keys() - theirs) and "**" not in theirs:
@@ -323,7 +324,8 @@ def pick_modules(root: nn.Module, policy: Policy, wrappers: Iterable[nn.Module])
 
 def _params_outside(module: nn.Module, root: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters that `root` also reaches without passing through `module`."""
-    seen, waiting = {module}, [root]
+    seen = {module}
+    waiting = [root]
     while waiting:
         each = waiting.pop()
         if each not in seen:

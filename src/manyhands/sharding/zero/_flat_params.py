@@ -121,7 +121,10 @@ class Shards:
         largest: int | None,
         wire: torch.dtype | None = None,
     ) -> None:
-        self.workers, self.even, self.largest, self.wire = workers, even, largest, wire
+        self.workers = workers
+        self.even = even
+        self.largest = largest
+        self.wire = wire
         self._gathers: list[PendingGather | SharedMemoryGather] = []  # of this step
         self.params: list[Tensor] = []
         self.slices: list[list[ParamSlice]] = []
@@ -170,7 +173,8 @@ class Shards:
 
     def _make_layouts(self, kind: Kind, indices: list[int]) -> list[_layout.BufferLayout]:
         """Decide which rank owns what of these parameters of one kind; a layout per buffer."""
-        sizes, largest = [(i, self.params[i].numel()) for i in indices], self.largest
+        sizes = [(i, self.params[i].numel()) for i in indices]
+        largest = self.largest
         if largest is None:
             largest = _layout.bucket_size(self.workers.size, sum(size for _, size in sizes))
         if self.even:
@@ -262,7 +266,9 @@ class Shards:
 
     def release(self) -> None:
         """Forget all places. Only possible before optimizer state is tied to the slices."""
-        self.buffers, self._where, self._load = [], {}, {}
+        self.buffers = []
+        self._where = {}
+        self._load = {}
         self.slices = [[] for _ in self.params]
 
     # -- parameters that were moved ------------------------------------------------------------
@@ -365,7 +371,8 @@ def _range_of_bucket(
     layout: _layout.BucketLayout, data: Tensor, on_ranks: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """Return a bucket's range of a buffer, and of every rank's buffer."""
-    start, stop = layout.start, layout.start + layout.size
+    start = layout.start
+    stop = layout.start + layout.size
     return data[start:stop], [each[start:stop] for each in on_ranks]
 
 

@@ -64,9 +64,11 @@ class BucketLayout:
 
     def owned(self, rank: int) -> Iterator[ParamRange]:
         """Yield the ranges that rank `rank` owns; their offsets count from its slice."""
-        low, high = self.cuts[rank], self.cuts[rank + 1]
+        low = self.cuts[rank]
+        high = self.cuts[rank + 1]
         for each in self.ranges:
-            first, last = max(each.offset, low), min(each.offset + each.size, high)
+            first = max(each.offset, low)
+            last = min(each.offset + each.size, high)
             if first < last:  # a parameter may begin in one rank's slice and end in another's
                 at = each.start + first - each.offset
                 yield ParamRange(each.param, at, at + last - first, first - low)
@@ -153,7 +155,8 @@ def deal_out(sizes: Sequence[tuple[int, int]], load: list[int]) -> dict[int, int
 
 def _assign_starts(members: Sequence[tuple[int, int]]) -> tuple[dict[int, int], int]:
     """Return where each parameter begins, and the end of the last one."""
-    starts, end = {}, 0
+    starts = {}
+    end = 0
     for index, size in members:
         starts[index] = end
         end += _round_up(size, ALIGN)
@@ -165,7 +168,8 @@ def _ranges_within(
 ) -> Iterator[ParamRange]:
     """Yield the parts of parameters between two places of a buffer: the ranges of one bucket."""
     for index, size in members:
-        first, last = max(starts[index], low), min(starts[index] + size, high)
+        first = max(starts[index], low)
+        last = min(starts[index] + size, high)
         if first < last:
             at = first - starts[index]
             yield ParamRange(index, at, at + last - first, first - low)

@@ -156,7 +156,8 @@ class OSS(ShardedOptimizer):
         self.optimizer_class = optim
         self.optimizer_arguments = dict(defaults)
         self._group = group
-        self.rank, self.world_size = self._workers.rank, self._workers.size
+        self.rank = self._workers.rank
+        self.world_size = self._workers.size
         self.global_rank, self.backend = _global_rank(group, self.rank)
         self.broadcast_fp16 = broadcast_fp16
         self.force_broadcast_object = force_broadcast_object
@@ -251,7 +252,8 @@ class OSS(ShardedOptimizer):
         if self._sliced is None:  # the constructor's groups are taken in together
             return
         try:
-            added, place = self.param_groups[-1:], len(self.param_groups) - 1
+            added = self.param_groups[-1:]
+            place = len(self.param_groups) - 1
             facts = facts_of_groups(added, first=place)
             facts.update(facts_of_options(added, self.defaults, first=place))
             agree(self._workers, facts, ADVICE)
@@ -325,7 +327,9 @@ class OSS(ShardedOptimizer):
 
         A `closure` is called once before, and its loss returned.
         """
-        self._run.consolidated, self._run.recipient, self._run.begun = None, None, True
+        self._run.consolidated = None
+        self._run.recipient = None
+        self._run.begun = True
         self.prepare()
         # Schedulers change our groups, and `optim` has its own, made of slices.
         copy_options(self.param_groups, self.optim.param_groups)
@@ -410,7 +414,8 @@ class OSS(ShardedOptimizer):
         Call it on every worker, between `backward` and `step`. `filter_params_fn` takes
         the list of parameters and returns those to be clipped, together.
         """
-        shards, params = self._shards, self._shards.params
+        shards = self._shards
+        params = self._shards.params
         chosen = params if filter_params_fn is None else filter_params_fn(list(params))
         ids = {id(param) for param in chosen}
         self.refresh_trainable()
@@ -478,7 +483,9 @@ class OSS(ShardedOptimizer):
     ) -> None:
         """Load this worker's shard of a state, in the form of the state dict of `optim`."""
         self.optim.load_state_dict(packed)
-        self._run.consolidated, self._run.recipient, self._run.begun = None, None, True
+        self._run.consolidated = None
+        self._run.recipient = None
+        self._run.begun = True
         self._run.pending_state = for_later
         _state.restore_options(groups, self.param_groups)
 

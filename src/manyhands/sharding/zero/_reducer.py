@@ -61,7 +61,9 @@ class Reducer:
     ) -> None:
         self.workers = workers
         self._all_shards = list(shards)
-        self._synchronised, self._wire, self._after_pass = synchronised, wire, after_pass
+        self._synchronised = synchronised
+        self._wire = wire
+        self._after_pass = after_pass
         self._hooks: list[RemovableHandle] = []
         weakref.finalize(self, _detach_hooks, self._hooks)
         # `early`: gradients are averaged before a scaling rule measures their mean.
@@ -143,7 +145,8 @@ class Reducer:
         self.gave_up |= self._open
         if self._open and self._next:  # sent in part: the other ranks wait for the rest
             self._close()
-        self._averaging, self._open = self._synchronised(), True
+        self._averaging = self._synchronised()
+        self._open = True
         self._start_over()
 
     def end_pass(self) -> None:
@@ -156,8 +159,11 @@ class Reducer:
         param = self.params[number]
         grad = param.grad
         if isinstance(grad, ShardedGradient):
-            before = self._before[number] = grad
-            grad, before.local = before.local, None  # of this pass, and of those in no_sync()
+            before = grad
+            self._before[number] = grad
+            # of this pass, and of those in no_sync()
+            grad = before.local
+            before.local = None
         if grad is not None:
             self._note_arrival(number)
         param.grad = None
@@ -233,8 +239,10 @@ class Reducer:
 
     def _set_gradient(self, number: int, slices: list[tuple[Tensor, int]]) -> None:
         """Set `param.grad` to the mean, plus what earlier passes left."""
-        param, before = self.params[number], self._before.get(number)
-        pieces, starts = [p for p, _ in slices], [start for _, start in slices]
+        param = self.params[number]
+        before = self._before.get(number)
+        pieces = [p for p, _ in slices]
+        starts = [start for _, start in slices]
         grad = ShardedGradient(param, pieces, starts, self.workers.reducing_group)
         if before is not None:
             for owned, earlier in zip(grad.slices, before.slices, strict=True):
@@ -257,7 +265,9 @@ class Reducer:
         # Reads the flags only if a gradient is missing here: with a GPU that is a synchronisation.
         with explained(self.workers):
             self._used_work.wait()
-        gave_up, self.gave_up, self._open = self.gave_up, False, False
+        gave_up = self.gave_up
+        self.gave_up = False
+        self._open = False
         if (gave_up or used.device.type == "cpu") and used[-2:].all():
             raise RuntimeError(
                 f"a forward or backward raised an exception on {'this' if gave_up else 'another'} "
@@ -290,7 +300,9 @@ class Reducer:
         self._passes.forget()
         if not (self._open and self._next):  # else the rest of a pass that was sent in part
             self._start_over()
-        self.gave_up = self._open = False  # the rank takes part in the step, with zeros
+        # the rank takes part in the step, with zeros
+        self.gave_up = False
+        self._open = False
         self._close()
 
     def complete(self, shards: Shards) -> None:
@@ -328,8 +340,11 @@ class GradientBucket:
     def __init__(
         self, index: int, shards: Shards, flat: FlatBucket, numbers: dict[int, int]
     ) -> None:
-        self.index, self.flat = index, flat  # `numbers`: the reducer's of each parameter, by id
-        ranges, owned = flat.layout.ranges, flat.layout.owned(shards.workers.rank)
+        # `numbers`: the reducer's of each parameter, by id
+        self.index = index
+        self.flat = flat
+        ranges = flat.layout.ranges
+        owned = flat.layout.owned(shards.workers.rank)
         self.ranges = [(numbers[id(shards.params[each.param])], each) for each in ranges]
         self.owned = [(numbers[id(shards.params[each.param])], each) for each in owned]
         self.needed = sum(shards.params[each.param].requires_grad for each in ranges)
@@ -347,7 +362,8 @@ class GradientBucket:
         self, place: ParamRange, grad: Tensor | None, dtype: torch.dtype, buffers: SendBuffers
     ) -> None:
         """Copy a range of a flat gradient into the bucket; or zeros, if `grad` is None."""
-        layout, data = self.flat.layout, self.flat.data
+        layout = self.flat.layout
+        data = self.flat.data
         self.waiting -= 1
         if grad is not None and place.size == layout.size:
             # The bucket lies inside this gradient: no copy.
@@ -385,7 +401,8 @@ class SendBuffers:
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for a bucket: the kept one if it fits."""
-        kept, self._kept = self._kept, None
+        kept = self._kept
+        self._kept = None
         if kept is not None and (kept.numel(), kept.dtype, kept.device) == (size, dtype, device):
             return kept
         del kept  # before there is another one

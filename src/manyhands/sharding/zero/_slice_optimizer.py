@@ -109,7 +109,8 @@ class SliceOptimizer:
 
     def _turns(self) -> list[list[FlatBucket]]:
         """Return the buckets to step together: all of them, if calls of `step` may be counted."""
-        buckets, optim = self._shards.to_step, self.optim
+        buckets = self._shards.to_step
+        optim = self.optim
         # A step hook, or an optimizer that we do not know, would notice several calls per step.
         hooks = optim._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
         counts = not traits_of(type(optim)).elementwise or hooks or _global_optimizer_post_hooks

@@ -113,8 +113,10 @@ def _send_tensor(
     shards: Shards, own: Tensor | None, entry: _Entry, rank: int, recipient: int
 ) -> Tensor | None:
     """Send a tensor of rank `rank` to the recipient; return it there, flat if it is `like`."""
-    workers, device = shards.workers, shards.params[0].device
-    shape, dtype = tuple(entry["shape"]), getattr(torch, entry["dtype"])
+    workers = shards.workers
+    device = shards.params[0].device
+    shape = tuple(entry["shape"])
+    dtype = getattr(torch, entry["dtype"])
     if own is not None:
         own = flatten(own).contiguous() if entry["like"] else own.contiguous()
     if recipient == workers.rank == rank:
@@ -195,7 +197,9 @@ def _shard_state_dict(state_dict: SavedState, groups: Groups, shards: Shards) ->
     saved = state_dict["state"]
     state: dict[Any, ParamState] = copy.deepcopy(common_state(state_dict))
     # The inner optimizer counts slices, the saved dict parameters: `count` and `first + number`.
-    inner_groups, count, first = [], 0, 0
+    inner_groups = []
+    count = 0
+    first = 0
     for group, given in zip(groups, state_dict["param_groups"], strict=True):
         members = []
         for number in range(len(group["params"])):
@@ -223,7 +227,8 @@ def plain_state_dict(
             "calls state_dict(), gather_state=True of OSS or mh.shard does so. (With "
             "Accelerate, set it, and use manyhands.integrations.accelerate.prepare.)"
         )
-    packed, first = [], 0
+    packed = []
+    first = 0
     for group in groups:
         numbers = range(first, first + len(group["params"]))
         packed.append({**group, "params": list(numbers)})
@@ -235,7 +240,8 @@ def plain_state_dict(
 def _state_without_slices(state_dict: SavedState, shards: Shards) -> dict[int, ParamState]:
     """Return a copy of the state of parameters that have no place yet, by index."""
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    saved, waiting = state_dict["state"], set(shards.without_slices)
+    saved = state_dict["state"]
+    waiting = set(shards.without_slices)
     return {i: copy.deepcopy(saved[k]) for i, k in enumerate(keys) if i in waiting and k in saved}
 
 
@@ -356,7 +362,8 @@ class ReplicatedOSSState:
     @torch.no_grad()
     def update(self) -> None:
         """Collect the state as it is now. Call it on every rank."""
-        shards, state = self._shards, self._inner_state()
+        shards = self._shards
+        state = self._inner_state()
         # A parameter may be on several ranks in slices, or on one: each rank fills in the counts
         # that it has, and the largest is the count.
         steps = torch.zeros(len(shards.params), dtype=torch.float32)
@@ -381,13 +388,18 @@ class ReplicatedOSSState:
 
     def _collect(self, number: int, buffer: FlatBuffer, name: str) -> list[dist.Work]:
         """Start to gather one entry of the state for the parameters of a buffer."""
-        shards, state = self._shards, self._inner_state()
-        rank, like, works = shards.workers.rank, buffer.data, list[dist.Work]()
+        shards = self._shards
+        state = self._inner_state()
+        rank = shards.workers.rank
+        like = buffer.data
+        works = list[dist.Work]()
         data = self._memory.get((number, name))
         if data is None or (data.device, data.dtype) != (like.device, like.dtype):
-            data = self._memory[number, name] = torch.zeros_like(like)
+            data = torch.zeros_like(like)
+            self._memory[number, name] = data
         for bucket in buffer.buckets:
-            cuts, start = bucket.layout.cuts, bucket.layout.start
+            cuts = bucket.layout.cuts
+            start = bucket.layout.start
             whole = data[start : start + bucket.layout.size]
             own = whole[cuts[rank] : cuts[rank + 1]]
             for owned, place in bucket.slices:

@@ -75,7 +75,8 @@ def unequal_steps(case: Case) -> Found:
 
 
 def unequal_start(case: Case) -> Found:
-    first, trained = case.ranks[0].start, case.steps[0].params
+    first = case.ranks[0].start
+    trained = case.steps[0].params
     others = [apart(record.start, first, {}) for record in case.ranks[1:]]
     names = [name for name in trained if any(far.get(name, 0.0) > 1e-9 for far in others)]
     if names and case.apart("params", 0):
@@ -92,7 +93,8 @@ def own_rates(case: Case) -> Found:
 
 def own_gradients(case: Case) -> Found:
     for number, step in enumerate(case.steps):
-        names, moved = case.apart("grads", number), case.apart("params", number)
+        names = case.apart("grads", number)
+        moved = case.apart("params", number)
         if moved and not names:
             return  # something else
         if not set(names) & set(moved):
@@ -226,9 +228,11 @@ def other_update(case: Case) -> Found:
 def a_factor(case: Case) -> Found:
     """All gradients, or some, are those of one process times a number, or left out."""
     a, b, difference = case.pair()
-    x, y = getattr(a, difference.what), getattr(b, difference.what)
+    x = getattr(a, difference.what)
+    y = getattr(b, difference.what)
     y = {name: there for name, there in y.items() if name in a.own} or y  # not those of others
-    least, factors = ROUNDING * max(map(size, y.values()), default=0.0), {}
+    least = ROUNDING * max(map(size, y.values()), default=0.0)
+    factors = {}
     for name, there in y.items():
         here = x.get(name, torch.zeros_like(there))
         if here.shape == there.shape and size(there) > least:
@@ -265,15 +269,18 @@ def constant_factor(factor: float, n: int, k: int, place: str) -> Finding:
 def weights(case: Case) -> list[tuple[Tensor, float]]:
     """Return weights [ranks, passes], and what they leave over: of the ranks, of one process."""
     a, b, difference = case.pair()
-    n, k = len(case.ranks), max(len(a.passes), 1)
+    n = len(case.ranks)
+    k = max(len(a.passes), 1)
     cells = [(rank, number) for rank in range(n) for number in range(k)] if n * k <= 16 else []
     alone = [case.gradient_of(difference.step, *cell) for cell in cells]
-    x, y = (a.before or a.grads), (b.before or b.grads)
+    x = a.before or a.grads
+    y = b.before or b.grads
     shared = [name for name in y if alone and all(name in g for g in (x, *alone))]
     if not shared:
         return [(torch.ones(n, k), 1.0)] * 2
     flat = [torch.cat([t[n].double().reshape(-1) for n in shared]) for t in (x, y, *alone)]
-    columns, found = torch.stack(flat[2:], 1), []
+    columns = torch.stack(flat[2:], 1)
+    found = []
     for target in flat[:2]:
         solved = torch.linalg.lstsq(columns, target.unsqueeze(1), driver="gelsd").solution[:, 0]
         rest = float((columns @ solved - target).norm() / target.norm().clamp_min(1e-300))
@@ -285,7 +292,8 @@ def weighted_otherwise(case: Case) -> Found:
     """Ranks and passes have other weights than in one process."""
     a, _, difference = case.pair()
     (here, rest), (there, unsolved) = weights(case)
-    limit, several = max(1e-4, 10 * difference.tolerance), here.shape[1] > 1
+    limit = max(1e-4, 10 * difference.tolerance)
+    several = here.shape[1] > 1
     if rest > limit:
         return
     shown, theirs = ([[round(v, 3) for v in row] for row in w.tolist()] for w in (here, there))

@@ -116,12 +116,14 @@ def compare(
     ranks: Recording, one: Recording, tolerance: float
 ) -> tuple[list[float], Difference | None]:
     """Return the largest distance of each step, and the first difference."""
-    largest, loose = list[float](), dict[str, Tensor]()
+    largest = list[float]()
+    loose = dict[str, Tensor]()
     last = one.start
     for number, (a, b) in enumerate(zip(ranks.steps, one.steps, strict=False)):
         largest.append(0.0)
         for what in ("before", "grads", "params"):
-            x, y = getattr(a, what), getattr(b, what)
+            x = getattr(a, what)
+            y = getattr(b, what)
             distances = apart(x, y, loose, last if what == "params" else None)
             largest[-1] = max([largest[-1], *distances.values()])
             if largest[-1] > tolerance:
@@ -142,17 +144,21 @@ def apart(a: Tensors, b: Tensors, loose: Tensors, last: Tensors | None = None) -
     largest = max(map(size, moves.values()), default=0.0) or 1e-30
     found = {}
     for name in moves if last is not None else dict.fromkeys([*b, *a]):
-        x, y = a.get(name), b.get(name)
+        x = a.get(name)
+        y = b.get(name)
         if x is None or y is None or x.shape != y.shape:
             found[name] = 1.0 if size(x) or size(y) else 0.0
             continue
-        far, grain, floor = x - y, 0.0, FLOOR * FLOOR
+        far = x - y
+        grain = 0.0
+        floor = FLOOR * FLOOR
         if last is None:
             small = torch.maximum(x.abs(), y.abs()) < ROUNDING * largest
             loose[name] = small | loose.get(name, small)
         else:  # a rounding of the parameter itself is no difference either
             far = far.masked_fill(loose.get(name, torch.tensor(False)), 0.0)
-            grain, floor = 4 * torch.finfo(y.dtype).eps * size(y), FLOOR
+            grain = 4 * torch.finfo(y.dtype).eps * size(y)
+            floor = FLOOR
         distance = max(size(far) - grain, 0.0) / max(size(moves[name]), floor * largest)
         found[name] = distance if distance == distance else float("inf")
     return found

@@ -66,13 +66,17 @@ class Feed:
     """What one process is given instead of its own batches."""
 
     def __init__(self, plan: FeedPlan, folder: Path, ranks: Recording) -> None:
-        self.plan, self.folder, self.ranks = plan, folder, ranks
+        self.plan = plan
+        self.folder = folder
+        self.ranks = ranks
         ends = accumulate((len(step.passes) for step in ranks.steps), initial=0)
         self.bounds = list(pairwise(ends))
         trains = {key: loader for key, loader in ranks.loaders.items() if loader.trains}
         self.loaders = {} if plan.how == "natural" else trains
         self.epochs = Counter[str]()  # of each loader
-        self.seen, self.given, self.sizes = -1, iter(()), list[int]()
+        self.seen = -1
+        self.given = iter(())
+        self.sizes = list[int]()
         self._sources: list[dict[str, list[list[Any]]]] = []
 
     def waits(self, step: int, passes: int) -> bool:
@@ -87,7 +91,8 @@ class Feed:
 
     def iterate(self, key: str) -> Iterator[Any]:
         """Give one epoch."""
-        number, times = self.epochs[key], self.plan.times
+        number = self.epochs[key]
+        times = self.plan.times
         sizes = list(map(len, self.loaders[key].epochs))
         self.epochs[key] += 1
         first = sum(sizes[:number])
@@ -115,7 +120,8 @@ class Feed:
 
     def chunks(self, tensor: Tensor) -> list[Tensor]:
         """Divide a joined batch as the ranks had it."""
-        total, rows = sum(self.sizes), len(tensor)
+        total = sum(self.sizes)
+        rows = len(tensor)
         fits = total and rows % total == 0
         return list(tensor.split([n * rows // total for n in self.sizes])) if fits else [tensor]
 
@@ -158,7 +164,8 @@ def size_of(value: Any) -> int:
 
 def row_hashes(value: Any) -> list[str]:
     """Return one hash for each sample of a batch."""
-    size, hashes = size_of(value), []
+    size = size_of(value)
+    hashes = []
     rows = [t.detach().cpu() for t in tensors_of(value) if t.dim() and len(t) == size]
     for index in range(size if rows else 0):
         parts = [row[index].contiguous().reshape(-1).view(torch.uint8) for row in rows]
@@ -181,7 +188,8 @@ def join(values: list[Any], padding: int | None = None) -> Any:
     first = values[0]
     if isinstance(first, Tensor) and first.dim():
         if padding is not None and first.dim() == 2:
-            width, pad = max(value.shape[1] for value in values), torch.nn.functional.pad
+            width = max(value.shape[1] for value in values)
+            pad = torch.nn.functional.pad
             values = [pad(value, (0, width - value.shape[1]), value=padding) for value in values]
         return torch.cat(values)
     columns = [parts_of(value) for value in values]
@@ -194,7 +202,8 @@ def join(values: list[Any], padding: int | None = None) -> Any:
         return type(first)(one for value in values for one in value)  # names, say: one per sample
     if any(other is None or other.keys() != parts.keys() for other in columns):
         raise ValueError("the ranks' batches have different parts")
-    masked, joined = "attention_mask" in parts, {}
+    masked = "attention_mask" in parts
+    joined = {}
     for key in parts:
         column = [other[key] for other in columns if other is not None]
         joined[key] = join(column, (-100 if key == "labels" else 0) if masked else None)

@@ -76,7 +76,8 @@ def _whole(path: Any, above: int, follow: bool) -> Path:
 def _keep(path: Path, kept: Path) -> None:
     """Copy a file, unless it was copied before; or note that there is none."""
     entry = kept / hashlib.sha1(bytes(path)).hexdigest()
-    there, regular = os.path.lexists(path), path.is_file() or path.is_symlink()
+    there = os.path.lexists(path)
+    regular = path.is_file() or path.is_symlink()
     caches = path.parts[1] in ("dev", "proc") or not {"__pycache__", ".cache"}.isdisjoint(
         path.parts
     )
@@ -96,7 +97,8 @@ def put_back(folder: Path) -> None:
     """Make all files what they were; call it when the processes have ended."""
     made = []
     for entry in (folder / "kept").glob("*"):
-        path, copy = Path(os.fsdecode((entry / "path").read_bytes())), entry / "copy"
+        path = Path(os.fsdecode((entry / "path").read_bytes()))
+        copy = entry / "copy"
         if not os.path.lexists(copy):
             made.append(path)
             continue

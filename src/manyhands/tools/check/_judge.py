@@ -21,7 +21,9 @@ from manyhands.tools.check._feed import Feed, FeedPlan
 from manyhands.tools.check._processes import CheckedScript, CheckRun, run
 from manyhands.tools.check._report import DIFFERS, EQUAL, UNKNOWN, Finding, Verdict
 
-TIGHT, NATIVE = 1e-6, 2e-4  # relative distances that are rounding: in float64, and else
+# relative distances that are rounding: in float64, and else
+TIGHT = 1e-6
+NATIVE = 2e-4
 CAP = 3e-2  # if rounding is larger, nothing is judged
 
 
@@ -49,7 +51,8 @@ def check_script(
             check.run_ranks(fall_back=float64 is None)
             check.judge()
         except NotJudged as reason:
-            check.verdict.code, check.verdict.reason = UNKNOWN, str(reason)
+            check.verdict.code = UNKNOWN
+            check.verdict.reason = str(reason)
     return check.verdict
 
 
@@ -57,7 +60,10 @@ class Check:
     """One script, its runs, and what they say."""
 
     def __init__(self, job: CheckedScript, world: int, folder: Path, deadline: float) -> None:
-        self.job, self.world, self.folder, self.deadline = job, world, folder, deadline
+        self.job = job
+        self.world = world
+        self.folder = folder
+        self.deadline = deadline
         self.verdict = Verdict(UNKNOWN, world)
         self.plan = FeedPlan("joined", tuple(range(world)))
         self.floor = TIGHT if job.float64 else NATIVE
@@ -71,7 +77,9 @@ class Check:
         if self.ranks.errors and fall_back:
             native = replace(self.job, float64=False)
             if not (again := self.run(native, self.world)).errors:
-                self.ranks, self.job, self.floor = again, native, NATIVE
+                self.ranks = again
+                self.job = native
+                self.floor = NATIVE
         if self.ranks.errors or self.ranks.late:
             raise NotJudged(self.ranks.why(f"on {self.world} ranks"))
         self.case.ranks = self.ranks.records
@@ -156,12 +164,14 @@ class Check:
         if not self.find(_causes.IN_BLOCKS):
             if all(self.case.apart("params", number) for number in range(len(self.case.steps))):
                 raise NotJudged("in blocks, and no sync round ends in these steps: take more.")
-            self.verdict.code, self.verdict.blocks = EQUAL, True
+            self.verdict.code = EQUAL
+            self.verdict.blocks = True
             self.verdict.notes.append("blocks: ranks step alone, and are equal after a round.")
 
     def coupled(self) -> bool:
         """Whether it can be judged with the ranks' batches one after the other."""
-        joined, self.plan = self.plan, replace(self.plan, how="apart")
+        joined = self.plan
+        self.plan = replace(self.plan, how="apart")
         made = self.replay(self.plan)
         if joined == self.plan or made.failed or not self.fits(made.records[0]):
             return False
@@ -235,10 +245,12 @@ class Check:
         if found.cause == "uneven batches":
             self.verdict.notes.append(f"{found.text} ({found.place}); later steps were left out.")
         else:
-            self.verdict.code, self.verdict.findings = DIFFERS, [found]
+            self.verdict.code = DIFFERS
+            self.verdict.findings = [found]
 
     def note_what_is_off(self) -> None:
-        first, add = self.case.ranks[0], self.verdict.notes.append
+        first = self.case.ranks[0]
+        add = self.verdict.notes.append
         if not self.job.float64:
             add("compared in the script's own precision: it fails in float64.")
         if first.noise:
@@ -251,7 +263,8 @@ class Check:
             add(f"the script ended after {len(first.steps)} steps.")
 
     def say_steps(self) -> None:
-        difference, self.verdict.steps = self.case.difference, []
+        difference = self.case.difference
+        self.verdict.steps = []
         for number, far in enumerate(self.largest):
             text = f"equal (largest relative difference {far:.0e}, allowed {self.floor:.0e})"
             if difference is not None and difference.step == number:

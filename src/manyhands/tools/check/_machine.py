@@ -86,7 +86,8 @@ class Machine(TorchFunctionMode):
 def patch(rank: int, world: int, float64: bool) -> Machine:
     """Replace what needs a GPU in this process, and return the mode that is now active."""
     mode = Machine(float64)
-    module, parallel = torch.nn.Module, torch.nn.parallel.DistributedDataParallel
+    module = torch.nn.Module
+    parallel = torch.nn.parallel.DistributedDataParallel
 
     def to(move: Any, module: Any, *args: Any, **named: Any) -> Any:
         args = tuple(mode.here(value, "device") for value in args)
@@ -151,7 +152,9 @@ def synchronized_norm(_: Any, module: Any, x: Tensor) -> Tensor:
     """Normalize with the statistics of all ranks, whose batches are of one size."""
     training = module.training or module.running_mean is None
     stored = module.weight, module.bias, module.running_mean, module.running_var
-    rate, group, parts = module.momentum or 0.1, module.process_group or dist.group.WORLD, (x,)
+    rate = module.momentum or 0.1
+    group = module.process_group or dist.group.WORLD
+    parts = (x,)
     if training and dist.is_initialized():
         parts = all_gather(x.contiguous(), group)
     out = torch.native_batch_norm(torch.cat(parts), *stored, training, rate, module.eps)[0]
@@ -222,7 +225,8 @@ class FrozenNoise:
         out = function(*args, **named)  # also moves the random state as it should
         if out.requires_grad or not self._freezes(named):
             return out
-        name, row = function.__name__, out[:1] if out.dim() else out
+        name = function.__name__
+        row = out[:1] if out.dim() else out
         if name == "randperm":
             return torch.arange(len(out), dtype=out.dtype)
         with torch.no_grad(), self._seeded(name, *row.shape):

@@ -112,7 +112,9 @@ def run(
 def _wait(processes: list[int], out: Path, deadline: float) -> CheckRun:
     """Wait until every process has written a record, or one of them an error."""
     found = CheckRun(out)
-    worked, since, asked = -1.0, time.monotonic(), 0.0
+    worked = -1.0
+    since = time.monotonic()
+    asked = 0.0
     files = [out / f"record{rank}.pt" for rank in range(len(processes))]
     while not (found.failed or all(file.exists() for file in files)):
         for rank, process in enumerate(processes):
@@ -124,17 +126,21 @@ def _wait(processes: list[int], out: Path, deadline: float) -> CheckRun:
                 found.errors[rank] = f"the process ended with {how}"
         now = time.monotonic()
         if now > asked + 0.3:
-            asked, (seconds, running) = now, _work(processes)
+            asked = now
+            (seconds, running) = _work(processes)
             if running or seconds > worked + 0.05:
-                worked, since = seconds, now
-        found.hangs, found.late = now - since > IDLE, now > deadline
+                worked = seconds
+                since = now
+        found.hangs = now - since > IDLE
+        found.late = now > deadline
         time.sleep(0.01)
     return found
 
 
 def _work(processes: list[int]) -> tuple[float, bool]:
     """Return the processor time of processes and what they started, and whether one could run."""
-    total, running = 0, False
+    total = 0
+    running = False
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it ended just now
             fields = path.read_text().rpartition(")")[2].split()

@@ -37,17 +37,33 @@ class Recorder:
     def __init__(
         self, steps: int, float64: bool, folder: Path, feed: Feed | None, finish: Callable[[], None]
     ) -> None:
-        self.wanted, self.float64, self.folder = steps, float64, folder
-        self.feed, self.finish = feed, finish
-        self.noise, self.record, self.now = FrozenNoise(), Recording(), SeenStep()
+        self.wanted = steps
+        self.float64 = float64
+        self.folder = folder
+        self.feed = feed
+        self.finish = finish
+        self.noise = FrozenNoise()
+        self.record = Recording()
+        self.now = SeenStep()
         self.given = iter(feed.ranks.steps if feed is not None and feed.plan.rates else [])
         self.theirs = next(self.given, SeenStep())  # of the ranks, whose rates and gains count
         self.source: dict[str, list[list[Any]]] = {"": [[]]}
-        self.tensors, self.known = dict[str, Tensor](), set[int]()  # by name, and their ids
-        self.depth = self.stepping = self.passes = self.scheduled = self.roots = self.held = 0
-        self.size, self.grown = 0, 1.0  # samples of the latest outermost call, and times as many
+        # by name, and their ids
+        self.tensors = dict[str, Tensor]()
+        self.known = set[int]()
+        self.depth = 0
+        self.stepping = 0
+        self.passes = 0
+        self.scheduled = 0
+        self.roots = 0
+        self.held = 0
+        # samples of the latest outermost call, and times as many
+        self.size = 0
+        self.grown = 1.0
         self.latest = set[str]()  # loaders that gave a batch since a pass
-        self.hashes, self.indices = list[str](), list[int]()  # of the latest outermost call
+        # of the latest outermost call
+        self.hashes = list[str]()
+        self.indices = list[int]()
         self.batch: tuple[list[str], list[int]] = [], []  # the same, of the latest batch
         self.data = dict[str, Dataset[Any]]()  # of each loader
         self.unused = WeakSet[torch.optim.Optimizer]()  # made no step yet
@@ -72,7 +88,8 @@ class Recorder:
 
     def place(self) -> str:
         """Return the file and line of the script's own code that is running now."""
-        frame, best = sys._getframe(1), ""
+        frame = sys._getframe(1)
+        best = ""
         while frame is not None:
             name = frame.f_code.co_filename
             self.record.blocks |= "/manyhands/blocks/" in name  # of a step
@@ -88,14 +105,17 @@ class Recorder:
     def _call(self, call: Any, module: Any, *args: Any, **named: Any) -> Any:
         if not self.depth and detect_fake_mode() is not None:  # a dry run, without values
             return call(module, *args, **named)
-        outer, frozen = self.depth, self.noise.frozen
+        outer = self.depth
+        frozen = self.noise.frozen
         if not outer and torch.is_grad_enabled():
             args, named = self.enter(module, args, named)
-        self.depth, self.noise.frozen = outer + 1, 1
+        self.depth = outer + 1
+        self.noise.frozen = 1
         try:
             return call(module, *args, **named)
         finally:
-            self.depth, self.noise.frozen = outer, frozen
+            self.depth = outer
+            self.noise.frozen = frozen
 
     def enter(self, module: Any, args: Any, named: Any) -> tuple[Any, Any]:
         """Note the outermost call of a module, and exchange what it is given."""
@@ -108,7 +128,8 @@ class Recorder:
             return self.watch(args, named)
         if not given or not trains:
             return args, named
-        self.size, self.hashes = size_of(given), [] if self.feed else row_hashes(given)
+        self.size = size_of(given)
+        self.hashes = [] if self.feed else row_hashes(given)
         self.indices = []
         if len(self.hashes) == len(self.batch[0]):  # a batch as it came from its loader
             self.hashes, self.indices = self.batch
@@ -163,7 +184,8 @@ class Recorder:
         outs = []
         for chunk in chunks:  # each rank's, with statistics of its own
             outs.append(norm(chunk, weight, bias, mean, var, training, *others))
-            mean = var = None
+            mean = None
+            var = None
         return torch.cat(outs)
 
     def _backward(self, backward: Any, tensors: Any, *args: Any, **named: Any) -> None:
@@ -209,7 +231,8 @@ class Recorder:
             step(*args, **named)
 
     def _gain(self, read: Any, rule: Any, pg_idx: int | None = None) -> float:
-        self.now.gains[pg_idx] = gain = read(rule, pg_idx)
+        gain = read(rule, pg_idx)
+        self.now.gains[pg_idx] = gain
         return self.theirs.gains.get(pg_idx, gain)
 
     def _new_optimizer(self, begin: Any, optimizer: Any, *args: Any, **named: Any) -> None:
@@ -218,7 +241,9 @@ class Recorder:
         kind: Any = type(optimizer)
         if not hasattr(kind.step, "of_check"):
             wrap(kind, "step", self._step)
-            kind.step.of_check = kind.step.hooked = True  # torch's hooks are inside already
+            # torch's hooks are inside already
+            kind.step.of_check = True
+            kind.step.hooked = True
 
     def _step(self, step: Any, optimizer: Any, *args: Any, **named: Any) -> Any:
         self.held = self.waiting()  # for batches of other ranks
@@ -238,7 +263,9 @@ class Recorder:
                     self.tensors.setdefault(f"parameter {i} of group {g}", p)
         for group, rate in zip(optimizer.param_groups, self.theirs.rates, strict=False):
             group["lr"] = rate
-        now.optimizer, now.place, now.schedules = id(optimizer), self.place(), self.scheduled
+        now.optimizer = id(optimizer)
+        now.place = self.place()
+        now.schedules = self.scheduled
         if self.record.blocks and self.record.steps:  # which a sync round has changed since
             self.record.steps[-1].params = {n: full(p) for n, p in self.trained().items()}
         now.rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
@@ -249,7 +276,8 @@ class Recorder:
         now.grads = self.gradients()  # a step does not change them, and a closure makes them
         now.params = {name: full(p) for name, p in self.trained().items()}
         self.record.steps.append(now)
-        self.now, self.theirs = SeenStep(), next(self.given, SeenStep())
+        self.now = SeenStep()
+        self.theirs = next(self.given, SeenStep())
         self.noise.step += 1
         self.record.grouped |= torch.distributed.is_initialized()
         if self._is_done():
@@ -268,7 +296,8 @@ class Recorder:
 
     def _new_loader(self, begin: Any, loader: Any, *args: Any, **named: Any) -> None:
         begin(loader, *args, **named)
-        sampler, place = getattr(loader.batch_sampler, "sampler", loader.sampler), self.place()
+        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        place = self.place()
         reshuffles = hasattr(sampler, "set_epoch") and getattr(sampler, "shuffle", False)
         repeats = getattr(sampler, "replacement", False)
         whole = type(sampler) is RandomSampler and not repeats
@@ -292,7 +321,8 @@ class Recorder:
         for key, data in self.data.items():
             seen = self.record.loaders[key]
             with suppress(Exception):  # it has no index or length: the batches' values are compared
-                last, found = len(data) - 1, []  # type: ignore[arg-type]
+                last = len(data) - 1  # type: ignore[arg-type]
+                found = []  # type: ignore[arg-type]
                 for index in (0, last // 2, last) if seen.trains else ():
                     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
                         seed(0)
@@ -300,7 +330,8 @@ class Recorder:
                 seen.data = f"{last + 1} {found}" if found else ""
 
     def _iterate(self, iterate: Any, loader: Any) -> Iterator[Any]:
-        key, feed = loader.check_key, self.feed
+        key = loader.check_key
+        feed = self.feed
         fed = feed is not None and key in feed.loaders and not feed.plan.calls
         self.noise.thaw()
         batches = feed.iterate(key) if feed is not None and fed else iterate(loader)
@@ -316,7 +347,8 @@ class Recorder:
                 self.latest.discard(key)  # an evaluation that did not switch gradients off
                 return
             if feed is None:
-                rows, indices = row_hashes(batch), _indices(getattr(batches, "check_drawn", None))
+                rows = row_hashes(batch)
+                indices = _indices(getattr(batches, "check_drawn", None))
                 if torch.is_grad_enabled():
                     self.batch = rows, indices
                 copy = map_tensors(batch, lambda t: t.detach().clone())
@@ -327,7 +359,8 @@ class Recorder:
             yield batch
 
     def _length(self, length: Any, loader: Any) -> int:
-        found = self.record.loaders[loader.check_key].length = length(loader)
+        found = length(loader)
+        self.record.loaders[loader.check_key].length = found
         return found if self.feed is None else self.feed.length(loader.check_key, found)
 
 

@@ -4,7 +4,10 @@ import json
 import textwrap
 from dataclasses import asdict, dataclass, field
 
-EQUAL, DIFFERS, UNKNOWN = 0, 1, 2  # the command's exit codes
+# the command's exit codes
+EQUAL = 0
+DIFFERS = 1
+UNKNOWN = 2
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class Verdict:
             f"{self.ranks} ranks do not train what one process trains.",
             f"Could not judge: {self.reason}",
         )
-        lines, indent = list(self.steps), " " * 9
+        lines = list(self.steps)
+        indent = " " * 9
         head = f"{indent}Likely cause" if lines else "Found"  # without a step that was compared
         for found in self.findings:
             place = f" ({found.place})" if found.place else ""

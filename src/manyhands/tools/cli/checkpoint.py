@@ -197,7 +197,8 @@ def write_plain_files(
 ) -> list[Path]:
     """Write the files for the model and the optimizer, if there is one, and return their paths."""
     with _open_with_scratch(source, target) as (reader, scratch):
-        commit, written = reader.commit, []
+        commit = reader.commit
+        written = []
         if commit.model is not None:
             keys = _keys_of(commit.model)
             # `load_state_dict` wants a tied tensor under each of its names.

@@ -81,7 +81,8 @@ def demo(
             for training in _trainings(workers, accumulate, runs):
                 runs.append(_train(training, script, out, bars, steps))
         except KeyboardInterrupt:
-            runs, interrupted = _records(out), True
+            runs = _records(out)
+            interrupted = True
     if runs:
         page = write_report(runs, out / "report.html", title="manyhands demo")
         _print_comparison(console, runs, workers * accumulate, step_cost / 1000)
@@ -96,7 +97,8 @@ FILES = ("baseline", "adascale", "ramp", "linear-samples", "linear-steps")
 
 def _trainings(workers: int, accumulate: int, done: Sequence[Run]) -> Iterator[Training]:
     """Yield the baseline, and four ways to train with larger batches. `done` has those before."""
-    scale, several = workers * accumulate, f"--accumulate={accumulate}"
+    scale = workers * accumulate
+    several = f"--accumulate={accumulate}"
     yield Training(FILES[0], "baseline", 1, (), counts_gain=True)
     yield Training(FILES[1], f"AdaScale ×{scale}", workers, (several,), counts_gain=True)
     growing = (f"--max-scale={scale}",)

@@ -211,14 +211,16 @@ def _costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int) -> tuple[
         sent=ddp.sent + _sent_per_worker(layout.bucket_bytes, workers),
         collectives=ddp.collectives + layout.parameter_messages,
     )
-    sharded, fsdp = _sharded_ddp_cost(sizes, layout, workers), _fsdp_cost(sizes, workers, gloo)
+    sharded = _sharded_ddp_cost(sizes, layout, workers)
+    fsdp = _fsdp_cost(sizes, workers, gloo)
     if not replicas:
         return ddp, oss, sharded, fsdp
     # The counts of all parameters come by an all-reduce, the moments bucket by bucket.
     held = replicas * layout.bucket_bytes
     sent = _sent_per_worker(held + 2 * 4 * len(sizes.trained), workers)
     messages = 1 + replicas * layout.parameter_messages
-    buckets, wraps = (held, sent, messages), _moments_under_fsdp(sizes, workers, gloo, replicas)
+    buckets = (held, sent, messages)
+    wraps = _moments_under_fsdp(sizes, workers, gloo, replicas)
     more = (0, 0, 0), buckets, buckets, wraps
     return tuple(
         replace(one, scaling=a, sent=one.sent + b, collectives=one.collectives + c)
@@ -244,12 +246,15 @@ def _moments_under_fsdp(
 def ddp_buckets(params: Sequence[ParamSize]) -> int:
     """Return how many buckets DistributedDataParallel reduces in a step."""
     # Parameters are taken from the last to the first, about as backward reaches them.
-    closed_buckets, filled, closed = 0, dict[Hashable, int](), dict[Hashable, int]()
+    closed_buckets = 0
+    filled = dict[Hashable, int]()
+    closed = dict[Hashable, int]()
     for param in reversed(params):
         kind = param.kind
         filled[kind] = filled.get(kind, 0) + param.bytes
         if filled[kind] >= DDP_BUCKETS[min(closed.get(kind, 0), 1)]:
-            closed[kind], filled[kind] = closed.get(kind, 0) + 1, 0
+            closed[kind] = closed.get(kind, 0) + 1
+            filled[kind] = 0
             closed_buckets += 1
     return closed_buckets + sum(size > 0 for size in filled.values())
 
@@ -291,7 +296,8 @@ def _sharded_ddp_cost(sizes: ModelSizes, layout: _Buckets, workers: int) -> Cost
     # With equal slices all ranks hold the same, so one of them is enough.
     ranks = 1 if all(optimizer.elementwise for optimizer in sizes.optimizers) else workers
     held, most = _gradients_held(layout.buckets, ranks)
-    held, most = held * (workers // ranks), most * (workers // ranks)
+    held = held * (workers // ranks)
+    most = most * (workers // ranks)
     worst = max(range(workers), key=lambda rank: held[rank] + layout.state[rank])
     # The peak may be another rank's than the one that holds most after backward.
     peak = max(map(sum, zip(most, layout.state, strict=True)))
@@ -329,7 +335,8 @@ def _gradients_held(buckets: Sequence[_Bucket], ranks: int) -> tuple[list[int], 
         whole = copied + sum(viewed.values()) + max(arriving, default=0)
         reduced = [(b, b.received + b.summed * (not n)) for n, b in enumerate(buckets[first:place])]
         places.append((first, whole, reduced))
-    held, most = [], []
+    held = []
+    most = []
     for rank in range(ranks):
         done = [0, *accumulate(one.slices[rank % len(one.slices)] for one in buckets)]
         held.append(done[-1])
@@ -371,7 +378,8 @@ def _add_bucket(
     """Count what `RankGroup.reduce_scatter_slices` does with a bucket."""
     # It receives the other ranks' slices one by one (gloo), or calls NCCL's reduce-scatter for even
     # slices, a reduce for each uneven one, or an all-to-all for half precision.
-    workers, even = len(layout.state), optimizer.elementwise
+    workers = len(layout.state)
+    even = optimizer.elementwise
     params = [optimizer.params[each.param] for each in bucket.ranges]
     itemsize = params[0].itemsize
     if even:
@@ -406,13 +414,15 @@ def _owned_ranges(bucket: _layout.BucketLayout) -> Iterator[tuple[int, int, int]
     """Yield (rank, parameter, elements), as `BucketLayout.owned` does for one rank."""
     cuts = bucket.cuts
     for each in bucket.ranges:
-        at, end = each.offset, each.offset + each.size
+        at = each.offset
+        end = each.offset + each.size
         rank = bisect_right(cuts, at) - 1
         while at < end:
             stop = min(end, cuts[rank + 1])
             if stop > at:
                 yield rank, each.param, stop - at
-            at, rank = stop, rank + 1
+            at = stop
+            rank = rank + 1
 
 
 # -- FSDP: the rows of each parameter, in wraps ----------------------------------------------------
@@ -469,7 +479,8 @@ def _owned_whole(params: Sequence[ParamSize], workers: int) -> Cost:
     # Its rank owns P / N of the parameters whole, with their state. The shards of a gradient go to
     # one owner, and those of the result come back from there: 2 G (N-1)/N² more are sent.
     owners = _layout.deal_out([(n, p.elements) for n, p in enumerate(params)], [0] * workers)
-    held, gradients = [0] * workers, [0] * workers
+    held = [0] * workers
+    gradients = [0] * workers
     for number, param in enumerate(params):
         held[owners[number]] += param.bytes
         if param.trained and param.elements:
@@ -512,7 +523,9 @@ def _most_in_fsdp_backward(wraps: Sequence[_Wrap], workers: int) -> int:
     # A wrap is whole while any wrap inside it computes. Its gradients are reduced once all wraps
     # inside it are done. Meanwhile the parameters of the next wrap arrive, and the gradients of the
     # last one are still being reduced, until the next ones are laid out.
-    most = owned = leaving = 0
+    most = 0
+    owned = 0
+    leaving = 0
     open_wraps: list[_Wrap] = []
     for number in reversed(range(len(wraps))):
         open_wraps.append(wraps[number])

@@ -137,7 +137,8 @@ def measure(model: nn.Module, optimizers: list[PlannedOptimizer], wrap_size: int
     sizes: dict[int, ParamSize] = {}  # by id: tied parameters are one
     by_optimizer = []
     for one in optimizers:
-        states, elementwise = StateSizes(one.kind, one.arguments), one.elementwise
+        states = StateSizes(one.kind, one.arguments)
+        elementwise = one.elementwise
         own = []
         for options, params in one.groups:
             for param in params:
@@ -171,7 +172,8 @@ def _param_size(
     elementwise: bool = True,
 ) -> ParamSize:
     """Return a parameter's sizes: its own, and what an optimizer keeps for it."""
-    fixed, per_element = 0, 0
+    fixed = 0
+    per_element = 0
     if states is not None and param.requires_grad and param.numel():
         if elementwise:
             fixed, per_element = states.by_element(param.dtype, options or {})
@@ -252,7 +254,9 @@ def activation_bytes(model: nn.Module, input: object) -> int:
         args, kwargs = tree_map_tensors(_fake_tensor, (args, kwargs))
         noting = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
         logger = logging.getLogger("torch._subclasses.fake_tensor")
-        before, logger.disabled = logger.disabled, True  # torch 2.15 logs what it raises
+        # torch 2.15 logs what it raises
+        before = logger.disabled
+        logger.disabled = True
         try:
             with noting:
                 torch.func.functional_call(model, state, args, kwargs)

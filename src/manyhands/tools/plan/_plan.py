@@ -251,7 +251,8 @@ def plan(
     made = "optimizers" if isinstance(optimizer, list | tuple) else "optimizer"
     rows = []
     for name, how, cost in ways:
-        sent, collectives = cost.sent + added[0], cost.collectives + added[1]
+        sent = cost.sent + added[0]
+        collectives = cost.collectives + added[1]
         row = Row(
             name=name,
             code=f"model, {made} = mh.shard(model, {made}, {how}",

@@ -202,7 +202,8 @@ def _check_not_in_use(model: nn.Module) -> None:
 
 def _check_plain_optimizer(optimizer: Optimizer) -> None:
     """Raise unless it is an optimizer of the user's that can be made anew, without loss."""
-    kind, wrapper = type(optimizer).__name__, ShardedOptimizer | OptimizerWrapper
+    kind = type(optimizer).__name__
+    wrapper = ShardedOptimizer | OptimizerWrapper
     if isinstance(optimizer, wrapper) or not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"shard() needs a plain torch.optim.Optimizer or a list of them, got {kind}. Put "
@@ -243,7 +244,8 @@ def _facts_to_share(
 
 def _as_oss(optimizer: Optimizer, process_group: GroupLike | None, gather_state: bool) -> Optimizer:
     """Return an OSS of this optimizer's class, options and parameters (levels 1 and 2)."""
-    groups, arguments = optimizer.param_groups, PlannedOptimizer.of(optimizer).arguments
+    groups = optimizer.param_groups
+    arguments = PlannedOptimizer.of(optimizer).arguments
     return OSS(
         [dict(group) for group in groups],
         type(optimizer),

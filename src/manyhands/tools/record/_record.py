@@ -164,7 +164,8 @@ class Record:
         self._waiting: deque[Line] = deque()
         if ranks.rank == rank:
             self._file, last = open_record(self.path, mode)
-            self._steps_before = self._last_step = last["step"] if last else 0
+            self._steps_before = last["step"] if last else 0
+            self._last_step = self._steps_before
             self._header = {
                 "version": FORMAT_VERSION,
                 "name": self.name,
@@ -380,7 +381,8 @@ def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
         _lock_record(file, path)
         last, end = _last_line(path)
         if mode == "overwrite":
-            last, end = None, 0
+            last = None
+            end = 0
         _lock_record(file, path)  # again: reading gave it back, as any close() of the file does
         os.ftruncate(file, end)  # drops a line that was cut off
     except BaseException:
@@ -406,7 +408,9 @@ def _lock_record(file: int, path: Path) -> None:
 
 def _last_line(path: Path) -> tuple[Line | None, int]:
     """Return the last complete line of a record, and the offset at which it ends."""
-    last, end, number = b"", 0, 0
+    last = b""
+    end = 0
+    number = 0
     with open(open_file(path), "rb") as file:
         for number, raw in enumerate(file, start=1):
             if number == 1 and not raw.startswith(f'{{"{HEADER}"'.encode()):
@@ -414,7 +418,8 @@ def _last_line(path: Path) -> tuple[Line | None, int]:
             if not raw.endswith(b"\n"):
                 number -= 1
                 break
-            last, end = raw, end + len(raw)
+            last = raw
+            end = end + len(raw)
     line = parse_line(last, path, number) if last else None
     return line[HEADER] if line and HEADER in line else line, end
 
@@ -548,7 +553,8 @@ class StepTiming:
         """Return the seconds of each kind since the last call, for `Record`."""
         seconds = {f"{kind}_seconds": round(self._seconds[kind], 6) for kind in KINDS}
         self._seconds = dict.fromkeys(KINDS, 0.0)
-        self._mark, self._last_pass.ended = time.perf_counter(), None
+        self._mark = time.perf_counter()
+        self._last_pass.ended = None
         return seconds
 
     def _begin_step(self) -> None:
@@ -560,5 +566,6 @@ class StepTiming:
         self._step_began = now
 
     def _end_step(self) -> None:
-        self._mark, self._last_pass.ended = time.perf_counter(), None
+        self._mark = time.perf_counter()
+        self._last_pass.ended = None
         self._seconds["update"] += self._mark - self._step_began

@@ -129,20 +129,24 @@ def read_record(path: str | os.PathLike[str]) -> Run:
     path = Path(file_path("path", path))
     header: Header | None = None
     lines: list[Line] = []
-    earlier, resumed = 0.0, False  # seconds of all starts before this one
+    # seconds of all starts before this one
+    earlier = 0.0
+    resumed = False
     with open(open_file(path), "rb") as file:
         for number, raw in enumerate(file, start=1):
             if not raw.endswith(b"\n"):  # only the last line can be incomplete
                 break
             line = parse_line(raw, path, number)
             if HEADER in line:
-                header, resumed = line[HEADER], True
+                header = line[HEADER]
+                resumed = True
                 continue
             # The run went back to a checkpoint, so the later lines do not count any more.
             while lines and lines[-1]["step"] >= line["step"]:
                 lines.pop()
             if resumed:
-                earlier, resumed = lines[-1]["time"] if lines else 0.0, False
+                earlier = lines[-1]["time"] if lines else 0.0
+                resumed = False
             line["time"] += earlier
             lines.append(line)
     if header is None:
@@ -272,7 +276,9 @@ def is_alive(process: object) -> bool | None:
     """Return whether a process of `this_process` runs; None if that cannot be seen from here."""
     if not isinstance(process, dict):
         return None
-    pid, started, here = process.get("pid"), process.get("started"), _pid_space()
+    pid = process.get("pid")
+    started = process.get("started")
+    here = _pid_space()
     if type(pid) is not int or type(started) is not int or None in here.values():
         return None
     if any(process.get(key) != value for key, value in here.items()):

@@ -63,7 +63,8 @@ def samples(run: Run) -> Values:
     size = batch_size(run)
     if size is None:
         return [None] * len(run.lines)
-    seen, before = 0.0, 0
+    seen = 0.0
+    before = 0
     found: Values = []
     for line in run.lines:
         seen += (line["step"] - before) * size * count_small_batches(run.header, line)
@@ -76,12 +77,14 @@ def throughput(run: Run) -> tuple[list[int], list[float]]:
     """Return the rate in equal intervals of the run, and the index of each interval's last line."""
     if len(run.lines) < 2:
         return [], []
-    done, times = samples(run), numbers(run, "time")
+    done = samples(run)
+    times = numbers(run, "time")
     if done[0] is None:
         done = numbers(run, "step")
     last = len(run.lines) - 1
     edges = sorted({last * edge // _INTERVALS for edge in range(_INTERVALS + 1)})
-    indices, rates = [], []
+    indices = []
+    rates = []
     for start, end in pairwise(edges):
         seconds = times[end] - times[start]  # type: ignore[operator]
         if seconds > 0:
@@ -247,7 +250,8 @@ def running_mean(values: Sequence[float | None], window: float) -> Values:
     means: Values = [None] * len(values)
     for number, index in enumerate(present):
         near = min(reach, number, len(present) - 1 - number)
-        start, end = number - near, number + near + 1
+        start = number - near
+        end = number + near + 1
         means[index] = (sums[end] - sums[start]) / (end - start)
     return means
 
@@ -269,9 +273,11 @@ def choose_scale(curves: Sequence[Sequence[float]]) -> tuple[bool, tuple[float, 
     finite = [values for values in finite if values]
     if not finite:
         return False, None
-    lowest, highest = min(v[0] for v in finite), max(v[-1] for v in finite)
+    lowest = min(v[0] for v in finite)
+    highest = max(v[-1] for v in finite)
     trimmed = [trim(values) for values in finite]
-    low, high = min(low for low, _ in trimmed), max(high for _, high in trimmed)
+    low = min(low for low, _ in trimmed)
+    high = max(high for _, high in trimmed)
     height = high - low
     # The typical curve decides, so one that diverges does not hide that all others are flat.
     typical = median_low(top - bottom for bottom, top in trimmed)
@@ -280,7 +286,8 @@ def choose_scale(curves: Sequence[Sequence[float]]) -> tuple[bool, tuple[float, 
     if not (0 < _FLATTENED * height < highest - lowest < math.inf):
         return False, None
     # At most one height more on each side: a curve's steep beginning stays in sight.
-    bottom, top = max(lowest, low - height), min(highest, high + height)
+    bottom = max(lowest, low - height)
+    top = min(highest, high + height)
     return False, (float(f"{bottom:.6g}"), float(f"{top:.6g}"))
 
 

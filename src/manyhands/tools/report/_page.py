@@ -274,7 +274,8 @@ def _configuration(runs: list[Run], labels: list[str]) -> str:
         facts |= {"workers": run.header.get("workers"), "batch_size": None}
         if (size := batch_size(run)) is not None:
             facts["batch_size"] = f"{size:g}"
-        config, sources = run.header.get("config"), run.header.get("sources")
+        config = run.header.get("config")
+        sources = run.header.get("sources")
         facts |= config if isinstance(config, dict) else {}
         rows = "".join(
             f'<tr><th scope="row">{html.escape(str(name))}</th>'
@@ -341,7 +342,8 @@ def _format_rate(run: Run, unit: str) -> str:
         return _NO_VALUE
     begin, *_, end = samples(run)
     if begin is None or end is None:
-        begin, end = run.lines[0]["step"], run.lines[-1]["step"]
+        begin = run.lines[0]["step"]
+        end = run.lines[-1]["step"]
     else:
         unit = " samples" * bool(unit)
     seconds = run.lines[-1]["time"] - run.lines[0]["time"]
