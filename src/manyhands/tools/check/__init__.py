@@ -1,11 +1,25 @@
-"""Check whether a training script trains on several ranks what it trains on one.
+"""Check whether a training script trains on several ranks as in one process.
 
-_judge.py                   the runs, in their order, and the verdict
-_processes.py _machine.py   fork the script's processes; what stands in for a GPU in them
-_files.py                   put back the files that they change
-_recorder.py _feed.py       note what each step does; give one process the ranks' batches
-_compare.py _causes.py      how far two runs are apart; hypotheses, one function each
-_report.py                  the verdict as text and as JSON
+_judge.py             compare the runs, and collect the verdict
+_runs.py              run several ranks, and one process with the ranks' batches
+_processes.py         fork the processes of a run, and read their records
+
+In each process:
+_machine.py           replace GPUs, NCCL and low precisions
+_noise.py             switch dropout off, and draw the same numbers for every sample
+_files.py             copy files before they change, and put them back
+_recorder.py          record modules, passes and optimizer steps
+_loaders.py           record batches, or give the ranks' batches
+_feed.py              choose the ranks' batches for one process
+_batches.py           map, hash and join nested batches
+
+Between runs:
+_records.py           the record that a process writes
+_compare.py           distances between two runs
+_case.py              the records that hypotheses about a difference look at
+_rank_causes.py       hypotheses about the ranks alone
+_gradient_causes.py   hypotheses about the ranks beside one process
+_report.py            the verdict as text and as JSON
 """
 
 from manyhands.tools.check._judge import check_script as check_script

@@ -1,101 +1,21 @@
-"""What is recorded of a run, and how far two runs are apart: step by step, gradients first.
+"""Measure how far two runs are apart, step by step.
 
-A distance is relative: of gradients to the largest gradient of the same parameter, of parameters to
-how far the step moved them. Where a gradient is nothing but rounding (a key's bias in attention, a
-bias before a norm), Adam makes a full step of it: these elements are left out.
+A distance is relative: of a gradient to its largest element, of a parameter to how far the step
+moved it. Elements whose gradient is only rounding are left out of the parameter's distance, because
+Adam makes a full step from them. A key's bias in attention and a bias before a norm are examples.
 """
 
-from dataclasses import dataclass, field
-from pathlib import Path
-from pydoc import locate
-from typing import Any
+from dataclasses import dataclass
 
-import numpy
 import torch
 from torch import Tensor
 
-ROUNDING = 1e-9  # a gradient this small, beside the largest, is rounding
-FLOOR = 1e-2  # a parameter's scale is at least this part of the largest; a gradient's, its square
-Tensors = dict[str, Tensor]
+from manyhands.tools.check._records import Recording, Tensors
 
-
-def read(file: Path) -> Any:
-    """Load what a process of a run has written, batches of the script's own classes included."""
-    kinds: list[Any] = [type(numpy.dtype(code)) for code in numpy.typecodes["All"]]
-    kinds += map(locate, torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    with torch.serialization.safe_globals(kinds):
-        return torch.load(file, weights_only=True)
-
-
-@dataclass
-class SeenStep:
-    """One step of an optimizer."""
-
-    optimizer: int = 0
-    place: str = ""
-    passes: list[str] = field(default_factory=list)  # where backward is called
-    before: dict[str, Tensor] = field(default_factory=dict)  # gradients before they were clipped
-    grads: dict[str, Tensor] = field(default_factory=dict)  # those that the optimizer steps with
-    params: dict[str, Tensor] = field(default_factory=dict)  # after the step
-    rates: list[float] = field(default_factory=list)
-    schedules: int = 0  # how often schedules were stepped
-    gains: dict[int | None, float] = field(default_factory=dict)  # of a scaling rule, if asked
-    carried: bool = False  # the first pass found gradients of the step before
-    samples: list[list[str]] = field(default_factory=list)  # hashes of each pass's samples
-    indices: list[list[int]] = field(default_factory=list)  # theirs in the data set, if known
-    own: list[str] = field(default_factory=list)  # parameters of this optimizer
-
-    @property
-    def made(self) -> str:
-        """Return where the gradient was made."""
-        return self.passes[-1] if self.passes else self.place
-
-
-@dataclass
-class SeenLoader:
-    """What is known of a DataLoader."""
-
-    place: str
-    reshuffles: bool  # its sampler wants to know the epoch
-    repeats: bool  # its sampler draws with replacement
-    whole: bool  # it shuffles all samples of its data set
-    length: int | None = None  # what len() said, if asked
-    trains: bool = False
-    epochs: list[list[list[str]]] = field(default_factory=list)  # hashes of what it gave
-    indices: list[list[list[int]]] = field(default_factory=list)  # in its data set, if known
-    starts: list[int] = field(default_factory=list)  # passes before each epoch
-    data: str = ""  # a hash of a few of its samples, without noise
-
-    def orders(self, by_index: bool) -> list[list[Any]]:
-        """Return the samples of each epoch."""
-        epochs: list[Any] = self.indices if by_index else self.epochs
-        return [[sample for batch in epoch for sample in batch] for epoch in epochs]
-
-    @property
-    def indexed(self) -> bool:
-        """Whether the index of every sample is known."""
-        sizes = [[list(map(len, epoch)) for epoch in x] for x in (self.epochs, self.indices)]
-        return sizes[0] == sizes[1]
-
-
-@dataclass
-class Recording:
-    """All that one process writes."""
-
-    steps: list[SeenStep] = field(default_factory=list)
-    start: dict[str, Tensor] = field(default_factory=dict)
-    loaders: dict[str, SeenLoader] = field(default_factory=dict)
-    noise: list[str] = field(default_factory=list)
-    norms: bool = False  # batch norm with local statistics
-    complete: bool = False
-    grouped: bool = False  # there was a process group
-    idle: bool = False  # an optimizer made no step
-    blocks: bool = False  # ranks step on their own, and synchronize now and then
-    rule: bool = False  # a scaling rule of this library multiplies the learning rates
-    accelerate: bool = False  # whose schedules step once for each process
-
-    def training_loaders(self) -> list[SeenLoader]:
-        return [loader for loader in self.loaders.values() if loader.trains]
+ROUNDING = 1e-9  # a gradient below this part of the largest gradient is rounding
+PARAMETER_FLOOR = 1e-2  # the least scale of a parameter, as a part of the largest movement
+GRADIENT_FLOOR = 1e-4  # the least scale of a gradient, as a part of the largest gradient
+TINY = 1e-30  # replaces a scale of zero
 
 
 @dataclass
@@ -103,62 +23,103 @@ class Difference:
     """The first place where two runs differ."""
 
     step: int
-    what: str  # "before" clipping, "grads" or "params"
-    distances: dict[str, float]  # of all parameters, relative
+    kind: str  # an attribute of SeenStep: "before", "grads" or "params"
+    distances: dict[str, float]  # of all tensors
     tolerance: float
 
     @property
     def names(self) -> list[str]:
-        return [name for name, far in self.distances.items() if far > self.tolerance]
+        return [name for name, distance in self.distances.items() if distance > self.tolerance]
 
 
 def compare(
     ranks: Recording, one: Recording, tolerance: float
 ) -> tuple[list[float], Difference | None]:
-    """Return the largest distance of each step, and the first difference."""
+    """Return the largest distance of each step up to the first difference, and the difference."""
     largest = list[float]()
-    loose = dict[str, Tensor]()
-    last = one.start
+    rounding: Tensors = {}
+    previous = one.start
     for number, (a, b) in enumerate(zip(ranks.steps, one.steps, strict=False)):
+        mark_rounding(a.grads, b.grads, rounding)
+        kinds = {
+            "before": gradient_distances(a.before, b.before),
+            "grads": gradient_distances(a.grads, b.grads),
+            "params": parameter_distances(a.params, b.params, previous, rounding),
+        }
         largest.append(0.0)
-        for what in ("before", "grads", "params"):
-            x = getattr(a, what)
-            y = getattr(b, what)
-            distances = apart(x, y, loose, last if what == "params" else None)
+        for kind, distances in kinds.items():
             largest[-1] = max([largest[-1], *distances.values()])
             if largest[-1] > tolerance:
-                return largest, Difference(number, what, distances, tolerance)
-        last = b.params
+                return largest, Difference(number, kind, distances, tolerance)
+        previous = b.params
     return largest, None
 
 
 def size(tensor: Tensor | None) -> float:
-    return float(tensor.abs().max()) if tensor is not None and tensor.numel() else 0.0
+    """Return the largest magnitude in a tensor."""
+    if tensor is None or not tensor.numel():
+        return 0.0
+    return float(tensor.abs().max())
 
 
-def apart(a: Tensors, b: Tensors, loose: Tensors, last: Tensors | None = None) -> dict[str, float]:
-    """Return each gradient's distance; or each parameter's, if `last` is where they were before."""
+def largest_size(tensors: Tensors) -> float:
+    return max(map(size, tensors.values()), default=0.0)
+
+
+def distance(x: Tensor | None, y: Tensor | None, scale: float, rounding: float = 0.0) -> float:
+    """Return the size of the difference, less `rounding`, relative to a scale."""
+    if x is None or y is None or x.shape != y.shape:
+        return float(size(x) > 0 or size(y) > 0)
+    found = max(size(x - y) - rounding, 0.0) / scale
+    return float("inf") if found != found else found
+
+
+def gradient_distances(a: Tensors, b: Tensors) -> dict[str, float]:
+    """Return the distance of each tensor in `a` from the one in `b`, unless one side is empty."""
     if not a or not b:
         return {}
-    moves = b if last is None else {name: b[name] - last[name] for name in b if name in last}
-    largest = max(map(size, moves.values()), default=0.0) or 1e-30
+    floor = GRADIENT_FLOOR * (largest_size(b) or TINY)
     found = {}
-    for name in moves if last is not None else dict.fromkeys([*b, *a]):
-        x = a.get(name)
-        y = b.get(name)
-        if x is None or y is None or x.shape != y.shape:
-            found[name] = 1.0 if size(x) or size(y) else 0.0
-            continue
-        far = x - y
-        grain = 0.0
-        floor = FLOOR * FLOOR
-        if last is None:
-            small = torch.maximum(x.abs(), y.abs()) < ROUNDING * largest
-            loose[name] = small | loose.get(name, small)
-        else:  # a rounding of the parameter itself is no difference either
-            far = far.masked_fill(loose.get(name, torch.tensor(False)), 0.0)
-            grain = 4 * torch.finfo(y.dtype).eps * size(y)
-            floor = FLOOR
-        distance = max(size(far) - grain, 0.0) / max(size(moves[name]), floor * largest)
-        found[name] = distance if distance == distance else float("inf")
+    for name in dict.fromkeys([*b, *a]):
+        scale = max(size(b.get(name)), floor)
+        found[name] = distance(a.get(name), b.get(name), scale)
     return found
+
+
+def mark_rounding(a: Tensors, b: Tensors, rounding: Tensors) -> None:
+    """Mark in `rounding` the elements whose gradients are rounding in both runs."""
+    limit = ROUNDING * largest_size(b)
+    for name, y in b.items():
+        x = a.get(name)
+        if x is not None and x.shape == y.shape:
+            small = torch.maximum(x.abs(), y.abs()) <= limit
+            rounding[name] = small | rounding.get(name, small)
+
+
+def parameter_distances(
+    a: Tensors, b: Tensors, previous: Tensors, rounding: Tensors
+) -> dict[str, float]:
+    """Return the distance of each parameter in `a` from the one in `b`, if `a` has any."""
+    if not a:
+        return {}
+    moves = {name: b[name] - previous[name] for name in b if name in previous}
+    floor = PARAMETER_FLOOR * (largest_size(moves) or TINY)
+    found = {}
+    for name, move in moves.items():
+        x = a.get(name)
+        y = b[name]
+        if x is not None and name in rounding:
+            x = torch.where(rounding[name], y, x)
+        own_rounding = 4 * torch.finfo(y.dtype).eps * size(y)
+        found[name] = distance(x, y, max(size(move), floor), own_rounding)
+    return found
+
+
+def unequal(tensors: list[Tensors], limit: float = 1e-6) -> list[str]:
+    """Return the names of tensors that are further than `limit` from the first rank's."""
+    names: dict[str, None] = {}
+    for other in tensors[1:]:
+        for name, far in gradient_distances(other, tensors[0]).items():
+            if far > limit:
+                names[name] = None
+    return list(names)

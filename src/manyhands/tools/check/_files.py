@@ -1,11 +1,11 @@
-"""Keep the files that a script writes to, and put them back after each run.
+"""Copy each file before a process changes it, and put the files back after the run.
 
 All runs have to find the same files, and no file of the user may change. Before a process opens a
 file for writing, removes it or renames it, the file is copied into a folder that all processes of
 the run share. Caches stay as the script leaves them.
 
     kept/<hash of the path>/path    where the file was
-    kept/<hash of the path>/copy    what it was; missing if there was none
+    kept/<hash of the path>/copy    its content; missing if there was no file
 """
 
 import hashlib
@@ -22,70 +22,72 @@ import torch
 
 from manyhands.tools.check._machine import wrap
 
-LARGEST = 2**32  # bytes of a file that is kept
+LARGEST = 2**32  # bytes of a file that is copied
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+CACHES = {"__pycache__", ".cache"}
+NO_FOLDER = -1  # the descriptor in an event whose path belongs to no open folder
 
 
 def keep_files(folder: Path) -> None:
     """Keep each file that this process, or one that it forks, is about to change."""
+    kept = folder / "kept"
+    kept.mkdir(exist_ok=True)
     inside = threading.local()  # keeping a file opens files
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event == "open":
-            changed = [(args[0], -1, True)] if args[2] & WRITES else []
-        elif event in ("os.remove", "os.mkdir", "os.truncate"):
-            changed = [(args[0], args[-1] if event != "os.truncate" else -1, False)]
+        if event == "open" and args[2] & WRITES:
+            keep(args[0], follow=True)
+        elif event == "os.truncate":
+            keep(args[0])
+        elif event in ("os.remove", "os.mkdir"):
+            keep(args[0], args[-1])
         elif event in ("os.rename", "os.link", "os.symlink"):
-            changed = [(args[0], args[2], False), (args[1], args[-1], False)]
-        else:
-            return
-        keep(*changed)
+            keep(args[0], args[2])
+            keep(args[1], args[-1])
 
-    def keep(*changed: tuple[Any, int, bool]) -> None:
-        if hasattr(inside, "now"):
+    def keep(path: Any, parent: int = NO_FOLDER, follow: bool = False) -> None:
+        if hasattr(inside, "now") or not isinstance(path, str | bytes | os.PathLike):
             return
         inside.now = True
         try:
-            for path, above, follow in changed:
-                if isinstance(path, str | bytes | os.PathLike):
-                    _keep(_whole(path, above, follow), folder / "kept")
+            _keep(_absolute(path, parent, follow), kept)
         finally:
             del inside.now
 
     def save(write: Any, value: Any, file: Any, *args: Any, **named: Any) -> Any:
-        keep((file, -1, True))
+        keep(file, follow=True)
         return write(value, file, *args, **named)
 
-    (folder / "kept").mkdir(exist_ok=True)
     sys.addaudithook(hook)
-    wrap(torch, "save", save)  # in C++, as safetensors in Rust: no hook sees it
+    # These write in C++ and Rust, which cause no event.
+    wrap(torch, "save", save)
     with suppress(ImportError):
         import safetensors.torch
 
         wrap(safetensors.torch, "save_file", save)
 
 
-def _whole(path: Any, above: int, follow: bool) -> Path:
-    """Return an absolute path; `above` is an open folder that it may be relative to, or -1."""
-    start = os.readlink(f"/proc/self/fd/{above}") if above >= 0 else os.getcwd()
+def _absolute(path: Any, parent: int, follow: bool) -> Path:
+    """Return an absolute path; `parent` is a descriptor of the folder it may be relative to."""
+    start = os.getcwd() if parent == NO_FOLDER else os.readlink(f"/proc/self/fd/{parent}")
     folder, name = os.path.split(os.path.join(start, os.fsdecode(path)))
     full = os.path.join(os.path.realpath(folder), name)
     return Path(os.path.realpath(full) if follow else full)
 
 
 def _keep(path: Path, kept: Path) -> None:
-    """Copy a file, unless it was copied before; or note that there is none."""
+    """Copy a file if it was not copied before, or note that there is none."""
+    if path.parts[1] in ("dev", "proc") or not CACHES.isdisjoint(path.parts):
+        return
+    if kept.parents[1] in path.parents:  # the runs' own files
+        return
     entry = kept / hashlib.sha1(bytes(path)).hexdigest()
-    there = os.path.lexists(path)
-    regular = path.is_file() or path.is_symlink()
-    caches = path.parts[1] in ("dev", "proc") or not {"__pycache__", ".cache"}.isdisjoint(
-        path.parts
-    )
-    if caches or kept.parents[1] in path.parents or entry.exists() or (there and not regular):
+    exists = os.path.lexists(path)
+    if entry.exists() or (exists and not path.is_file() and not path.is_symlink()):
         return
     new = Path(tempfile.mkdtemp(dir=kept.parent))
     (new / "path").write_bytes(bytes(path))
-    if there:
+    if exists:
         if path.lstat().st_size > LARGEST:
             raise OSError(f"{path} would be changed, and is too large to be put back after a check")
         shutil.copy2(path, new / "copy", follow_symlinks=False)
@@ -94,7 +96,7 @@ def _keep(path: Path, kept: Path) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """Make all files what they were; call it when the processes have ended."""
+    """Restore all files after the processes have ended."""
     made = []
     for entry in (folder / "kept").glob("*"):
         path = Path(os.fsdecode((entry / "path").read_bytes()))
@@ -106,6 +108,6 @@ def put_back(folder: Path) -> None:
         if path.is_symlink() or copy.is_symlink():
             path.unlink(missing_ok=True)
         shutil.copy2(copy, path, follow_symlinks=False)
-    for path in sorted(made, reverse=True):  # what is in a folder, before it
-        with suppress(OSError):  # somebody else has put something in
+    for path in sorted(made, reverse=True):  # the content of a folder before the folder
+        with suppress(OSError):  # another program has put a file in
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()

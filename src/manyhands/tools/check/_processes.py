@@ -1,7 +1,7 @@
-"""Fork the processes of one run, wait for them, and read what they recorded.
+"""Fork the processes of a run, wait for them, and read their records.
 
-They are forked from this one, which has imported torch already. A run ends when all processes have
-recorded enough, when one fails, or when none of them computes any more.
+They are forked from this process, which has imported torch already. A run ends when all processes
+have written a record, when one fails, or when none of them computes any more.
 """
 
 import os
@@ -21,12 +21,14 @@ from typing import NoReturn
 import torch
 
 from manyhands.tools.check import _machine
-from manyhands.tools.check._compare import Recording, read
 from manyhands.tools.check._feed import Feed
 from manyhands.tools.check._files import keep_files, put_back
 from manyhands.tools.check._recorder import Recorder
+from manyhands.tools.check._records import Recording, read
 
-IDLE = 8.0  # seconds in which all processes of a run sleep, after which it hangs
+IDLE = 8.0  # seconds without computation in any process, after which a run hangs
+POLL = 0.01  # seconds between looks at the files of a run
+POLL_WORK = 0.3  # seconds between looks at the processor time of a run
 ADVICE = {
     "cuda": " It needs a GPU here: take the device from torch.cuda.is_available().",
     "HTTP": " It needs a network: give it files that are here.",
@@ -35,23 +37,23 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class CheckedScript:
-    """What is run."""
+    """The script, and how it is run."""
 
     script: str
     arguments: tuple[str, ...] = ()
     steps: int = 5
     float64: bool = True
-    module: bool = False  # it is named as `python -m` names it
-    grouped: bool = False  # the script makes a group for several ranks only: there is one already
+    module: bool = False  # the name is a module's, as for `python -m`
+    grouped: bool = False  # make the process group that the script makes for several ranks only
 
 
 @dataclass
 class CheckRun:
-    """What came of one run."""
+    """The result of a run."""
 
     folder: Path
-    records: list[Recording] = field(default_factory=list)
-    errors: dict[int, str] = field(default_factory=dict)
+    records: list[Recording] = field(default_factory=list)  # by rank; empty if the run failed
+    errors: dict[int, str] = field(default_factory=dict)  # by rank
     hangs: bool = False
     late: bool = False
 
@@ -60,19 +62,32 @@ class CheckRun:
         return bool(self.errors) or self.hangs or self.late
 
     def why(self, where: str) -> str:
-        """Return why it failed, and what to do about it."""
-        if self.late or self.hangs:
-            return f"{where} it {'took too long' if self.late else 'waits for ever'}."
-        # A rank that another one left says so, and not why.
-        rank, text = min(self.errors.items(), key=lambda item: ("Connection" in item[1], item[0]))
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        frames = [f" ({line})" for line in lines if line.startswith("File ")]
-        advice = "".join(tip for sign, tip in ADVICE.items() if sign in text)
-        if not frames:  # it ended without a traceback
-            said = (self.folder / f"output{rank}.txt").read_text(errors="replace").splitlines()
-            words = " / ".join(line for line in said[-3:] if line.strip())
-            advice = f" Its last words: {words}" if words else ""
-        return f"{where}, rank {rank} failed: {lines[-1]}{''.join(frames[-1:])}.{advice}"
+        """Return why the run failed, and what to do about it."""
+        if self.late:
+            return f"{where} it took too long."
+        if self.hangs:
+            return f"{where} it waits for ever."
+        # A rank whose peer failed reports a lost connection, which is not the cause.
+        causes = [rank for rank, text in self.errors.items() if "Connection" not in text]
+        rank = min(causes or self.errors)
+        text = self.errors[rank]
+        place = ""
+        last = ""
+        for line in text.splitlines():
+            last = line.strip() or last
+            if last.startswith("File "):
+                place = f" ({last})"
+        advice = ""
+        if place:
+            for sign, tip in ADVICE.items():
+                if sign in text:
+                    advice += tip
+        else:  # the process ended without a traceback
+            output = (self.folder / f"output{rank}.txt").read_text(errors="replace")
+            words = " / ".join(filter(str.strip, output.splitlines()[-3:]))
+            if words:
+                advice = f" Its last words: {words}"
+        return f"{where}, rank {rank} failed: {last}{place}.{advice}"
 
 
 def run(
@@ -87,19 +102,20 @@ def run(
     processes: list[int] = []
     try:
         for rank in range(world):
-            processes.append(os.fork())
-            if not processes[-1]:
+            process = os.fork()
+            if process == 0:
                 try:
                     os.close(writing)
                     run_rank(job, rank, world, port, out, feed, reading)
                 finally:
                     os._exit(70)
+            processes.append(process)
         found = _wait(processes, out, time.monotonic() + seconds)
     finally:
         os.close(writing)  # ranks that are done end by themselves
-        for process in filter(None, processes):
+        for process in processes:
             with suppress(ProcessLookupError):
-                os.killpg(process, signal.SIGKILL)  # and what it started
+                os.killpg(process, signal.SIGKILL)  # and the processes that it started
             with suppress(ChildProcessError):
                 os.waitpid(process, 0)
         os.close(reading)
@@ -112,78 +128,78 @@ def run(
 def _wait(processes: list[int], out: Path, deadline: float) -> CheckRun:
     """Wait until every process has written a record, or one of them an error."""
     found = CheckRun(out)
-    worked = -1.0
-    since = time.monotonic()
-    asked = 0.0
-    files = [out / f"record{rank}.pt" for rank in range(len(processes))]
-    while not (found.failed or all(file.exists() for file in files)):
+    records = [out / f"record{rank}.pt" for rank in range(len(processes))]
+    worked = -1.0  # seconds of processor time at the latest sign of work
+    worked_at = time.monotonic()
+    asked_at = 0.0
+    while not found.failed and not all(record.exists() for record in records):
         for rank, process in enumerate(processes):
-            if (out / f"error{rank}.txt").exists():
-                found.errors[rank] = (out / f"error{rank}.txt").read_text()
-            elif (ended := os.waitpid(process, os.WNOHANG))[0]:
-                code = os.waitstatus_to_exitcode(ended[1])
-                how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-                found.errors[rank] = f"the process ended with {how}"
+            error = out / f"error{rank}.txt"
+            if error.exists():
+                found.errors[rank] = error.read_text()
+                continue
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
+                found.errors[rank] = f"the process ended with {_describe_exit(status)}"
         now = time.monotonic()
-        if now > asked + 0.3:
-            asked = now
-            (seconds, running) = _work(processes)
+        if now > asked_at + POLL_WORK:
+            asked_at = now
+            seconds, running = _work(processes)
             if running or seconds > worked + 0.05:
                 worked = seconds
-                since = now
-        found.hangs = now - since > IDLE
+                worked_at = now
+        found.hangs = now - worked_at > IDLE
         found.late = now > deadline
-        time.sleep(0.01)
+        time.sleep(POLL)
     return found
 
 
+def _describe_exit(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
 def _work(processes: list[int]) -> tuple[float, bool]:
-    """Return the processor time of processes and what they started, and whether one could run."""
-    total = 0
+    """Return the processor time of all processes of a run, and whether one could run now."""
+    ticks = 0
     running = False
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it ended just now
-            fields = path.read_text().rpartition(")")[2].split()
-            if int(fields[3]) in processes:  # its session
-                total += int(fields[11]) + int(fields[12])
-                running = running or fields[0] in "RD"
-    return total / os.sysconf("SC_CLK_TCK"), running
+        with suppress(OSError):  # the process ended just now
+            state, _, _, session, *fields = path.read_text().rpartition(")")[2].split()
+            if int(session) in processes:
+                ticks += int(fields[7]) + int(fields[8])
+                running = running or state in "RD"
+    return ticks / os.sysconf("SC_CLK_TCK"), running
 
 
 def run_rank(
     job: CheckedScript, rank: int, world: int, port: int, out: Path, feed: Feed | None, ends: int
 ) -> NoReturn:
-    """Run the script as one rank, write what was recorded, and wait for the other ranks."""
-    os.setsid()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    file = os.open(out / f"output{rank}.txt", os.O_WRONLY | os.O_CREAT)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-        GROUP_RANK="0", GROUP_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID="check", TORCHELASTIC_RESTART_COUNT="0", TORCHELASTIC_MAX_RESTARTS="0",
-        CUDA_VISIBLE_DEVICES="", WANDB_MODE="disabled", ACCELERATE_USE_CPU="true",
-    )  # fmt: skip
-    torch.set_num_threads(1)
-    warnings.resetwarnings()  # the script's, not those of the process that checks it
+    """Run the script as one rank, write the record, and wait for the other ranks.
+
+    `ends` is a pipe whose other end the parent closes when the run is over.
+    """
+    _set_up_process(rank, world, port, out)
 
     def leave(name: str, value: object) -> NoReturn:
-        """Show what came of this rank, and wait until no other needs it: the parent kills it."""
+        """Publish a file, and wait until no other rank needs this process."""
         new = out / f"{name}.new"
-        new.write_text(value) if isinstance(value, str) else torch.save(value, new)
+        if isinstance(value, str):
+            new.write_text(value)
+        else:
+            torch.save(value, new)
         new.rename(out / name)
         sys.stdout.flush()
-        os.read(ends, 1)  # returns when the parent has gone, too
+        os.read(ends, 1)
         os._exit(0)
 
     def finish() -> NoReturn:
-        recorder.record.noise = sorted(recorder.noise.used)
+        record = recorder.finished_record()
         if feed is None:
-            recorder.probe()
             torch.save(recorder.source, out / f"source{rank}.pt")
-        leave(f"record{rank}.pt", recorder.record)
+        leave(f"record{rank}.pt", record)
 
     path = Path(job.script).resolve()
     folder = Path.cwd() if job.module else path.parent
@@ -195,8 +211,8 @@ def run_rank(
         if job.grouped:
             torch.distributed.init_process_group()
             torch.nn.Module.no_sync = lambda _: nullcontext()  # type: ignore[attr-defined]
-        mode.watch = recorder.watch
-        torch.manual_seed(0)  # a script that sets no seed begins alike in all runs
+        mode.watch = recorder.exchange_targets
+        torch.manual_seed(0)  # a script that sets no seed starts equally in all runs
         sys.argv = [job.script, *job.arguments]
         sys.path.insert(0, str(folder))
         if job.module:
@@ -209,3 +225,21 @@ def run_rank(
     except BaseException:
         leave(f"error{rank}.txt", traceback.format_exc())
     finish()
+
+
+def _set_up_process(rank: int, world: int, port: int, out: Path) -> None:
+    """Give a forked process a session, streams and torchrun's environment."""
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    output = os.open(out / f"output{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+        GROUP_RANK="0", GROUP_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="check", TORCHELASTIC_RESTART_COUNT="0", TORCHELASTIC_MAX_RESTARTS="0",
+        CUDA_VISIBLE_DEVICES="", WANDB_MODE="disabled", ACCELERATE_USE_CPU="true",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    warnings.resetwarnings()  # the parent's filters do not apply to the script

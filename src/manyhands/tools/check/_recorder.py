@@ -1,38 +1,38 @@
-"""Record what a script does in each optimizer step, without a line in the script.
+"""Record each optimizer step of a script, without a change to the script.
 
-Methods of torch's classes are replaced: modules say what trains and what they are given, `backward`
-what passes there are, `step` gradients and parameters, loaders batches; a `Feed` replaces these.
+Methods of torch's classes are replaced. Calls of modules show the parameters and the samples,
+`backward` shows the passes, and `step` shows gradients and parameters. In a replay, a `Feed` gives
+the ranks' samples and initial parameters.
 """
 
-import random
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-import numpy
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, RandomSampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from manyhands.scaling import ScalingRuleBase
-from manyhands.tools.check._compare import Recording, SeenLoader, SeenStep
-from manyhands.tools.check._feed import Feed, digest, map_tensors, row_hashes, size_of, tensors_of
-from manyhands.tools.check._machine import FrozenNoise, wrap
+from manyhands.tools.check._batches import map_tensors, row_hashes, size_of, tensors_of
+from manyhands.tools.check._feed import Feed
+from manyhands.tools.check._loaders import LoaderRecorder, copy_of
+from manyhands.tools.check._machine import wrap
+from manyhands.tools.check._noise import FrozenNoise
+from manyhands.tools.check._records import Recording, SeenBatch, SeenStep, Tensors
 
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module"}
-OUTSIDE = ("site-packages", "dist-packages", "/lib/python", "manyhands/check", "<")
+OUTSIDE = ("site-packages", "dist-packages", "/lib/python", "manyhands/tools/check", "<")
 PATIENCE = 10  # times the wanted steps, in which every optimizer has to make one
 
 
 class Recorder:
-    """Watches one process, whose script is in a folder; `finish`, in the end, does not return."""
+    """Watches one process, whose script is in `folder`, and calls `finish` after the last step."""
 
     def __init__(
         self, steps: int, float64: bool, folder: Path, feed: Feed | None, finish: Callable[[], None]
@@ -41,58 +41,64 @@ class Recorder:
         self.float64 = float64
         self.folder = folder
         self.feed = feed
-        self.finish = finish
+        self.finish = finish  # does not return
         self.noise = FrozenNoise()
         self.record = Recording()
-        self.now = SeenStep()
-        self.given = iter(feed.ranks.steps if feed is not None and feed.plan.rates else [])
-        self.theirs = next(self.given, SeenStep())  # of the ranks, whose rates and gains count
-        self.source: dict[str, list[list[Any]]] = {"": [[]]}
-        # by name, and their ids
-        self.tensors = dict[str, Tensor]()
-        self.known = set[int]()
-        self.depth = 0
-        self.stepping = 0
-        self.passes = 0
-        self.scheduled = 0
-        self.roots = 0
-        self.held = 0
-        # samples of the latest outermost call, and times as many
-        self.size = 0
-        self.grown = 1.0
-        self.latest = set[str]()  # loaders that gave a batch since a pass
-        # of the latest outermost call
-        self.hashes = list[str]()
-        self.indices = list[int]()
-        self.batch: tuple[list[str], list[int]] = [], []  # the same, of the latest batch
-        self.data = dict[str, Dataset[Any]]()  # of each loader
-        self.unused = WeakSet[torch.optim.Optimizer]()  # made no step yet
-        self.stepped = set[int]()  # ids of parameters that an optimizer has stepped
+        self.now = SeenStep()  # the next step
+        self.loaders = LoaderRecorder(self.record, feed, self.noise, self.cast, self.place)
+        # The ranks' steps, whose rates and gains a replay may use.
+        self.rank_steps: Iterator[SeenStep] = iter(())
+        if feed is not None and feed.plan.rates:
+            self.rank_steps = iter(feed.ranks.steps)
+        self.rank_step = next(self.rank_steps, SeenStep())
+        # Modules.
+        self.depth = 0  # nested calls of modules
+        self.roots = 0  # outermost modules so far
+        self.named: Tensors = {}  # parameters and buffers by name
+        self.in_modules: set[int] = set()  # ids of those in `named` that belong to a module
+        # Samples of the latest outermost call of a module.
+        self.inputs: list[list[Tensor]] = []  # of modules and losses, by backward pass
+        self.samples = SeenBatch()
+        self.size = 0  # samples before a feed replaced them
+        self.growth = 1.0  # samples afterwards, as a multiple
+        # Optimizers.
+        self.stepping = False
+        self.held = False  # the latest step waits for another rank's batch
+        self.scheduled = 0  # steps of all schedules
+        self.unused: WeakSet[Optimizer] = WeakSet()  # made no step yet
+        self.stepped: set[int] = set()  # ids of parameters that an optimizer has stepped
 
     def patch(self) -> None:
         self.noise.patch()
+        self.loaders.patch()
         wrap(torch.nn.Module, "__call__", self._call)
         wrap(torch.autograd, "backward", self._backward)
-        wrap(torch, "batch_norm", self._batch_norm)  # F.batch_norm would call its own replacement
-        wrap(torch.optim.Optimizer, "__init__", self._new_optimizer)
-        wrap(torch.optim.Optimizer, "zero_grad", self._zero_grad)
-        wrap(LRScheduler, "step", self._schedule_step)
+        wrap(torch, "batch_norm", self._batch_norm)  # F.batch_norm would call its replacement
+        wrap(Optimizer, "__init__", self._init_optimizer)
+        wrap(Optimizer, "zero_grad", self._zero_grad)
+        wrap(LRScheduler, "step", self._step_schedule)
         wrap(ScalingRuleBase, "gain", self._gain)
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             wrap(owner, "clip_grad_norm_", self._clip)
-        wrap(DataLoader, "__init__", self._new_loader)
-        wrap(DataLoader, "__iter__", self._iterate)
-        wrap(_BaseDataLoaderIter, "_reset", self._reset)
-        wrap(_BaseDataLoaderIter, "_next_index", self._next_index)
-        wrap(DataLoader, "__len__", self._length)
+
+    def finished_record(self) -> Recording:
+        self.record.noise = sorted(self.noise.used)
+        if self.feed is None:
+            self.loaders.describe_datasets()
+        return self.record
+
+    @property
+    def source(self) -> dict[str, list[Any]]:
+        """Return the samples that a `Feed` reads."""
+        return {"": self.inputs, **self.loaders.batches}
 
     def place(self) -> str:
-        """Return the file and line of the script's own code that is running now."""
+        """Return the current file and line of the script, and note the libraries on the stack."""
         frame = sys._getframe(1)
         best = ""
         while frame is not None:
             name = frame.f_code.co_filename
-            self.record.blocks |= "/manyhands/blocks/" in name  # of a step
+            self.record.blocks |= "/manyhands/blocks/" in name
             self.record.rule |= "/manyhands/scaling/" in name
             self.record.accelerate |= "/accelerate/scheduler" in name
             if not any(part in name for part in OUTSIDE):
@@ -102,182 +108,210 @@ class Recorder:
             frame = frame.f_back  # type: ignore[assignment]
         return best
 
+    # Modules and their inputs.
+
     def _call(self, call: Any, module: Any, *args: Any, **named: Any) -> Any:
-        if not self.depth and detect_fake_mode() is not None:  # a dry run, without values
-            return call(module, *args, **named)
-        outer = self.depth
+        depth = self.depth
         frozen = self.noise.frozen
-        if not outer and torch.is_grad_enabled():
-            args, named = self.enter(module, args, named)
-        self.depth = outer + 1
-        self.noise.frozen = 1
+        if depth == 0:
+            if detect_fake_mode() is not None:  # a dry run, without values
+                return call(module, *args, **named)
+            if torch.is_grad_enabled():
+                args, named = self._enter(module, args, named)
+        self.depth = depth + 1
+        self.noise.frozen = True
         try:
             return call(module, *args, **named)
         finally:
-            self.depth = outer
+            self.depth = depth
             self.noise.frozen = frozen
 
-    def enter(self, module: Any, args: Any, named: Any) -> tuple[Any, Any]:
-        """Note the outermost call of a module, and exchange what it is given."""
-        trains = [p for p in module.parameters() if p.requires_grad]
-        if any(id(p) not in self.known for p in trains):
+    def _enter(self, module: Any, args: Any, named: Any) -> tuple[Any, Any]:
+        """Note the outermost call of a module, and exchange its inputs."""
+        trained = [p for p in module.parameters() if p.requires_grad]
+        if not self.in_modules.issuperset(map(id, trained)):
             self._add_root(module)
         args, named = map_tensors((args, named), self.cast)
         given = tensors_of((args, named))
-        if any(t.requires_grad for t in given):  # made by another module
-            return self.watch(args, named)
-        if not given or not trains:
+        if any(t.requires_grad for t in given):  # from another module
+            return self.exchange_targets(args, named)
+        if not given or not trained:
             return args, named
         self.size = size_of(given)
-        self.hashes = [] if self.feed else row_hashes(given)
-        self.indices = []
-        if len(self.hashes) == len(self.batch[0]):  # a batch as it came from its loader
-            self.hashes, self.indices = self.batch
-        args, named = map_tensors((args, named), lambda t: self.exchange(t, {self.size}))
-        self.grown = size_of((args, named)) / max(self.size, 1)
+        self.samples = SeenBatch()
+        if self.feed is None:
+            self.samples.hashes = row_hashes(given)
+        if len(self.samples.hashes) == len(self.loaders.latest.hashes):  # the loader's batch
+            self.samples = self.loaders.latest
+        args, named = self._exchange((args, named), {self.size})
+        self.growth = size_of((args, named)) / max(self.size, 1)
         return args, named
 
     def _add_root(self, module: Any) -> None:
+        """Name the tensors of an outermost module, and start them from the ranks' values."""
         self.roots += 1
         prefix = f"model {self.roots}: " if self.roots > 1 else ""
-        for name, p in [*module.named_parameters(), *module.named_buffers()]:
-            short = prefix + ".".join(part for part in name.split(".") if part not in WRAPPERS)
-            if id(p) not in self.known and self.tensors.setdefault(short, p) is p:
-                self.known.add(id(p))
-                if self.feed is not None and short in self.feed.ranks.start:
-                    whole = p.to_local() if hasattr(p, "to_local") else p  # of the only process
-                    whole.detach().copy_(self.feed.ranks.start[short])
-                self.record.start[short] = full(p)
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            parts = [part for part in name.split(".") if part not in WRAPPERS]
+            short = prefix + ".".join(parts)
+            if id(tensor) in self.in_modules or self.named.setdefault(short, tensor) is not tensor:
+                continue
+            self.in_modules.add(id(tensor))
+            if self.feed is not None and short in self.feed.ranks.start:
+                # The only process holds the whole tensor, even if it is a DTensor.
+                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+                local.detach().copy_(self.feed.ranks.start[short])
+            self.record.start[short] = copy_of(tensor)
         for part in module.modules():
             if isinstance(part, torch.nn.RNNBase) and part.dropout:
                 self.noise.used.add("dropout")
                 part.dropout = 0.0
 
-    def watch(self, args: Any, named: Any) -> tuple[Any, Any]:
-        """Exchange targets: what the loop brings together with the model's output."""
+    def exchange_targets(self, args: Any, named: Any) -> tuple[Any, Any]:
+        """Exchange tensors that the script brings together with the model's output."""
         if self.depth or self.stepping or not self.size or not torch.is_grad_enabled():
             return args, named
-        given = [t for t in tensors_of((args, named)) if t.dim()]
-        made = {len(t) / self.grown for t in given if t.requires_grad}  # also rows of tokens
-        if not made or all(t.requires_grad for t in given) or detect_fake_mode() is not None:
+        sizes: set[float] = set()
+        targets = False
+        for tensor in tensors_of((args, named)):
+            if tensor.dim() and tensor.requires_grad:
+                sizes.add(len(tensor) / self.growth)  # samples, or rows of tokens
+            elif tensor.dim():
+                targets = True
+        if not sizes or not targets or detect_fake_mode() is not None:
             return args, named
-        return map_tensors((args, named), lambda t: self.exchange(t, {self.size, *made}))
+        return self._exchange((args, named), {self.size, *sizes})
 
     def cast(self, tensor: Tensor) -> Tensor:
-        return tensor.double() if self.float64 and tensor.is_floating_point() else tensor
-
-    def exchange(self, tensor: Tensor, sizes: set[float]) -> Tensor:
-        """Record a tensor of samples; or give the ranks', in a replay."""
-        if tensor.requires_grad or not tensor.dim() or len(tensor) not in sizes:
-            return tensor
-        if self.feed is not None:
-            return self.feed.exchange(tensor, self.passes) if self.feed.plan.calls else tensor
-        calls = self.source[""][0]
-        calls += [[] for _ in range(self.passes + 1 - len(calls))]
-        calls[self.passes].append(self.cast(tensor.detach().clone()))
+        if self.float64 and tensor.is_floating_point():
+            return tensor.double()
         return tensor
+
+    def _exchange(self, value: Any, sizes: set[float]) -> Any:
+        """Record the tensors with one of these sizes, or replace them by the ranks'."""
+        number = self.record.backward_passes
+
+        def exchange(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad or not tensor.dim() or len(tensor) not in sizes:
+                return tensor
+            if self.feed is None:
+                while len(self.inputs) <= number:
+                    self.inputs.append([])
+                self.inputs[number].append(copy_of(tensor))
+            elif self.feed.plan.calls:
+                return self.feed.exchange(tensor, number)
+            return tensor
+
+        return map_tensors(value, exchange)
 
     def _batch_norm(self, norm: Any, x: Tensor, weight: Any, bias: Any, *rest: Any) -> Tensor:
         mean, var, training, *others = rest
         self.record.norms = self.record.norms or training
-        chunks = self.feed.chunks(x) if self.feed is not None and training else [x]
+        if self.feed is None or not training:
+            return norm(x, weight, bias, *rest)
         outs = []
-        for chunk in chunks:  # each rank's, with statistics of its own
+        for chunk in self.feed.divide(x):  # each rank's samples have separate statistics
             outs.append(norm(chunk, weight, bias, mean, var, training, *others))
-            mean = None
+            mean = None  # rank 0's update the running statistics
             var = None
         return torch.cat(outs)
 
+    # Passes and gradients.
+
     def _backward(self, backward: Any, tensors: Any, *args: Any, **named: Any) -> None:
         if detect_fake_mode() is not None:
-            return backward(tensors, *args, **named)
+            backward(tensors, *args, **named)
+            return
         if not self.now.passes:
-            grads = [p.grad for p in self.trained().values() if p.grad is not None]
-            self.now.carried = any(bool(full(g).any()) for g in grads)
+            self.now.carried = any(bool(grad.any()) for grad in self.gradients().values())
         self.now.passes.append(self.place())
-        while self.latest:
-            self.record.loaders[self.latest.pop()].trains = True
+        self.loaders.note_pass()
         if self.feed is not None and self.feed.plan.how == "apart" and isinstance(tensors, Tensor):
             tensors = tensors / self.feed.plan.times  # as the ranks' gradients are averaged
         backward(tensors, *args, **named)
-        self.passes += 1
-        self.now.samples.append(self.hashes)
-        self.now.indices.append(self.indices)
+        self.record.backward_passes += 1
+        self.now.batches.append(self.samples)
 
-    def trained(self) -> dict[str, Tensor]:
-        return {name: p for name, p in self.tensors.items() if p.requires_grad}
+    def trained(self) -> Tensors:
+        return {name: p for name, p in self.named.items() if p.requires_grad}
 
-    def gradients(self) -> dict[str, Tensor]:
-        return {n: full(p.grad) for n, p in self.trained().items() if p.grad is not None}
+    def parameters(self) -> Tensors:
+        return {name: copy_of(p) for name, p in self.trained().items()}
+
+    def gradients(self) -> Tensors:
+        return {n: copy_of(p.grad) for n, p in self.trained().items() if p.grad is not None}
 
     def waiting(self) -> bool:
-        """Whether ranks' batches go one after the other, and the last is still to come."""
-        return self.feed is not None and self.feed.waits(len(self.record.steps), self.passes)
+        """Return whether the optimizer waits for another rank's batch."""
+        if self.feed is None:
+            return False
+        return self.feed.waits(len(self.record.steps), self.record.backward_passes)
 
     def _clip(self, clip: Any, parameters: Any, *args: Any, **named: Any) -> Tensor:
         if self.waiting():
             return torch.zeros(())
-        self.now.before = self.now.before or self.gradients()
+        if not self.now.before:
+            self.now.before = self.gradients()
         return clip(parameters, *args, **named)
 
     def _zero_grad(self, clear: Any, optimizer: Any, *args: Any, **named: Any) -> None:
         if not (self.waiting() and self.now.passes):
             clear(optimizer, *args, **named)
 
-    def _schedule_step(self, step: Any, *args: Any, **named: Any) -> None:
-        if not self.held:  # it is called after the step
+    # Optimizers and schedules.
+
+    def _step_schedule(self, step: Any, *args: Any, **named: Any) -> None:
+        if not self.held:  # schedules follow the step
             self.scheduled += 1
-            self.place()  # notes whether Accelerate steps it
+            self.place()  # notes whether Accelerate calls it
             step(*args, **named)
 
     def _gain(self, read: Any, rule: Any, pg_idx: int | None = None) -> float:
         gain = read(rule, pg_idx)
         self.now.gains[pg_idx] = gain
-        return self.theirs.gains.get(pg_idx, gain)
+        return self.rank_step.gains.get(pg_idx, gain)
 
-    def _new_optimizer(self, begin: Any, optimizer: Any, *args: Any, **named: Any) -> None:
+    def _init_optimizer(self, begin: Any, optimizer: Any, *args: Any, **named: Any) -> None:
         begin(optimizer, *args, **named)
         self.unused.add(optimizer)
         kind: Any = type(optimizer)
         if not hasattr(kind.step, "of_check"):
             wrap(kind, "step", self._step)
-            # torch's hooks are inside already
             kind.step.of_check = True
-            kind.step.hooked = True
+            kind.step.hooked = True  # torch's hooks are inside already
 
     def _step(self, step: Any, optimizer: Any, *args: Any, **named: Any) -> Any:
-        self.held = self.waiting()  # for batches of other ranks
+        self.held = self.waiting()
         if self.held and not self.stepping:
             return None
-        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        own: set[int] = set()
+        for group in optimizer.param_groups:
+            own.update(map(id, group["params"]))
         self.unused.discard(optimizer)
-        self.stepped |= params
-        # An optimizer that steps before the first pass is on trial, on parameters of its own.
-        on_trial = not self.passes and not params & self.known
+        self.stepped |= own
+        # A step before the first pass, on parameters of no module, is a test of the optimizer.
+        on_trial = not self.record.backward_passes and not own & self.in_modules
         if self.stepping or on_trial or detect_fake_mode() is not None:
             return step(optimizer, *args, **named)
         now = self.now
-        for g, group in enumerate(optimizer.param_groups):  # also those that belong to no module
-            for i, p in enumerate(group["params"]):
-                if id(p) not in self.known:
-                    self.tensors.setdefault(f"parameter {i} of group {g}", p)
-        for group, rate in zip(optimizer.param_groups, self.theirs.rates, strict=False):
+        self._name_others(optimizer)
+        for group, rate in zip(optimizer.param_groups, self.rank_step.rates, strict=False):
             group["lr"] = rate
         now.optimizer = id(optimizer)
         now.place = self.place()
         now.schedules = self.scheduled
-        if self.record.blocks and self.record.steps:  # which a sync round has changed since
-            self.record.steps[-1].params = {n: full(p) for n, p in self.trained().items()}
+        if self.record.blocks and self.record.steps:  # a sync round has changed them since
+            self.record.steps[-1].params = self.parameters()
         now.rates = [float(group.get("lr", 0)) for group in optimizer.param_groups]
-        self.stepping += 1
+        self.stepping = True
         result = step(optimizer, *args, **named)
-        self.stepping -= 1
-        now.own = [name for name, p in self.tensors.items() if id(p) in params]
+        self.stepping = False
+        now.own = [name for name, p in self.named.items() if id(p) in own]
         now.grads = self.gradients()  # a step does not change them, and a closure makes them
-        now.params = {name: full(p) for name, p in self.trained().items()}
+        now.params = self.parameters()
         self.record.steps.append(now)
         self.now = SeenStep()
-        self.theirs = next(self.given, SeenStep())
+        self.rank_step = next(self.rank_steps, SeenStep())
         self.noise.step += 1
         self.record.grouped |= torch.distributed.is_initialized()
         if self._is_done():
@@ -285,94 +319,23 @@ class Recorder:
             self.finish()
         return result
 
+    def _name_others(self, optimizer: Any) -> None:
+        """Name the parameters that belong to no module."""
+        for g, group in enumerate(optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                if id(p) not in self.in_modules:
+                    self.named.setdefault(f"parameter {i} of group {g}", p)
+
     def _is_done(self) -> bool:
-        """Whether every optimizer has made its steps, as far as one can wait for it."""
+        """Return whether every optimizer has made its steps, or is not waited for any longer."""
         steps = self.record.steps
-        fewest = min(Counter(step.optimizer for step in steps).values())
-        waiting = (p for o in self.unused for group in o.param_groups for p in group["params"])
-        self.record.idle = any(p.requires_grad and id(p) not in self.stepped for p in waiting)
-        late = len(steps) >= PATIENCE * self.wanted
-        return fewest >= self.wanted and (late or not self.record.idle)
-
-    def _new_loader(self, begin: Any, loader: Any, *args: Any, **named: Any) -> None:
-        begin(loader, *args, **named)
-        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-        place = self.place()
-        reshuffles = hasattr(sampler, "set_epoch") and getattr(sampler, "shuffle", False)
-        repeats = getattr(sampler, "replacement", False)
-        whole = type(sampler) is RandomSampler and not repeats
-        loader.check_key = f"{place} {sum(x.place == place for x in self.record.loaders.values())}"
-        self.record.loaders[loader.check_key] = SeenLoader(place, reshuffles, repeats, whole)
-        self.data[loader.check_key] = loader.dataset
-
-    def _reset(self, reset: Any, iterator: Any, *args: Any, **named: Any) -> None:
-        iterator.check_drawn = deque()
-        reset(iterator, *args, **named)
-
-    def _next_index(self, draw: Any, iterator: Any) -> Any:
-        drawn = draw(iterator)  # ahead of the batch, if there are worker processes
-        iterator.__dict__.setdefault("check_drawn", deque()).append(drawn)
-        return drawn
-
-    def probe(self) -> None:
-        """Note which data each loader has, by a few samples without noise; call it at the end."""
-        # Not earlier: files that are opened before worker processes start may not be shared.
-        self.noise.thaw()
-        for key, data in self.data.items():
-            seen = self.record.loaders[key]
-            with suppress(Exception):  # it has no index or length: the batches' values are compared
-                last = len(data) - 1  # type: ignore[arg-type]
-                found = []  # type: ignore[arg-type]
-                for index in (0, last // 2, last) if seen.trains else ():
-                    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
-                        seed(0)
-                    found.append(repr(map_tensors(data[index], digest)))
-                seen.data = f"{last + 1} {found}" if found else ""
-
-    def _iterate(self, iterate: Any, loader: Any) -> Iterator[Any]:
-        key = loader.check_key
-        feed = self.feed
-        fed = feed is not None and key in feed.loaders and not feed.plan.calls
-        self.noise.thaw()
-        batches = feed.iterate(key) if feed is not None and fed else iterate(loader)
-        seen = self.record.loaders[key]
-        seen.starts.append(self.passes)
-        epochs: list[list[Any]] = [seen.epochs, seen.indices, self.source.setdefault(key, [])]
-        for epoch in epochs:
-            epoch.append([])
-        while True:
-            self.noise.thaw()
-            batch = map_tensors(next(batches, self), self.cast)
-            if batch is self:
-                self.latest.discard(key)  # an evaluation that did not switch gradients off
-                return
-            if feed is None:
-                rows = row_hashes(batch)
-                indices = _indices(getattr(batches, "check_drawn", None))
-                if torch.is_grad_enabled():
-                    self.batch = rows, indices
-                copy = map_tensors(batch, lambda t: t.detach().clone())
-                for epoch, one in zip(epochs, (rows, indices, copy), strict=True):
-                    epoch[-1].append(one)
-            self.latest |= {key} if torch.is_grad_enabled() else set()
-            self.noise.freeze()
-            yield batch
-
-    def _length(self, length: Any, loader: Any) -> int:
-        found = length(loader)
-        self.record.loaders[loader.check_key].length = found
-        return found if self.feed is None else self.feed.length(loader.check_key, found)
-
-
-def full(tensor: Any) -> Tensor:
-    """Return a copy of a tensor, distributed or not."""
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().clone()
-
-
-def _indices(drawn: deque[Any] | None) -> list[int]:
-    """Return the indices of the batch that was drawn first, if they are known."""
-    first = drawn.popleft() if drawn else None
-    indices: list[Any] = list(first) if isinstance(first, list | tuple) else [first]
-    known = all(isinstance(index, int | numpy.integer) for index in indices)
-    return [int(index) for index in indices] if known else []
+        counts = Counter(step.optimizer for step in steps)
+        self.record.idle = False
+        for optimizer in self.unused:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    if p.requires_grad and id(p) not in self.stepped:
+                        self.record.idle = True
+        if min(counts.values()) < self.wanted:
+            return False
+        return not self.record.idle or len(steps) >= PATIENCE * self.wanted

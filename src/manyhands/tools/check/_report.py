@@ -1,23 +1,26 @@
-"""What a check found, as text and as JSON."""
+"""Write the result of a check as text and as JSON."""
 
 import json
 import textwrap
 from dataclasses import asdict, dataclass, field
 
-# the command's exit codes
+# The command's exit codes.
 EQUAL = 0
 DIFFERS = 1
 UNKNOWN = 2
 
+WIDTH = 96
+INDENT = " " * 9  # of a finding below the step that differs
+
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that the ranks do otherwise than one process would."""
+    """A cause of a difference between ranks and one process."""
 
     cause: str  # a short name, for programs
     text: str
     place: str = ""  # file:line
-    look: str = ""
+    look: str = ""  # where to look for the mistake
 
 
 @dataclass
@@ -30,7 +33,7 @@ class Verdict:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     untested: list[str] = field(default_factory=list)
-    reason: str = ""  # why it could not be judged
+    reason: str = ""  # why there is no result
     blocks: bool = False  # ranks step alone, and their values are not compared
 
     def as_json(self) -> str:
@@ -38,24 +41,31 @@ class Verdict:
         return json.dumps({"result": result, **asdict(self)}, indent=2)
 
     def as_text(self) -> str:
-        equal = f"{self.ranks} ranks train what one process trains, in these steps."
-        if self.blocks:
-            equal = f"{self.ranks} ranks are equal after a sync round, in these steps. "
-            equal += "What they train was not compared with one process."
-        ending = (
-            equal,
-            f"{self.ranks} ranks do not train what one process trains.",
-            f"Could not judge: {self.reason}",
-        )
         lines = list(self.steps)
-        indent = " " * 9
-        head = f"{indent}Likely cause" if lines else "Found"  # without a step that was compared
+        head = f"{INDENT}Likely cause" if lines else "Found"  # without a step that was compared
         for found in self.findings:
-            place = f" ({found.place})" if found.place else ""
-            look = f"  Look at: {found.look}." if found.look else ""
-            text = f"{head}: {found.text}{place}.{look}"
-            lines += textwrap.wrap(text, 96, subsequent_indent=indent)
-        told = [*(f"Note: {x}" for x in self.notes), *(f"Not tested: {x}." for x in self.untested)]
-        for text in [*told, ending[self.code]]:
-            lines += textwrap.wrap(text, 96)
+            text = f"{head}: {found.text}"
+            if found.place:
+                text += f" ({found.place})"
+            text += "."
+            if found.look:
+                text += f"  Look at: {found.look}."
+            lines += textwrap.wrap(text, WIDTH, subsequent_indent=INDENT)
+        for note in self.notes:
+            lines += textwrap.wrap(f"Note: {note}", WIDTH)
+        for feature in self.untested:
+            lines += textwrap.wrap(f"Not tested: {feature}.", WIDTH)
+        lines += textwrap.wrap(self._result(), WIDTH)
         return "\n".join(lines)
+
+    def _result(self) -> str:
+        if self.code == UNKNOWN:
+            return f"Could not judge: {self.reason}"
+        if self.code == DIFFERS:
+            return f"{self.ranks} ranks do not train what one process trains."
+        if self.blocks:
+            return (
+                f"{self.ranks} ranks are equal after a sync round, in these steps. "
+                "What they train was not compared with one process."
+            )
+        return f"{self.ranks} ranks train what one process trains, in these steps."

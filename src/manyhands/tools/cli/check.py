@@ -1,4 +1,4 @@
-"""`manyhands check`: does a script train on several ranks what it trains on one?"""
+"""Define `manyhands check`, which compares training on several ranks with one process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from manyhands.tools.cli import check_no_option, printable, stop
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
-# Options that may stand after the script, too, unless they were given before it; and their limits.
-VALUES = {"--ranks": (int, 2), "--steps": (int, 1), "--timeout": (float, 1)}
-FLAGS = {"--json": True, "--float64": True, "--native": True}
+# Options that may also follow the script, unless they were given before it.
+VALUES = {"--ranks": (int, 2), "--steps": (int, 1), "--timeout": (float, 1)}  # type, minimum
+FLAGS = ("--json", "--float64", "--native")
 
 
 def check(
@@ -46,40 +46,55 @@ def check(
 ) -> None:
     """Run a script on several ranks and as one process with the same data, and compare.
 
-    Exit code 0: they train the same. 1: they differ, and the likely cause is said. 2: it could not
-    be judged, and why. The options may follow the script; one that the script has, too, is given
-    before it, or after `--`.
+    Exit code 0: they train the same. 1: they differ, and the likely cause is printed. 2: there is
+    no result, and the reason is printed. The options may follow the script. If the script has an
+    option of the same name, give the command's before the script, or the script's after `--`.
     """
-    before = {"--ranks": ranks, "--steps": steps, "--timeout": timeout}
-    given = {key: value for key, value in before.items() if value is not None}
-    given |= {
-        k: True for k, v in (("--json", json), ("--float64", float64), ("--native", native)) if v
-    }
+    given: dict[str, float] = {}
+    for key, value in {
+        "--ranks": ranks,
+        "--steps": steps,
+        "--timeout": timeout,
+        "--json": json,
+        "--float64": float64,
+        "--native": native,
+    }.items():
+        if value:
+            given[key] = value
     arguments, options = divide(list(script or []), given)
     if {"--float64", "--native"} <= options.keys():
         stop("check", "give either --float64 or --native.")
-    name = arguments.pop(0) if arguments else ""
+    precise = None
+    if "--float64" in options:
+        precise = True
+    elif "--native" in options:
+        precise = False
+    name = ""
+    if arguments:
+        name = arguments.pop(0)
     if module or not Path(name).is_file():
         where = "Options stand before the script or after it."
         check_no_option("check", name, [*VALUES, *FLAGS], where)
-    if not (name if module else Path(name).is_file()):
+    if not name or not (module or Path(name).is_file()):
         stop("check", f"{name or 'nothing'} is not a file. Give a Python script.")
     from manyhands.tools.check import check_script
 
-    # So that a check which is stopped ends its processes, and puts files back.
-    before_it = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    def terminate(*_: object) -> None:
+        sys.exit(143)  # so that the check ends its processes, and puts files back
+
+    previous = signal.signal(signal.SIGTERM, terminate)
     try:
         verdict = check_script(
             name,
             arguments,
             ranks=int(options.get("--ranks", 2)),
             steps=int(options.get("--steps", 5)),
-            float64=True if "--float64" in options else False if "--native" in options else None,
+            float64=precise,
             seconds=float(options.get("--timeout", 300.0)),
             module=module,
         )
     finally:
-        signal.signal(signal.SIGTERM, before_it)
+        signal.signal(signal.SIGTERM, previous)
     if "--json" in options:
         typer.echo(verdict.as_json())
     else:
@@ -88,7 +103,7 @@ def check(
 
 
 def divide(arguments: list[str], given: dict[str, float]) -> tuple[list[str], dict[str, float]]:
-    """Take this command's options out of what follows the script.
+    """Take the command's options out of the words that follow the script.
 
     >>> divide(["train.py", "--lr", "1", "--ranks", "4"], {})
     (['train.py', '--lr', '1'], {'--ranks': 4})
@@ -103,14 +118,15 @@ def divide(arguments: list[str], given: dict[str, float]) -> tuple[list[str], di
         if word == "--":
             return rest + arguments, options
         if key in VALUES and key not in given and (equals or arguments):
-            text = value if equals else arguments.pop(0)
+            if not equals:
+                value = arguments.pop(0)
             kind, least = VALUES[key]
             try:
-                options[key] = kind(text)
+                options[key] = kind(value)
             except ValueError:
-                stop("check", f"{key} takes a number, got {text!r}.")
+                stop("check", f"{key} takes a number, got {value!r}.")
             if not options[key] >= least:
-                stop("check", f"{key} takes a number of at least {least}, got {text!r}.")
+                stop("check", f"{key} takes a number of at least {least}, got {value!r}.")
         elif word in FLAGS and word not in given:
             options[word] = True
         else:

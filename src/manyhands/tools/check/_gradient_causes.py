@@ -1,0 +1,192 @@
+"""Find causes in the first difference between the ranks and one process, cheapest first.
+
+To add a cause, write a function that returns a finding or None, add it to `GRADIENT_CAUSES`, and
+add a script with the bug to tests/check.
+"""
+
+import torch
+from torch import Tensor
+
+from manyhands.tools.check._case import Case, Hypothesis, describe, finding
+from manyhands.tools.check._compare import ROUNDING, Difference, largest_size, size
+from manyhands.tools.check._report import Finding
+
+LEAST_LIMIT = 1e-4  # relative error of a factor or of weights that explain a gradient
+EQUAL_FACTORS = 1e-3  # relative difference of equal factors or weights
+MOST_RUNS = 16  # of one pass of one rank each
+
+
+def limit_of(difference: Difference) -> float:
+    return max(LEAST_LIMIT, 10 * difference.tolerance)
+
+
+def clipped_otherwise(case: Case) -> Finding | None:
+    a, b, difference = case.pair()
+    if difference.kind == "grads" and a.before and b.before:
+        return finding("clipping norm", "equal gradients are clipped differently", a.place)
+    return None
+
+
+def unequal_schedules_or_rates(case: Case) -> Finding | None:
+    a, b, difference = case.pair()
+    if difference.kind != "params" or a.rates == b.rates:
+        return None
+    if a.schedules != b.schedules:
+        text = f"schedules are stepped {a.schedules} times before step {difference.step + 1}"
+        return finding("schedule", f"{text}, and {b.schedules} times in one process", a.place)
+    text = f"the learning rates are {a.rates}, and {b.rates} in one process"
+    return finding("learning rate differs", text, a.place)
+
+
+def other_update(case: Case) -> Finding | None:
+    a, _, difference = case.pair()
+    if difference.kind != "params":
+        return None
+    names = describe(difference.names, len(difference.distances))
+    text = f"the gradients are equal, but the optimizer moves {names} otherwise"
+    return finding("other update", text, a.place)
+
+
+def scaled(case: Case) -> Finding | None:
+    """Find gradients that are those of one process times a number, or missing."""
+    a, b, difference = case.pair()
+    gradients = getattr(a, difference.kind)
+    references = getattr(b, difference.kind)
+    own = {name: references[name] for name in a.own if name in references}
+    references = own or references
+    least = ROUNDING * largest_size(references)
+    factors: dict[str, float] = {}
+    for name, reference in references.items():
+        gradient = gradients.get(name, torch.zeros_like(reference))
+        if gradient.shape != reference.shape or size(reference) <= least:
+            continue
+        factors[name] = float((gradient * reference).sum() / (reference * reference).sum())
+        rest = size(gradient - factors[name] * reference) / (size(gradient) or 1.0)
+        if rest > limit_of(difference):
+            if name in difference.names:
+                return None
+            factors[name] = 1.0  # the gradient is small and full of rounding
+    values = sorted(factors.values())
+    if values and values[0] and values[-1] - values[0] <= EQUAL_FACTORS * abs(values[-1]):
+        return constant_factor(case, values[len(values) // 2])
+    wrong = {name: value for name, value in factors.items() if name in difference.names}
+    if not wrong:
+        return None
+    shown = ", ".join(dict.fromkeys(f"{value:.4f}" for value in list(wrong.values())[:4]))
+    text = f"the gradient of {describe(list(wrong), 0)} is {shown} times that of one process"
+    cause = "factor of some" if any(wrong.values()) else "no gradient"
+    return finding(cause, text, a.last_pass)
+
+
+def constant_factor(case: Case, factor: float) -> Finding:
+    """Describe a factor of all gradients, with its likely reason."""
+    step = case.pair()[0]
+    ranks = len(case.ranks)
+    passes = max(len(step.passes), 1)
+    reasons = {  # the last that fits is shown
+        ranks * passes: "the gradient is a sum over ranks and passes, not an average",
+        1 / (ranks * passes): (
+            "the loss is divided by the number of passes, and by the world size as well"
+        ),
+        passes: "the loss is not divided by the number of passes",
+        1 / passes: "the loss is divided by the number of passes, once too often",
+        ranks: "the gradient is summed over the ranks, not averaged",
+        1 / ranks: "the loss is divided by the world size, or is a sum, and is averaged as well",
+    }
+    reason = ""
+    for value, text in reasons.items():
+        if abs(factor / value - 1) < EQUAL_FACTORS:
+            reason = f": {text}"
+    text = f"the gradient of {ranks} ranks is {factor:.4f} times that of one process"
+    return finding("constant factor", f"{text}, at every parameter{reason}", step.last_pass)
+
+
+def weights(case: Case) -> tuple[Tensor, Tensor] | None:
+    """Return the weights of all ranks and passes, of the ranks and of one process.
+
+    A weight of 1 is that of a mean over ranks and passes. The gradient of each pass of each rank
+    is measured alone, and the weights are a least-squares solution. Return None if the gradient of
+    the ranks is not such a weighted sum. Weights of one process are NaN if its gradient is not.
+    """
+    a, b, difference = case.pair()
+    ranks = len(case.ranks)
+    passes = max(len(a.passes), 1)
+    if ranks * passes > MOST_RUNS:
+        return None
+    gradients = [a.before or a.grads, b.before or b.grads]
+    for rank in range(ranks):
+        for number in range(passes):
+            gradients.append(case.gradient_of(difference.step, rank, number))
+    names = set(gradients[0]).intersection(*gradients)
+    if not names:
+        return None
+    flat = []
+    for gradient in gradients:
+        flat.append(torch.cat([gradient[name].double().reshape(-1) for name in sorted(names)]))
+    columns = torch.stack(flat[2:], 1)
+    targets = torch.stack(flat[:2], 1)
+    solved = torch.linalg.lstsq(columns, targets, driver="gelsd").solution
+    norms = targets.norm(dim=0).clamp_min(1e-300)
+    errors = (columns @ solved - targets).norm(dim=0) / norms
+    if errors[0] > limit_of(difference):
+        return None
+    if not errors[1] < limit_of(difference):
+        solved[:, 1] = torch.nan
+    here, there = solved.T.reshape(2, ranks, passes) * ranks * passes
+    return here, there
+
+
+def weighted_otherwise(case: Case) -> Finding | None:
+    """Find ranks and passes with other weights than in one process."""
+    a, _, difference = case.pair()
+    found = weights(case)
+    if found is None:
+        return None
+    here, there = found
+    place = a.last_pass
+    several = here.shape[1] > 1
+    zero = here.abs() < EQUAL_FACTORS
+    if several and bool(zero.all(0).any()):
+        text = f"some passes are not in the step's gradient: the weights are {rounded(here)}"
+        return finding("passes missing", text, place)
+    if bool(zero.all(1).any()):
+        ranks = ", ".join(map(str, zero.all(1).nonzero().flatten().tolist()))
+        return finding("ranks missing", f"the gradient of rank {ranks} is left out", place)
+    if bool(there.isnan().any()):
+        return None
+    sizes = []
+    for record in case.ranks:
+        for batch in record.steps[difference.step].batches:
+            sizes.append(len(batch.hashes))
+    by_size = torch.tensor(sizes) / max(sum(sizes), 1) * len(sizes)
+    uneven = len(sizes) == there.numel() and not all_ones(by_size)
+    if uneven and all_ones(here) and all_ones(there.flatten() / by_size):
+        return finding("uneven batches", "batches of unequal size count alike in the mean", place)
+    if not all_ones(there):
+        text = "the mean of the ranks' and passes' means is not that over all samples or tokens"
+        text += f": their weights are {rounded(here)}, and in one process {rounded(there)}"
+        return finding("token weights", text, place)
+    if not all_ones(here):
+        who = "ranks"
+        if several and bool((here.std(0, unbiased=False) < EQUAL_FACTORS).all()):
+            who = "passes"
+        text = f"the {who} have the weights {rounded(here)}, and in one process all count alike"
+        return finding(f"{who} weighted", text, place)
+    return None
+
+
+def all_ones(weights: Tensor) -> bool:
+    return bool((weights - 1).abs().max() < EQUAL_FACTORS)
+
+
+def rounded(weights: Tensor) -> list[list[float]]:
+    return [[round(weight, 3) for weight in row] for row in weights.tolist()]
+
+
+GRADIENT_CAUSES: list[Hypothesis] = [
+    clipped_otherwise,
+    unequal_schedules_or_rates,
+    other_update,
+    scaled,
+    weighted_otherwise,
+]

@@ -1,0 +1,149 @@
+"""Record the batches of each DataLoader, or give the ranks' batches instead."""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from manyhands.tools.check._batches import digest, map_tensors, row_hashes
+from manyhands.tools.check._feed import Feed
+from manyhands.tools.check._machine import wrap
+from manyhands.tools.check._noise import FrozenNoise
+from manyhands.tools.check._records import Recording, SeenBatch, SeenLoader
+
+
+class LoaderRecorder:
+    """Watches the loaders of one process, and writes to its record."""
+
+    def __init__(
+        self,
+        record: Recording,
+        feed: Feed | None,
+        noise: FrozenNoise,
+        cast: Callable[[Tensor], Tensor],
+        place: Callable[[], str],
+    ) -> None:
+        self.record = record
+        self.feed = feed
+        self.noise = noise
+        self.cast = cast  # to the precision of the run
+        self.place = place  # returns the script's current line
+        self.batches: dict[str, list[Any]] = {}  # that each loader gave
+        self.datasets: dict[str, Dataset[Any]] = {}  # of each loader
+        self.latest = SeenBatch()
+        self.since_pass: set[str] = set()  # loaders that gave a batch since the last backward pass
+
+    def patch(self) -> None:
+        wrap(DataLoader, "__init__", self._init)
+        wrap(DataLoader, "__iter__", self._iterate)
+        wrap(DataLoader, "__len__", self._length)
+        wrap(_BaseDataLoaderIter, "_reset", self._reset)
+        wrap(_BaseDataLoaderIter, "_next_index", self._next_index)
+
+    def note_pass(self) -> None:
+        """Mark the loaders that gave a batch for the backward pass as training loaders."""
+        for key in self.since_pass:
+            self.record.loaders[key].trains = True
+        self.since_pass.clear()
+
+    def describe_datasets(self) -> None:
+        """Describe each data set by a few samples without noise.
+
+        Call it at the end. Files that are opened before worker processes start may not be shared.
+        """
+        self.noise.thaw()
+        for key, dataset in self.datasets.items():
+            seen = self.record.loaders[key]
+            if not seen.trains:
+                continue
+            with suppress(Exception):  # no index or length: the batches' values are compared
+                size = len(dataset)  # type: ignore[arg-type]
+                found: list[Any] = [size]
+                for index in (0, (size - 1) // 2, size - 1):
+                    torch.manual_seed(0)
+                    random.seed(0)
+                    numpy.random.seed(0)
+                    found.append(map_tensors(dataset[index], digest))
+                seen.data = repr(found)
+
+    def _init(self, begin: Any, loader: Any, *args: Any, **named: Any) -> None:
+        begin(loader, *args, **named)
+        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        repeats = getattr(sampler, "replacement", False)
+        seen = SeenLoader(
+            place=self.place(),
+            reshuffles=hasattr(sampler, "set_epoch") and getattr(sampler, "shuffle", False),
+            repeats=repeats,
+            shuffles_all=type(sampler) is RandomSampler and not repeats,
+        )
+        places = [other.place for other in self.record.loaders.values()]
+        loader.check_key = f"{seen.place} {places.count(seen.place)}"
+        self.record.loaders[loader.check_key] = seen
+        self.datasets[loader.check_key] = loader.dataset
+
+    def _reset(self, reset: Any, iterator: Any, *args: Any, **named: Any) -> None:
+        iterator.check_drawn = deque()
+        reset(iterator, *args, **named)
+
+    def _next_index(self, draw: Any, iterator: Any) -> Any:
+        drawn = draw(iterator)  # ahead of the batch, if there are worker processes
+        iterator.__dict__.setdefault("check_drawn", deque()).append(drawn)
+        return drawn
+
+    def _length(self, length: Any, loader: Any) -> int:
+        found = length(loader)
+        self.record.loaders[loader.check_key].length = found
+        return found if self.feed is None else self.feed.length(loader.check_key, found)
+
+    def _iterate(self, iterate: Any, loader: Any) -> Iterator[Any]:
+        key = loader.check_key
+        self.noise.thaw()
+        if self.feed is not None and self.feed.replaces(key):
+            batches = self.feed.epoch(key)
+        else:
+            batches = iterate(loader)
+        seen = self.record.loaders[key]
+        epoch: list[SeenBatch] = []
+        seen.epochs.append(epoch)
+        seen.starts.append(self.record.backward_passes)
+        copies = self.batches.setdefault(key, [])
+        for batch in batches:
+            batch = map_tensors(batch, self.cast)
+            if self.feed is None:
+                given = SeenBatch(row_hashes(batch), _next_indices(batches))
+                epoch.append(given)
+                copies.append(map_tensors(batch, copy_of))
+                if torch.is_grad_enabled():
+                    self.latest = given
+            if torch.is_grad_enabled():
+                self.since_pass.add(key)
+            self.noise.freeze()
+            yield batch
+            self.noise.thaw()
+        self.since_pass.discard(key)  # an evaluation that did not switch gradients off
+
+
+def copy_of(tensor: Any) -> Tensor:
+    """Return a copy of a tensor, distributed or not."""
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    return tensor.detach().clone()
+
+
+def _next_indices(batches: Any) -> list[int]:
+    """Return the indices of the iterator's next batch, if these are known."""
+    drawn = getattr(batches, "check_drawn", None)
+    if not drawn:
+        return []
+    first = drawn.popleft()
+    indices: list[Any] = list(first) if isinstance(first, list | tuple) else [first]
+    if not all(isinstance(index, int | numpy.integer) for index in indices):
+        return []
+    return list(map(int, indices))

@@ -1,0 +1,194 @@
+"""Find causes of a difference in the ranks' records alone, cheapest first.
+
+To add a cause, write a function that returns a finding or None, add it to `RANK_CAUSES`, and add a
+script with the bug to tests/check.
+"""
+
+from collections import Counter
+from typing import Any
+
+from manyhands.tools.check._case import Case, Hypothesis, describe, finding
+from manyhands.tools.check._compare import ROUNDING, largest_size, size, unequal
+from manyhands.tools.check._records import SeenLoader
+from manyhands.tools.check._report import Finding
+
+START_LIMIT = 1e-9  # relative distance of equal initial parameters
+
+
+def unequal_steps(case: Case) -> Finding | None:
+    counts = [len(record.steps) for record in case.ranks]
+    if len(set(counts)) > 1:
+        return finding("unequal steps", f"the ranks end after {counts} steps")
+    return None
+
+
+def unequal_start(case: Case) -> Finding | None:
+    trained = case.steps[0].params
+    names = unequal([record.start for record in case.ranks], START_LIMIT)
+    names = [name for name in names if name in trained]
+    if names and case.unequal("params", 0):
+        which = describe(names, len(trained))
+        return finding("different start", f"the ranks begin with other values of {which}")
+    return None
+
+
+def unequal_rates(case: Case) -> Finding | None:
+    for number, step in enumerate(case.steps):
+        rates = [record.steps[number].rates for record in case.ranks]
+        if rates.count(step.rates) < len(rates):
+            return finding("learning rate differs", f"the ranks' rates are {rates}", step.place)
+    return None
+
+
+def unequal_gradients(case: Case) -> Finding | None:
+    for number, step in enumerate(case.steps):
+        names = case.unequal("grads", number)
+        moved = case.unequal("params", number)
+        if moved and not names:
+            return None  # another cause
+        if set(names).isdisjoint(moved):
+            continue  # each rank has gradients of the shard that it steps
+        on_all = set(step.grads)
+        for record in case.ranks:
+            on_all &= record.steps[number].grads.keys()
+        missing = [name for name in names if name not in on_all]
+        if missing:
+            text = f"in step {number + 1} only some ranks have a gradient of {describe(missing, 0)}"
+            return finding("used by some ranks", text, step.last_pass)
+        if step.before and not case.unequal("before", number):
+            return finding("clipping norm", "each rank clips by a norm of its own", step.place)
+        least = ROUNDING * largest_size(step.grads)
+        large = {name for name, gradient in step.grads.items() if size(gradient) > least}
+        if large.issubset(names):
+            text = f"in step {number + 1} each rank steps with a gradient of its own"
+            return finding("not averaged", text, step.last_pass)
+        which = describe(names, len(step.params))
+        text = f"in step {number + 1} each rank steps with a gradient of {which} of its own"
+        return finding("some not averaged", text, step.last_pass)
+    return None
+
+
+def clipped_early(case: Case) -> Finding | None:
+    """Find ranks that clip their gradients before the average."""
+    for number, step in enumerate(case.steps):
+        if case.unequal("before", number) and not case.unequal("grads", number):
+            return finding("clipping norm", "each rank clips before the average", step.place)
+    return None
+
+
+def drift(case: Case) -> Finding | None:
+    for number, step in enumerate(case.steps):
+        names = case.unequal("params", number)
+        if names:
+            text = f"the ranks' {describe(names, len(step.params))} differ since step {number + 1}"
+            text += ", though their gradients and rates are equal"
+            return finding("drift", text, step.place)
+    return None
+
+
+def shared_samples(case: Case) -> Finding | None:
+    """Find ranks that see the same samples, in the same steps or elsewhere in the first epoch."""
+    loaders: list[SeenLoader] = []
+    for record in case.ranks:
+        loaders += record.training_loaders().values()
+    # Noise in the data set hides that two samples are one. Their indices show it, in equal sets.
+    data_sets = {loader.data for loader in loaders}
+    by_index = len(data_sets) == 1 and "" not in data_sets
+    by_index = by_index and all(loader.indexed for loader in loaders)
+    seen = [record.pass_samples(by_index) for record in case.ranks]
+    if by_index and not all(seen):
+        seen = [record.pass_samples(False) for record in case.ranks]
+    if not all(seen):
+        return None
+    place = loaders[0].place if case.ranks[0].training_loaders() else ""
+    if same_in_passes(seen):
+        return finding("not sharded", "the ranks see the same samples in the same steps", place)
+    for record in case.ranks:
+        own = list(record.training_loaders().values())
+        if len(own) != 1 or own[0].repeats:
+            return None
+        used = sum(map(len, record.pass_samples(False)))
+        if used <= 0.6 * sum(map(len, own[0].orders(False))):
+            return None  # each rank takes its part of the loader's batches
+    if by_index and all(loader.shuffles_all for loader in loaders):
+        text = f"each of {len(loaders)} ranks draws from all samples of the data set"
+        return finding("seen twice", text, place)
+    epochs = [loader.orders(by_index)[0] for loader in loaders]
+    counts = Counter[Any]()
+    for epoch in epochs:
+        distinct = set(epoch)
+        if len(distinct) < (1.0 if by_index else 0.5) * len(epoch):
+            return None  # the data repeats samples, or an iteration is several epochs
+        counts.update(distinct)
+    twice = len(counts) - list(counts.values()).count(1)
+    if twice > max(len(epochs) - 1, 0.05 * len(counts)):
+        text = f"{twice} of {len(counts)} samples of an epoch are seen by more than one rank"
+        return finding("seen twice", text, place)
+    return None
+
+
+def same_in_passes(seen: list[list[list[Any]]]) -> bool:
+    """Return whether the ranks' passes have the same samples, given for each rank and pass."""
+    first = seen[0][0]
+    # Draws of rank 0 alone, say for an evaluation, part ranks of one seed after a batch or two.
+    if len(set(first)) > 1 and all(batches[0] == first for batches in seen):
+        return True
+    same = 0
+    total = 0
+    for batch, *others in zip(*seen, strict=False):
+        for other in others:
+            same += (Counter(batch) & Counter(other)).total()
+            total += len(other)
+    return same > 0.9 * total and len(set[Any]().union(*seen[0])) > 1
+
+
+def carried_over(case: Case) -> Finding | None:
+    if len({step.optimizer for step in case.steps}) > 1:
+        return None
+    for number, step in enumerate(case.steps):
+        if number and step.carried:
+            text = f"the gradient of step {number + 1} still holds that of step {number}"
+            return finding("gradients not cleared", text, step.last_pass)
+    return None
+
+
+def same_order(case: Case) -> Finding | None:
+    for loader in case.ranks[0].training_loaders().values():
+        orders = list(filter(None, loader.orders(loader.indexed)))
+        if not loader.reshuffles or len(orders) < 2 or len(set(orders[0])) <= 2:
+            continue
+        if orders[0][: len(orders[1])] == orders[1]:
+            return finding("same order", "all epochs have the samples in one order", loader.place)
+    return None
+
+
+def part_of_the_model_left_out(case: Case) -> Finding | None:
+    """Find parameters that differ between ranks even after a sync round of blocks."""
+    # Not after the first step, in which Adam moves by the gradient's sign.
+    unequal_ones = [case.unequal("params", number) for number in range(1, len(case.steps))]
+    least = min(unequal_ones, key=len, default=[])
+    if 0 < len(least) < len(case.steps[0].params):
+        which = describe(least, 0)
+        text = f"the ranks' {which} differ after every step, and others are equal at times"
+        return finding("some not averaged", text, case.steps[0].place)
+    return None
+
+
+RANK_CAUSES: list[Hypothesis] = [
+    unequal_steps,
+    unequal_start,
+    unequal_rates,
+    unequal_gradients,
+    clipped_early,
+    drift,
+    shared_samples,
+    carried_over,
+    same_order,
+]
+# Of ranks that step alone in manyhands.blocks, and are equal after a sync round only.
+BLOCK_CAUSES: list[Hypothesis] = [
+    unequal_steps,
+    shared_samples,
+    same_order,
+    part_of_the_model_left_out,
+]

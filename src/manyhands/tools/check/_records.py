@@ -1,0 +1,131 @@
+"""Describe the record that each process of a run writes."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from pydoc import locate
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass
+class SeenBatch:
+    """The samples of one batch."""
+
+    hashes: list[str] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)  # in the data set; empty if unknown
+
+    def samples(self, by_index: bool) -> list[Any]:
+        """Return what identifies each sample."""
+        return self.indices if by_index else self.hashes
+
+
+@dataclass
+class SeenStep:
+    """One step of an optimizer."""
+
+    optimizer: int = 0
+    place: str = ""  # file:line of the call
+    passes: list[str] = field(default_factory=list)  # file:line of each backward pass
+    batches: list[SeenBatch] = field(default_factory=list)  # of each backward pass
+    carried: bool = False  # the first pass found gradients of the previous step
+    before: Tensors = field(default_factory=dict)  # gradients before clipping
+    grads: Tensors = field(default_factory=dict)  # gradients that the optimizer reads
+    params: Tensors = field(default_factory=dict)  # after the step
+    own: list[str] = field(default_factory=list)  # parameters of this optimizer
+    rates: list[float] = field(default_factory=list)  # of each parameter group
+    schedules: int = 0  # earlier steps of all schedules together
+    gains: dict[int | None, float] = field(default_factory=dict)  # that the script read, by group
+
+    @property
+    def last_pass(self) -> str:
+        """Return the place of the last backward pass."""
+        return self.passes[-1] if self.passes else self.place
+
+
+@dataclass
+class SeenLoader:
+    """One DataLoader."""
+
+    place: str
+    reshuffles: bool  # the sampler shuffles by the epoch's number
+    repeats: bool  # the sampler draws with replacement
+    shuffles_all: bool  # the sampler shuffles all samples of the data set
+    length: int | None = None  # the value of len(), if the script read it
+    trains: bool = False
+    epochs: list[list[SeenBatch]] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # backward passes before each epoch
+    data: str = ""  # a description of the data set by a few samples
+
+    def orders(self, by_index: bool) -> list[list[Any]]:
+        """Return the samples of each epoch, in order."""
+        orders = []
+        for epoch in self.epochs:
+            order: list[Any] = []
+            for batch in epoch:
+                order += batch.samples(by_index)
+            orders.append(order)
+        return orders
+
+    @property
+    def indexed(self) -> bool:
+        """Whether the index of every sample is known."""
+        return list(map(len, self.orders(True))) == list(map(len, self.orders(False)))
+
+    @property
+    def batches(self) -> int:
+        """Return the number of batches of all epochs."""
+        return sum(map(len, self.epochs))
+
+
+@dataclass
+class Recording:
+    """The record of one process."""
+
+    steps: list[SeenStep] = field(default_factory=list)
+    backward_passes: int = 0  # up to now
+    start: Tensors = field(default_factory=dict)  # initial parameters and buffers
+    loaders: dict[str, SeenLoader] = field(default_factory=dict)
+    noise: list[str] = field(default_factory=list)  # kinds of random numbers that were replaced
+    norms: bool = False  # batch norm computed local statistics
+    complete: bool = False  # every optimizer made its steps
+    grouped: bool = False  # a process group existed
+    idle: bool = False  # an optimizer made no step
+    blocks: bool = False  # manyhands.blocks steps the optimizer
+    rule: bool = False  # a scaling rule of manyhands steps the optimizer
+    accelerate: bool = False  # Accelerate steps the schedule, once per process
+
+    def training_loaders(self) -> dict[str, SeenLoader]:
+        return {key: loader for key, loader in self.loaders.items() if loader.trains}
+
+    def pass_samples(self, by_index: bool) -> list[list[Any]]:
+        """Return the samples of each pass whose samples are known."""
+        found = []
+        for step in self.steps:
+            for batch in step.batches:
+                samples = batch.samples(by_index)
+                if samples:
+                    found.append(samples)
+        return found
+
+    def pass_ranges(self) -> list[tuple[int, int]]:
+        """Return the first pass of each step, and the first of the next."""
+        ranges = []
+        first = 0
+        for step in self.steps:
+            end = first + len(step.passes)
+            ranges.append((first, end))
+            first = end
+        return ranges
+
+
+def read(file: Path) -> Any:
+    """Load a file that a process has written, with batches of the script's classes."""
+    kinds: list[Any] = [type(numpy.dtype(code)) for code in numpy.typecodes["All"]]
+    kinds += map(locate, torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    with torch.serialization.safe_globals(kinds):
+        return torch.load(file, weights_only=True)
