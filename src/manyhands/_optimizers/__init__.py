@@ -5,5 +5,6 @@ wrappers.py      optimizers around optimizers, and what a gradient scaler leaves
 several.py       several optimizers as one
 foreign.py       objects of other libraries: our integration with theirs
 modules.py       modules around a model, and the names in it
+uneven.py        errors for ranks with unequal numbers of batches, inside torch's `Join`
 state_parts.py   the layers of an optimizer, and their state in parts, for checkpoints
 """

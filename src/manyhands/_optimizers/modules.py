@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from manyhands._arguments import instance
 from manyhands._optimizers.foreign import advice
+from manyhands._optimizers.uneven import refuse_join
 from manyhands._optimizers.wrappers import YieldingProperty
-from manyhands._ranks.uneven import refuse_join
 
 INNER = "_fsdp_wrapped_module"  # in names of parameters; torch's own tools know it, and drop it
 CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's wrapper takes it out of its state dict

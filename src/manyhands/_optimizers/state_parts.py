@@ -25,8 +25,8 @@ from torch.optim.optimizer import StateDict
 
 from manyhands._arguments import flag, real, whole
 from manyhands._optimizers.several import optimizers_in
+from manyhands._optimizers.uneven import refuse_join
 from manyhands._optimizers.wrappers import OptimizerWrapper, ParamGroup, unwrap
-from manyhands._ranks.uneven import refuse_join
 
 Value = TypeVar("Value")
 # A state dict, or an entry of one, from wherever: its reader checks what is in it.

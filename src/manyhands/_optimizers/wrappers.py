@@ -50,7 +50,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands._arguments import instance
-from manyhands._ranks.uneven import EVEN_INPUTS, refuse_join
+from manyhands._optimizers.uneven import EVEN_INPUTS, refuse_join
 from manyhands._tensors.flat import local_shard
 
 if TYPE_CHECKING:

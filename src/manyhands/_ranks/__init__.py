@@ -9,6 +9,5 @@ standstill.py         does a thread stand still, and where?
 dry_run.py            one rank of many, whose others do not exist: count what it sends
 agreement.py          all ranks agree, or all raise
 sharded_gradient.py   gradients of which each rank holds slices, and their norm
-uneven.py             errors for ranks with unequal numbers of batches, inside torch's `Join`
 stop_notice.py        whether this process was asked to stop
 """

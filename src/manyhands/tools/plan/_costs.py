@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
@@ -107,12 +107,19 @@ class ModelSizes:
 
     @property
     def trained(self) -> list[ParamSize]:
-        return [param for optimizer in self.optimizers for param in optimizer.trained]
+        found = []
+        for optimizer in self.optimizers:
+            found += optimizer.trained
+        return found
 
     @property
     def parameter_bytes(self) -> int:
-        optimized = sum(param.bytes for one in self.optimizers for param in one.params)
-        return optimized + sum(param.bytes for param in self.others)
+        optimized = sum(_bytes_of(optimizer.params) for optimizer in self.optimizers)
+        return optimized + _bytes_of(self.others)
+
+
+def _bytes_of(params: Iterable[ParamSize]) -> int:
+    return sum(param.bytes for param in params)
 
 
 @dataclass(frozen=True)
@@ -140,8 +147,11 @@ def rule_cost(groups: int, workers: int, gloo: bool) -> tuple[int, int]:
     A payload has two numbers for each parameter group, and the claims of every rank. It is
     all-gathered on gloo, and else all-reduced, with a place for each rank's claims.
     """
-    numbers = (2 * groups + len(CLAIMS)) * workers if gloo else 2 * groups + len(CLAIMS) * workers
-    return _sent_per_worker(8 * numbers * (1 if gloo else 2), workers), int(workers > 1)
+    if gloo:
+        numbers = (2 * groups + len(CLAIMS)) * workers
+    else:
+        numbers = 2 * (2 * groups + len(CLAIMS) * workers)  # an all-reduce sends all of it twice
+    return _sent_per_worker(8 * numbers, workers), int(workers > 1)
 
 
 def round_cost(sizes: ModelSizes, workers: int) -> tuple[int, int]:
@@ -150,18 +160,21 @@ def round_cost(sizes: ModelSizes, workers: int) -> tuple[int, int]:
     lengths = Counter[Hashable]()
     for param in sizes.trained:
         lengths[param.kind] += param.elements
-    chunks = sum(-(-length // elements_per_chunk(length)) for length in lengths.values())
+    chunks = 0
+    for length in lengths.values():
+        chunks += -(-length // elements_per_chunk(length))
     numbers = lengths.total() + min(2, chunks) * workers * REPORT * PARTS
     return _sent_per_worker(2 * 4 * numbers, workers), chunks * (workers > 1)
 
 
 def costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int = 0) -> tuple[Cost, ...]:
     """Return the costs of the first four ways, in the order of the table above."""
-    ddp, *sharded, fsdp = _costs(sizes, workers, gloo, replicas)
+    ddp, oss, sharded, fsdp = _costs(sizes, workers, gloo, replicas)
     params = sizes.parameter_bytes
     return (
         replace(ddp, saved=_written(params + ddp.optimizer, workers)),
-        *(replace(one, saved=_written(params, workers) + one.optimizer) for one in sharded),
+        replace(oss, saved=_written(params, workers) + oss.optimizer),
+        replace(sharded, saved=_written(params, workers) + sharded.optimizer),
         replace(fsdp, saved=fsdp.parameters + fsdp.optimizer),
     )
 
@@ -170,13 +183,16 @@ def hybrid_cost(sizes: ModelSizes, mesh: tuple[int, int], gloo: bool, replicas: 
     """Return the cost of FSDP on a mesh of copies and shards: the last way of the table above."""
     copies, shards = mesh
     cost = _fsdp_cost(sizes, shards, gloo, copies)
-    held, sent, messages = _moments_under_fsdp(sizes, shards, gloo, replicas)
+    moments = _moments_under_fsdp(sizes, shards, gloo, replicas)
     return replace(
-        cost,
-        scaling=held,
-        sent=cost.sent + sent,
-        collectives=cost.collectives + messages,
-        saved=_written(cost.parameters + cost.optimizer, copies),
+        _with_moments(cost, *moments), saved=_written(cost.parameters + cost.optimizer, copies)
+    )
+
+
+def _with_moments(cost: Cost, held: int, sent: int, collectives: int) -> Cost:
+    """Add the replica of the second moments that AdamScale holds."""
+    return replace(
+        cost, scaling=held, sent=cost.sent + sent, collectives=cost.collectives + collectives
     )
 
 
@@ -190,7 +206,7 @@ def _costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int) -> tuple[
     # `replicas` is how many of the sharded state's entries every worker needs whole.
     alone = Cost(
         sizes.parameter_bytes,
-        sum(param.bytes for param in sizes.trained),
+        _bytes_of(sizes.trained),
         sum(param.state_bytes(param.elements) for param in sizes.trained),
     )
     if workers == 1:  # nothing is sharded or sent, and no bucket is made
@@ -198,7 +214,7 @@ def _costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int) -> tuple[
     ddp = replace(
         alone,
         # Gradients are views of DDP's buckets, so only autograd's newest gradient is extra.
-        in_flight=max((param.bytes for param in sizes.trained), default=0),
+        in_flight=max([param.bytes for param in sizes.trained], default=0),
         # An all-reduce is a reduce-scatter and an all-gather, hence twice the gradients.
         sent=_sent_per_worker(2 * alone.gradients + sizes.buffers, workers),
         collectives=ddp_buckets(sizes.trained) + sizes.buffer_messages,
@@ -219,12 +235,11 @@ def _costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int) -> tuple[
     held = replicas * layout.bucket_bytes
     sent = _sent_per_worker(held + 2 * 4 * len(sizes.trained), workers)
     messages = 1 + replicas * layout.parameter_messages
-    buckets = (held, sent, messages)
-    wraps = _moments_under_fsdp(sizes, workers, gloo, replicas)
-    more = (0, 0, 0), buckets, buckets, wraps
-    return tuple(
-        replace(one, scaling=a, sent=one.sent + b, collectives=one.collectives + c)
-        for one, (a, b, c) in zip((ddp, oss, sharded, fsdp), more, strict=True)
+    return (
+        ddp,
+        _with_moments(oss, held, sent, messages),
+        _with_moments(sharded, held, sent, messages),
+        _with_moments(fsdp, *_moments_under_fsdp(sizes, workers, gloo, replicas)),
     )
 
 
@@ -233,10 +248,13 @@ def _moments_under_fsdp(
 ) -> tuple[int, int, int]:
     """Return what AdamScale adds under FSDP: bytes held, bytes sent, and collectives."""
     shards = [param.shard_elements(workers) for param in sizes.trained]
-    padded = sum(n * p.itemsize for n, p in zip(shards, sizes.trained, strict=True)) * workers
-    messages = len(list(in_groups(shards, int, MESSAGE)))  # for one entry of FSDP's state
-    gathers = replicas * messages * (workers if gloo else 1)
-    held = replicas * sum(param.bytes for param in sizes.trained)
+    padded = 0
+    for elements, param in zip(shards, sizes.trained, strict=True):
+        padded += workers * elements * param.itemsize
+    gathers = replicas * len(list(in_groups(shards, int, MESSAGE)))
+    if gloo:
+        gathers *= workers
+    held = replicas * _bytes_of(sizes.trained)
     return held, _sent_per_worker(replicas * padded, workers), gathers
 
 
@@ -294,15 +312,20 @@ class _Buckets:
 def _sharded_ddp_cost(sizes: ModelSizes, layout: _Buckets, workers: int) -> Cost:
     """Return what a worker holds and sends with OSS and ShardedDataParallel."""
     # With equal slices all ranks hold the same, so one of them is enough.
-    ranks = 1 if all(optimizer.elementwise for optimizer in sizes.optimizers) else workers
+    ranks = workers
+    if all(optimizer.elementwise for optimizer in sizes.optimizers):
+        ranks = 1
     held, most = _gradients_held(layout.buckets, ranks)
     held = held * (workers // ranks)
     most = most * (workers // ranks)
-    worst = max(range(workers), key=lambda rank: held[rank] + layout.state[rank])
-    # The peak may be another rank's than the one that holds most after backward.
+    with_state = [a + b for a, b in zip(held, layout.state, strict=True)]
+    worst = with_state.index(max(with_state))
+    # Another rank may have the peak during backward.
     peak = max(map(sum, zip(most, layout.state, strict=True)))
     # one byte each, and two for passes that ranks have given up
-    used_flags = sum(len(optimizer.params) for optimizer in sizes.optimizers) + 2
+    used_flags = 2
+    for optimizer in sizes.optimizers:
+        used_flags += len(optimizer.params)
     sent = 2 * layout.bucket_bytes + 2 * used_flags + sizes.buffers
     return Cost(
         parameters=layout.parameters,
@@ -326,42 +349,53 @@ def _gradients_held(buckets: Sequence[_Bucket], ranks: int) -> tuple[list[int], 
     for place in range(len(buckets) + 1):  # at the last one all are full
         first = max(0, place - IN_FLIGHT)
         window = buckets[first : place + 1]
-        viewed = {i: size for one in window if one.is_view for i, size in one.gradients.items()}
+        viewed: dict[int, int] = {}  # bytes of the gradients that are buckets themselves
+        whole = 0
+        for bucket in window:
+            if bucket.is_view:
+                viewed.update(bucket.gradients)
+            else:
+                whole += bucket.size
+        whole += sum(viewed.values())
         # One autograd node makes the gradients of a weight and its bias together, so a gradient
         # of the next bucket may be there already.
-        newest = buckets[place : place + 2]
-        arriving = [s for one in newest for i, s in one.gradients.items() if i not in viewed]
-        copied = sum(one.size for one in window if not one.is_view)
-        whole = copied + sum(viewed.values()) + max(arriving, default=0)
-        reduced = [(b, b.received + b.summed * (not n)) for n, b in enumerate(buckets[first:place])]
-        places.append((first, whole, reduced))
+        newest = 0
+        for bucket in buckets[place : place + 2]:
+            for key, size in bucket.gradients.items():
+                if key not in viewed:
+                    newest = max(newest, size)
+        places.append((first, place, whole + newest))
     held = []
     most = []
     for rank in range(ranks):
-        done = [0, *accumulate(one.slices[rank % len(one.slices)] for one in buckets)]
+        slices = [bucket.slices[rank % len(bucket.slices)] for bucket in buckets]
+        done = [0, *accumulate(slices)]
+        peak = done[-1]
+        for first, place, whole in places:
+            size = done[first] + whole
+            for number in range(first, place):
+                size += buckets[number].received * slices[number]
+            if place > first:
+                size += buckets[first].summed * slices[first]
+            peak = max(peak, size)
         held.append(done[-1])
-        most.append(
-            max(
-                done[first]
-                + whole
-                + sum(times * one.slices[rank % len(one.slices)] for one, times in reduced)
-                for first, whole, reduced in places
-            )
-        )
-    return held, list(map(max, held, most))
+        most.append(peak)
+    return held, most
 
 
 def _lay_out(sizes: ModelSizes, workers: int, gloo: bool) -> _Buckets:
     """Put all parameters into buckets, as `OSS` does (see `_flat_params.py`)."""
-    frozen = [param for one in sizes.optimizers for param in one.params if not param.trained]
-    layout = _Buckets([0] * workers, sum(param.bytes for param in (*frozen, *sizes.others)))
+    layout = _Buckets([0] * workers, _bytes_of(sizes.others))
     for optimizer in sizes.optimizers:
         kinds: dict[Hashable, list[tuple[int, int]]] = {}  # (index, elements) of its parameters
         for i, param in reversed(list(enumerate(optimizer.params))):
-            if param.trained and param.elements:
+            if not param.trained:
+                layout.parameters += param.bytes
+            elif param.elements:
                 kinds.setdefault(param.kind, []).append((i, param.elements))
         for indices in kinds.values():
-            largest = _layout.bucket_size(workers, sum(elements for _, elements in indices))
+            elements = sum([count for _, count in indices])
+            largest = _layout.bucket_size(workers, elements)
             if optimizer.elementwise:
                 buffers = _layout.even_layout(indices, workers, largest)
             else:
@@ -384,19 +418,33 @@ def _add_bucket(
     itemsize = params[0].itemsize
     if even:
         slices = [bucket.cuts[1]]
-        layout.parameter_messages += workers if gloo else 1  # N broadcasts, or one all-gather
+        gathers = 1
+        if gloo:
+            gathers = workers  # broadcasts
     else:
         slices = [b - a for a, b in pairwise(bucket.cuts)]
-        layout.parameter_messages += sum(length > 0 for length in slices)
-    full_precision = itemsize >= 4  # half precision is summed in float32, in memory of its own
-    by_owner = full_precision and not (even or gloo)
-    layout.gradient_messages += sum(length > 0 for length in slices) if by_owner else 1
-    received = workers - 1 if gloo else 1 if even and full_precision else workers
+        gathers = len(slices) - slices.count(0)
+    layout.parameter_messages += gathers
+    full_precision = itemsize >= 4  # half precision is summed in separate float32 memory
+    if full_precision and not even and not gloo:
+        layout.gradient_messages += gathers
+    else:
+        layout.gradient_messages += 1
+    received = workers
+    if gloo:
+        received = workers - 1
+    elif even and full_precision:
+        received = 1
+    summed = 0
+    if not full_precision:
+        summed = 3
+    elif received == workers:
+        summed = 1
     one = _Bucket(
         size=bucket.size * itemsize,
         slices=[elements * itemsize for elements in slices],
         received=received,
-        summed=3 if not full_precision else 1 if received == workers else 0,
+        summed=summed,
         gradients={id(param): param.bytes for param in params},
         is_view=bucket.ranges[0].size == bucket.size,
     )
@@ -442,35 +490,49 @@ class _Wrap:
 def _fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool, copies: int = 1) -> Cost:
     """Return what a worker holds and sends with FullyShardedDataParallel."""
     # `workers` are those that one copy of the model is sharded over.
-    state = sum(
-        param.state_bytes(param.shard_elements(workers))
-        for optimizer in sizes.optimizers
-        if not optimizer.owned_whole
-        for param in optimizer.trained
-    )
-    owned = [_owned_whole(one.params, workers) for one in sizes.optimizers if one.owned_whole]
     wraps = [_wrap_bytes(wrap, workers, gloo) for wrap in sizes.wraps]
-    gathered = sum(wrap.gathered for wrap in wraps)
-    reduced = sum(wrap.reduced for wrap in wraps)
-    # The outermost wrap stays gathered from forward to backward; all others are gathered twice.
-    stays = sum(wrap.gathered for wrap in wraps if wrap.outer is None)
-    all_gathers = sum(1 if wrap.outer is None else 2 for wrap in sizes.wraps if wrap.params)
-    # one byte each, and eight that compare the order of the wraps
-    used_flags = sum(len(wrap.params) for wrap in sizes.wraps) + 8
-    most = _most_in_fsdp_backward(wraps, workers)
+    used_flags = 8  # bytes that compare the order of the wraps, and a byte for each parameter
+    gathered = 0
+    gathered_again = 0
+    reduced = 0
+    collectives = 1  # the flags
+    for params, wrap in zip(sizes.wraps, wraps, strict=True):
+        used_flags += len(params.params)
+        gathered += wrap.gathered
+        reduced += wrap.reduced
+        gathers = 1
+        if wrap.outer is not None:  # the outermost stays gathered from forward to backward
+            gathered_again += wrap.gathered
+            gathers = 2
+        if gloo:
+            gathers *= workers  # broadcasts
+        if params.params:
+            collectives += gathers
+        if wrap.reduced:
+            collectives += 1 + (copies > 1)
     between = 2 * reduced // workers * (copies - 1) / copies
     flags = 2 * used_flags * (workers * copies - 1) / (workers * copies)
+    in_shards = (gathered + gathered_again + reduced) * (workers - 1) / workers
+    in_flight = max(0, _most_in_fsdp_backward(wraps, workers) - reduced // workers)
+    sent = round(in_shards + flags + between)
+    state = 0
+    for optimizer in sizes.optimizers:
+        if optimizer.owned_whole:
+            owned = _owned_whole(optimizer.params, workers)
+            state += owned.optimizer
+            in_flight = max(in_flight, owned.in_flight)
+            sent += owned.sent
+            collectives += owned.collectives
+        else:
+            for param in optimizer.trained:
+                state += param.state_bytes(param.shard_elements(workers))
     return Cost(
         parameters=gathered // workers,
         gradients=reduced // workers,
-        optimizer=state + sum(one.optimizer for one in owned),
-        in_flight=max(0, most - reduced // workers, *(one.in_flight for one in owned)),
-        sent=round((2 * gathered - stays + reduced) * (workers - 1) / workers + flags + between)
-        + sum(one.sent for one in owned),
-        collectives=all_gathers * (workers if gloo else 1)  # on gloo N broadcasts
-        + sum(wrap.reduced > 0 for wrap in wraps) * (1 + (copies > 1))
-        + 1  # the flags
-        + sum(one.collectives for one in owned),
+        optimizer=state,
+        in_flight=in_flight,
+        sent=sent,
+        collectives=collectives,
     )
 
 
@@ -487,8 +549,8 @@ def _owned_whole(params: Sequence[ParamSize], workers: int) -> Cost:
             held[owners[number]] += param.state_bytes(param.elements)
             gradients[owners[number]] += param.bytes
     trained = [param for param in params if param.trained]
-    total = sum(param.bytes for param in trained)
-    bucket = min(total, BUCKET * max((param.itemsize for param in trained), default=0))
+    total = _bytes_of(trained)
+    bucket = min(total, BUCKET * _widest(trained))
     buckets = bucket_ranges([(param.kind, param.elements) for param in trained])
     # Each message goes to one rank. And a byte of each tensor says whether it has moved.
     flags = _sent_per_worker(2 * len(params), workers)
@@ -507,15 +569,25 @@ def _wrap_bytes(wrap: WrapParams, workers: int, gloo: bool) -> _Wrap:
     """Return the bytes of one FSDP wrap, in each state that it takes in a step."""
     trained = [param for param in wrap.params if param.trained]
     elements = sum(param.shard_elements(workers) for param in trained)
-    itemsize = max((param.itemsize for param in trained), default=0)
-    in_place = itemsize >= 4  # half precision is summed in float32
+    itemsize = _widest(trained)
+    received = 0
+    if gloo:
+        in_place = itemsize >= 4  # half precision is summed in float32
+        received = (workers - 1 - in_place) * itemsize * elements
+    gathered = 0
+    for param in wrap.params:
+        gathered += workers * param.shard_elements(workers) * param.itemsize
     return _Wrap(
-        gathered=sum(workers * p.shard_elements(workers) * p.itemsize for p in wrap.params),
-        gradients=sum(param.bytes for param in trained),
+        gathered=gathered,
+        gradients=_bytes_of(trained),
         reduced=workers * itemsize * elements,
-        received=(workers - 1 - in_place) * itemsize * elements if gloo else 0,
+        received=received,
         outer=wrap.outer,
     )
+
+
+def _widest(params: Sequence[ParamSize]) -> int:
+    return max([param.itemsize for param in params], default=0)
 
 
 def _most_in_fsdp_backward(wraps: Sequence[_Wrap], workers: int) -> int:
@@ -529,10 +601,13 @@ def _most_in_fsdp_backward(wraps: Sequence[_Wrap], workers: int) -> int:
     open_wraps: list[_Wrap] = []
     for number in reversed(range(len(wraps))):
         open_wraps.append(wraps[number])
-        arriving = wraps[number - 1].gathered if number else 0  # prefetched
+        arriving = 0
+        next_outer = None
+        if number > 0:
+            arriving = wraps[number - 1].gathered  # prefetched
+            next_outer = wraps[number - 1].outer
         present = sum(wrap.gathered + wrap.gradients for wrap in open_wraps)
         most = max(most, owned + leaving + arriving + present)
-        next_outer = wraps[number - 1].outer if number else None
         # Close every wrap that does not contain the next one.
         while open_wraps and (next_outer is None or open_wraps[-1] is not wraps[next_outer]):
             done = open_wraps.pop()
@@ -541,5 +616,6 @@ def _most_in_fsdp_backward(wraps: Sequence[_Wrap], workers: int) -> int:
             # Gradients and the reduce-scatter's copy of them are there together for a moment.
             most = max(most, owned + arriving + present + done.reduced)
             present -= done.gradients
-            leaving = done.reduced + done.received if done.reduced else leaving
+            if done.reduced:
+                leaving = done.reduced + done.received
     return most

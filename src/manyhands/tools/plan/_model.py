@@ -72,7 +72,10 @@ class PlannedOptimizer:
             return PlannedOptimizer(optimizer.optimizer_class, arguments, groups)
         # Defaults also hold options that a class sets for itself and its constructor refuses.
         accepted = inspect.signature(type(optimizer)).parameters
-        arguments = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+        arguments = {}
+        for name, value in optimizer.defaults.items():
+            if name in accepted:
+                arguments[name] = value
         return PlannedOptimizer(type(optimizer), arguments, groups)
 
     @cached_property
@@ -93,19 +96,23 @@ def planned_optimizers(
     optimizer: object, options: Mapping[str, object], model: nn.Module
 ) -> list[PlannedOptimizer]:
     """Accept the name or the class of an optimizer, an optimizer, or a list of optimizers."""
-    several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    several = [optimizer]
+    if isinstance(optimizer, list | tuple):
+        several = list(optimizer)
     made = [one for one in several if isinstance(one, Optimizer)]
     if len(made) == len(several):
-        plain = [each for one in made for each in optimizers_in(unwrap(one)[-1])]
-        existing = [PlannedOptimizer.of(one) for one in plain]
+        existing = []
+        for one in made:
+            for plain in optimizers_in(unwrap(one)[-1]):
+                existing.append(PlannedOptimizer.of(plain))
         check_covers(existing, model)
         return existing
     if isinstance(optimizer, str):
-        known = {
-            name.lower(): kind
-            for name, kind in vars(optim).items()
-            if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
-        }
+        known = {}
+        for name in dir(optim):
+            kind = getattr(optim, name)
+            if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer:
+                known[name.lower()] = kind
         one_of("optimizer", optimizer.lower(), sorted(known), "Give the class of any other.")
         optimizer = known[optimizer.lower()]
     if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
@@ -117,11 +124,18 @@ def planned_optimizers(
 
 def check_covers(optimizers: Sequence[PlannedOptimizer], model: nn.Module) -> None:
     """Raise unless the optimizers hold the model's parameters, and all that are trained, once."""
-    held = Counter(id(param) for one in optimizers for _, params in one.groups for param in params)
-    named = {id(param): (name, param) for name, param in model.named_parameters()}
-    wrong = [name for key, (name, p) in named.items() if held[key] != 1 and p.requires_grad]
-    if foreign := len(held.keys() - named):
-        wrong = [f"{foreign} parameter(s) that are not in the model"]
+    held = Counter[int]()
+    for optimizer in optimizers:
+        for _, params in optimizer.groups:
+            held.update(map(id, params))
+    wrong = []
+    foreign = set(held)
+    for name, param in model.named_parameters():
+        foreign.discard(id(param))
+        if held[id(param)] != 1 and param.requires_grad:
+            wrong.append(name)
+    if foreign:
+        wrong = [f"{len(foreign)} parameter(s) that are not in the model"]
     if wrong:
         raise ValueError(
             "each trained parameter of the model, and no other, must be in one optimizer: look at "
@@ -150,19 +164,19 @@ def measure(model: nn.Module, optimizers: list[PlannedOptimizer], wrap_size: int
         if id(param) not in sizes:
             sizes[id(param)] = _param_size(param)
             others.append(sizes[id(param)])
-    buffers = list(model.buffers())
-    # Small buffers of one kind travel in one message, large ones each in their own.
-    small = {(b.dtype, b.device) for b in buffers if b.numel() <= SENT_ALONE}
-    return ModelSizes(
-        tuple(by_optimizer),
-        tuple(others),
-        tuple(
-            WrapParams(tuple(sizes[id(param)] for param in params), outer)
-            for params, outer in wrap_params(model, wrap_size)
-        ),
-        sum(buffer.numel() * buffer.element_size() for buffer in buffers),
-        len(small) + sum(buffer.numel() > SENT_ALONE for buffer in buffers),
-    )
+    # Small buffers of the same kind share a broadcast. Each large buffer has a separate one.
+    messages = set[object]()
+    buffer_bytes = 0
+    for buffer in model.buffers():
+        buffer_bytes += buffer.nbytes
+        if buffer.numel() <= SENT_ALONE:
+            messages.add((buffer.dtype, buffer.device))
+        else:
+            messages.add(id(buffer))
+    wraps = []
+    for params, outer in wrap_params(model, wrap_size):
+        wraps.append(WrapParams(tuple([sizes[id(param)] for param in params]), outer))
+    return ModelSizes(tuple(by_optimizer), tuple(others), tuple(wraps), buffer_bytes, len(messages))
 
 
 def _param_size(
@@ -191,12 +205,16 @@ def _param_size(
 
 
 def wrap_size_of(model: nn.Module) -> int:
-    """Return how many elements a wrap of the plan's FSDP has at least."""
-    elements = sum(param.numel() for param in model.parameters())
+    """Return the least number of elements of a wrap in the plan's FSDP."""
+    elements = count_elements(model)
     # A wrap of a 50th keeps the whole tensors of a backward pass small beside the shards.
     size = min(LARGEST_WRAP, max(1, elements // 50))
     power = 10 ** (len(str(size)) - 1)
     return size // power * power  # one digit, which is easier to read
+
+
+def count_elements(model: nn.Module) -> int:
+    return sum(param.numel() for param in model.parameters())
 
 
 def wrap_params(model: nn.Module, least: int) -> list[tuple[list[Tensor], int | None]]:
@@ -237,8 +255,14 @@ def activation_bytes(model: nn.Module, input: object) -> int:
     """Return the bytes that a forward pass keeps for the backward pass, for one worker's input."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
 
-    kwargs = dict(input) if isinstance(input, Mapping) else {}
-    args = () if kwargs else tuple(input) if isinstance(input, list | tuple) else (input,)
+    kwargs: dict[str, object] = {}
+    args: tuple[object, ...] = ()
+    if isinstance(input, Mapping):
+        kwargs = dict(input)
+    elif isinstance(input, list | tuple):
+        args = tuple(input)
+    else:
+        args = (input,)
     # The storages themselves are kept, or a freed one's address could be counted for another.
     storages: dict[int, torch.UntypedStorage] = {}
 

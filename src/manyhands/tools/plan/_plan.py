@@ -32,6 +32,7 @@ from manyhands.tools.plan._model import (
     PlannedOptimizer,
     activation_bytes,
     build_module,
+    count_elements,
     measure,
     planned_optimizers,
     wrap_params,
@@ -125,7 +126,7 @@ class Plan:
     @property
     def cells(self) -> list[list[str]]:
         """The table: a heading, and a line for each kind of cost with a cell for each way."""
-        cells = [["", *(row.name for row in self.rows)]]
+        cells = [["", *[row.name for row in self.rows]]]
         for label, name in (
             ("parameters", "parameters"),
             ("gradients", "gradients"),
@@ -141,23 +142,28 @@ class Plan:
             sizes = [getattr(row, name) or 0 for row in self.rows]
             if any(sizes):
                 cells.append([label, *map(format_bytes, sizes)])
-        cells.append(["collectives", *(f"{row.collectives:,}" for row in self.rows)])
+        cells.append(["collectives", *[f"{row.collectives:,}" for row in self.rows]])
         if self.network is not None:
             times = [format_seconds(row.seconds or 0) for row in self.rows]
             cells.append([f"at {format_rate(self.network)}", *times])
-        if (memory := self.memory) is not None:
-            over = [f"{format_bytes(row.total - memory)} over" for row in self.rows]
-            fits = ["yes" if row.fits else more for row, more in zip(self.rows, over, strict=True)]
-            cells.append([f"fits {format_bytes(memory)}", *fits])
+        if self.memory is not None:
+            line = [f"fits {format_bytes(self.memory)}"]
+            for row in self.rows:
+                if row.fits:
+                    line.append("yes")
+                else:
+                    line.append(f"{format_bytes(row.total - self.memory)} over")
+            cells.append(line)
         return cells
 
     @property
     def verdict(self) -> str:
         """The way to take, or how much memory is missing."""
         best = self.cheapest
-        fits = "" if self.memory is None else f" that fits {format_bytes(self.memory)}"
         if best is not None:
-            return f"The cheapest{fits}: {best.name}"
+            if self.memory is None:
+                return f"The cheapest: {best.name}"
+            return f"The cheapest that fits {format_bytes(self.memory)}: {best.name}"
         usable = [row for row in self.rows if row.available]
         least = min(reversed(usable), key=lambda row: row.total)  # of equal ones the most sharded
         over = format_bytes(least.total - (self.memory or 0))
@@ -165,14 +171,18 @@ class Plan:
 
     def __str__(self) -> str:
         """Return the plan as `print` shows it: table, notes, verdict, the line to paste."""
-        widths = [max(map(len, column)) for column in zip(*self.cells, strict=True)]
-        table = [
-            f"{label:<{widths[0]}}  "
-            + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
-            for label, *cells in self.cells
-        ]
-        code = [] if self.cheapest is None else ["", f"    {self.cheapest.code}"]
-        return "\n".join([self.title, "", *table, "", *self.notes, "", self.verdict, *code])
+        cells = self.cells
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [self.title, ""]
+        for row in cells:
+            aligned = [row[0].ljust(widths[0])]
+            for cell, width in zip(row[1:], widths[1:], strict=True):
+                aligned.append(cell.rjust(width))
+            lines.append("  ".join(aligned))
+        lines += ["", *self.notes, "", self.verdict]
+        if self.cheapest is not None:
+            lines += ["", f"    {self.cheapest.code}"]
+        return "\n".join(lines)
 
     __repr__ = __str__  # a notebook shows the table
 
@@ -228,27 +238,41 @@ def plan(
         **options: options of the optimizer, such as momentum.
     """
     if mesh is not None:
-        workers = math.prod(whole("mesh", each, least=2) for each in mesh)
+        workers = math.prod([whole("mesh", each, least=2) for each in mesh])
     workers = whole("workers", workers, least=1)
     one_of("backend", backend, ("nccl", "gloo"))
-    budget = None if memory is None else parse_bytes(memory)
-    rate = None if network is None else parse_rate(network)
+    budget = None
+    if memory is not None:
+        budget = parse_bytes(memory)
+    rate = None
+    if network is not None:
+        rate = parse_rate(network)
     latency = real("latency", latency, least=0)
     pass_seconds = real("pass_seconds", pass_seconds, least=0)
     around = _find_rule(rule, optimizer)
     module = build_module(model)
     optimizers = planned_optimizers(optimizer, options, module)
     wrap_size = wrap_size_of(module)
-    centered = any(one.get("centered") for each in optimizers for one in each.all_options)
     sizes = measure(module, optimizers, wrap_size)
-    activations = None if input is None else activation_bytes(module, input)
-    replicas = 1 + centered if around is not None and issubclass(around, AdamScale) else 0
-    groups = sum(len(each.all_options) for each in optimizers)
-    added = rule_cost(groups, workers, backend == "gloo") if around is not None else (0, 0)
+    activations = None
+    if input is not None:
+        activations = activation_bytes(module, input)
+    groups = [options for each in optimizers for options in each.all_options]
+    replicas = 0  # entries of the optimizer's state that a rule needs on every worker
+    if around is not None and issubclass(around, AdamScale):
+        replicas = 1
+        if any(options.get("centered") for options in groups):
+            replicas = 2
+    added = (0, 0)
+    if around is not None:
+        added = rule_cost(len(groups), workers, backend == "gloo")
     ways = _ways(sizes, workers, mesh, backend == "gloo", replicas)
-    # On one worker FSDP shards nothing, and so has no obstacle.
-    obstacle = wrapping_obstacle(module, wrap_size) if workers > 1 else None
-    made = "optimizers" if isinstance(optimizer, list | tuple) else "optimizer"
+    obstacle = None
+    if workers > 1:  # on a single worker FSDP shards nothing
+        obstacle = wrapping_obstacle(module, wrap_size)
+    made = "optimizer"
+    if isinstance(optimizer, list | tuple):
+        made = "optimizers"
     rows = []
     for name, how, cost in ways:
         sent = cost.sent + added[0]
@@ -260,18 +284,27 @@ def plan(
             activations=activations,
             seconds=rate and pass_seconds + 8 * sent / rate + latency * collectives,
             obstacle=obstacle if FSDP_NAME in name else None,
-            **{**vars(cost), "sent": sent, "collectives": collectives},
+            parameters=cost.parameters,
+            gradients=cost.gradients,
+            optimizer=cost.optimizer,
+            in_flight=cost.in_flight,
+            scaling=cost.scaling,
+            saved=cost.saved,
+            sent=sent,
+            collectives=collectives,
         )
-        rows.append(replace(row, fits=None if budget is None else row.total <= budget))
+        if budget is not None:
+            row = replace(row, fits=row.total <= budget)
+        rows.append(row)
     return Plan(
         rows=tuple(rows),
-        optimizer=" and ".join(dict.fromkeys(one.kind.__name__ for one in optimizers)),
-        elements=sum(param.numel() for param in module.parameters()),
+        optimizer=" and ".join(dict.fromkeys([one.kind.__name__ for one in optimizers])),
+        elements=count_elements(module),
         workers=workers,
         notes=_notes(rows, optimizers, sizes, wrap_size, workers),
         memory=budget,
         network=rate,
-        rule=None if around is None else around.__name__,
+        rule=getattr(around, "__name__", None),
     )
 
 
@@ -279,8 +312,9 @@ def _ways(
     sizes: ModelSizes, workers: int, mesh: tuple[int, int] | None, gloo: bool, replicas: int
 ) -> list[tuple[str, str, Cost]]:
     """Return each way's name, the end of its line of code, and its cost."""
-    found = enumerate(zip(NAMES, costs(sizes, workers, gloo, replicas), strict=True))
-    ways = [(name, f"level={level})", cost) for level, (name, cost) in found]
+    ways = []
+    for level, cost in enumerate(costs(sizes, workers, gloo, replicas)):
+        ways.append((NAMES[level], f"level={level})", cost))
     if mesh is not None:
         name = f"{FSDP_NAME}, {mesh[0]} copies"
         how = f"level=3, mesh=mesh)  # of {mesh[0]} x {mesh[1]}"
@@ -291,8 +325,11 @@ def _ways(
 def _find_rule(name: str | None, optimizer: object) -> type[ScalingRuleBase] | None:
     """Return the class of the library's rule of this name, or of the rule around an optimizer."""
     if name is None:
-        layers = unwrap(optimizer, every_layer=True) if isinstance(optimizer, Optimizer) else []
-        return next((type(one) for one in layers if isinstance(one, ScalingRuleBase)), None)
+        if isinstance(optimizer, Optimizer):
+            for layer in unwrap(optimizer, every_layer=True):
+                if isinstance(layer, ScalingRuleBase):
+                    return type(layer)
+        return None
     rules = {rule.__name__: rule for rule in RULES}
     one_of("rule", name, list(rules))
     return rules[name]
@@ -306,21 +343,26 @@ def _notes(
     workers: int,
 ) -> tuple[str, ...]:
     """Return sentences that explain the table."""
-    layouts = {
-        f"{one.kind.__name__} updates each element by itself: every worker owns an equal shard."
-        if one.elementwise
-        else f"{one.kind.__name__} needs whole tensors: each parameter has one owner."
-        for one in optimizers
-    }
-    wraps = sum(bool(wrap.params) for wrap in sizes.wraps)
-    number = "one wrap" if wraps == 1 else f"{wraps:,} wraps of at least {wrap_size:,} parameters"
+    layouts = set()
+    for one in optimizers:
+        name = one.kind.__name__
+        if one.elementwise:
+            layouts.add(f"{name} updates each element by itself: every worker owns an equal shard.")
+        else:
+            layouts.add(f"{name} needs whole tensors: each parameter has one owner.")
+    wraps = len([wrap for wrap in sizes.wraps if wrap.params])
+    number = f"{wraps:,} wraps of at least {wrap_size:,} parameters"
+    if wraps == 1:
+        number = "one wrap"
     notes = [*sorted(layouts), f"{FSDP_NAME}: {number}."]
     sent, collectives = round_cost(sizes, workers)
     if collectives:
         notes.append(f"A round of DiLoCo sends {format_bytes(sent)} in {collectives} collectives.")
     if rows[0].activations is None:
         notes.append("Activations are not counted: no input was given.")
-    notes += [f"{row.name} cannot be used: {row.obstacle}" for row in rows if row.obstacle]
+    for row in rows:
+        if row.obstacle:
+            notes.append(f"{row.name} cannot be used: {row.obstacle}")
     return tuple(notes)
 
 
@@ -335,8 +377,10 @@ def wrapping_obstacle(model: nn.Module, wrap_size: int | None) -> str | None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             return f"{name or 'the model'} has sparse gradients; make it with sparse=False."
-    for params, _ in [] if wrap_size is None else wrap_params(model, wrap_size):
-        dtypes = dict.fromkeys(str(param.dtype) for param in params if param.requires_grad)
+    if wrap_size is None:
+        return None
+    for params, _ in wrap_params(model, wrap_size):
+        dtypes = dict.fromkeys([str(param.dtype) for param in params if param.requires_grad])
         if len(dtypes) > 1:
             return (
                 f"parameters that would be in one wrap are {' and '.join(dtypes)}. "

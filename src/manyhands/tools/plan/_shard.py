@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -114,9 +114,11 @@ def shard(
     check = partial(_check_optimizers, model, optimizer, level)
     optimizers = run_on_all(ranks, check)
     agree(ranks, _facts_to_share(model, optimizers, level, gather_state), ADVICE)
-    chosen: int = (
-        level if level != "auto" else _cheapest_level(model, optimizers, ranks, memory, input)
-    )
+    chosen: int
+    if level == "auto":
+        chosen = _cheapest_level(model, optimizers, ranks, memory, input)
+    else:
+        chosen = level
     if chosen != 3:
         check_has_memory(model)
     if chosen in (0, 1) and not dist.is_initialized():
@@ -125,6 +127,7 @@ def shard(
             f"group, also on one rank. {JOIN} Levels 2 and 3 need none on one rank."
         )
     sharded: nn.Module
+    made = optimizers
     if chosen == 3:
         if gather_state:
             raise ValueError(
@@ -135,8 +138,8 @@ def shard(
             _check_fully_shardable(model, optimizers, by_size=auto_wrap_policy is None)
         sharded, made = _fully_sharded(model, optimizers, auto_wrap_policy, process_group, grid)
     else:
-        as_oss = partial(_as_oss, process_group=process_group, gather_state=gather_state)
-        made = optimizers if chosen == 0 else [as_oss(one) for one in optimizers]
+        if chosen != 0:
+            made = [_as_oss(one, process_group, gather_state) for one in optimizers]
         if chosen == 2:
             sharded = ShardedDataParallel(model, made, process_group)
         else:
@@ -146,7 +149,9 @@ def shard(
                 gradient_as_bucket_view=True,
                 find_unused_parameters=find_unused_parameters,
             )
-    returned: Any = made[0] if isinstance(optimizer, Optimizer) else made
+    returned: Any = made
+    if isinstance(optimizer, Optimizer):
+        returned = made[0]
     return sharded, returned
 
 
@@ -178,7 +183,9 @@ def _check_optimizers(model: nn.Module, optimizer: Any, level: object) -> list[O
         given = type(model).__name__
         raise TypeError(f"shard() takes the model, and then the optimizer; got {given} as model.")
     _check_not_in_use(model)
-    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers = [optimizer]
+    if isinstance(optimizer, list | tuple):
+        optimizers = list(optimizer)
     for one in optimizers:
         _check_plain_optimizer(one)
     check_covers([PlannedOptimizer.of(one) for one in optimizers], model)
@@ -188,16 +195,24 @@ def _check_optimizers(model: nn.Module, optimizer: Any, level: object) -> list[O
 def _check_not_in_use(model: nn.Module) -> None:
     """Raise if parameters are sharded already, or in a wrapper that somebody still holds."""
     names, params = zip(*model.named_parameters(), strict=True)
-    around = partial(modules_holding, params, lambda module: isinstance(module, WRAPPERS))
-    if around():
-        gc.collect()  # what nobody holds any more may be in a cycle
-    taken = [(n, "sharded (a DTensor)") for n, param in enumerate(params) if is_dtensor(param)]
-    taken += [(min(indices), f"in a {type(module).__name__}") for module, indices in around()]
-    for index, where in taken:
-        raise RuntimeError(
-            f"{names[index]} is {where} already. Go on with that model, or delete it first: its "
-            "gradients would be sent twice."
-        )
+    for name, param in zip(names, params, strict=True):
+        if is_dtensor(param):
+            raise RuntimeError(_in_use(name, "sharded (a DTensor)"))
+    if any(_wrappers_around(params)):
+        gc.collect()  # an unused wrapper may be in a reference cycle
+    for wrapper, indices in _wrappers_around(params):
+        raise RuntimeError(_in_use(names[min(indices)], f"in a {type(wrapper).__name__}"))
+
+
+def _wrappers_around(params: Sequence[Tensor]) -> Iterator[tuple[nn.Module, set[int]]]:
+    return modules_holding(params, lambda module: isinstance(module, WRAPPERS))
+
+
+def _in_use(name: str, where: str) -> str:
+    return (
+        f"{name} is {where} already. Go on with that model, or delete it first: its "
+        "gradients would be sent twice."
+    )
 
 
 def _check_plain_optimizer(optimizer: Optimizer) -> None:
@@ -209,8 +224,11 @@ def _check_plain_optimizer(optimizer: Optimizer) -> None:
             f"shard() needs a plain torch.optim.Optimizer or a list of them, got {kind}. Put "
             "scaling rules and blocks around the optimizer that it returns."
         )
-    parameters = list(inspect.signature(type(optimizer)).parameters.values())[1:]
-    named = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    named = set()
+    for parameter in list(inspect.signature(type(optimizer)).parameters.values())[1:]:
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            named.add(parameter.name)
+    unknown = named - optimizer.defaults.keys()
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     wrong = ""
     if hooks or hasattr(optimizer.step, "_wrapped_by_lr_sched"):
@@ -218,7 +236,7 @@ def _check_plain_optimizer(optimizer: Optimizer) -> None:
     # Adagrad makes its state with itself, at step 0.
     elif any(state.get("step") != 0 for state in optimizer.state.values()):
         wrong = "has taken steps: call shard() before the first one, and mh.load() after it"
-    elif unknown := named - optimizer.defaults.keys():
+    elif unknown:
         wrong = f"does not keep {sorted(unknown)} in its defaults: make it by mh.OSS, of its class"
     if wrong:
         raise ValueError(f"this {kind} {wrong}.")
@@ -244,10 +262,9 @@ def _facts_to_share(
 
 def _as_oss(optimizer: Optimizer, process_group: GroupLike | None, gather_state: bool) -> Optimizer:
     """Return an OSS of this optimizer's class, options and parameters (levels 1 and 2)."""
-    groups = optimizer.param_groups
     arguments = PlannedOptimizer.of(optimizer).arguments
     return OSS(
-        [dict(group) for group in groups],
+        [dict(group) for group in optimizer.param_groups],
         type(optimizer),
         process_group,
         gather_state=gather_state,
@@ -262,7 +279,10 @@ def _check_fully_shardable(
     model: nn.Module, optimizers: Sequence[Optimizer], *, by_size: bool
 ) -> None:
     """Raise if FSDP could not train it. All ranks have the same model, so that all raise."""
-    obstacle = wrapping_obstacle(model, wrap_size_of(model) if by_size else None)
+    wrap_size = None
+    if by_size:
+        wrap_size = wrap_size_of(model)
+    obstacle = wrapping_obstacle(model, wrap_size)
     for name, param in model.named_parameters():
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             obstacle = (
@@ -286,8 +306,9 @@ def _fully_sharded(
 ) -> tuple[nn.Module, list[Optimizer]]:
     """Wrap the model. Its parameters are others then, so the optimizers are made anew."""
     names = list(model.named_parameters())
-    group = grid or process_group
-    options = {} if group is None else {"process_group": group}
+    options: dict[str, Any] = {}
+    if grid is not None or process_group is not None:
+        options["process_group"] = grid or process_group
     with enable_wrap(policy or by_size(wrap_size_of(model)), **options):
         wrapped = auto_wrap(model)
         if not isinstance(wrapped, FullyShardedDataParallel):  # the policy leaves the model out
@@ -297,10 +318,9 @@ def _fully_sharded(
     made: list[Optimizer] = []
     for optimizer in optimizers:
         one = PlannedOptimizer.of(optimizer)
-        groups = [
-            {**group, "params": [params[param] for param in group["params"]]}
-            for group in optimizer.param_groups
-        ]
+        groups = []
+        for group in optimizer.param_groups:
+            groups.append({**group, "params": [params[param] for param in group["params"]]})
         if one.wants_whole_tensors:
             made.append(WholeTensorOptimizer(groups, one.kind, process_group, **one.arguments))
         else:
@@ -324,18 +344,18 @@ def _cheapest_level(
     if memory is None and device.type == "cuda":
         held = sum(param.nbytes for param in model.parameters())
         memory = held + int(MARGIN * torch.cuda.mem_get_info(device)[0])
-    found = plan(
-        model,
-        optimizers,
-        workers=ranks.size,
-        memory=memory,
-        input=input,
-        backend="nccl" if device.type == "cuda" else "gloo",
-    )
+    backend = "gloo"
+    if device.type == "cuda":
+        backend = "nccl"
+    found = plan(model, optimizers, workers=ranks.size, memory=memory, input=input, backend=backend)
     levels = len(found.rows)
-    own = levels if found.cheapest is None else found.rows.index(found.cheapest)
-    chosen = max(int(row[0]) for row in ranks.all_gather([float(own)], ranks.any_device))
+    own = levels
+    lacking = "on this rank"
+    if found.cheapest is not None:
+        own = found.rows.index(found.cheapest)
+        lacking = "on another rank"
+    everyone = ranks.all_gather([float(own)], ranks.any_device)
+    chosen = int(max(everyone)[0])
     if chosen == levels:
-        lacking = "on this rank" if own == levels else "on another rank"
         raise MemoryError(f"no level fits the memory {lacking}.\n\n{found}")
     return chosen
