@@ -1,5 +1,6 @@
 """Process groups of our own: how many there are, and when they end."""
 
+import fcntl
 import gc
 import os
 import resource
@@ -25,7 +26,13 @@ from helpers.pages import ROOT
 from helpers.ranks import run_ranks
 from manyhands._ranks.groups import GroupCloser, HeldGroup, group_closer
 from manyhands._ranks.ranks import RankGroup
-from manyhands._ranks.sockets import TCP_CLOSE, forget_sockets, shut_connections, watched_sockets
+from manyhands._ranks.sockets import (
+    TCP_CLOSE,
+    forget_sockets,
+    internet_sockets,
+    shut_connections,
+    watched_sockets,
+)
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc, which is Linux's"
@@ -358,3 +365,22 @@ def test_groups_end_while_forked_processes_have_copies_of_their_sockets():
         return left
 
     assert run_ranks(4, work) == [0] * 4
+
+
+def test_looking_for_sockets_keeps_the_locks_of_files(tmp_path):
+    """A process loses its POSIX locks on a file when it closes any descriptor of the file."""
+    with (tmp_path / "locked").open("w") as file, socket.socket() as end:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        seen = []
+        for found in internet_sockets():
+            with found:
+                seen.append(os.fstat(found.fileno()).st_ino)
+        assert os.fstat(end.fileno()).st_ino in seen
+        child = os.fork()
+        if child == 0:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os._exit(0)
+            except OSError:
+                os._exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3, "the lock was lost"

@@ -440,6 +440,104 @@ def test_a_checkpoint_is_continued_bitwise_and_knows_the_drift_of_each(tmp_path)
         )
 
 
+def state_by_name(model, optimizers):
+    """Each parameter's state in whichever optimizer has it, and its learning rate."""
+    names = {param: name for name, param in model.named_parameters()}
+    found = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                found[names[param]] = (dict(optimizer.state[param]), group["lr"])
+    return found
+
+
+def assert_continues_alike(ours, optimizers, others, other_optimizers):
+    assert torch.equal(flat_of(ours), flat_of(others))
+    found = state_by_name(ours, optimizers)
+    expected = state_by_name(others, other_optimizers)
+    assert found.keys() == expected.keys()
+    for name, (state, lr) in expected.items():
+        assert found[name][1] == lr
+        assert found[name][0].keys() == state.keys() != set()
+        for entry, value in state.items():
+            torch.testing.assert_close(found[name][0][entry], value, rtol=0, atol=0)
+
+
+def save_after_three_steps(path, optimizers_of):
+    model = Model()
+    optimizers = optimizers_of(model)
+    for step in range(3):
+        step_alone(model, optimizers, 0, step)
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] /= 2
+    mh.save(path, model=model, optimizer=optimizers)
+    return model, optimizers
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_optimizers_that_were_saved_without_blocks_are_continued_as_a_list_in_blocks(
+    workers, tmp_path
+):
+    saved, plain = save_after_three_steps(tmp_path, inner_optimizers)
+
+    def continues():
+        model = Model()
+        optimizer = mh.DiLoCo(inner_optimizers(model), every=100, **OUTER)
+        mh.load(tmp_path, model=model, optimizer=optimizer)
+        assert_continues_alike(model, [optimizer], saved, plain)
+        with optimizer.at_anchor():
+            assert torch.equal(flat_of(model), flat_of(saved))
+        step_alone(model, [optimizer], 0, 3)
+        return flat_of(model)
+
+    found = run_ranks(workers, continues)
+    step_alone(saved, plain, 0, 3)
+    assert all(torch.equal(each, flat_of(saved)) for each in found)
+
+
+def test_a_list_that_was_saved_in_blocks_is_continued_without_them(tmp_path):
+    saved, plain = save_after_three_steps(
+        tmp_path, lambda model: [mh.DiLoCo(inner_optimizers(model))]
+    )
+    model = Model()
+    optimizers = inner_optimizers(model)
+    mh.load(tmp_path, model=model, optimizer=optimizers)
+    assert_continues_alike(model, optimizers, saved, plain)
+    with pytest.raises(ValueError, match=r"state of Muon, and the optimizer here is AdamW"):
+        mh.load(tmp_path, model=model, optimizer=optimizers[::-1])
+
+
+def test_a_list_may_be_one_of_several_optimizers(tmp_path):
+    def three(model):
+        adamw = AdamW([model.symbol.weight, model.hidden.bias], lr=0.02)
+        sgd = SGD([model.out.bias], lr=0.1, momentum=0.9)
+        return [Muon(matrices(model), lr=0.02), adamw, sgd]
+
+    def two(model):
+        muon, adamw, sgd = three(model)
+        return [mh.DiLoCo([muon, adamw]), sgd]
+
+    for number, (before, after) in enumerate([(three, two), (two, three)]):
+        path = tmp_path / str(number)
+        saved, optimizers = save_after_three_steps(path, before)
+        model = Model()
+        continued = after(model)
+        mh.load(path, model=model, optimizer=continued)
+        assert_continues_alike(model, continued, saved, optimizers)
+        with pytest.raises(ValueError, match=r"has \d optimizer\(s\), and 1 were given"):
+            mh.load(path, model=model, optimizer=continued[-1])
+
+
+def test_optimizers_that_had_blocks_each_are_not_continued_as_a_list(tmp_path):
+    """The blocks of a list share one anchor and one outer step."""
+    save_after_three_steps(tmp_path, lambda model: each_by_itself(inner_optimizers(model)))
+    model = Model()
+    before = flat_of(model)
+    with pytest.raises(ValueError, match=r"Muon and AdamW had separate blocks.* as it was saved"):
+        mh.load(tmp_path, model=model, optimizer=mh.DiLoCo(inner_optimizers(model)))
+    assert torch.equal(flat_of(model), before)
+
+
 def test_a_state_of_other_optimizers_is_refused_and_changes_nothing():
     model = Model()
     one = mh.DiLoCo(AdamW(model.parameters()))

@@ -113,6 +113,113 @@ def test_a_lock_of_another_job_that_lives_is_respected(tmp_path, in_run, monkeyp
     assert "run" in json.loads((tmp_path / ".lock").read_text())
 
 
+def test_no_other_run_comes_in_between_when_the_worker_that_saves_is_killed(
+    tmp_path, in_run, monkeypatch
+):
+    monkeypatch.setattr(_folder, "LOCK_TIMEOUT", 0.3)
+    with contextlib.ExitStack() as savers:
+        first, one = savers.enter_context(saver(tmp_path, "first run", 1))
+        assert hear(one) == "saved"
+        _, two = savers.enter_context(saver(tmp_path, "first run", 2))
+        assert hear(two) == "saved"
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match=r"another job saves to .* Give each job a path"):
+            mh.save(tmp_path, value=3)
+        two.send("again")
+        assert hear(two) == "saved"
+        names = [path.name for path in complete(tmp_path)]
+        assert names == ["000002-step-2", "000003-step-2"]
+    mh.save(tmp_path, value=3)  # all of the first run have ended
+
+
+def take_together(path, run, begin, answers):
+    """Take the lock at a time, and keep it."""
+    os.environ[_folder.RUN_VARIABLE] = run
+    time.sleep(max(0.0, begin - time.monotonic()))
+    try:
+        taken = _folder.Folder(path).lock()
+    except RuntimeError:
+        taken = False
+    answers.send((run, taken))
+    answers.recv()
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_of_runs_that_begin_together_one_gets_the_folder_with_all_its_workers(
+    tmp_path, monkeypatch, attempt
+):
+    monkeypatch.setattr(_folder, "LOCK_TIMEOUT", 1.0)
+    fork = get_context("fork")
+    begin = time.monotonic() + 0.2
+    processes = []
+    pipes = []
+    release_locks()
+    try:
+        for run in ("a", "b", "a", "b"):
+            ours, theirs = fork.Pipe()
+            arguments = (tmp_path / "new", f"{run} {attempt}", begin, theirs)
+            processes.append(fork.Process(target=take_together, args=arguments))
+            processes[-1].start()
+            pipes.append(ours)
+        answers = sorted(hear(pipe) for pipe in pipes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert [taken for _, taken in answers] in (
+        [True, True, False, False],
+        [False, False, True, True],
+    )
+
+
+def test_a_worker_of_a_second_crew_takes_no_checkpoint_of_the_first(tmp_path, monkeypatch):
+    """`job.load` is refused, before anything is taken for the second run's own."""
+    monkeypatch.setattr(_folder, "LOCK_TIMEOUT", 0.3)
+    monkeypatch.setenv("MANYHANDS_STORE", "127.0.0.1:1")  # nothing connects to it
+    monkeypatch.setenv("MANYHANDS_WORKER", "0")
+    monkeypatch.setenv("MANYHANDS_SECRET", "a secret of many characters")
+    job = mh.start(checkpoints=tmp_path, process_group=False)
+    model = torch.nn.Linear(2, 1)
+    before = model.weight.detach().clone()
+    with saver(tmp_path, "first run", 1) as (pid, pipe):
+        assert hear(pipe) == "saved"
+        monkeypatch.setenv(_folder.RUN_VARIABLE, "second run")
+        said = (
+            f"another job saves to {tmp_path}: process {pid} on .*Give each job a path of its own"
+        )
+        with pytest.raises(RuntimeError, match=said):
+            job.load(model=model)
+        with pytest.raises(RuntimeError, match=said):
+            job.save(model=model)
+        assert torch.equal(model.weight, before)
+        monkeypatch.setenv(_folder.RUN_VARIABLE, "first run")
+        with pytest.raises(ValueError, match="saved without model="):  # it has been read
+            job.load(model=model)
+    release_locks()
+    mh.save(tmp_path, model=model)  # of a later run
+    monkeypatch.setenv(_folder.RUN_VARIABLE, "second run")
+    release_locks()
+    assert job.load(model=model) == {}
+    release_locks()
+
+
+def test_a_crew_that_may_not_write_to_the_folder_can_load(tmp_path, monkeypatch):
+    mh.save(tmp_path, value=3)
+    release_locks()
+
+    def read_only(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(_folder, "open_descriptor", read_only)
+    monkeypatch.setenv("MANYHANDS_STORE", "127.0.0.1:1")
+    monkeypatch.setenv("MANYHANDS_WORKER", "0")
+    monkeypatch.setenv("MANYHANDS_SECRET", "a secret of many characters")
+    job = mh.start(checkpoints=tmp_path, process_group=False)
+    with pytest.raises(PermissionError):
+        _folder.Folder(tmp_path).lock()
+    job._claim_folder()
+
+
 def test_a_folder_that_was_removed_gets_a_lock_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(_folder, "LOCK_TIMEOUT", 0.3)
     path = tmp_path / "run"

@@ -101,6 +101,111 @@ def test_every_writes_each_nth_step_only(tmp_path):
     assert run.column("twice") == [20, 40]
 
 
+class Counting:
+    """A source with a "step"."""
+
+    def __init__(self, begun=0):
+        self.step_now = begun
+
+    def snapshot(self):
+        return {"step": self.step_now, "snapshots": 1}
+
+
+class CountingExactly(Counting):
+    """It says its step without a snapshot, as blocks do."""
+
+    @property
+    def steps(self):
+        return self.step_now
+
+
+class CountingToALimit(Counting):
+    """Its `steps` has another meaning."""
+
+    steps = 1000
+
+
+KINDS_OF_COUNTS = [Counting, CountingExactly, CountingToALimit]
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_COUNTS)
+def test_every_counts_the_steps_of_the_run_and_not_those_since_a_resume(tmp_path, kind):
+    path = tmp_path / "a.jsonl"
+    for begun in (0, 10, 8):  # the last start has gone back to an earlier checkpoint
+        source = kind(begun)
+        with Record(path, source, every=3) as record:
+            for source.step_now in range(begun + 1, begun + 11):
+                record.step()
+    steps = [line["step"] for line in raw_lines(path) if "step" in line]
+    assert steps == [3, 6, 9, 12, 15, 18, 9, 12, 15, 18]
+    assert read_record(path).column("step") == [3, 6, 9, 12, 15, 18]
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_COUNTS)
+def test_every_counts_the_steps_of_a_checkpoint_that_was_loaded_after_the_record_was_made(
+    tmp_path, kind
+):
+    source = kind()
+    with Record(tmp_path / "a.jsonl", source, every=4) as record:
+        for source.step_now in (*range(11, 19), *range(6, 10), *range(101, 106)):
+            record.step()
+    steps = [line["step"] for line in raw_lines(tmp_path / "a.jsonl") if "step" in line]
+    if kind is CountingExactly:
+        assert steps == [12, 16, 8, 101, 104]
+    else:
+        assert steps[:3] == [12, 16, 8]
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_COUNTS)
+def test_steps_that_do_not_count_do_not_move_the_lines(tmp_path, kind):
+    """A gradient scaler skips steps 3, 4 and 10."""
+    source = kind()
+    with Record(tmp_path / "a.jsonl", source, every=3) as record:
+        for call in range(1, 15):
+            source.step_now += call not in (3, 4, 10)
+            record.step(call=call)
+    run = read_record(tmp_path / "a.jsonl")
+    assert run.column("step") == [3, 6, 9]
+    assert run.column("call") == [5, 8, 12]
+
+
+def test_a_line_is_due_when_the_count_passes_a_multiple(tmp_path):
+    """As in blocks in which each worker takes steps of its own."""
+    source = CountingExactly()
+    with Record(tmp_path / "a.jsonl", source, every=5) as record:
+        for source.step_now in (2, 4, 7, 7, 9, 12, 22, 24):
+            record.step()
+    assert read_record(tmp_path / "a.jsonl").column("step") == [7, 12, 22]
+
+
+def test_a_record_that_counts_its_calls_goes_on_from_the_last_one_of_a_closed_record(tmp_path):
+    for calls in (10, 5):
+        with Record(tmp_path / "a.jsonl", every=3) as record:
+            for _ in range(calls):
+                record.step()
+    assert raw_lines(tmp_path / "a.jsonl")[-1]["manyhands"]["step"] == 15
+    assert read_record(tmp_path / "a.jsonl").column("step") == [3, 6, 9, 12, 15]
+
+
+def test_every_counts_the_steps_of_an_optimizer_that_is_resumed(tmp_path):
+    def learn(steps, load):
+        model = torch.nn.Linear(2, 1)
+        rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), world_size=1)
+        if load:
+            mh.load(tmp_path / "run", model=model, optimizer=rule)
+        with Record(tmp_path / "a.jsonl", rule, every=3) as record:
+            for _ in range(steps):
+                model(torch.ones(4, 2)).square().mean().backward()
+                rule.step()
+                rule.zero_grad()
+                record.step()
+        mh.save(tmp_path / "run", model=model, optimizer=rule)
+
+    learn(10, load=False)
+    learn(10, load=True)
+    assert read_record(tmp_path / "a.jsonl").column("step") == [3, 6, 9, 12, 15, 18]
+
+
 def test_numbers_that_are_not_finite_are_strict_json_and_come_back(tmp_path):
     values = {"a": math.nan, "b": math.inf, "c": torch.tensor(-math.inf), "d": 1e308}
     optimizer = Optimizer()
@@ -206,9 +311,9 @@ def test_a_snapshot_with_a_tensor_is_refused(tmp_path):
         def snapshot(self):
             return {"drift": torch.zeros(2)}
 
-    record = Record(tmp_path / "a.jsonl", Source())
     with pytest.raises(TypeError, match="Tensor is not JSON serializable"):
-        record.step()
+        Record(tmp_path / "a.jsonl", Source())
+    assert not (tmp_path / "a.jsonl").exists()
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from torch.optim.optimizer import StateDict
 from manyhands._optimizers.wrappers import ParamGroup
 
 SEVERAL = "several"  # the entry of a state dict
+AND = " and "  # between the classes of a list
 
 
 class SeveralOptimizers(Optimizer):
@@ -237,4 +238,4 @@ def describe_saved(state_dict: Mapping[str, Any]) -> str:
         parts = [f"{each['class']} (parameters: {each['groups']})" for each in state_dict[SEVERAL]]
     except (KeyError, TypeError) as error:
         raise ValueError(f"the state dict's entry {SEVERAL!r} makes no sense: {error}.") from error
-    return " and ".join(parts)
+    return AND.join(parts)

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from manyhands._arguments import flag, real, whole
-from manyhands._optimizers.several import optimizers_in
+from manyhands._optimizers.several import AND, optimizers_in
 from manyhands._optimizers.uneven import refuse_join
 from manyhands._optimizers.wrappers import OptimizerWrapper, ParamGroup, unwrap
 
@@ -293,6 +293,13 @@ class BlocksParts(Protocol):
     def memories(self) -> int:
         """The number of outer memories."""
 
+    @property
+    def received_steps(self) -> int | None:
+        """The steps of the run, if this worker has just joined it and received its outer state.
+
+        None on a worker that was there from the start, and after a joiner's first step.
+        """
+
     def outer_parts(self) -> list[StatePart]:
         """Return the outer state: "anchor", "memory.0" and so on, and perhaps "residual".
 
@@ -354,7 +361,7 @@ class OptimizerLayers:
 
     @property
     def class_name(self) -> str:
-        return " and ".join(type(each).__name__ for each in optimizers_in(self.plain))
+        return AND.join(type(each).__name__ for each in optimizers_in(self.plain))
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -10,4 +10,5 @@ dry_run.py            one rank of many, whose others do not exist: count what it
 agreement.py          all ranks agree, or all raise
 sharded_gradient.py   gradients of which each rank holds slices, and their norm
 stop_notice.py        whether this process was asked to stop
+received.py           tensors that came from other workers, which no file may replace
 """

@@ -6,6 +6,7 @@ import os
 import re
 import select
 import socket
+import stat
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
@@ -52,13 +53,16 @@ def internet_sockets() -> Iterator[socket.socket]:
 def internet_socket(descriptor: int) -> socket.socket | None:
     """Return the internet socket of a descriptor under a second one, which is to be closed."""
     try:
+        # Closing any descriptor of a file drops the locks (`lockf`) that this process has on it.
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return None
         second = os.dup(descriptor)
     except OSError:  # closed meanwhile
         return None
     blocking = os.get_blocking(second)
     try:
         found = socket.socket(fileno=second)
-    except OSError:  # a file, not a socket
+    except OSError:  # another descriptor by now
         os.close(second)
         return None
     # That makes it non-blocking, for its owner too, if a script has set a default timeout. If not,

@@ -29,6 +29,7 @@ from manyhands._optimizers.wrappers import (
     unscale,
 )
 from manyhands._ranks.ranks import RankGroup
+from manyhands._ranks.received import add_receiver
 from manyhands._ranks.stop_notice import stop_notice
 from manyhands._tensors.flat import local_shard
 from manyhands.blocks import _saving
@@ -209,6 +210,7 @@ class Blocks(OptimizerWrapper):
             options = self._compared_options()
             facts = MemberFacts.of(options, everything, buffers, self._model.modules)
             sync.members.join(NO_VERSION, facts)
+            add_receiver(sync)
             sync.transfer_state()
             sync.regroup()
             return

@@ -145,6 +145,10 @@ class Rounds(Protocol):
     state: BlockState
     samples: BlockSamples
 
+    @property
+    def joined_late(self) -> bool:
+        """Whether this worker has received the run's state, and has taken no step since."""
+
     def sync_now(self) -> None:
         """Synchronize all fragments, on all workers."""
 
@@ -190,11 +194,16 @@ class SampleRounds:
         self._samples.hand_out(self._rounds.state)
 
     def load(self, rules: Rules, ledger: Ledger) -> None:
-        """As a Cursor loads a state: go on with the saved ledger."""
+        """As a Cursor loads a state: go on with the saved ledger, or with the run's if it is later.
+
+        A worker that has just joined has the run's position, which is later than any checkpoint's.
+        """
+        if self._rounds.joined_late:
+            return
         if self._samples.joined_late:
             raise RuntimeError(
                 "this worker has joined a run that goes on, and received its position. Load a "
-                "checkpoint only where the run begins: if optimizer.steps == 0."
+                "checkpoint before the first step."
             )
         self.account.begin(rules, ledger, self._rounds.state.steps)
         self._samples.hand_out(self._rounds.state)

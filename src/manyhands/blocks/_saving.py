@@ -91,14 +91,15 @@ def check_not_diverged(sync: Sync) -> None:
 
 
 def check_run_begins(sync: Sync, saved: SavedWorker | None = None) -> None:
-    """Raise if the others train already: a checkpoint would take this worker away from them.
+    """Raise if the others train already: an earlier state would part this worker from them.
 
     A state of the same step passes: Accelerate loads an optimizer's own state into it.
     """
     if sync.joined_late and (saved is None or saved["steps"] != sync.state.steps):
         raise RuntimeError(
-            "this worker has joined a run that goes on, and received its state. Load a checkpoint "
-            "only where the run begins: if optimizer.steps == 0 (job.load looks for itself)."
+            "this worker has joined a run that goes on, and received its state. Load an earlier "
+            "state only where the run begins: if optimizer.steps == 0. (mh.load and job.load may "
+            "be called on every worker: they keep the state that was received.)"
         )
 
 
@@ -362,8 +363,11 @@ class OuterStateParts:
             "totals": [sync.stats.left_out_ever, sync.stats.undone],
         }
 
+    @property
+    def received_steps(self) -> int | None:
+        return self._sync.state.steps if self._sync.joined_late else None
+
     def check_counters(self, saved: object) -> dict[str, object] | None:
-        check_run_begins(self._sync)
         return _check_format_and_options(saved, self._options, {}, {})
 
     def load_counters(self, saved: Any, unsaved: Iterable[Tensor], *, residuals: bool) -> None:

@@ -303,6 +303,12 @@ class Sync:
         # It may have taken part in a round, which the others have repeated with it.
         return self._came_at == self.state.own
 
+    def received_tensors(self) -> list[Tensor]:
+        """Return the tensors with the run's state, if this worker has just come into a run."""
+        if not self.joined_late:
+            return []
+        return [*self.anchor.params, *self.extras.buffer_tensors()]
+
     @property
     def alone(self) -> bool:
         """Whether there is no other worker, and never will be."""

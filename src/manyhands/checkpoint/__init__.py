@@ -206,6 +206,11 @@ def load(
     another number of ranks, rank r continues those of the saved rank r, if there was one. Without
     an optimizer, for instance to evaluate a model, they are left alone.
 
+    A worker that has joined a crew late has received the model, the outer state and the counters of
+    the run, and the position of its `Cursor`. They are later than any checkpoint, and stay as they
+    are. All else comes from the checkpoint, as on the other workers. If the saved step was the
+    number of steps of the blocks, `"step"` is `optimizer.steps`.
+
     If a checkpoint is damaged, incomplete, or of another model or optimizer, every rank raises, and
     nothing has changed.
 

@@ -61,7 +61,7 @@ class Bucket(Folder):
         times = [self._fs.modified(self._url(name, file)) for file in self.sizes(name)]
         return time.time() - max((each.timestamp() for each in times), default=time.time())
 
-    def lock(self) -> bool:
+    def lock(self, run: str | None = None) -> bool:
         return False
 
     @contextlib.contextmanager

@@ -3,20 +3,20 @@
     000007-step-1200/           the seventh that was saved
       worker-00000-TOKEN...     a file for each rank; the token is unique to the save
       index.json                the commit: a folder without it is no checkpoint
-    .lock                       held by the process that saves here, until it ends
+    .lock                       held by the processes that may save here, until they end
 
 No file is renamed but the commit, which is written under another name first. So a checkpoint
 appears by one rename, and disappears by one removal. What a killed run leaves behind is a folder
 without a commit. A later save removes it if it is of the same job, or if nothing was written to it
 for `OLD` seconds. A token begins with the job's mark: so jobs never remove each other's parts.
 
-One job at a time may save here: its rank 0 holds a POSIX lock on `.lock` from its first save until
-it ends. The system releases it with the process, so no lock is ever stale. A crew's worker may be
-stopped while it holds the lock, and another saves in its place. So the file names the run of its
-holder (MANYHANDS_RUN), whose processes may save meanwhile; one that was stopped finds its parts
-removed when it wakes. Where there are no such locks, two jobs are noticed when they write the same
-checkpoint, and each prunes only its own. A reader has a lock (`flock`) on the commit: what is read
-is not pruned.
+One job at a time may save here: its rank 0 holds a POSIX lock on a byte of `.lock` from its first
+save until it ends. The system releases it with the process, so no lock is ever stale. Workers of a
+crew save in each other's place, and the one that saves may die: so all of them hold the lock of
+their run (MANYHANDS_RUN), a byte that follows from its name, and no other run comes in between. One
+that was stopped finds its parts removed when it wakes. Where there are no such locks, two jobs are
+noticed when they write the same checkpoint, and each prunes only its own. A reader has a lock
+(`flock`) on the commit: what is read is not pruned.
 
 A folder may have been downloaded. So a link in it is not followed, neither to a file nor to a
 checkpoint, and nothing that is opened can be a pipe (which would hang) or a device. The path that
@@ -32,6 +32,7 @@ import errno
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import socket
@@ -56,11 +57,13 @@ OLD = 2 * 3600.0  # seconds after which nobody completes any more what has no co
 MADE = 60.0  # seconds after which a new folder has a file in it
 LOCK = ".lock"
 LOCK_TIMEOUT = 3.0  # seconds to wait for another process that may be about to end
+TEXT = 200  # characters of the lock's text, so that a later one covers it
 RUN_VARIABLE = "MANYHANDS_RUN"  # the run whose workers may take the lock from each other
 # Variables that tell a job from others, also when it is started again.
 JOB_VARIABLES = (RUN_VARIABLE, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 
 _process = uuid.uuid4().hex
+_pauses = random.Random()  # not the global generator, which belongs to the script
 
 
 class UrlPath(PurePosixPath):
@@ -174,10 +177,13 @@ class Folder:
 
     # -- what a bucket does in another way -----------------------------------
 
-    def lock(self) -> bool:
-        """Make this process the only one that saves here. Return False if there are no locks."""
+    def lock(self, run: str | None = None) -> bool:
+        """Make this run the only one that saves here. Return False if there are no locks.
+
+        `run` is its name, if no variable has it.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
-        return take_lock(self.path)
+        return take_lock(self.path, os.environ.get(RUN_VARIABLE) or run)
 
     def names(self) -> list[str]:
         """Return the names in the folder."""
@@ -284,46 +290,77 @@ def sync(folder: Path) -> None:
 
 # -- the lock of the process that saves ------------------------------------------------------------
 
-_held: dict[Path, int] = {}  # the descriptors of the locks that this process holds
+# The descriptors of the locks by process and path: a forked child holds none of its parent's.
+_held: dict[tuple[int, Path], int] = {}
 
 
-def take_lock(folder: Path) -> bool:
-    """Make this process the only one that saves here, until it ends."""
+def take_lock(folder: Path, run: str | None) -> bool:
+    """Make this run the only one that saves here, until the last of its processes ends."""
     # Return False if the file system has no locks. Raise RuntimeError if another job has this one.
     if fcntl is None:
         return False
     path = folder.resolve() / LOCK
-    run = os.environ.get(RUN_VARIABLE)
-    file = _held.get(path)
+    if _holds_lock(path):
+        return True
+    file = open_descriptor(path, os.O_RDWR | os.O_CREAT)
     deadline = time.monotonic() + LOCK_TIMEOUT
-    if file is None or not (path.exists() and os.path.samestat(path.lstat(), os.fstat(file))):
-        # Stays open: closing any descriptor of the file would release a POSIX lock.
-        file = open_descriptor(path, os.O_RDWR | os.O_CREAT)
-        _held[path] = file
-    while True:
-        try:
-            # `lockf`, not `flock`: a forked child must not inherit the lock.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                return False
-        try:
-            holder = json.loads(os.pread(file, 4096, 0))
-            name = f"process {holder['pid']} on {holder['host']}"
-            if run and holder["run"] == run:
-                return True
-        except (ValueError, KeyError, TypeError):  # not written yet, or not by us
-            name = "another process"
-        if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"another job saves to {folder}: {name}. Give each job a path of its own."
-            )
-        time.sleep(0.1)
-    os.ftruncate(file, 0)
+    try:
+        while not _lock_for(file, run):
+            if time.monotonic() > deadline:
+                holder = _name_holder(file)
+                os.close(file)
+                raise RuntimeError(
+                    f"another job saves to {folder}: {holder}. Give each job a path of its own, or "
+                    "start this one when the other has ended."
+                )
+            time.sleep(_pauses.uniform(0.05, 0.15))
+    except OSError:  # the file system has no locks
+        os.close(file)
+        return False
+    # Stays open: closing any descriptor of the file would release a POSIX lock.
+    _held[os.getpid(), path] = file
     text = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "run": run})
-    os.pwrite(file, text.encode(), 0)
+    os.pwrite(file, f"{text:<{TEXT}}\n".encode(), 0)  # in one call: others may write, too
     return True
+
+
+def _holds_lock(path: Path) -> bool:
+    """Return whether this process has locked the file that is there now."""
+    held = _held.get((os.getpid(), path))
+    try:
+        return held is not None and os.path.samestat(path.lstat(), os.fstat(held))
+    except OSError:  # the folder was removed
+        return False
+
+
+def _lock_for(file: int, run: str | None) -> bool:
+    """Lock this run's place in the file; return False if any other place is locked."""
+    # `lockf`, not `flock`: a forked child must not inherit the lock. All processes of a run share
+    # its place. A job without a name has one process that saves, so its place is exclusive.
+    name = run or f"{_process} {socket.gethostname()} {os.getpid()}"
+    place = 1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+    kind = fcntl.LOCK_SH if run else fcntl.LOCK_EX
+    try:
+        fcntl.lockf(file, kind | fcntl.LOCK_NB, 1, place)
+        for length, start in ((place, 0), (0, place + 1)):  # 0: to the end
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
+            fcntl.lockf(file, fcntl.LOCK_UN, length, start)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        # Of two runs that look at the same time, each finds the other: both try again later.
+        fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
+        return False
+    return True
+
+
+def _name_holder(file: int) -> str:
+    """Return which process has taken the lock last, as the file says."""
+    try:
+        holder = json.loads(os.pread(file, 4096, 0))
+        return f"process {holder['pid']} on {holder['host']}"
+    except (ValueError, KeyError, TypeError):  # not written yet, or not by us
+        return "another process"
 
 
 # -- open files, and nothing else ------------------------------------------------------------------

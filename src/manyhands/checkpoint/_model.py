@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands._optimizers.modules import ModuleWrapper, plain_modules
+from manyhands._ranks.received import received_tensors
 from manyhands.checkpoint._format import Contents, ModelMeta
 from manyhands.checkpoint._reader import Reader
 from manyhands.checkpoint._tensor_parts import TensorParts, to_parts
@@ -176,6 +177,7 @@ class ModelLoader:
         left_out = meta.get("left_out", {})  # by `save(frozen=False)`: they stay as they are
         missing = []
         wrong = []
+        received = received_tensors()  # from a crew: later than any checkpoint
         for name, tensor in names.tensors.items():
             # Any of a tied tensor's names will do: another class may register them in other order.
             known = [other for other in names.all_of(name) if other in saved]
@@ -196,7 +198,8 @@ class ModelLoader:
                 wrong.append(
                     f"{name!r} is {stored.dtype} in the checkpoint and {tensor.dtype} here"
                 )
-            else:  # several may have been tied in the checkpoint, and not be here
+            elif id(tensor) not in received:
+                # Several may have been tied in the checkpoint, and not be here.
                 self.targets[key] = to_parts(tensor).merge(self.targets.get(key))
         here = {*names.tensors, *names.aliases}
         unexpected = sorted({*saved, *left_out} - here)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._optimizers.several import optimizers_in
+from manyhands._optimizers.several import AND, SEVERAL, optimizers_in
 from manyhands._optimizers.state_parts import (
     BlocksParts,
     OptimizerLayers,
@@ -122,6 +122,42 @@ def saved_state(tensors: Iterable[str], prefix: str, get: GetTensor) -> dict[str
             entry = unescape(entry.removeprefix("json."))
             state.setdefault(name, {})[entry] = from_bytes(get(key))
     return state
+
+
+@dataclass(frozen=True)
+class SavedOptimizer:
+    """The part of a checkpoint that an optimizer continues from.
+
+    Usually this is one saved optimizer. Optimizers that were saved one by one may be continued as
+    one list in blocks, `DiLoCo([a, b])`, and the other way round.
+    """
+
+    numbers: range  # of the saved optimizers
+    part: int | None = None  # position in the saved list, if the checkpoint has a list
+
+
+def match_saved(
+    here: Sequence[Optimizer], saved: Sequence[OptimizerMeta]
+) -> list[SavedOptimizer] | None:
+    """Return what each optimizer continues from; None if the numbers of optimizers differ."""
+    if len(here) == len(saved):
+        return [SavedOptimizer(range(number, number + 1)) for number in range(len(here))]
+    matches: list[SavedOptimizer] = []
+    sizes = [len(optimizers_in(OptimizerLayers.of(each).plain)) for each in here]
+    if sum(sizes) == len(saved):
+        first = 0
+        for size in sizes:
+            matches.append(SavedOptimizer(range(first, first + size)))
+            first += size
+        return matches
+    saved_sizes = [len(meta["class"].split(AND)) for meta in saved]
+    if sum(saved_sizes) == len(here):
+        for number, size in enumerate(saved_sizes):
+            for part in range(size):
+                only = part if size > 1 else None
+                matches.append(SavedOptimizer(range(number, number + 1), only))
+        return matches
+    return None
 
 
 def prepare_to_load(optimizers: Iterable[object]) -> None:
@@ -274,10 +310,9 @@ class OptimizerLoader:
     def __init__(
         self,
         optimizer: Optimizer,
-        meta: OptimizerMeta,
+        saved: SavedOptimizer,
         names: ModelNames | None,
         reader: Reader,
-        number: int,
         replica: Replica,
         same_layout: bool,
     ) -> None:
@@ -286,16 +321,25 @@ class OptimizerLoader:
         self.rule = layers.rule
         self.inner = layers.inner
         self.targets: dict[str, TensorParts] = {}
-        root = f"optimizer.{number}"
-        saved_replica = Replica(replica.number % max(1, meta["replicas"]))  # that this continues
-        prefix = saved_replica.key_prefix(root)
-        if saved_replica.number:  # the first is described by `meta` itself
-            meta = {**meta, **from_bytes(reader.read_whole(f"{prefix}/meta"))}
-        self._meta = meta
         self._reader = reader
         self._names = names
         get = reader.read_whole
         self._get = get
+        number = saved.numbers.start
+        root = f"optimizer.{number}"
+        meta = reader.commit.optimizers[number]
+        saved_replica = Replica(replica.number % max(1, meta["replicas"]))  # that this continues
+        prefix = saved_replica.key_prefix(root)
+        prefixes = [prefix]
+        if saved_replica.number:  # the first is described by `meta` itself
+            meta = {**meta, **from_bytes(reader.read_whole(f"{prefix}/meta"))}
+        self._meta = meta
+        self._other = decode(meta["other"], get)
+        if saved.part is not None:
+            self._take_part(saved.part)
+        elif len(saved.numbers) > 1:
+            self._join([reader.commit.optimizers[each] for each in saved.numbers])
+            prefixes = [f"optimizer.{each}" for each in saved.numbers]
         self._groups = group_names(self.inner, names)
         self._check_class_and_groups()
         # A tied parameter may have been saved under another of its names.
@@ -305,17 +349,19 @@ class OptimizerLoader:
             for name in members
             for other in _all_names(names, name)
         }
-        state = saved_state(reader.tensors, prefix, get)
-        self._state = {self._aliases.get(name, name): s for name, s in state.items()}
+        self._state: dict[str, dict[str, Json]] = {}
+        for each in prefixes:
+            for name, entries in saved_state(reader.tensors, each, get).items():
+                self._state[self._aliases.get(name, name)] = entries
         self._options = self._merge_options()
-        self._other = decode(meta["other"], get)
         self._scaling: object = None if self.rule is None else self._parse_rule(self.rule)
         self._blocks: BlocksLoader | None = None
-        if layers.blocks is not None:
-            saved = meta.get("blocks")
+        # A worker that has joined a crew late has the crew's anchor and counters: they are later.
+        if layers.blocks is not None and layers.blocks.received_steps is None:
+            counters = self._meta.get("blocks")
             names_here = self._saved_names()
             self._blocks = BlocksLoader(
-                layers.blocks, saved, names_here, reader, root, saved_replica, same_layout
+                layers.blocks, counters, names_here, reader, root, saved_replica, same_layout
             )
             self.targets |= self._blocks.targets
         # Parameters that are trained again get their place in a bucket.
@@ -324,6 +370,45 @@ class OptimizerLoader:
         parts, self._packed = state_parts(self.inner, include_empty=True)
         flat_names = [name for group in self._groups for name in group]
         self._to_load = [(p, self._allocate_entries(p, flat_names[p.index])) for p in parts]
+
+    def step_of_run(self, saved: int | None) -> int | None:
+        """Return the step to continue from: the saved one or, on a late worker, the crew's."""
+        steps = None if self._layers.blocks is None else self._layers.blocks.received_steps
+        counters: Any = self._meta.get("blocks")
+        # Only if the saved step is the blocks' count, and not, say, a number of epochs.
+        if steps is None or not isinstance(counters, Mapping) or counters.get("steps") != saved:
+            return saved
+        return steps
+
+    def _take_part(self, part: int) -> None:
+        """Describe one optimizer of a list that was saved in blocks."""
+        several = self._other[SEVERAL]
+        first = sum(len(each["groups"]) for each in several[:part])
+        own = several[part]
+        groups = self._meta["groups"][first : first + len(own["groups"])]
+        self._meta = {**self._meta, "class": own["class"], "groups": groups}
+        self._other = {**own["other"], "state": own["state"]}
+
+    def _join(self, metas: Sequence[OptimizerMeta]) -> None:
+        """Describe optimizers that were saved one by one as the list that they are here."""
+        in_blocks = [meta["class"] for meta in metas if meta["blocks"] is not None]
+        if in_blocks:
+            raise ValueError(
+                f"in the checkpoint {AND.join(in_blocks)} had separate blocks, and the optimizers "
+                "here are one list. Wrap each optimizer by itself, as it was saved."
+            )
+        groups: list[Any] = []
+        several: list[dict[str, Any]] = []
+        for meta in metas:
+            groups += meta["groups"]
+            other = decode(meta["other"], self._get)
+            state = other.pop("state", {})
+            sizes = [len(group["names"]) for group in meta["groups"]]
+            own = {"class": meta["class"], "groups": sizes, "state": state, "other": other}
+            several.append(own)
+        classes = AND.join(meta["class"] for meta in metas)
+        self._meta = {**self._meta, "class": classes, "groups": groups, "rule": None}
+        self._other = {SEVERAL: several}
 
     def _check_class_and_groups(self) -> None:
         """Raise unless the optimizer here has the saved one's class and parameter groups."""

@@ -30,7 +30,12 @@ from manyhands.checkpoint import _optimizer
 from manyhands.checkpoint._folder import Folder
 from manyhands.checkpoint._format import StateMeta
 from manyhands.checkpoint._model import ModelLoader, find_names, list_names, read_tensors
-from manyhands.checkpoint._optimizer import OptimizerLoader, OptimizerSnapshot, Replica
+from manyhands.checkpoint._optimizer import (
+    OptimizerLoader,
+    OptimizerSnapshot,
+    Replica,
+    match_saved,
+)
 from manyhands.checkpoint._reader import Reader, SliceToRead
 from manyhands.checkpoint._tensor_parts import Savers, TensorParts, find_reads
 from manyhands.checkpoint._values import (
@@ -214,15 +219,17 @@ class RunLoader:
             if commit.model is None:
                 raise ValueError("the checkpoint was saved without model=. Load it without model=.")
             self._add_model(ModelLoader(names, commit.model, "model", reader))
-        if optimizers:
-            _check_as_many("optimizer", len(optimizers), len(commit.optimizers))
-        for number, (each, replica) in enumerate(zip(optimizers, run.replicas, strict=True)):
-            meta = commit.optimizers[number]
-            layout = run.own.get(f"layout.{number}")
+        matches = match_saved(optimizers, commit.optimizers) if optimizers else []
+        if matches is None:
+            raise _wrong_number("optimizer", len(optimizers), len(commit.optimizers))
+        for each, replica, match in zip(optimizers, run.replicas, matches, strict=True):
+            layout = run.own.get(f"layout.{match.numbers.start}")
             same = layout is not None and layout.equal(_optimizer.to_bytes(replica.layout))
-            loader = OptimizerLoader(each, meta, names, reader, number, replica, same)
+            loader = OptimizerLoader(each, match, names, reader, replica, same)
             self.targets |= loader.targets
             self._optimizers.append(loader)
+            if commit.step is not None:
+                self.result["step"] = loader.step_of_run(commit.step)
         self._add_schedulers(run.schedulers, commit.schedulers, get)
         missing = sorted(set(values) - set(commit.values))
         if missing:
@@ -240,8 +247,8 @@ class RunLoader:
         self, here: Sequence[HasState], saved: Sequence[StateMeta], get: GetTensor
     ) -> None:
         """Prepare to load the schedulers, in the order in which they were saved."""
-        if here:
-            _check_as_many("scheduler", len(here), len(saved))
+        if here and len(here) != len(saved):
+            raise _wrong_number("scheduler", len(here), len(saved))
         # Not strict: with no scheduler here, the saved ones are left out.
         for each, meta in zip(here, saved, strict=False):
             check_scheduler(each)
@@ -306,14 +313,13 @@ class RunLoader:
             )
 
 
-def _check_as_many(what: str, here: int, saved: int) -> None:
-    """Raise unless as many schedulers, say, are given as were saved."""
-    if here and not saved:
-        raise ValueError(
+def _wrong_number(what: str, here: int, saved: int) -> ValueError:
+    """Return the error for another number of schedulers, say, than were saved."""
+    if not saved:
+        return ValueError(
             f"the checkpoint was saved without {what}=. Load it without {what}=: the {what} then "
             f"starts with new state. Give mh.save {what}= from now on."
         )
-    if here != saved:
-        raise ValueError(
-            f"the checkpoint has {saved} {what}(s), and {here} were given. Give all, in order."
-        )
+    return ValueError(
+        f"the checkpoint has {saved} {what}(s), and {here} were given. Give all, in order."
+    )

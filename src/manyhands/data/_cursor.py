@@ -417,7 +417,10 @@ class Cursor:
         return {**describe_order(self._rules), **self._account.ledger.saved()}
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Continue after the last sample that was trained on. Load the same on every rank."""
+        """Continue after the last sample that was trained on. Load the same on every rank.
+
+        A worker that has just joined a crew keeps the crew's position.
+        """
         if self._iterated:
             raise RuntimeError(
                 "this Cursor is iterated, and cannot go to another position: load it before."

@@ -12,6 +12,7 @@ What differs between engines is in `_places.py` and `_ray.py`; this file has wha
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import time
@@ -33,9 +34,10 @@ from manyhands._ranks.dry_run import dry_group
 from manyhands._ranks.stop_notice import stop_notice
 from manyhands.blocks._optimizer import Blocks
 from manyhands.blocks.crew._crew import Crew
+from manyhands.checkpoint import folder_at
 from manyhands.checkpoint import load as load_checkpoint
 from manyhands.checkpoint import save as save_checkpoint
-from manyhands.checkpoint._folder import to_path
+from manyhands.checkpoint._folder import RUN_VARIABLE, to_path
 from manyhands.checkpoint._values import HasState
 from manyhands.engines import _ray
 from manyhands.engines._places import Place, find_place, find_worker_number
@@ -230,20 +232,23 @@ class Job:
         {'step': 3}
 
         Return the checkpoint's folder. Blocks are synchronized first; a crew's worker that was
-        asked to stop leaves its crew. In a crew all workers have the same anchor, so only the
-        worker with the lowest number saves, and the others return None. With Ray Train the
-        checkpoint is written into Ray's storage and reported to Ray, which deletes old ones: then
-        `keep` has no effect.
+        asked to stop leaves its crew. In a crew all workers have the same anchor, so only one
+        worker saves, and the others return None: the worker with the lowest number, unless it has
+        just joined. With Ray Train the checkpoint is written into Ray's storage and reported to
+        Ray, which deletes old ones: then `keep` has no effect.
         """
         optimizers = optimizers_of(optimizer)
-        is_first = self.crew is None or self.crew.rank == 0  # asked before it leaves the crew
+        self._claim_folder()
+        # Asked before it leaves the crew. Not the lowest rank: that may be a joiner, which has come
+        # with the round before this save, and does not call it.
+        saves = self.crew is None or self.crew.rank == self.crew.source
         for each in optimizers:
             blocks = find_layer(each, Blocks)
             if blocks is not None and self.crew is None:
                 blocks.synchronize()
             elif blocks is not None and stop_notice.received:
                 blocks.finish()
-        if not is_first:
+        if not saves:
             return None
         # Ray waits until all workers have reported a checkpoint. In a crew one of them has it.
         ray = self.engine == "ray" and self.crew is None
@@ -271,18 +276,24 @@ class Job:
     ) -> dict[str, Any]:
         """Continue from the newest checkpoint, as `mh.load` does; return {} if there is none.
 
-        A worker that has joined a crew that trains already has the others' state: nothing is
-        loaded, and {} is returned. The step of the run is then `optimizer.steps`.
+        Call it on every worker of a crew. A worker that has joined a crew that trains already keeps
+        what it has received from the others: see `load`.
         """
-        blocks = [find_layer(each, Blocks) for each in optimizers_of(optimizer)]
-        if any(each is not None and each.joined_late for each in blocks):
-            return {}
+        self._claim_folder()
         try:
             return load_checkpoint(
                 self.folder, model=model, optimizer=optimizer, scheduler=scheduler, **values
             )
         except FileNotFoundError:
             return {}
+
+    def _claim_folder(self) -> None:
+        """Raise if another run saves here. No other run may, as long as this crew trains."""
+        run = None if self.crew is None else os.environ.get(RUN_VARIABLE) or self.crew.run
+        if not run:  # a worker alone, or one that has not joined yet
+            return
+        with contextlib.suppress(OSError):  # it cannot write here, and so takes nothing from others
+            folder_at(self.folder).lock(run)
 
     # -- the end ---------------------------------------------------------------------------------
 

@@ -192,6 +192,11 @@ class Crew:
         return None if self._transport is None else self._transport.group
 
     @property
+    def run(self) -> str | None:
+        """The name of the run, which its first worker has drawn; None before this worker joins."""
+        return None if self._enrollment is None else self._enrollment.shared.roster.run
+
+    @property
     def ignored(self) -> int:
         """Values in the store that this worker ignored, because no member can have written them."""
         return 0 if self.store is None else self._signer.ignored

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from manyhands._optimizers.modules import WRAPPER_NAMES, plain_modules, plain_name
 from manyhands._ranks.agreement import agree, run_on_all
 from manyhands._ranks.ranks import RankGroup
+from manyhands._ranks.received import received_tensors
 from manyhands._tensors.flat import is_dtensor
 from manyhands.checkpoint._model import ModelNames, can_convert, find_names, list_names
 from manyhands.checkpoint._tensor_parts import to_parts
@@ -73,6 +74,7 @@ class Match:
         wrong = []
         stored = _by_plain_name({**weights.tensors, **weights.others}, names)
         rename = name_in_source or (lambda name: name)
+        received = received_tensors()  # from a crew: later than any file
         used = {rename(name) for name in (*names.tensors, *names.aliases, *names.extras)}
         for name, tensor in names.tensors.items():
             known = [other for other in map(rename, names.all_of(name)) if other in stored]
@@ -88,7 +90,7 @@ class Match:
                 )
             elif not can_convert(weight.dtype, tensor.dtype):
                 wrong.append(f"{name} is {weight.dtype} in the source and {tensor.dtype} here.")
-            else:
+            elif id(tensor) not in received:
                 match.reads.append((tensor, weight))
         match.missing += [name for name in names.extras if rename(name) not in stored]
         match.extras = [

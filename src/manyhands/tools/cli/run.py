@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -141,6 +142,12 @@ def run(
             secret=os.environ.get(SECRET_VARIABLE) or secrets.token_hex(),
         )
     except (OSError, ValueError, StoreLost) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            stop(
+                "run",
+                f"another program listens at {listen}, perhaps the store of another run. Give "
+                "--listen another port, or --store to add workers to that run.",
+            )
         stop("run", *str(error).splitlines())
     raise typer.Exit(launcher.run())
 

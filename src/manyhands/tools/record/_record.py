@@ -61,6 +61,7 @@ try:
 except ImportError:  # Windows: two runs on one path are not noticed
     fcntl = None  # type: ignore[assignment]
 
+RUN_VARIABLE = "MANYHANDS_RUN"  # names the run that a worker of a crew belongs to
 _OUR_KEYS = ("step", "time", HEADER)
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 _LONGEST_TEXT = 4000  # characters of a source's description, or of an error, in a header
@@ -76,7 +77,8 @@ class Source(Protocol):
     def snapshot(self) -> Mapping[str, object]:
         """Return plain Python values for one line, always under the same keys.
 
-        The record also calls this once when it is made, to learn the keys.
+        The record also calls this once when it is made, to learn the keys. A source with a "step"
+        may have it as an attribute `steps`, too, which is faster to read.
         """
 
 
@@ -110,10 +112,10 @@ class Record:
 
     Surprises. An existing file is continued (`mode="continue"`), which a resumed run needs; `"new"`
     refuses it and `"overwrite"` empties it. A file that another process is writing is refused. With
-    `every=10` only each tenth call of `step` writes. The record does not wait for a number on a
-    GPU: its line is written up to four steps later, so end with `close()` or use `with`. Without a
-    source that has a "step", the record counts its calls, and continues from the last line of the
-    file.
+    `every=10` a line is written when the step is a multiple of 10, also after a resume and on a
+    worker that joins late. The record does not wait for a number on a GPU: its line is written up
+    to four steps later, so end with `close()` or use `with`. Without a source that has a "step",
+    the record counts its calls, and continues from the last step in the file.
 
     `writer` also receives every value: TensorBoard's `SummaryWriter` by
     `writer.add_scalar("manyhands/gain", value, step)`, a run of Weights & Biases by
@@ -149,15 +151,20 @@ class Record:
                 real(option, value, above=0)
         if not (writer is None or hasattr(writer, "add_scalar") or hasattr(writer, "log")):
             raise TypeError(f"writer needs add_scalar or log, and {writer!r:.80} has none.")
-        keys = _collect_keys(sources)
+        values, counter = _collect_values(sources)
+        keys = list(values)
+        _to_json(values)  # raises on every rank if it is not plain, before the file is made
 
         self._sources = sources
         self._send = None if writer is None else _sender_of_lines(writer)
         self._every = every
+        self._counter = counter  # the source that has a "step"
+        # Whether it also says the step without a snapshot. (`steps` may mean something else.)
+        self._says_steps = counter is not None and _steps_of(counter) == values["step"]
         self._reserved = frozenset(keys).union(_OUR_KEYS)
         self._calls = 0
-        self._steps_before = 0  # in the file, from earlier starts
-        self._last_step = 0  # that was written
+        self._steps_before = 0  # the step at which `_calls` was 0, as far as it is known
+        self._last_step = 0  # of the last line, or before the first call
         self._file: int | None = None
         self._header: Header | None = None
         self._closed = False
@@ -174,7 +181,9 @@ class Record:
                 "resumed": last is not None,
                 "workers": ranks.size,
                 "torch": torch.__version__,
+                "run": os.environ.get(RUN_VARIABLE),
                 "keys": keys,
+                "start": values,
                 "every": every,
                 "batch_size": batch_size,
                 "until": until,
@@ -192,19 +201,49 @@ class Record:
         """
         self._check(values)
         self._calls += 1
-        if self._file is None or self._calls % self._every:
+        if self._file is None or not self._is_due():
             return  # before any snapshot, which takes most of a step's time here
-        line: Line = {"step": self._steps_before + self._calls, "time": self._seconds()}
+        line: Line = {"step": self._count_steps(), "time": self._seconds()}
         # A source's own "step" replaces the count of calls: a loaded checkpoint has its own.
         for source in self._sources:
             line.update(source.snapshot())
-        first = self._calls == self._every and line["step"] == 0
-        if first and any(isinstance(source, Optimizer) for source in self._sources):
+        if self._calls == 1 and line["step"] == 0 and isinstance(self._counter, Optimizer):
             warn("record.step() comes after optimizer.step(), or each line is of the step before.")
+        self._last_step = line["step"]
+        self._steps_before = line["step"] - self._calls
         for key, value in values.items():
             line[key] = value if type(value) is float else to_number(value)
         self._waiting.append(line)
         self._write(most_waiting=_MOST_WAITING)
+
+    def _is_due(self) -> bool:
+        """Return whether the step is a multiple of `every`, or has passed one."""
+        if self._every == 1:
+            return True
+        if self._calls == 1:  # a checkpoint may have been loaded since the record was made
+            self._read_step()
+            self._last_step = max(0, self._count_steps() - 1)
+        if not self._passed_multiple():
+            return False
+        self._read_step()
+        return self._passed_multiple()
+
+    def _passed_multiple(self) -> bool:
+        step = self._count_steps()
+        if step < self._last_step:  # the run has gone back to an earlier checkpoint
+            self._last_step = step - 1
+        return step // self._every > self._last_step // self._every
+
+    def _count_steps(self) -> int:
+        """Return the step without a snapshot: exactly or, if no source can say it, by the calls."""
+        steps = _steps_of(self._counter) if self._says_steps else None
+        return self._steps_before + self._calls if steps is None else steps
+
+    def _read_step(self) -> None:
+        """Correct the count of steps, which is not that of calls if a gradient scaler skips any."""
+        if self._counter is not None and not self._says_steps:
+            step: Any = self._counter.snapshot()["step"]
+            self._steps_before = step - self._calls
 
     def close(self) -> None:
         """Write all waiting lines, and that the run ended. A second call does nothing."""
@@ -220,7 +259,7 @@ class Record:
             self._write(most_waiting=0)
             ending: Header = {
                 **self._header,
-                "step": self._last_step,
+                "step": self._count_steps() if self._calls else self._last_step,
                 "ended": _now(),
                 "error": error,
             }
@@ -261,7 +300,6 @@ class Record:
             for key in pending:
                 line[key] = line[key].number()
             append_line(self._file, self.path, self._waiting.popleft())
-            self._last_step = line["step"]
             if self._send is not None:
                 self._send(line)
 
@@ -306,20 +344,32 @@ def _scalars(line: Line) -> Iterator[tuple[str, Real]]:
             yield f"manyhands/{key}", value
 
 
-def _collect_keys(sources: tuple[Source, ...]) -> list[str]:
-    """Return the keys of all sources. Raise if two sources have the same key."""
+def _steps_of(counter: object) -> int | None:
+    """Return the attribute `steps` of a source that has one."""
+    steps = getattr(counter, "steps", None)
+    return steps if type(steps) is int else None
+
+
+def _collect_values(sources: tuple[Source, ...]) -> tuple[dict[str, object], Source | None]:
+    """Return the values of all sources, and the source that has a "step".
+
+    Raise if two sources have the same key.
+    """
     owners = {"time": "the record", HEADER: "the record"}
-    keys: list[str] = []
+    values: dict[str, object] = {}
+    counter = None
     for source in sources:
         name = type(source).__name__
         if not hasattr(source, "snapshot"):
             raise TypeError(f"a source needs a method snapshot(), and {name} has none.")
-        for key in source.snapshot():
+        for key, value in source.snapshot().items():
             if key in owners:
                 raise ValueError(f"two sources have the key {key!r}: {owners[key]} and {name}.")
             owners[key] = name
-            keys.append(key)
-    return keys
+            values[key] = value
+            if key == "step":
+                counter = source
+    return values, counter
 
 
 # -- numbers ---------------------------------------------------------------------------------------
