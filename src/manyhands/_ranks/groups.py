@@ -55,7 +55,7 @@ from manyhands._ranks.sockets import (
     TCP_CLOSE,
     WatchedSocket,
     forget_sockets,
-    idle_gloo_loops,
+    listening_sockets,
     shut_connections,
     watched_sockets,
 )
@@ -157,9 +157,10 @@ def make_gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str 
     options = make._Options()
     options._timeout = timeout
     with _making_devices:  # torch does not say which epolls belong to a device
-        before = idle_gloo_loops()
+        before = listening_sockets()
         options._devices = gloo_devices(host)
-        epolls = {loop.epoll for loop in idle_gloo_loops() - before}
+        after = listening_sockets()
+    epolls = {after[inode] for inode in after.keys() - before.keys()}
     return HeldGroup(make(store, rank, size, options), frozenset(epolls))
 
 

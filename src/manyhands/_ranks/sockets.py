@@ -111,17 +111,12 @@ def watched_sockets(epolls: Iterable[int]) -> set[WatchedSocket]:
     return found
 
 
-def idle_gloo_loops() -> set[WatchedSocket]:
-    """Return the listening sockets of gloo devices without connections, with their epolls.
-
-    The event loop of a gloo device waits on an epoll. A new device watches a pipe and a listening
-    socket.
-    """
-    found = set()
-    for epoll in _epolls():
-        if len(_watched_by(epoll)) == 2:
-            listening = [each for each in watched_sockets([epoll]) if each.state == TCP_LISTEN]
-            found.update(listening)
+def listening_sockets() -> dict[str, int]:
+    """Return the listening sockets that this process watches: the inode of each, and its epoll."""
+    found = {}
+    for watched in watched_sockets(_epolls()):
+        if watched.state == TCP_LISTEN:
+            found[watched.inode] = watched.epoll
     return found
 
 

@@ -61,7 +61,6 @@ try:
 except ImportError:  # Windows: two runs on one path are not noticed
     fcntl = None  # type: ignore[assignment]
 
-RUN_VARIABLE = "MANYHANDS_RUN"  # names the run that a worker of a crew belongs to
 _OUR_KEYS = ("step", "time", HEADER)
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 _LONGEST_TEXT = 4000  # characters of a source's description, or of an error, in a header
@@ -181,9 +180,7 @@ class Record:
                 "resumed": last is not None,
                 "workers": ranks.size,
                 "torch": torch.__version__,
-                "run": os.environ.get(RUN_VARIABLE),
                 "keys": keys,
-                "start": values,
                 "every": every,
                 "batch_size": batch_size,
                 "until": until,

@@ -45,8 +45,6 @@ class Header(_CheckedHeader, total=False):
     Each of its own entries may be missing, and a stranger's file may have anything in them.
     """
 
-    run: str | None  # the run of a crew that the process belongs to
-    start: dict[str, object]  # values of the sources when the record was opened
     every: int  # steps from one line to the next
     batch_size: float | None  # samples of a small batch
     until: float | None  # progress at which training ends
