@@ -43,7 +43,7 @@ def test_a_disabled_scalers_file_for_an_enabled_one_leaves_all_as_it_was(tmp_pat
     mh.save(tmp_path, **Setup("plain").train(2).given(), scaler=scaler(enabled=False))
     setup, mine = Setup("plain", seed=3).train(1), scaler()
     before, generator = state_of(setup, mine), torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="disabled instance of GradScaler"):
+    with pytest.raises(ValueError, match="disabled instance of GradScaler"):
         mh.load(tmp_path, **setup.given(), scaler=mine)
     after = state_of(setup, mine)
     assert_equal(after[0], before[0])
@@ -68,7 +68,7 @@ def test_one_rank_that_refuses_undoes_it_on_all(refusing, tmp_path):
             assert setup.scheduler.state_dict() == before[0][1]
             assert sampler.held() == before[1]
 
-    raises_on_ranks(2, RuntimeError, go, match="not this one")
+    raises_on_ranks(2, ValueError, go, match="a= has refused its state: RuntimeError: not this one")
 
 
 class Refusing(nn.Linear):
@@ -88,7 +88,7 @@ def test_a_modules_extra_state_is_given_back(tmp_path):
     model.seen, other.seen = 5, 1
     mh.save(tmp_path, model=model)
     before = other.weight.detach().clone()
-    with pytest.raises(RuntimeError, match="not this one"):
+    with pytest.raises(ValueError, match="refused its state: RuntimeError: not this one"):
         mh.load(tmp_path, model=other)
     assert torch.equal(other.weight, before) and other.seen == 1
 
@@ -116,7 +116,8 @@ def test_an_optimizers_own_loading_is_undone(way, tmp_path):
         Own.refuses = True
         try:
             mh.load(tmp_path, **other.given(), sampler=sampler)
-        except RuntimeError as error:
+        except ValueError as error:
+            assert str(tmp_path) in str(error)
             assert "not this one" in str(error)
         else:
             raise AssertionError("loaded")
@@ -130,6 +131,34 @@ def test_an_optimizers_own_loading_is_undone(way, tmp_path):
         assert_equal(other.held(), setup.held())
 
     run_ranks(2, go)
+
+
+@pytest.mark.parametrize("way", ["OSS", "fully_shard"])
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_an_optimizer_that_refuses_on_one_rank_undoes_it_on_all(way, refusing, tmp_path):
+    kind = (Own, {"lr": 0.02})
+
+    def go():
+        setup = Setup(way, kind, rule=mh.AdamScale).train(2)
+        mh.save(tmp_path, **setup.given())
+        other = Setup(way, kind, seed=3, rule=mh.AdamScale).train(1)
+        inner = other.optimizer.optimizer
+        before = state_of(other)
+        rule = str(other.optimizer.scaling_state_dict())
+        records = str(getattr(inner, "_run", None))
+        generator = torch.get_rng_state()
+        Own.refuses = dist.get_rank() == refusing
+        try:
+            mh.load(tmp_path, **other.given())
+        finally:
+            Own.refuses = False
+            assert str(getattr(inner, "_run", None)) == records
+            assert_equal(other.held(), before[0])
+            assert other.scheduler.state_dict() == before[1]
+            assert str(other.optimizer.scaling_state_dict()) == rule
+            assert torch.equal(torch.get_rng_state(), generator)
+
+    raises_on_ranks(2, ValueError, go, match="Own has refused its state: RuntimeError: not this")
 
 
 def test_an_object_that_refuses_its_earlier_state_is_named(tmp_path):
@@ -163,6 +192,6 @@ def test_a_state_that_its_owner_goes_on_changing_is_kept(tmp_path):
 
     mh.save(tmp_path, value=Sampler(5))
     mine = Growing()
-    with pytest.raises(RuntimeError, match="no"):
+    with pytest.raises(ValueError, match="RuntimeError: no"):
         mh.load(tmp_path, value=mine)
     assert mine.all["list"][0].tolist() == [0, 0] and mine.all["pair"][1]["a"].item() == 1

@@ -1,6 +1,7 @@
 """Checkpoints whose index says something else than was saved: refused before anything changes."""
 
 import contextlib
+import json
 import random
 import shutil
 
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import manyhands as mh
-from helpers.checkpoint_oracle import Setup
-from helpers.forge import content, only, sign
-from helpers.ranks import run_ranks
+from helpers.checkpoint_oracle import Setup, assert_equal
+from helpers.forge import content, data_file, only, sign
+from helpers.memory import little_memory
+from helpers.ranks import raises_on_ranks, run_ranks
 from manyhands.checkpoint import _folder, _reader
 from manyhands.checkpoint import _tensor_parts as tensor_parts
 
@@ -247,3 +249,128 @@ def test_covers_once_accepts_exact_tilings_only(shape, data):
         counts[tuple(slice(start, start + size) for start, size, _ in places)] += 1
     expected = inside and bool((counts == 1).all())
     assert tensor_parts.covers_once(shape, boxes) == expected
+
+
+@pytest.mark.parametrize("count", [10**8, 10**12, 2**62, 2**70, -1, 2.0, True, None, "2"])
+@pytest.mark.parametrize("members", [{}, {"model/x": [[4], "float32", 0]}])
+def test_a_grid_that_claims_any_number_of_pieces_is_refused_at_once(tmp_path, count, members):
+    mh.save(tmp_path, value=1)
+    checkpoint = only(tmp_path)
+    meta = content(checkpoint)
+    meta["table"] |= {"grids": [[count, members]], "pieces": [[[0, 0]]]}
+    sign(checkpoint, meta)
+    assert (checkpoint / _folder.COMMIT).stat().st_size < 600
+    with little_memory(2**24), pytest.raises(ValueError, match=r"index\.json has invalid content"):
+        mh.load(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [[2**40], [2**62, 4], [2**70], [1] * 65, [2**62, 0, 2**62]])
+def test_a_tensor_that_claims_any_size_is_refused_before_there_is_room_for_it(tmp_path, shape):
+    mh.save(tmp_path, value=torch.ones(4))
+    checkpoint = only(tmp_path)
+    meta = content(checkpoint)
+    offsets = [0] * len(shape)
+    meta["table"]["slices"]["value/value"] = [shape, "float32", [[0, offsets, shape]]]
+    sign(checkpoint, meta)
+    with little_memory(2**24), pytest.raises(ValueError, match=str(checkpoint)):
+        mh.load(tmp_path)
+
+
+def test_a_tensor_that_is_named_a_thousand_times_is_refused(tmp_path):
+    mh.save(tmp_path, value=torch.ones(2**20))
+    checkpoint = only(tmp_path)
+    meta = content(checkpoint)
+    meta["values"]["value"] = [meta["values"]["value"]] * 1000
+    sign(checkpoint, meta)
+    with little_memory(2**26), pytest.raises(ValueError, match="is in two places"):
+        mh.load(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 70, None])
+def test_a_sparse_index_is_read_as_far_as_it_goes(tmp_path, kept):
+    mh.save(tmp_path, value=1)
+    path = only(tmp_path) / _folder.COMMIT
+    with path.open("r+b") as file:
+        file.truncate(kept if kept is not None else path.stat().st_size)
+        file.truncate(2**36)
+    with little_memory(2**26), pytest.raises(ValueError, match=r"index\.json is damaged: byte"):
+        mh.load(tmp_path)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_sparse_header_is_read_as_far_as_it_goes(tmp_path, known):
+    mh.save(tmp_path, value=torch.ones(4))
+    checkpoint = only(tmp_path)
+    path = data_file(checkpoint)
+    with path.open("r+b") as file:
+        file.write((2**36 - 8).to_bytes(8, "little"))
+        file.truncate(2**36)
+    if known:
+        meta = content(checkpoint)
+        meta["files"][0] = [2**36, 2**36, 0]
+        sign(checkpoint, meta)
+    with little_memory(2**26), pytest.raises(ValueError, match=r"worker-00000-.* is damaged"):
+        mh.load(tmp_path)
+
+
+def test_checksums_of_a_sparse_file_are_compared_before_they_are_kept(tmp_path):
+    mh.save(tmp_path, value=torch.ones(4))
+    checkpoint = only(tmp_path)
+    size = 2**39
+    header = {
+        "value/value": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]},
+        "manyhands.crc32": {"dtype": "U8", "shape": [size >> 12], "data_offsets": [size]},
+    }
+    header["manyhands.crc32"]["data_offsets"].append(size + (size >> 12))
+    text = json.dumps(header).encode()
+    path = data_file(checkpoint)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + size + (size >> 12))
+    meta = content(checkpoint)
+    meta["table"]["slices"]["value/value"] = [[size], "uint8", [[0, [0], [size]]]]
+    meta["files"][0] = [path.stat().st_size, 8 + len(text), 0]
+    sign(checkpoint, meta)
+    with little_memory(2**26), pytest.raises(ValueError, match="header is not the one"):
+        mh.load(tmp_path)
+
+
+ENTRIES = ["step", "exp_avg", "exp_avg_sq"]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("way", ["OSS", "fully_shard"])
+def test_a_state_that_lacks_an_entry_of_one_parameter_is_refused(way, entry, tmp_path):
+    def write():
+        mh.save(tmp_path / "run", **Setup(way).train(2).given())
+
+    run_ranks(2, write)
+    checkpoint = only(tmp_path / "run")
+    meta = content(checkpoint)
+    key = f"optimizer.0/{entry}/last.bias"
+    for members in (meta["table"]["slices"], *(grid for _, grid in meta["table"]["grids"])):
+        members.pop(key, None)
+    sign(checkpoint, meta)
+
+    def load(way):
+        setup = Setup(way, seed=3).train(1)
+        before = setup.held()
+        schedule = setup.scheduler.state_dict()
+        try:
+            mh.load(tmp_path / "run", **setup.given())
+        finally:
+            assert_equal(setup.held(), before)
+            assert setup.scheduler.state_dict() == schedule
+
+    for message in raises_on_ranks(2, ValueError, load, way, match="AdamW cannot go on from the"):
+        assert "'last.bias'" in message and str(checkpoint) in message
+    with pytest.raises(ValueError, match=r"state of 'last.bias': KeyError"):
+        load("plain")
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=3), st.integers(1, 9), st.data())
+def test_slices_are_counted_without_looking_at_each(shape, pieces, data):
+    cut = data.draw(st.integers(0, len(shape) - 1))
+    tensor = tensor_parts.StoredTensor(tuple(shape), "float32", cut, list(range(pieces)))
+    assert tensor.slice_count == len(list(tensor.slices))

@@ -125,6 +125,7 @@ def test_what_rank_0_does_with_receipts_is_linear_and_the_commit_small(size, tmp
     assert len(text) < 100 * KEYS + 40 * size
     again, found = _reader.parse(text, "commit")
     assert found.keys() == tensors.keys() and again.workers == size
+    assert found["model/p7"].slice_count == size
     (first, last) = found["model/p7"].overlapping((ROWS - 1, 0), (2, 2))
     assert (first.file, last.file) == (0, 1)
 

@@ -46,25 +46,22 @@ def random_state() -> dict[str, Tensor]:
 def check_random_state(state: dict[str, Tensor]) -> None:
     """Raise ValueError if a generator could not continue from a state; change no generator."""
     try:
-        if "python" in state:
-            random.Random().setstate(_python_state(state))
-        if "torch" in state:
-            torch.Generator().set_state(state["torch"])
-        if "numpy" in state and (numpy := _numpy_random()) is not None:
+        random.Random().setstate(_python_state(state))
+        torch.Generator().set_state(state["torch"])
+        numpy = _numpy_random()
+        if numpy is not None and ("numpy" in state or "numpy.gauss" in state):
             numpy.RandomState().set_state(_numpy_state(state))
         device = _device_in_use()
         if device is not None and (key := f"device.{device[0]}") in state:
             torch.Generator(device=device[0]).set_state(state[key])
     except (ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"the state of a random generator is invalid: {error}.") from error
+        raise ValueError(f"the state of a random generator is invalid: {error!r}.") from error
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
     """Let the generators continue from a state that `check_random_state` has accepted."""
-    if "python" in state:
-        random.setstate(_python_state(state))
-    if "torch" in state:
-        torch.set_rng_state(state["torch"])
+    random.setstate(_python_state(state))
+    torch.set_rng_state(state["torch"])
     device = _device_in_use()
     if device is not None and f"device.{device[0]}" in state:
         device[1].set_rng_state(state[f"device.{device[0]}"])

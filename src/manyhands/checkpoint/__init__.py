@@ -6,9 +6,11 @@ load goes through the same stages, from files to objects.
     _writing.py  _reading.py  a save and a load, step by step
     _model.py                 a model's tensors, under the names of the plain model
     _optimizer.py             an optimizer's state, by parameter name, and the state of blocks
-    _values.py                the user's values, as JSON, and states that foreign code loads
+    _values.py                the user's values, as JSON
+    _handover.py              states that foreign code loads, or that an optimizer may refuse
     _format.py                what is in a data file and in the commit, and how it is written
-    _reader.py                the reader of both
+    _commit.py  _json.py      the commit is read, and compared with what it must be
+    _reader.py                slices of tensors are read
     _folder.py                a folder in which nothing is half written and no link is followed
     _cloud.py                 the same in a bucket
     _tensor_parts.py          the slices of tensors on this rank, and where slices are stored
@@ -211,8 +213,8 @@ def load(
     are. All else comes from the checkpoint, as on the other workers. If the saved step was the
     number of steps of the blocks, `"step"` is `optimizer.steps`.
 
-    If a checkpoint is damaged, incomplete, or of another model or optimizer, every rank raises, and
-    nothing has changed.
+    If a checkpoint is damaged, incomplete, or of another model or optimizer, or if an object
+    refuses its state, every rank raises a ValueError or FileNotFoundError, and nothing has changed.
 
     Args:
         path: the folder of checkpoints, or one of them.

@@ -7,8 +7,9 @@
 
 No file is renamed but the commit, which is written under another name first. So a checkpoint
 appears by one rename, and disappears by one removal. What a killed run leaves behind is a folder
-without a commit. A later save removes it if it is of the same job, or if nothing was written to it
-for `OLD` seconds. A token begins with the job's mark: so jobs never remove each other's parts.
+without a commit. A later save removes it if it is of the same job, if the process that began it has
+certainly ended, or if nothing was written to it for `OLD` seconds. A token has the marks of the job
+and of its rank 0, which began the save.
 
 One job at a time may save here: its rank 0 holds a POSIX lock on a byte of `.lock` from its first
 save until it ends. The system releases it with the process, so no lock is ever stale. Workers of a
@@ -17,6 +18,13 @@ their run (MANYHANDS_RUN), a byte that follows from its name, and no other run c
 that was stopped finds its parts removed when it wakes. Where there are no such locks, two jobs are
 noticed when they write the same checkpoint, and each prunes only its own. A reader has a lock
 (`flock`) on the commit: what is read is not pruned.
+
+**Which process has certainly ended?** Not every file system shows a lock to other hosts, and a
+process loses a POSIX lock with any descriptor of the file that it closes. So rank 0 has a second
+lock on `.lock`, a `flock`, and only with both is its mark in the file, with the kernel and the
+device that it saw. If a later process has both locks on the same file, and sees the same kernel and
+device, then the earlier one has none any more. It has ended, whether it was in this container or in
+another on this machine. Processes on other hosts are never taken for ended.
 
 A folder may have been downloaded. So a link in it is not followed, neither to a file nor to a
 checkpoint, and nothing that is opened can be a pipe (which would hang) or a device. The path that
@@ -57,13 +65,17 @@ OLD = 2 * 3600.0  # seconds after which nobody completes any more what has no co
 MADE = 60.0  # seconds after which a new folder has a file in it
 LOCK = ".lock"
 LOCK_TIMEOUT = 3.0  # seconds to wait for another process that may be about to end
-TEXT = 200  # characters of the lock's text, so that a later one covers it
+TEXT = 2000  # characters of the lock's text, so that a later text covers an earlier one
 RUN_VARIABLE = "MANYHANDS_RUN"  # the run whose workers may take the lock from each other
 # Variables that tell a job from others, also when it is started again.
 JOB_VARIABLES = (RUN_VARIABLE, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 
+MADE_BY = re.compile(r".+-[0-9a-f]{8}-([0-9a-f]{8})-[0-9a-f]{8}(\.safetensors)?")  # a file's name
+REMEMBERED = 100  # processes that have ended: the last ones
+
 _process = uuid.uuid4().hex
 _pauses = random.Random()  # not the global generator, which belongs to the script
+_marked = (0, "")  # the process that has a mark, and its mark
 
 
 class UrlPath(PurePosixPath):
@@ -89,7 +101,15 @@ def to_path(path: str | os.PathLike[str]) -> Path:
 
 def new_token() -> str:
     """Return what makes the names of a save's files unique."""
-    return f"{job_mark()}-{uuid.uuid4().hex[:8]}"
+    return f"{job_mark()}-{process_mark()}-{uuid.uuid4().hex[:8]}"
+
+
+def process_mark() -> str:
+    """Return the mark of this process. A fork has another one."""
+    global _marked
+    if _marked[0] != os.getpid():
+        _marked = (os.getpid(), uuid.uuid4().hex[:8])
+    return _marked[1]
 
 
 def job_mark() -> str:
@@ -145,12 +165,19 @@ class Folder:
         return number or last + 1
 
     def _may_remove(self, name: str) -> bool:
-        """Return whether a folder without a commit is this job's, or old."""
+        """Return whether a folder without a commit is ours, of a process that ended, or old."""
         old = self.age(name) > (OLD if self.sizes(name) else MADE)
-        return not self.is_link(name) and (old or self._is_ours(name))
+        removable = old or self._is_ours(name) or self._has_ended(name)
+        return not self.is_link(name) and removable
 
     def _is_ours(self, name: str) -> bool:
         return any(f"-{job_mark()}-" in file for file in self.sizes(name))
+
+    def _has_ended(self, name: str) -> bool:
+        """Return whether the processes that began a checkpoint have certainly ended."""
+        makers = [MADE_BY.fullmatch(file) for file in self.sizes(name)]
+        ended = _ended.get(self.path.resolve() / LOCK, ()) if self._locked else ()
+        return bool(makers) and all(maker and maker[1] in ended for maker in makers)
 
     @staticmethod
     def name_of(number: int, step: int | None) -> str:
@@ -292,6 +319,7 @@ def sync(folder: Path) -> None:
 
 # The descriptors of the locks by process and path: a forked child holds none of its parent's.
 _held: dict[tuple[int, Path], int] = {}
+_ended: dict[Path, Sequence[str]] = {}  # by the lock: the marks of processes that have ended
 
 
 def take_lock(folder: Path, run: str | None) -> bool:
@@ -301,6 +329,7 @@ def take_lock(folder: Path, run: str | None) -> bool:
         return False
     path = folder.resolve() / LOCK
     if _holds_lock(path):
+        _ended[path] = ()
         return True
     file = open_descriptor(path, os.O_RDWR | os.O_CREAT)
     deadline = time.monotonic() + LOCK_TIMEOUT
@@ -319,8 +348,7 @@ def take_lock(folder: Path, run: str | None) -> bool:
         return False
     # Stays open: closing any descriptor of the file would release a POSIX lock.
     _held[os.getpid(), path] = file
-    text = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "run": run})
-    os.pwrite(file, f"{text:<{TEXT}}\n".encode(), 0)  # in one call: others may write, too
+    _become_holder(file, path, run)
     return True
 
 
@@ -355,12 +383,66 @@ def _lock_for(file: int, run: str | None) -> bool:
 
 
 def _name_holder(file: int) -> str:
-    """Return which process has taken the lock last, as the file says."""
-    try:
-        holder = json.loads(os.pread(file, 4096, 0))
-        return f"process {holder['pid']} on {holder['host']}"
-    except (ValueError, KeyError, TypeError):  # not written yet, or not by us
+    """Return the process that took the lock last, according to the file."""
+    holder = _read_holder(file)
+    if not holder:
         return "another process"
+    return f"process {holder['pid']} on {holder['host']}"
+
+
+def _read_holder(file: int) -> dict[str, Any]:
+    """Return what the lock's holder has written to it; nothing if it was not one of ours."""
+    try:
+        holder = json.loads(os.pread(file, 2 * TEXT, 0))
+    except ValueError:  # not written yet
+        return {}
+    named = isinstance(holder, dict) and {"host", "pid", "run"} <= holder.keys()
+    return holder if named else {}
+
+
+def _become_holder(file: int, path: Path, run: str | None) -> None:
+    """Write to the lock who has it now, and find out who has ended."""
+    before = _read_holder(file)
+    seen = _kernel_and_device(file)
+    ended: list[str] = []
+    if seen and before.get("seen") == seen:
+        marks = [*before.get("ended", []), before.get("process")]
+        ended = [mark for mark in marks if mark is not None and mark != process_mark()]
+    # A child of the one before may still have this lock, which a fork inherits.
+    both = _has_no_other_flock(file)
+    holder = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "run": run,
+        "seen": seen,
+        "process": process_mark() if both else None,
+        "ended": ended[-REMEMBERED:],
+    }
+    # In one call, and padded: other processes of a crew may write as well.
+    os.pwrite(file, f"{json.dumps(holder):<{TEXT}}\n".encode(), 0)
+    _ended[path] = ended if both else ()
+
+
+def _has_no_other_flock(file: int) -> bool:
+    """Take the second lock, until this process ends. Return False if another has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # or there are none, or it is in the way of the first, as on NFS
+        return False
+    return True
+
+
+def _kernel_and_device(file: int) -> str:
+    """Return which kernel runs here, and where it has a file; "" if that is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not on Linux
+        return ""
+    device = os.fstat(file).st_dev
+    # A disk is one kernel's. A network's file system has the number 0 on all hosts, and copies of a
+    # virtual machine that was running have one boot in common.
+    host = "" if os.major(device) else socket.gethostname()
+    return f"{boot} {device} {host}"
 
 
 # -- open files, and nothing else ------------------------------------------------------------------

@@ -44,7 +44,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -212,33 +212,55 @@ def memory_of(tensor: Tensor) -> memoryview:
 # -- the commit ------------------------------------------------------------------------------------
 
 
-class ModelMeta(TypedDict):
+# A class without `total` has the entries that a checkpoint of an earlier release may lack.
+# `_commit.py` compares every commit with these types.
+
+
+class _LaterModelMeta(TypedDict, total=False):
+    config: str  # the text of the model's config.json, if it has one
+    left_out: dict[str, list[int]]  # by `save(frozen=False)`: parameters, and their shapes
+
+
+class ModelMeta(_LaterModelMeta):
     """A model in the commit. Its tensors are stored under their names."""
 
     params: list[str]
     buffers: list[str]
     aliases: dict[str, str]  # another name of a tied tensor -> the name it is stored under
     extras: dict[str, Json]  # what `get_extra_state` returned, as JSON
-    config: str  # the text of the model's config.json, if it has one
-    left_out: dict[str, list[int]]  # by `save(frozen=False)`: parameters, and their shapes
 
 
 # In the functional form, because `class` cannot be a field's name in a class statement.
 StateMeta = TypedDict("StateMeta", {"class": str, "state": Json})  # a scheduler, or a scaling rule
 
 
-# An optimizer. Its class is that which the user asked for, whether it is sharded or not.
-OptimizerMeta = TypedDict(
-    "OptimizerMeta",
-    {
-        "class": str,
-        "groups": list[Any],  # the parameters' names, and the options
-        "other": Json,  # what else is in the optimizer's state dict
-        "rule": StateMeta | None,  # a scaling rule around it: its averages, progress, scale
-        "blocks": Json,  # blocks around it: the counters that all replicas share
-        "replicas": int,  # how many there are; without blocks one
-    },
-)
+class GroupMeta(TypedDict):
+    """A group of an optimizer's parameters."""
+
+    names: list[str]
+    options: Json
+
+
+class ReplicaMeta(TypedDict):
+    """The part of an optimizer that each replica has for itself."""
+
+    groups: list[GroupMeta]
+    other: Json  # what else is in the optimizer's state dict
+    rule: StateMeta | None  # a scaling rule around it: its averages, progress, scale
+
+
+class _LaterOptimizerMeta(ReplicaMeta, total=False):
+    blocks: Json  # blocks around it: the counters that all replicas share
+
+
+# The class that the user asked for, whether the optimizer is sharded or not.
+_ClassMeta = TypedDict("_ClassMeta", {"class": str})
+
+
+class OptimizerMeta(_LaterOptimizerMeta, _ClassMeta):
+    """An optimizer in the commit, with the first replica's part."""
+
+    replicas: int  # without blocks there is one
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from manyhands._optimizers.modules import ModuleWrapper, plain_modules
 from manyhands._ranks.received import received_tensors
 from manyhands.checkpoint._format import Contents, ModelMeta
+from manyhands.checkpoint._handover import ForeignState
 from manyhands.checkpoint._reader import Reader
 from manyhands.checkpoint._tensor_parts import TensorParts, to_parts
-from manyhands.checkpoint._values import ForeignState, GetTensor, decode, encode
+from manyhands.checkpoint._values import GetTensor, decode, encode
 
 # -- names -----------------------------------------------------------------------------------------
 
@@ -216,7 +217,7 @@ class ModelLoader:
                 f"the checkpoint's {what} is a different one: {'; '.join(problems)}. Build the "
                 "model that was saved."
             )
-        get = reader.read_whole
+        get = reader.read_once
         self.foreign_states = [
             ForeignState(name, module.get_extra_state, module.set_extra_state, decode(state, get))
             for name, state in meta["extras"].items()

@@ -13,7 +13,6 @@ replica r of a later run continues from the saved replica r modulo N.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,13 +34,21 @@ from manyhands._optimizers.state_parts import (
     StatePart,
     common_state,
     options_of,
-    plain_optimizer,
     state_parts,
 )
 from manyhands._optimizers.wrappers import unwrap
 from manyhands._tensors.flat import is_dtensor
 from manyhands.checkpoint import _tensor_parts as tensor_parts
-from manyhands.checkpoint._format import Contents, OptimizerMeta, StateMeta
+from manyhands.checkpoint._commit import check_form
+from manyhands.checkpoint._format import (
+    Contents,
+    GroupMeta,
+    OptimizerMeta,
+    ReplicaMeta,
+    StateMeta,
+)
+from manyhands.checkpoint._handover import check_continues, explain_refusal, restore_types
+from manyhands.checkpoint._json import parse_json
 from manyhands.checkpoint._model import ModelNames, list_names
 from manyhands.checkpoint._reader import Reader
 from manyhands.checkpoint._tensor_parts import ALONE, EXACT_ENTRY, Holders, Savers, TensorParts
@@ -54,6 +61,7 @@ from manyhands.checkpoint._values import (
     escape,
     state_key,
     tensor_key,
+    tensor_keys,
     unescape,
 )
 
@@ -106,12 +114,18 @@ def to_bytes(value: object) -> Tensor:
 
 
 def from_bytes(tensor: Tensor) -> Any:
-    return json.loads(bytes(tensor.tolist()))
+    """Return the JSON that `to_bytes` was given; ValueError if it cannot have been."""
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1:
+        raise ValueError(f"JSON is in a row of bytes, not in {tuple(tensor.shape)} {tensor.dtype}")
+    return parse_json(bytes(tensor.tolist()))
 
 
-def saved_state(tensors: Iterable[str], prefix: str, get: GetTensor) -> dict[str, dict[str, Json]]:
+def saved_state(
+    tensors: Iterable[str], prefix: str, groups: Sequence[GroupMeta], get: GetTensor
+) -> dict[str, dict[str, Json]]:
     """Return what is saved of each parameter's state: by name the entries, as JSON."""
     state: dict[str, dict[str, Json]] = {}
+    inside: set[str] = set()  # keys of tensors that are in a list or dict
     for key in tensors:
         entry, slash, name = key.removeprefix(prefix + "/").partition("/")
         if not key.startswith(prefix + "/") or not slash:
@@ -120,7 +134,29 @@ def saved_state(tensors: Iterable[str], prefix: str, get: GetTensor) -> dict[str
             state.setdefault(name, {})[unescape(entry)] = {"$": "tensor", "key": key}
         elif entry.startswith("json."):
             entry = unescape(entry.removeprefix("json."))
-            state.setdefault(name, {})[entry] = from_bytes(get(key))
+            meta = from_bytes(get(key))
+            inside.update(tensor_keys(meta))
+            state.setdefault(name, {})[entry] = meta
+    known = {name for group in groups for name in group["names"]}
+    for name in state.keys() - known:
+        if not {tensor_key(meta) for meta in state.pop(name).values()} <= inside:
+            raise ValueError(f"there is a state of {name!r}, which is no parameter's name.")
+    return state
+
+
+def saved_options(groups: Sequence[GroupMeta], get: GetTensor) -> list[dict[str, Any]]:
+    """Return the saved options of each group."""
+    result = [decode_dict("options of a group", each["options"], get) for each in groups]
+    if any("params" in options or "param_names" in options for options in result):
+        raise ValueError("the options of a group have its parameters among them.")
+    return result
+
+
+def saved_rule(meta: StateMeta, get: GetTensor) -> dict[str, Any]:
+    """Return a scaling rule's state, with its gradients by name."""
+    state = decode_dict("state of a rule", meta["state"], get)
+    if not isinstance(state.get("previous"), dict):
+        raise ValueError("the saved state of a rule has no gradients by name.")
     return state
 
 
@@ -158,6 +194,14 @@ def match_saved(
                 matches.append(SavedOptimizer(range(number, number + 1), only))
         return matches
     return None
+
+
+def decode_dict(what: str, meta: Json, get: GetTensor) -> dict[str, Any]:
+    """Return the dict that was encoded as this; ValueError if it is something else."""
+    value = decode(meta, get)
+    if not isinstance(value, dict):
+        raise ValueError(f"the saved {what} must be a dict, got {value!r:.80}.")
+    return value
 
 
 def prepare_to_load(optimizers: Iterable[object]) -> None:
@@ -323,23 +367,28 @@ class OptimizerLoader:
         self.targets: dict[str, TensorParts] = {}
         self._reader = reader
         self._names = names
-        get = reader.read_whole
+        get = reader.read_once
         self._get = get
         number = saved.numbers.start
         root = f"optimizer.{number}"
         meta = reader.commit.optimizers[number]
         saved_replica = Replica(replica.number % max(1, meta["replicas"]))  # that this continues
         prefix = saved_replica.key_prefix(root)
-        prefixes = [prefix]
         if saved_replica.number:  # the first is described by `meta` itself
-            meta = {**meta, **from_bytes(reader.read_whole(f"{prefix}/meta"))}
+            own = from_bytes(reader.read_whole(f"{prefix}/meta"))
+            check_form(own, ReplicaMeta, f"{prefix}/meta")
+            meta = {**meta, **own}
         self._meta = meta
-        self._other = decode(meta["other"], get)
+        self._other = decode_dict("rest of an optimizer", meta["other"], get)
+        prefixes = [(prefix, meta["groups"])]
         if saved.part is not None:
             self._take_part(saved.part)
         elif len(saved.numbers) > 1:
-            self._join([reader.commit.optimizers[each] for each in saved.numbers])
-            prefixes = [f"optimizer.{each}" for each in saved.numbers]
+            metas = [reader.commit.optimizers[each] for each in saved.numbers]
+            self._join(metas)
+            prefixes = []
+            for each, own_meta in zip(saved.numbers, metas, strict=True):
+                prefixes.append((f"optimizer.{each}", own_meta["groups"]))
         self._groups = group_names(self.inner, names)
         self._check_class_and_groups()
         # A tied parameter may have been saved under another of its names.
@@ -350,10 +399,13 @@ class OptimizerLoader:
             for other in _all_names(names, name)
         }
         self._state: dict[str, dict[str, Json]] = {}
-        for each in prefixes:
-            for name, entries in saved_state(reader.tensors, each, get).items():
+        for root_key, groups in prefixes:
+            for name, entries in saved_state(reader.tensors, root_key, groups, get).items():
                 self._state[self._aliases.get(name, name)] = entries
         self._options = self._merge_options()
+        self._common = self._other.pop("state", {})
+        if not isinstance(self._common, dict):
+            raise ValueError(f"the saved common state must be a dict, got {self._common!r:.80}.")
         self._scaling: object = None if self.rule is None else self._parse_rule(self.rule)
         self._blocks: BlocksLoader | None = None
         # A worker that has joined a crew late has the crew's anchor and counters: they are later.
@@ -370,6 +422,9 @@ class OptimizerLoader:
         parts, self._packed = state_parts(self.inner, include_empty=True)
         flat_names = [name for group in self._groups for name in group]
         self._to_load = [(p, self._allocate_entries(p, flat_names[p.index])) for p in parts]
+        named = [(flat_names[part.index], part, entries) for part, entries in self._to_load]
+        #: Whether `load` cannot fail: otherwise everything is copied before.
+        self.is_sure = check_continues(self.inner, self._options, named)
 
     def step_of_run(self, saved: int | None) -> int | None:
         """Return the step to continue from: the saved one or, on a late worker, the crew's."""
@@ -445,9 +500,9 @@ class OptimizerLoader:
     def _merge_options(self) -> list[dict[str, object]]:
         """Return each group's options to load: the saved ones, but those that stay as they are."""
         result = []
-        for group, meta in zip(self.inner.param_groups, self._meta["groups"], strict=True):
+        loaded = saved_options(self._meta["groups"], self._get)
+        for group, saved in zip(self.inner.param_groups, loaded, strict=True):
             here = options_of(group)
-            saved = decode(meta["options"], self._get)
             kept = {name: here[name] for name in KEPT_OPTIONS if name in here}
             # Options of this release of torch that the saved run did not have stay as they are.
             result.append({**here, **saved, **kept})
@@ -462,7 +517,7 @@ class OptimizerLoader:
                 f"the checkpoint is of a run without a scaling rule, and {name} is around the "
                 f"optimizer here. To begin with a rule, load it before wrapping in {name}."
             )
-        state = decode(meta["state"], self._get)
+        state = saved_rule(meta, self._get)
         previous = state["previous"]
         # Back from names to the order of this optimizer's parameters.
         members = [name for group in self._groups for name in group]
@@ -479,6 +534,8 @@ class OptimizerLoader:
                 result[entry] = decode(meta, self._get)
                 continue
             stored = self._reader.tensors[key]
+            if stored.shape != tuple(part.param.shape):
+                self._reader.check_claim(key)
             if entry == EXACT_ENTRY:
                 # An optimizer without rounded parameters has no use for the exact ones.
                 if part.exact is None:
@@ -507,19 +564,20 @@ class OptimizerLoader:
             {**{k: v for k, v in group.items() if k not in loaded}, **loaded}
             for group, loaded in zip(self._packed["param_groups"], options, strict=True)
         ]
-        all_state = {**self._other.get("state", {}), **state}
+        all_state = {**self._common, **state}
         packed = {**self._packed, **self._other, "state": all_state, "param_groups": groups}
         holder = self.inner
         sharded = self._layers.sharded
-        if sharded is None:
-            holder.load_state_dict(packed)
-        else:
-            # Not `load_state_dict`, which expects the state of all ranks.
-            sharded.load_parts(packed, for_later, options)
-            holder = sharded.optim
+        with explain_refusal(self._layers.class_name):
+            if sharded is None:
+                holder.load_state_dict(packed)
+            else:
+                # Not `load_state_dict`, which expects the state of all ranks.
+                sharded.load_parts(packed, for_later, options)
+                holder = sharded.optim
         params = [param for group in holder.param_groups for param in group["params"]]
         for number, entries in state.items():
-            _restore_types(holder.state[params[number]], entries)
+            restore_types(holder.state[params[number]], entries)
 
     def finish(self) -> None:
         """Hand their states to the rule and the blocks around the optimizer."""
@@ -532,14 +590,6 @@ class OptimizerLoader:
 def _all_names(names: ModelNames | None, name: str) -> set[str]:
     """Return all names of a parameter; without a model, tied names are unknown."""
     return {name} if names is None else set(names.all_of(name))
-
-
-def _restore_types(held: dict[str, object], entries: Mapping[str, object]) -> None:
-    """Give entries their saved type back: torch's loading converts them to the parameter's type."""
-    for name, value in entries.items():
-        now = held.get(name)
-        if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
-            held[name] = value.to(now.device)
 
 
 # -- blocks ----------------------------------------------------------------------------------------
@@ -594,7 +644,7 @@ class BlocksLoader:
         self._blocks = blocks
         # Without a saved anchor: frozen in the saved run, or all of them if one worker saved it.
         self._unsaved: list[Tensor] = []
-        self._meta = blocks.check_counters(decode(meta, reader.read_whole))
+        self._meta = blocks.check_counters(decode(meta, reader.read_once))
         if self._meta is None:  # saved without blocks
             return
         memories = self._meta["memories"]
@@ -630,59 +680,3 @@ class BlocksLoader:
         else:
             residuals = self._load_residuals
             self._blocks.load_counters(self._meta, self._unsaved, residuals=residuals)
-
-
-# -- undo ------------------------------------------------------------------------------------------
-# torch's own optimizers do not fail once their tensors are filled. For any other, everything that
-# is about to be filled is copied first.
-
-
-def has_foreign_loading(optimizer: Optimizer) -> bool:
-    """Return whether code that is neither torch's nor ours runs when its state is loaded."""
-    for each in _that_load(optimizer):
-        if each._optimizer_load_state_dict_pre_hooks or each._optimizer_load_state_dict_post_hooks:
-            return True
-        for name in ("load_state_dict", "__setstate__"):
-            # The instance first: a method may have been patched.
-            owners = [each, *type(each).__mro__]
-            owner: object = next(owner for owner in owners if name in vars(owner))
-            module = getattr(vars(owner)[name], "__module__", None) or ""
-            if not module.startswith(("torch.optim.", "manyhands.")):
-                return True
-    return False
-
-
-def _that_load(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that load a state: a sharded one, the one in it, or each of several."""
-    plain = plain_optimizer(optimizer)
-    return optimizers_in(optimizer) if plain is optimizer else [optimizer, plain]
-
-
-class OptimizerSnapshot:
-    """A copy of optimizers, and of the tensors that are about to be filled."""
-
-    def __init__(self, optimizers: Iterable[Optimizer], targets: Iterable[TensorParts]) -> None:
-        self._tensors = [
-            (tensor, tensor.clone()) for target in targets for _, tensor in target.slices
-        ]
-        self._optimizers = []
-        for optimizer in optimizers:
-            for each in _that_load(optimizer):
-                groups = [(group, dict(group)) for group in each.param_groups]
-                state = {param: copy.copy(entries) for param, entries in each.state.items()}
-                self._optimizers.append((each, dict(vars(each)), groups, state))
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put the optimizers back as they were, after a load that failed halfway."""
-        for tensor, before in self._tensors:
-            tensor.copy_(before)
-        for optimizer, attributes, groups, state in self._optimizers:
-            # The same dicts are refilled: schedulers and wrappers hold references to them.
-            vars(optimizer).clear()
-            vars(optimizer).update(attributes)
-            for group, options in groups:
-                group.clear()
-                group.update(options)
-            optimizer.state.clear()
-            optimizer.state.update(state)

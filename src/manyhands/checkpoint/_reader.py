@@ -4,19 +4,18 @@ No file is read as a whole: of the commit a reader learns which files have what 
 the heads of these, then ranges of bytes. A range is first compared with its checksums, one for
 every 16 KiB, in a buffer that stays in the processor's cache. Then it is read into the memory where
 it belongs, from the system's page cache: a second copy in fresh memory would take longer. From a
-bucket it is fetched once, and kept in between. Checksums show damage, not who wrote the file, so
-`parse` also checks what would read a wrong place: sizes, types, and that the slices of a tensor
-cover each of its elements exactly once.
+bucket it is fetched once, and kept in between.
+
+What a file claims may be forged, or a file sparse. So there is room for a tensor only after all of
+it was found in the files, and for checksums after they were compared.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
@@ -26,44 +25,14 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from manyhands.checkpoint import _format
-from manyhands.checkpoint import _tensor_parts as tensor_parts
+from manyhands.checkpoint._commit import parse
 from manyhands.checkpoint._folder import COMMIT, Folder, OpenFile
-from manyhands.checkpoint._format import CHECKED, CHECKS, OWN, Commit
+from manyhands.checkpoint._format import BLOCK, CHECKED, CHECKS, OWN
+from manyhands.checkpoint._json import FIRST, parse_json, read_text
 from manyhands.checkpoint._tensor_parts import StoredSlice, StoredTensor
 
-PATTERN = re.compile(rb'\{"manyhands checkpoint": (\d+), "crc32": "([0-9a-f]{8})",\n"content": ')
-TOKEN = re.compile(r"[\w-]+", re.ASCII)  # no name can lead out of the checkpoint's folder
 SCANNED = 2**18  # bytes that are compared with their checksums at a time
-
-
-# -- the commit ------------------------------------------------------------------------------------
-
-
-def parse(raw: bytes, path: object) -> tuple[Commit, dict[str, StoredTensor]]:
-    """Return the commit that a file contains, and its tensors; ValueError if it is not valid."""
-    found = PATTERN.match(raw)
-    advice = "Load another checkpoint."
-    if found is None:
-        raise ValueError(f"{path} is not an index of a manyhands checkpoint. {advice}")
-    version = int(found[1])
-    text = raw[found.end() : -2]
-    # The checksum before the version: a damaged version number must not look like a new format.
-    if raw[-2:] != b"}\n" or zlib.crc32(text) != int(found[2], 16):
-        raise ValueError(f"{path} is damaged: its checksum does not match its content. {advice}")
-    if version != _format.VERSION:
-        raise ValueError(
-            f"{path} has format version {version}, and this release reads {_format.VERSION}. Load "
-            "it with the release of manyhands that wrote it."
-        )
-    try:
-        content = json.loads(text)
-        commit = Commit(**{**content, "table": tensor_parts.Table(**content["table"])})
-        numbers = [number for file in commit.files for number in file]
-        if not TOKEN.fullmatch(commit.token) or any(type(n) is not int or n < 0 for n in numbers):
-            raise ValueError(f"{commit.token!r:.80} is in no name of a file of tensors")
-        return commit, tensor_parts.find_tensors(commit.table, len(commit.files))
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} has invalid content: {error!r:.200}. {advice}") from error
+LARGE = 2**20  # bytes of a tensor that is compared before there is room for it
 
 
 # -- the files -------------------------------------------------------------------------------------
@@ -80,22 +49,12 @@ class SafetensorsFile:
     starts: dict[str, int] = field(default_factory=dict)  # of each tensor's bytes in the file
 
     def __post_init__(self) -> None:
-        size = self.source.size
-        head = self.expected[1] if self.expected else 0
-        if self.expected and size != self.expected[0]:
-            raise self.damaged(f"it has {size:,} bytes and should have {self.expected[0]:,}")
-        # Before any memory is allocated for it: a damaged length may be anything.
-        head = head or 8 + int.from_bytes(self._read(0, 8), "little")
-        if not 8 <= head <= size:
-            raise self.damaged("its header is longer than the file")
-        raw = self._read(0, head)
-        if int.from_bytes(raw[:8], "little") != head - 8:
-            raise self.damaged("its header is not the one that was saved")
-        self._parse_header(raw[8:], head)
-        self._sums = self._read(self.starts[CHECKS], self.entries[CHECKS].nbytes)
-        # The checksum also tells this file from one of another checkpoint.
-        if self.expected and zlib.crc32(self._sums, zlib.crc32(raw)) != self.expected[2]:
-            raise self.damaged("its header is not the one that was saved")
+        if self.expected and self.source.size != self.expected[0]:
+            sizes = f"{self.source.size:,} bytes and should have {self.expected[0]:,}"
+            raise self.damaged(f"it has {sizes}")
+        raw = self._read_header()
+        self._parse_header(raw[8:], len(raw))
+        self._sums = self._read_sums(zlib.crc32(raw))
 
     def damaged(self, why: str) -> ValueError:
         return ValueError(
@@ -111,18 +70,33 @@ class SafetensorsFile:
         if self.source.read_into(start, view) != len(view):
             raise self.damaged("it ends too early")
 
+    def _read_header(self) -> bytes:
+        """Return the header, and before it the 8 bytes of its length."""
+        if self.expected:  # from a bucket the length and the text come together
+            self.source.fetch([(0, min(self.expected[1], 8 + FIRST))])
+        length = self._read(0, 8)
+        head = 8 + int.from_bytes(length, "little")
+        if head > self.source.size:
+            raise self.damaged("its header is longer than the file")
+        if self.expected and head != self.expected[1]:
+            raise self.damaged("its header is not the one that was saved")
+        try:
+            return length + read_text(self._read, 8, head - 8)
+        except ValueError as error:
+            raise self.damaged(f"its header cannot be read ({error})") from error
+
     def _parse_header(self, text: bytes, end: int) -> None:
         """Find each tensor's entry, and where its bytes begin."""
         try:
             first = end
-            for name, meta in json.loads(text).items():
+            for name, meta in parse_json(text).items():
                 if name == "__metadata__":
                     continue
                 dtype = _format.DTYPES[meta["dtype"]]
                 entry = _format.TensorEntry(name, dtype, tuple(meta["shape"]))
                 start, stop = meta["data_offsets"]
                 # The exact type: JSON's true and 1.0 would pass as numbers.
-                sizes = all(type(n) is int and n >= 0 for n in entry.shape)
+                sizes = all(type(n) is int and n >= 0 for n in (*entry.shape, start, stop))
                 if not sizes or start + first != end or stop - start != entry.nbytes:
                     raise ValueError(f"{name!r} is not where it should be")
                 self.entries[name] = entry
@@ -132,10 +106,24 @@ class SafetensorsFile:
             sums = self.entries[CHECKS].nbytes
             if sums != 4 * (blocks - -(-sums // CHECKED)):
                 raise ValueError("there is not a checksum for each block")
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise self.damaged(f"its header cannot be read ({error!r:.200})") from error
         if end != self.source.size:
             raise self.damaged(f"it has {self.source.size:,} bytes and should have {end:,}")
+
+    def _read_sums(self, crc32: int) -> bytes:
+        """Return all checksums; `crc32` is the header's."""
+        start = self.starts[CHECKS]
+        length = self.entries[CHECKS].nbytes
+        block = b""
+        for done in range(0, length, BLOCK):
+            block = self._read(start + done, min(BLOCK, length - done))
+            crc32 = zlib.crc32(block, crc32)
+        # The checksum also tells this file from one of another checkpoint.
+        if self.expected and crc32 != self.expected[2]:
+            raise self.damaged("its header is not the one that was saved")
+        # Those of a sparse file that claims to be huge are compared before they are kept.
+        return block if length <= BLOCK else self._read(start, length)
 
     @cached_property
     def _first_sums(self) -> dict[str, int]:
@@ -205,8 +193,25 @@ class SafetensorsFile:
             place += 4
 
 
-# A tensor's key, a stored slice of it, what to read of that, and the memory for it.
-SliceToRead: TypeAlias = tuple[str, StoredSlice, tuple[int, ...], Tensor]
+def read_file(source: OpenFile) -> bytes:
+    """Return the content of a file of text; ValueError if it is none."""
+
+    def read(start: int, length: int) -> bytes:
+        buffer = bytearray(length)
+        found = source.read_into(start, memoryview(buffer))
+        return bytes(buffer[:found])
+
+    return read_text(read, 0, source.size)
+
+
+# A tensor's key, a stored slice of it, and where a slice of that begins, and its sizes.
+SliceToVerify: TypeAlias = tuple[str, StoredSlice, Sequence[int], Sequence[int]]
+
+
+def _all_slices(key: str, tensor: StoredTensor) -> Iterator[SliceToVerify]:
+    """Yield all slices of a tensor, each whole."""
+    for stored in tensor.slices:
+        yield key, stored, (0,) * len(stored.sizes), stored.sizes
 
 
 class Reader(ExitStack):
@@ -217,6 +222,7 @@ class Reader(ExitStack):
         self.folder, self.name = (folder, name) if name else (folder.behind_link(), name)
         self.path = self.folder.path / name
         self._files: dict[int, SafetensorsFile] = {}
+        self._taken: set[str] = set()  # the keys of tensors that have a place in a value
         try:
             source = self.folder.open(name, COMMIT)
         except FileNotFoundError as error:
@@ -225,21 +231,40 @@ class Reader(ExitStack):
             ) from error
         self.callback(source.close)
         source.try_lock(shared=True)  # what is read is not pruned
-        raw = bytearray(source.size)
         try:
-            source.read_into(0, memoryview(raw))
+            raw = self._read_commit(source)
             self.crc32 = zlib.crc32(raw)
-            self.commit, self.tensors = parse(bytes(raw), self.path / COMMIT)
+            self.commit, self.tensors = parse(raw, self.path / COMMIT)
         except BaseException:
             self.close()
             raise
 
-    def verify(self, slices: Sequence[SliceToRead]) -> None:
+    def _read_commit(self, source: OpenFile) -> bytes:
+        try:
+            return read_file(source)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.path / COMMIT} is damaged: {error}. Load another checkpoint."
+            ) from error
+
+    @contextmanager
+    def explain(self) -> Iterator[None]:
+        """Raise a ValueError that names the checkpoint for content that makes no sense."""
+        try:
+            yield
+        except (LookupError, AttributeError, RecursionError) as error:  # it has another form
+            raise ValueError(f"{self.path} has invalid content: {error!r:.200}.") from error
+        except ValueError as error:
+            if str(self.path) in str(error):
+                raise
+            raise ValueError(f"{self.path} cannot be loaded: {error}") from error
+
+    def verify(self, slices: Iterable[SliceToVerify]) -> None:
         """Compare slices with their checksums."""
         found = defaultdict[SafetensorsFile, list[tuple[str, Sequence[int], Sequence[int]]]](list)
-        for key, stored, offsets, target in slices:
+        for key, stored, offsets, sizes in slices:
             file, name = self._find(key, stored)
-            found[file].append((name, offsets, target.shape))
+            found[file].append((name, offsets, sizes))
         for file, parts in found.items():
             file.verify(parts)
 
@@ -258,19 +283,40 @@ class Reader(ExitStack):
             raise file.damaged(f"it has no {name!r} of {stored.sizes} {tensor.torch_dtype}")
         return file, name
 
+    def check_claim(self, key: str) -> None:
+        """Raise ValueError unless a tensor is in the files, as large as the index claims.
+
+        Ask this before you make room for it: an index or a sparse file may claim any size.
+        """
+        tensor = self.tensors[key]
+        for stored in tensor.slices:
+            self._find(key, stored)
+        if tensor.nbytes > LARGE:
+            self.verify(_all_slices(key, tensor))
+
     def read_whole(self, key: str, result: Tensor | None = None) -> Tensor:
         """Return a whole tensor, compared with its checksums; in `result`, if it is given."""
         tensor = self.tensors[key]
+        self.verify(_all_slices(key, tensor))
         if result is None:
             result = torch.empty(tensor.shape, dtype=tensor.torch_dtype, device="cpu")
-        for stored in tensor.slices:
+        for _, stored, offsets, sizes in _all_slices(key, tensor):
             target = result
-            offsets = (0,) * len(stored.sizes)
-            for dim, (offset, size) in enumerate(zip(stored.offsets, stored.sizes, strict=True)):
-                target = target.narrow(dim, offset, size)
-            self.verify([(key, stored, offsets, target)])
+            for dim, (start, size) in enumerate(zip(stored.offsets, sizes, strict=True)):
+                target = target.narrow(dim, start, size)
             self.read(key, stored, offsets, target)
         return result
+
+    def read_once(self, key: str) -> Tensor:
+        """Return a whole tensor of a value."""
+        self.take(key)
+        return self.read_whole(key)
+
+    def take(self, key: str) -> None:
+        """Raise ValueError if a tensor was taken before: a save writes one for each place."""
+        if key in self._taken:
+            raise ValueError(f"the tensor {key!r:.80} is in two places")
+        self._taken.add(key)
 
     def read_own(self, rank: int) -> dict[str, Tensor]:
         """Return what a rank has saved for itself; nothing if there was no such rank."""
@@ -287,14 +333,34 @@ class Reader(ExitStack):
         return result
 
     def find_damage(self, rank: int) -> str:
-        """Read all of a rank's file; return what is wrong with it."""
+        """Read all of a rank's file; return what is wrong with it, or what the index has more."""
         try:
             file = self._open(rank)
+            for key, stored in self._slices_in(rank):
+                self._find(key, stored)
             for name in set(file.entries) - {CHECKS}:
                 file.verify([(name, (), file.entries[name].shape)])
         except (ValueError, OSError) as error:
             return str(error)
         return ""
+
+    def _slices_in(self, number: int) -> Iterator[tuple[str, StoredSlice]]:
+        """Yield the slices that are in a file, with the keys of their tensors."""
+        for grid, piece in self.commit.table.pieces[number]:
+            for key in self.commit.table.grids[grid][1]:
+                stored = self.tensors[key].piece(piece)
+                if 0 not in stored.sizes:
+                    yield key, stored
+        yield from self._listed[number]
+
+    @cached_property
+    def _listed(self) -> dict[int, list[tuple[str, StoredSlice]]]:
+        """The slices that are not pieces of a grid, by the number of their file."""
+        result = defaultdict[int, list[tuple[str, StoredSlice]]](list)
+        for key, tensor in self.tensors.items():
+            for stored in tensor.listed:
+                result[stored.file].append((key, stored))
+        return result
 
     def _open(self, number: int) -> SafetensorsFile:
         """Return an open file. Raise ValueError if its header is not the one that was saved."""

@@ -2,7 +2,7 @@
 
     open        the newest complete checkpoint, the same on all ranks
     compare     the objects of the run with the commit, and its slices with their checksums
-    hand over   the states that only foreign code can load (`_values.py`)
+    hand over   the states that only foreign code can load (`_handover.py`)
     read        the slices, into the memory of the model and the optimizer
     finish      what follows from them: the rule, the blocks, the random generators
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,18 +29,17 @@ from manyhands._tensors.random_state import check_random_state, set_random_state
 from manyhands.checkpoint import _optimizer
 from manyhands.checkpoint._folder import Folder
 from manyhands.checkpoint._format import StateMeta
-from manyhands.checkpoint._model import ModelLoader, find_names, list_names, read_tensors
-from manyhands.checkpoint._optimizer import (
-    OptimizerLoader,
-    OptimizerSnapshot,
-    Replica,
-    match_saved,
-)
-from manyhands.checkpoint._reader import Reader, SliceToRead
-from manyhands.checkpoint._tensor_parts import Savers, TensorParts, find_reads
-from manyhands.checkpoint._values import (
+from manyhands.checkpoint._handover import (
     ForeignState,
     ForeignStates,
+    OptimizerSnapshot,
+    check_kinds,
+)
+from manyhands.checkpoint._model import ModelLoader, find_names, list_names, read_tensors
+from manyhands.checkpoint._optimizer import OptimizerLoader, Replica, match_saved
+from manyhands.checkpoint._reader import Reader
+from manyhands.checkpoint._tensor_parts import Savers, StoredSlice, TensorParts, find_reads
+from manyhands.checkpoint._values import (
     GetTensor,
     HasState,
     check_has_state,
@@ -51,6 +50,10 @@ from manyhands.checkpoint._values import (
 )
 
 DISK_TIMEOUT = timedelta(hours=2)  # for the slowest rank's disk
+
+
+# A tensor's key, a stored slice of it, where in that to read, and the memory to read into.
+SliceToRead: TypeAlias = tuple[str, StoredSlice, tuple[int, ...], Tensor]
 
 
 def load_newest(
@@ -143,17 +146,16 @@ def _load_checkpoint(folder: Folder, name: str, ranks: RankGroup, run: Goal) -> 
             run.own = _read_own(reader, ranks) if run.optimizers else {}
             found = {key.partition("random/")[2]: state for key, state in run.own.items()}
             random.update({key: state for key, state in found.items() if key})
-            check_random_state(random)
-            try:
+            if run.optimizers and ranks.rank < reader.commit.workers:
+                check_random_state(random)
+            with reader.explain():
                 loader = RunLoader(reader, run)
-            except (LookupError, AttributeError) as error:  # the commit's content has another form
-                raise ValueError(f"{reader.path} has invalid content: {error!r:.200}.") from error
             slices = [
                 (key, *each)
                 for key, target in loader.targets.items()
                 for each in find_reads(key, target, reader.tensors[key])
             ]
-            reader.verify(slices)
+            reader.verify((key, stored, at, target.shape) for key, stored, at, target in slices)
             return loader, slices
 
         loader, slices = run_on_all(ranks, prepare)
@@ -168,14 +170,20 @@ def _load_checkpoint(folder: Folder, name: str, ranks: RankGroup, run: Goal) -> 
                     f"{reader.path} was verified, and could then not be read again: {error} The "
                     "model and the optimizer are loaded in part now."
                 ) from error
+            loader.load_optimizers()
+
+        def finish() -> None:
+            """Continue from what is filled on all ranks. None of this can be refused."""
             loader.finish()
-            set_random_state(random)
+            if random:
+                set_random_state(random)
 
         # From here on things change. Each `run_on_all` ends with an exchange of errors, so that
         # either every rank goes on or every rank undoes.
         try:
             run_on_all(ranks, loader.load_foreign_states)
             run_on_all(ranks, fill)
+            run_on_all(ranks, finish)
         except BaseException:
             loader.undo()
             raise
@@ -197,13 +205,13 @@ class RunLoader:
     """Loads a checkpoint into the objects of a run.
 
     Creating a loader compares everything with the commit and reads small values, but changes
-    nothing. The next steps are `load_foreign_states`, filling the `targets`, and `finish`; if any
-    of them fails on any rank, `undo`.
+    nothing. The next steps are `load_foreign_states`, filling the `targets`, `load_optimizers` and
+    `finish`; if any of them fails on any rank, `undo`.
     """
 
     def __init__(self, reader: Reader, run: Goal) -> None:
         commit = reader.commit
-        get = reader.read_whole
+        get = reader.read_once
         self.targets: dict[str, TensorParts] = {}
         self.result: dict[str, object] = {} if commit.step is None else {"step": commit.step}
         self._foreign_states = ForeignStates()
@@ -224,7 +232,8 @@ class RunLoader:
             raise _wrong_number("optimizer", len(optimizers), len(commit.optimizers))
         for each, replica, match in zip(optimizers, run.replicas, matches, strict=True):
             layout = run.own.get(f"layout.{match.numbers.start}")
-            same = layout is not None and layout.equal(_optimizer.to_bytes(replica.layout))
+            own_layout = _optimizer.to_bytes(replica.layout)
+            same = layout is not None and layout.tolist() == own_layout.tolist()
             loader = OptimizerLoader(each, match, names, reader, replica, same)
             self.targets |= loader.targets
             self._optimizers.append(loader)
@@ -258,9 +267,12 @@ class RunLoader:
                     f"a {type(each).__name__}."
                 )
             state = decode(meta["state"], get)
-            self._foreign_states.add(
-                ForeignState("the scheduler", each.state_dict, each.load_state_dict, state)
-            )
+            self._add_object("the scheduler", each, state)
+
+    def _add_object(self, name: str, each: HasState, state: object) -> None:
+        """Prepare to load the state of an object, in place."""
+        check_kinds(name, each, state)
+        self._foreign_states.add(ForeignState(name, each.state_dict, each.load_state_dict, state))
 
     def _add_value(self, name: str, meta: object, target: object, reader: Reader) -> None:
         """Prepare one of the user's values; `target`, if not None, is the object to load into."""
@@ -271,33 +283,39 @@ class RunLoader:
         if isinstance(meta, Mapping) and meta.get("$") == "module":
             prefix = f"value/{escape(name)}"
             if holder is None:
-                self.result[name] = read_tensors(meta["value"], prefix, reader.read_whole)
+                self.result[name] = read_tensors(meta["value"], prefix, reader.read_once)
                 return
+            if not isinstance(target, nn.Module):
+                raise ValueError(
+                    f"the checkpoint has the state of a module for {name}=, and a "
+                    f"{type(target).__name__} was given."
+                )
             names = find_names(target)
             self._add_model(ModelLoader(names, meta["value"], prefix, reader, what=name))
             self.result[name] = target
             return
-        value = decode(meta, reader.read_whole)
+        value = decode(meta, reader.read_once)
         if holder is None:
             self.result[name] = value
             return
-        self._foreign_states.add(
-            ForeignState(f"{name}=", holder.state_dict, holder.load_state_dict, value)
-        )
+        self._add_object(f"{name}=", holder, value)
         self.result[name] = target
 
     def load_foreign_states(self) -> None:
         """Load what only foreign code can load, while the model and optimizer are unchanged."""
         self._foreign_states.apply()
         # The copies cost memory, so they are made only if an optimizer may refuse its state.
-        if any(_optimizer.has_foreign_loading(each.inner) for each in self._optimizers):
+        if not all(each.is_sure for each in self._optimizers):
             inner = [each.inner for each in self._optimizers]
             self._snapshot = OptimizerSnapshot(inner, self.targets.values())
 
-    def finish(self) -> None:
-        """Hand the filled targets over: first what may run the user's code, then ours alone."""
+    def load_optimizers(self) -> None:
+        """Hand the filled targets to the optimizers, which may run the user's code."""
         for optimizer in self._optimizers:
             optimizer.load()
+
+    def finish(self) -> None:
+        """Let rules and blocks continue."""
         # Blocks need the model complete: a new anchor begins at the parameters.
         for optimizer in self._optimizers:
             optimizer.finish()

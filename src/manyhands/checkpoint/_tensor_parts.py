@@ -54,6 +54,8 @@ DTYPE_NAMES = {
 }
 DTYPE_TEXTS = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 PRIME = 2**61 - 1
+MOST = 2**63  # torch counts elements and bytes in 64 bits
+MOST_DIMENSIONS = 64  # that torch's operations take
 # Bytes that a rank writes of what others hold as well: fewer ranks write small models.
 LEAST = 2**22
 # The entry for the exact parameters that an optimizer keeps beside the rounded ones.
@@ -373,6 +375,16 @@ class StoredTensor:
         """All slices that are not empty."""
         return self.overlapping((0,) * len(self.shape), self.shape)
 
+    @property
+    def slice_count(self) -> int:
+        """The number of slices that are not empty."""
+        if 0 in self.shape:
+            return 0
+        if not self.holders:
+            return sum(1 for each in self.listed if 0 not in each.sizes)
+        size = self.shape[self.cut]
+        return -(-size // -(-size // len(self.holders)))
+
     def overlapping(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[StoredSlice]:
         """Yield the slices that have elements of this one."""
         candidates: Iterable[StoredSlice] = self.listed
@@ -381,14 +393,15 @@ class StoredTensor:
             start = offsets[self.cut]
             size = sizes[self.cut]
             candidates = map(
-                self._piece, range(start // each, min(count, -(-(start + size) // each)))
+                self.piece, range(start // each, min(count, -(-(start + size) // each)))
             )
         for found in candidates:
             bounds = zip(offsets, sizes, found.offsets, found.sizes, strict=True)
             if all(a < c + d and c < a + b for a, b, c, d in bounds):
                 yield found
 
-    def _piece(self, piece: int) -> StoredSlice:
+    def piece(self, piece: int) -> StoredSlice:
+        """Return a piece of a tensor that is cut; it may be empty."""
         start, stop = piece_range(self.shape[self.cut], len(self.holders), piece)
         offsets = [0] * len(self.shape)
         sizes = list(self.shape)
@@ -399,25 +412,17 @@ class StoredTensor:
 
 def find_tensors(table: Table, files: int) -> dict[str, StoredTensor]:
     """Return all tensors of a table. Raise ValueError unless each element is in it exactly once."""
-    holders: list[dict[int, int]] = [{} for _ in table.grids]
-    for file, pieces in enumerate(table.pieces):
-        for grid, piece in pieces:
-            if holders[grid].setdefault(piece, file) != file:
-                raise ValueError(f"files {holders[grid][piece]} and {file} have the same piece")
     tensors: dict[str, StoredTensor] = {}
-    for (count, members), found in zip(table.grids, holders, strict=True):
-        if sorted(found) != list(range(count)) or len(table.pieces) != files:
-            raise ValueError(f"of {next(iter(members))!r} {len(found)} of {count} pieces are there")
-        where = [found[piece] for piece in range(count)]
+    for (_, members), holders in zip(table.grids, _find_holders(table, files), strict=True):
         for key, (shape, dtype, dim) in members.items():
-            _check_numbers(key, dtype, [*shape, dim])
+            _check_numbers(key, dtype, shape, [dim])
             if dim >= len(shape) or key in tensors:
                 raise ValueError(f"tensor {key!r} is cut in an impossible way")
-            tensors[key] = StoredTensor(tuple(shape), dtype, dim, where)
+            tensors[key] = StoredTensor(tuple(shape), dtype, dim, holders)
     for key, (shape, dtype, several) in table.slices.items():
         slices = [StoredSlice(tuple(o), tuple(s), file) for file, o, s in several]
         _check_numbers(
-            key, dtype, [*shape, *(n for s in slices for n in (*s.offsets, *s.sizes, s.file))]
+            key, dtype, shape, [n for s in slices for n in (*s.offsets, *s.sizes, s.file)]
         )
         bounds = [(each.offsets, each.sizes) for each in slices]
         once = covers_once(shape, bounds) and key not in tensors
@@ -427,10 +432,40 @@ def find_tensors(table: Table, files: int) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _check_numbers(key: str, dtype: object, numbers: Sequence[object]) -> None:
+def _find_holders(table: Table, files: int) -> list[list[int]]:
+    """Return for each grid the file of each piece. Raise ValueError unless each is there once."""
+    found: list[dict[int, int]] = [{} for _ in table.grids]
+    if len(table.pieces) != files:
+        raise ValueError(f"there are the pieces of {len(table.pieces)} files, and {files} files")
+    for file, pieces in enumerate(table.pieces):
+        for grid, piece in pieces:
+            if not (_is_count(grid) and _is_count(piece) and grid < len(found)):
+                raise ValueError(f"file {file} has an impossible piece of a grid")
+            if found[grid].setdefault(piece, file) != file:
+                raise ValueError(f"files {found[grid][piece]} and {file} have the same piece")
+    result = []
+    for number, ((count, _), holders) in enumerate(zip(table.grids, found, strict=True)):
+        # Counted before anything of that size is made: a damaged count may be any number.
+        if not _is_count(count) or count != len(holders) or max(holders, default=-1) >= count:
+            raise ValueError(f"of grid {number}, {len(holders)} of {count} pieces are there")
+        result.append([holders[piece] for piece in range(count)])
+    return result
+
+
+def _is_count(value: object) -> bool:
     # The exact type: True is an int to Python.
-    if any(type(n) is not int or n < 0 for n in numbers) or dtype not in DTYPE_TEXTS:
+    return type(value) is int and 0 <= value < MOST
+
+
+def _check_numbers(key: str, dtype: Any, shape: Sequence[Any], numbers: Sequence[Any]) -> None:
+    """Raise ValueError unless numbers are counts, and a shape is one that torch can have."""
+    counts = all(map(_is_count, shape)) and all(map(_is_count, numbers))
+    if not counts or len(shape) > MOST_DIMENSIONS or dtype not in DTYPE_TEXTS:
         raise ValueError(f"tensor {key!r} has an impossible shape, type or place")
+    # Strides are computed as if no dimension were empty.
+    elements = math.prod(max(1, size) for size in shape)
+    if elements * DTYPE_TEXTS[dtype].itemsize >= MOST:
+        raise ValueError(f"tensor {key!r} has an impossible shape")
 
 
 def covers_once(

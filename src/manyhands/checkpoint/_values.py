@@ -1,4 +1,4 @@
-"""Encode values as JSON, decode them, and hand states to the objects that load them.
+"""Encode values as JSON, and decode them.
 
 What JSON has is encoded as itself: None, True, numbers, strings, lists, and dicts with strings for
 keys. Anything else becomes a dict whose "$" says what it is:
@@ -15,11 +15,9 @@ Nothing is ever turned into code: a value that has none of these forms cannot be
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
@@ -204,6 +202,19 @@ def tensor_key(meta: object) -> str | None:
     return meta["key"] if isinstance(meta, Mapping) and meta.get("$") == "tensor" else None
 
 
+def tensor_keys(meta: object) -> Iterator[str]:
+    """Yield the keys of all tensors in a value that was encoded as this."""
+    children: Iterable[object] = ()
+    if isinstance(meta, list):
+        children = meta
+    elif isinstance(meta, dict):
+        children = meta.values()
+        if meta.get("$") == "tensor":
+            yield str(meta.get("key"))
+    for each in children:
+        yield from tensor_keys(each)
+
+
 # -- keys ------------------------------------------------------------------------------------------
 
 _ESCAPES = str.maketrans({"%": "%25", ".": "%2E", "/": "%2F"})
@@ -222,64 +233,3 @@ def unescape(text: str) -> str:
 def state_key(prefix: str, entry: str, name: str) -> str:
     """Return the key of one entry of a parameter's state."""
     return f"{prefix}/{escape(entry)}/{name}"
-
-
-# -- states that foreign code loads ----------------------------------------------------------------
-# A `load_state_dict` of a scaler, a scheduler or a user's object, and a module's `set_extra_state`,
-# may refuse a state, and only calling them shows it. So they are called first, while the model and
-# the optimizer are unchanged. If a later step fails on any rank, each gets its earlier state back.
-
-
-@dataclass(frozen=True)
-class ForeignState:
-    """An object whose own code loads its state: how to read, how to set, and the new state."""
-
-    name: str
-    get: Callable[[], object]
-    set: Callable[[Any], object]
-    state: object
-
-
-class ForeignStates:
-    """All of them, in the order in which they are set."""
-
-    def __init__(self) -> None:
-        self._all: list[ForeignState] = []
-        self._before: list[tuple[ForeignState, object]] = []
-
-    def add(self, *others: ForeignState) -> None:
-        self._all += others
-
-    def apply(self) -> None:
-        """Load all states into their objects, and remember what these had before."""
-        for each in self._all:
-            # Noted before it is set: code that raises may have changed something by then.
-            self._before.append((each, copy_state(each.get())))
-            each.set(each.state)
-
-    def undo(self) -> list[str]:
-        """Set the earlier states, last first; return the objects that refused theirs."""
-        failed = []
-        while self._before:
-            each, before = self._before.pop()
-            try:
-                each.set(before)
-            except Exception as error:
-                failed.append(f"{each.name} ({type(error).__name__}: {error})")
-        return failed
-
-
-def copy_state(state: object) -> object:
-    """Return a copy of a state that its owner cannot change any more."""
-    if isinstance(state, Tensor):
-        return state.detach().clone()  # deepcopy refuses tensors with a history
-    if isinstance(state, dict):
-        result = copy.copy(state)  # keeps the class of the dict
-        for key, value in state.items():
-            result[key] = copy_state(value)
-        return result
-    if type(state) is list:
-        return [copy_state(each) for each in state]
-    if type(state) is tuple:
-        return tuple(copy_state(each) for each in state)
-    return copy.deepcopy(state)

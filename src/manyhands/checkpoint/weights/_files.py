@@ -6,9 +6,8 @@ is unpickled: state dicts are read with `weights_only=True`, and mapped into mem
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ from torch import Tensor
 from manyhands._arguments import file_path
 from manyhands.checkpoint._folder import OpenFile
 from manyhands.checkpoint._format import DTYPES, TensorEntry
-from manyhands.checkpoint._reader import SafetensorsFile
+from manyhands.checkpoint._json import parse_json
+from manyhands.checkpoint._reader import SafetensorsFile, read_file
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -43,23 +43,22 @@ class PlainSafetensorsFile(SafetensorsFile):
     """A safetensors file of any writer: without our checksums, with its tensors in any order."""
 
     def __post_init__(self) -> None:
-        head = 8 + int.from_bytes(self._read(0, 8), "little")
-        if not 8 <= head <= self.source.size:
-            raise self.damaged("its header is longer than the file")
+        raw = self._read_header()
+        head = len(raw)
         try:
-            header = json.loads(self._read(8, head - 8))
+            header = parse_json(raw[8:])
             header.pop("__metadata__", None)
             for name, meta in header.items():
                 if meta["dtype"] not in DTYPES:
                     raise ValueError(f"{name!r} has the unknown type {meta['dtype']!r:.20}")
                 entry = TensorEntry(name, DTYPES[meta["dtype"]], tuple(meta["shape"]))
                 start, stop = meta["data_offsets"]
-                whole = all(type(n) is int and n >= 0 for n in (*entry.shape, start))
+                whole = all(type(n) is int and n >= 0 for n in (*entry.shape, start, stop))
                 if not whole or stop - start != entry.nbytes or head + stop > self.source.size:
                     raise ValueError(f"{name!r} is not where it should be")
                 self.entries[name] = entry
                 self.starts[name] = head + start
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise self.damaged(f"its header cannot be read ({error!r:.200})") from error
 
 
@@ -70,9 +69,10 @@ class Weights(ExitStack):
         super().__init__()
         self.tensors: dict[str, Weight] = {}
         self.others: dict[str, object] = {}  # what is no tensor, such as a module's extra state
+        self.where = "the source" if isinstance(source, Mapping) else os.fspath(source)
         try:
             if isinstance(source, Mapping):
-                self._add_mapping(source, "the source")
+                self._add_mapping(source, self.where)
             else:
                 for path in find_files(
                     Path(file_path("source", source, "Or give a dict of tensors."))
@@ -83,21 +83,24 @@ class Weights(ExitStack):
             raise
 
     def _add_file(self, path: Path) -> None:
-        with path.open("rb") as file:
-            start = file.read(9)
+        opened = OpenFile(Path(os.path.realpath(path)))
+        self.callback(opened.close)
+        start = bytearray(9)
+        opened.read_into(0, memoryview(start))
         # A length of 8 bytes and the header's brace; a state dict's is a zip file or a pickle.
         if path.suffix != ".safetensors" and start[8:] != b"{":
             self._add_mapping(_load_state_dict(path), str(path))
             return
-        opened = OpenFile(Path(os.path.realpath(path)))
-        self.callback(opened.close)
         plain = PlainSafetensorsFile(opened, path)
         for name, entry in plain.entries.items():
             self.tensors[name] = Weight(entry.shape, entry.dtype, partial(plain.read, name))
 
     def _add_mapping(self, tensors: Mapping[str, object], where: str) -> None:
         for name, value in tensors.items():
+            if not isinstance(name, str):
+                raise ValueError(f"{where} has the name {name!r:.80}, and names must be strings.")
             if isinstance(value, Tensor):
+                _check_is_dense(value, name, where)
                 shape = tuple(value.shape)
                 self.tensors[name] = Weight(shape, value.dtype, partial(_copy_slice, value))
             else:
@@ -113,11 +116,22 @@ class Weights(ExitStack):
 def _load_state_dict(path: Path) -> Mapping[str, object]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} is no file of weights that can be read: {error}") from error
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # what a damaged pickle calls may raise anything
+        raise ValueError(
+            f"{path} is no file of weights that can be read: {error!s:.400}"
+        ) from error
     if not isinstance(state, Mapping):
-        raise TypeError(f"{path} holds a {type(state).__name__}, and a state dict is needed.")
+        raise ValueError(f"{path} holds a {type(state).__name__}, and a state dict is needed.")
     return state
+
+
+def _check_is_dense(value: Tensor, name: str, where: str) -> None:
+    """Raise ValueError for a tensor of which no slice can be copied."""
+    if value.layout != torch.strided or value.is_quantized or value.is_meta:
+        kind = "meta" if value.is_meta else "quantized" if value.is_quantized else value.layout
+        raise ValueError(f"{where}: {name!r} is a {kind} tensor, and a dense one is needed.")
 
 
 @torch.no_grad()
@@ -144,9 +158,12 @@ def find_files(path: Path) -> list[Path]:
     if not found.name.endswith(".index.json"):
         return [found]
     try:
-        names = sorted(set(json.loads(found.read_text())["weight_map"].values()))
-        if any(Path(name).name != name for name in names):
-            raise ValueError("a file outside of the folder")
+        with contextlib.closing(OpenFile(Path(os.path.realpath(found)))) as opened:
+            names = sorted(set(parse_json(read_file(opened))["weight_map"].values()))
+        for name in names:
+            raw = os.fsencode(name)  # raises for what cannot be a file's name
+            if Path(name).name != name or name in ("", "..") or b"\0" in raw:
+                raise ValueError("a file outside of the folder")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{found} is no index of weights: {error!r:.200}.") from error
     return [found.parent / name for name in names]

@@ -18,6 +18,7 @@ from manyhands._ranks.agreement import agree, run_on_all
 from manyhands._ranks.ranks import RankGroup
 from manyhands._ranks.received import received_tensors
 from manyhands._tensors.flat import is_dtensor
+from manyhands.checkpoint._handover import ForeignState, ForeignStates
 from manyhands.checkpoint._model import ModelNames, can_convert, find_names, list_names
 from manyhands.checkpoint._tensor_parts import to_parts
 from manyhands.checkpoint.weights._files import Source, Weight, Weights
@@ -44,10 +45,13 @@ def fill_model(
             for tensor, weight in match.reads:
                 for offsets, elements in to_parts(tensor).slices:
                     weight.read(offsets, elements)
-            for module, state in match.extras:
-                module.set_extra_state(state)
 
-        run_on_all(ranks, fill)
+        try:
+            run_on_all(ranks, match.extras.apply)  # first: a module may refuse its extra state
+            run_on_all(ranks, fill)
+        except BaseException:
+            match.extras.undo()
+            raise
     return match.missing, match.unexpected
 
 
@@ -56,7 +60,7 @@ class Match:
     """Which weight goes to which tensor of the model."""
 
     reads: list[tuple[Tensor, Weight]] = field(default_factory=list)
-    extras: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    extras: ForeignStates = field(default_factory=ForeignStates)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
@@ -93,11 +97,12 @@ class Match:
             elif id(tensor) not in received:
                 match.reads.append((tensor, weight))
         match.missing += [name for name in names.extras if rename(name) not in stored]
-        match.extras = [
-            (module, stored[rename(name)])
-            for name, module in names.extras.items()
-            if rename(name) in stored
-        ]
+        for name, module in names.extras.items():
+            if rename(name) in stored:
+                get = module.get_extra_state
+                put = module.set_extra_state
+                where = f"{name!r} of {weights.where}"
+                match.extras.add(ForeignState(where, get, put, stored[rename(name)]))
         match.unexpected = sorted(set(stored) - used)
         match._check(model, names, wrong, strict)
         return match

@@ -32,7 +32,12 @@ from manyhands._arguments import one_of, parse_bytes
 from manyhands.checkpoint import folder_at
 from manyhands.checkpoint._folder import sync
 from manyhands.checkpoint._format import Commit, ModelMeta, OptimizerMeta, TensorEntry
-from manyhands.checkpoint._optimizer import saved_state
+from manyhands.checkpoint._optimizer import (
+    decode_dict,
+    saved_options,
+    saved_rule,
+    saved_state,
+)
 from manyhands.checkpoint._reader import Reader
 from manyhands.checkpoint._tensor_parts import EXACT_ENTRY
 from manyhands.checkpoint._values import decode
@@ -92,8 +97,8 @@ def _inspect(reader: Reader, console: Console, verify: bool) -> list[str]:
             table.add_section()
         section = key.partition("/")[0]
         shape = " × ".join(map(str, tensor.shape)) or "a number"
-        slices = str(sum(1 for _ in tensor.slices))
-        table.add_row(_make_printable(key), shape, tensor.dtype, f"{tensor.nbytes:,}", slices)
+        numbers = f"{tensor.nbytes:,}", str(tensor.slice_count)
+        table.add_row(_make_printable(key), shape, tensor.dtype, *numbers)
     console.print(table)
     for line in _summary(reader.commit):
         console.print(_make_printable(line), soft_wrap=True)
@@ -241,7 +246,7 @@ def _open_with_scratch(
     """Open the newest checkpoint, and a folder for incomplete files."""
     # It works tensor by tensor. A large tensor is put together in a temporary file that is mapped
     # into memory, so that neither the model nor a single tensor has to fit into memory.
-    with open_newest(source) as reader:
+    with open_newest(source) as reader, reader.explain():
         target.mkdir(parents=True, exist_ok=True)
         # In the target, so that the finished files can be renamed on the same file system.
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=target) as scratch:
@@ -282,6 +287,7 @@ def _read_to_consolidate(reader: Reader, key: str, scratch: Path) -> Tensor:
     tensor = reader.tensors[key]
     if tensor.nbytes < IN_A_FILE:
         return reader.read_whole(key)
+    reader.check_claim(key)
     descriptor, name = tempfile.mkstemp(dir=scratch)
     try:
         os.ftruncate(descriptor, tensor.nbytes)
@@ -299,18 +305,19 @@ def _write_optimizer(
     """Write the state dict as the plain optimizer would have saved it."""
 
     def get_tensor(key: str) -> Tensor:
+        reader.take(key)
         on_tensor(key, reader.tensors[key].nbytes)
         return _read_to_consolidate(reader, key, path.parent)
 
     groups: list[dict[str, object]] = []
     names: list[str] = []
-    for group in meta["groups"]:
+    options_by_group = saved_options(meta["groups"], get_tensor)
+    for group, options in zip(meta["groups"], options_by_group, strict=True):
         # torch numbers the parameters through all groups.
         numbers = range(len(names), len(names) + len(group["names"]))
         names += group["names"]
-        options = decode(group["options"], get_tensor)
         groups.append({**options, "params": list(numbers), "param_names": group["names"]})
-    saved = saved_state(reader.tensors, f"optimizer.{number}", get_tensor)
+    saved = saved_state(reader.tensors, f"optimizer.{number}", meta["groups"], get_tensor)
     state = {
         number: {
             entry: decode(value, get_tensor)
@@ -320,10 +327,11 @@ def _write_optimizer(
         for number, name in enumerate(names)
         if saved.get(name)
     }
-    packed = {**decode(meta["other"], get_tensor), "state": state, "param_groups": groups}
+    other = decode_dict("rest of an optimizer", meta["other"], get_tensor)
+    packed = {**other, "state": state, "param_groups": groups}
     rule = meta["rule"]
     if rule is not None:
-        scaling = decode(rule["state"], get_tensor)
+        scaling = saved_rule(rule, get_tensor)
         # Saved by name; a rule's own state dict has them in the order of the parameters.
         previous = scaling["previous"]
         scaling["previous"] = [previous.get(name) for name in names] if previous else []

@@ -1,0 +1,174 @@
+"""Jobs that are killed again and again: what they leave is removed, and no live job's."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import time
+import uuid
+from multiprocessing import get_context
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import manyhands as mh
+from helpers.damage import release_locks
+from helpers.forge import complete
+from manyhands.checkpoint import _folder
+
+fork = get_context("fork")
+
+
+def unfinished(path):
+    """The names of unfinished checkpoints."""
+    names = {entry.name for entry in path.iterdir() if entry.is_dir()}
+    return sorted(names - {entry.name for entry in complete(path)})
+
+
+def begin_job(**variables):
+    """Make this process one of another job, as torchrun or a shell would start it."""
+    for name in _folder.JOB_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    _folder._process = uuid.uuid4().hex
+    release_locks()
+
+
+def save_half(path, ranks, rank, store, pipe, variables, then):
+    """Be a rank of another job, which stops in the middle of its file."""
+    begin_job(**variables)
+    write = _folder.NewFile.write
+
+    def half(file, data):
+        write(file, data[: len(data) // 2])
+        then()
+        pipe.send(rank)
+        time.sleep(60)
+
+    _folder.NewFile.write = half
+    if ranks > 1:
+        shared = dist.FileStore(str(store), ranks)
+        dist.init_process_group("gloo", store=shared, rank=rank, world_size=ranks)
+    mh.save(path, value=torch.ones(3), step=1)
+
+
+@contextlib.contextmanager
+def job(path, ranks=1, then=lambda: None, **variables):
+    """A job whose ranks are in the middle of a save. They are killed at the end."""
+    ours, theirs = fork.Pipe()
+    store = path.parent / uuid.uuid4().hex
+    release_locks()
+    started = []
+    for rank in range(ranks):
+        given = (path, ranks, rank, store, theirs, variables, then)
+        started.append(fork.Process(target=save_half, args=given))
+        started[-1].start()
+    try:
+        for _ in range(ranks):
+            assert ours.poll(30.0)
+            ours.recv()
+        yield
+    finally:
+        for process in started:
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+
+
+@pytest.fixture
+def another_job(monkeypatch):
+    """Make this process another job each time it is called."""
+    before = _folder._process
+
+    def start():
+        monkeypatch.setattr(_folder, "_process", uuid.uuid4().hex)
+        release_locks()
+
+    for name in _folder.JOB_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    start()
+    yield start
+    release_locks()
+    _folder._process = before
+
+
+@pytest.mark.parametrize("name", ["", "TORCHELASTIC_RUN_ID"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_crash_loop_leaves_one_unfinished_checkpoint(name, ranks, tmp_path, another_job):
+    path = tmp_path / "run"
+    mh.save(path, value=1)
+    for _ in range(4):
+        variables = {name: uuid.uuid4().hex} if name else {}
+        with job(path, ranks, **variables):
+            pass
+        assert len(unfinished(path)) == 1
+    another_job()
+    mh.save(path, value=2)
+    assert unfinished(path) == [] and mh.load(path) == {"value": 2}
+
+
+def test_an_unfinished_checkpoint_of_a_living_job_stays(tmp_path, another_job):
+    """It has lost the lock, as when a script copies the folder: that closes a descriptor."""
+    path = tmp_path / "run"
+    with job(path, then=lambda: shutil.copytree(path, tmp_path / "copy")):
+        (theirs,) = unfinished(path)
+        for value in range(2):
+            mh.save(path, value=value)
+        assert unfinished(path) == [theirs]
+    mh.save(path, value=2)  # it has ended now
+    assert unfinished(path) == []
+
+
+@pytest.mark.parametrize("change", ["boot", "host"])
+def test_an_unfinished_checkpoint_of_another_host_stays(change, tmp_path, another_job, monkeypatch):
+    """Locks of a network's file system may be those of each host alone."""
+    path = tmp_path / "run"
+    seen = _folder._kernel_and_device
+
+    def elsewhere(file):
+        boot, device, _ = seen(file).split(" ")
+        return f"another {device} " if change == "boot" else f"{boot} {device} another"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_folder, "_kernel_and_device", elsewhere)
+        with job(path):
+            pass
+    for value in range(2):
+        mh.save(path, value=value)
+        assert len(unfinished(path)) == 1
+
+
+def test_a_lock_that_says_nothing_of_the_process_before_removes_nothing(tmp_path, another_job):
+    path = tmp_path / "run"
+    for text in ("", "[]", "{}", '{"host": "a", "pid": 1, "run": null}', "\xff"):
+        with job(path):
+            pass
+        (path / ".lock").write_text(text, encoding="latin-1")
+        another_job()
+        mh.save(path, value=1)
+        assert len(unfinished(path)) == 1
+        assert json.loads((path / ".lock").read_text())["pid"] == os.getpid()
+        shutil.rmtree(path)
+
+
+def test_what_a_child_of_a_killed_process_has_open_is_no_obstacle_once_it_has_ended(
+    tmp_path, another_job
+):
+    path = tmp_path / "run"
+    pids = fork.Queue()
+
+    def fork_child():
+        child = fork.Process(target=time.sleep, args=(60,))
+        child.start()
+        pids.put(child.pid)
+
+    with job(path, then=fork_child):
+        child = pids.get(timeout=30)
+    mh.save(path, value=1)
+    assert len(unfinished(path)) == 1  # a DataLoader's process may still have the lock
+    os.kill(child, signal.SIGKILL)
+    while os.path.exists(f"/proc/{child}/fd/0"):
+        time.sleep(0.01)
+    mh.save(path, value=2)
+    assert unfinished(path) == []
