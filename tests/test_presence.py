@@ -28,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:rank . has called mh.save:UserWa
 def soon(monkeypatch):
     """All waits are twenty times as short, and so are the pauses between two looks."""
     monkeypatch.setattr(presence, "LOOK", 0.25)
+    monkeypatch.setattr(presence, "WATCH", 0.1)
     monkeypatch.setattr(presence, "BLOCKED", 0.5)
     monkeypatch.setattr(_writing, "LOOK", 0.25)
     monkeypatch.setattr(_writing, "SAY_AFTER", 2.0)

@@ -42,7 +42,9 @@ def test_a_rank_in_a_collective_ends_by_sigterm(monkeypatch):
     first, _ = run_programs(2, wait_in_a_collective)
     assert first.code == TERMINATED
     assert first.seconds < 5.0
-    assert "rank 0 ends by SIGTERM: it was asked to stop 1 s ago" in first.said
+    assert (
+        "rank 0 ends by SIGTERM: it has not called mh.stopping in 1 s, and waits in" in first.said
+    )
     assert "dist.all_reduce(torch.zeros(1)) (test_hanging.py, line" in first.said
 
 
@@ -140,6 +142,22 @@ def test_an_earlier_handler_is_left_to_decide():
     finally:
         listener.stop()
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_that_the_script_sets_later_is_left_to_decide(monkeypatch):
+    monkeypatch.setenv("MANYHANDS_GRACE", "1")
+    monkeypatch.setattr(_hanging, "UNREAD", 0.3)
+
+    def script(rank):
+        mh.start(process_group=False)
+        seen = []
+        signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1.5)
+        assert seen == [1]
+
+    (ended,) = run_programs(1, script)
+    assert ended.code == 0, ended.said
 
 
 def test_an_event_loop_keeps_its_wakeup_descriptor():

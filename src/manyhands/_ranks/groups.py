@@ -222,6 +222,7 @@ class RollCall:
         if first and self._size > 1:
             self._note_problem("")
         looked = began + self.look_after - presence.LOOK
+        others = presence.Presence(self.store)
         while (here := count - earlier) < self._size:
             waited = time.monotonic() - began
             problem = ""
@@ -229,7 +230,7 @@ class RollCall:
                 problem = in_vain()
                 if not problem and time.monotonic() - looked >= presence.LOOK:
                     looked = time.monotonic()
-                    problem = self._look_for_missing(call, earlier, first)
+                    problem = self._look_for_missing(others, call, earlier, first)
             if problem and self._leave(earlier):
                 raise RuntimeError(problem)
             if waited > self.give_up_after and self._leave(earlier):
@@ -243,11 +244,12 @@ class RollCall:
             pause = min(2 * pause, 0.05 if waited < self.look_after else LONGEST_PAUSE)
             count = self.store.add(self.prefix, 0)
 
-    def _look_for_missing(self, call: str, earlier: int, first: bool) -> str:
+    def _look_for_missing(
+        self, others: presence.Presence, call: str, earlier: int, first: bool
+    ) -> str:
         """Return an error's message if the missing ranks will not come, else ""."""
         if not self._ranks:
             return ""
-        others = presence.Presence(self.store)
         if first:
             reason = others.why_absent([self._ranks[rank] for rank in self._missing(earlier)])
             self._note_problem(reason)

@@ -41,7 +41,8 @@ from manyhands._ranks.dry_run import dry_group
 from manyhands._ranks.sockets import is_connected_to
 from manyhands._ranks.standstill import Standstill
 
-LOOK = 5.0  # seconds between two looks at the training thread, or at other ranks
+LOOK = 5.0  # seconds between two looks at other ranks
+WATCH = 2.0  # seconds between two looks at the training thread
 BLOCKED = 10.0  # seconds for which a thread must have stood still to count as waiting
 LATE = 1.0  # seconds after a lost connection in which the others with that rank close, too
 NAMED = 8  # ranks that a message names
@@ -68,16 +69,16 @@ class Presence:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._waiting = ""  # where ranks waited, when this one last looked
 
     def find_ended(self, ranks: Sequence[int]) -> list[int]:
         """Return those of these ranks that have closed their connections."""
+        world: Any = dist.group.WORLD
         if not _has_connections():
             return []
         ended = []
-        own = dist.get_rank()
-        world: Any = dist.group.WORLD
         for rank in ranks:
-            if rank == own:
+            if rank == world.rank():
                 continue
             try:
                 # Nothing is ever sent, and no rank waits for it: gloo's time-out is that of waits.
@@ -88,9 +89,19 @@ class Presence:
         return ended
 
     def why_absent(self, ranks: Sequence[int]) -> str:
-        """Return why waiting for all of these ranks is in vain, or "" while they may come."""
+        """Return why waiting for all of these ranks is in vain, or "" while they may come.
+
+        Ask every `LOOK` seconds: that ranks wait elsewhere counts at the second time, because they
+        may have gone on since they said so.
+        """
         if ended := self.find_ended(ranks):
             return have_ended(ended)
+        before = self._waiting
+        self._waiting = self._find_waiting(ranks) if self._answers() else ""
+        return self._waiting if self._waiting == before else ""
+
+    def _find_waiting(self, ranks: Sequence[int]) -> str:
+        """Return in which lines all of these ranks wait; "" if any does not."""
         places: dict[str, list[int]] = {}
         for rank in ranks:
             place = self._read("waits", rank)
@@ -99,7 +110,8 @@ class Presence:
             places.setdefault(place, []).append(rank)
         waiting = []
         for place, those in places.items():
-            waiting.append(f"{name_ranks(those)} wait{'s' * (len(those) == 1)} in {place}")
+            verb = "wait" if len(those) > 1 else "waits"
+            waiting.append(f"{name_ranks(those)} {verb} in {place}")
         return " and ".join(waiting)
 
     def find_first_ended(self, ranks: Sequence[int]) -> tuple[list[int], str]:
@@ -113,13 +125,16 @@ class Presence:
         while not ended and time.monotonic() < deadline:
             time.sleep(0.02)
             ended = self.find_ended(ranks)
-        failures: dict[int, str] = {}
+        first = []
+        failed = ""
+        answers = self._answers()
         for rank in ended:
-            if text := self._read("failed", rank):
-                failures[rank] = text
-        first = [rank for rank in ended if rank not in failures]
-        failed = [f"rank {rank} has failed: {text}" for rank, text in failures.items()]
-        return first, failed[0] if failed else ""
+            text = self._read("failed", rank) if answers else ""
+            if not text:
+                first.append(rank)
+            elif not failed:
+                failed = f"rank {rank} has failed: {text}"
+        return first, failed
 
     def say_failed(self, text: str) -> None:
         """Tell the other ranks why this one fails: they lose their connections to it next."""
@@ -131,7 +146,7 @@ class Presence:
 
     def count_at_work(self, own: int = 0) -> int:
         """Return how often ranks have said that they are at work, with this one's `own`."""
-        return int(self._store.add(f"{PREFIX}/at work", own)) if self._answers() else 0
+        return int(self._store.add(f"{PREFIX}/at work", own))
 
     def _say(self, kind: str, text: str) -> None:
         with suppress(RuntimeError):  # the store ends in this moment
@@ -141,7 +156,7 @@ class Presence:
     def _read(self, kind: str, rank: int) -> str:
         key = f"{PREFIX}/{kind}/{rank}"
         with suppress(RuntimeError):
-            if self._answers() and self._store.check([key]):
+            if self._store.check([key]):
                 return str(self._store.get(key).decode())
         return ""
 
@@ -209,9 +224,8 @@ def explain(
     if not (_is_lost(error) and dist.is_initialized()):
         return None
     own = dist.get_rank()
-    store = _get_default_store()
     ranks = range(dist.get_world_size()) if among is None else among.ranks
-    presence = Presence(store)
+    presence = Presence(_get_default_store())
     presence.say_failed("it has lost its connection to another rank.")
     ended, failed = presence.find_first_ended(ranks)
     if not ended:
@@ -231,17 +245,17 @@ def _explain_uncaught(
 ) -> None:
     """Tell the other ranks of an exception that ends the script, and explain a lost connection."""
     # DDP waits for the other ranks in C++, where no code of ours sees its errors.
-    with suppress(Exception):
+    with suppress(Exception):  # the error itself must be shown
         better = explain(error)
         if better is not None:
             better.__cause__ = error
             kind = type(better)
             error = better
             trace = None
-        elif dist.is_initialized():
-            text = "".join(format_exception_only(kind, error)).strip()
-            Presence(_get_default_store()).say_failed(text[:LONGEST])
     before(kind, error, trace)
+    if dist.is_initialized():
+        text = "".join(format_exception_only(kind, error)).strip()
+        Presence(_get_default_store()).say_failed(text[:LONGEST])
 
 
 # -- the training thread ---------------------------------------------------------------------------
@@ -257,11 +271,12 @@ class _Watch(threading.Thread):
         self._said = ""
 
     def run(self) -> None:
-        while not self._over.wait(LOOK):
+        while not self._over.wait(WATCH):
             blocked = self._standstill.look() >= BLOCKED
             place = self._standstill.place() if blocked else ""
-            if place != self._said:
-                with suppress(RuntimeError):  # the store has ended, or the process group
+            if place != self._said and dist.is_initialized():
+                # The store may end in this moment, or the process group (a ValueError).
+                with suppress(RuntimeError, ValueError):
                     # A connection of its own: requests of the training thread may hold the other.
                     store: Any = _get_default_store()
                     Presence(store.clone()).say_waits(place)
@@ -285,6 +300,7 @@ def begin() -> None:
     if _watched == 0:  # a fork has it already
         sys.excepthook = partial(_explain_uncaught, sys.excepthook)
     _watched = os.getpid()
+    _steps.clear()
     watch = _Watch()
     watch.start()
     atexit.register(watch.end)

@@ -44,20 +44,22 @@ class Standstill:
         # Not on macOS, where the time of the process has to do.
         clock_of = getattr(time, "pthread_getcpuclockid", None)
         self._clock: int | None = None if clock_of is None else clock_of(self.thread)
-        self._looked = time.monotonic()
-        self._since = self._looked
-        self._used = self._times()
+        self._since = time.monotonic()
+        self._looked = self._since
+        self._used_by_thread, self._used_by_process = self._times()
 
     def look(self) -> float:
         """Return how long the thread has stood still, as far as the looks so far can tell."""
         now = time.monotonic()
-        used = self._times()
         passed = now - self._looked
-        thread, process = (after - before for after, before in zip(used, self._used, strict=True))
-        if thread > THREAD_SHARE * passed or process > PROCESS_SHARE * passed:
+        thread, process = self._times()
+        if thread - self._used_by_thread > THREAD_SHARE * passed:
+            self._since = now
+        if process - self._used_by_process > PROCESS_SHARE * passed:
             self._since = now
         self._looked = now
-        self._used = used
+        self._used_by_thread = thread
+        self._used_by_process = process
         return now - self._since
 
     def place(self) -> str:
@@ -84,6 +86,5 @@ def _module_of(frame: FrameType) -> str:
 def _describe_line(frame: FrameType) -> str:
     """Such as "loss.backward() (train.py, line 31)"."""
     path = frame.f_code.co_filename
-    number = frame.f_lineno
-    code = linecache.getline(path, number).strip() or f"{frame.f_code.co_name}()"
-    return f"{code} ({os.path.basename(path)}, line {number})"
+    code = linecache.getline(path, frame.f_lineno).strip() or f"{frame.f_code.co_name}()"
+    return f"{code} ({os.path.basename(path)}, line {frame.f_lineno})"

@@ -20,6 +20,9 @@ class StopNotice:
     def __init__(self) -> None:
         self.reason = ""  # such as "SIGTERM"; empty while nobody has asked this process to stop
         self.read = False  # whether the script has asked, since then, whether it should stop
+        self.in_crew = (
+            False  # whether this process waits for others in a crew, which ends by itself
+        )
         self.grace = 30.0  # seconds from a notice until the process is killed
         self.given_at = 0.0
         self.sources: list[Callable[[], str]] = []  # each returns a reason, or nothing yet

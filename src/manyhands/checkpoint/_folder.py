@@ -329,7 +329,7 @@ def take_lock(folder: Path, run: str | None) -> bool:
         return False
     path = folder.resolve() / LOCK
     if _holds_lock(path):
-        _ended[path] = ()
+        _become_holder(_held[os.getpid(), path], path, run)  # another may have ended meanwhile
         return True
     file = open_descriptor(path, os.O_RDWR | os.O_CREAT)
     deadline = time.monotonic() + LOCK_TIMEOUT

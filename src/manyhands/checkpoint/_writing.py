@@ -364,6 +364,7 @@ class Post:
         self._looked = 0.0  # when this rank last looked whether others will come
         self._done = threading.Event()  # set once a rank need not show any more that it lives
         if store is not None:
+            self._presence = Presence(store)
             ranks = sha256(",".join(map(str, savers.ranks)).encode()).hexdigest()[:16]
             self._prefix = f"manyhands/save/{ranks}"
             # A store may outlive a process group, and have messages of an earlier one.
@@ -550,10 +551,6 @@ class Post:
             return False
         self._looked = now
         return True
-
-    @property
-    def _presence(self) -> Presence:
-        return Presence(self._store)
 
     # -- the store -----------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ with SIGKILL. So a thread waits for the signal, too. It ends the process as the 
 
 and only as long as the script has not asked `mh.stopping` since the signal. A main thread that
 computes, reads files or waits for data does not stand still in this sense (`standstill.py`), and
-neither does one that waits for a rank that got the signal, too, and computes.
+neither does one that waits for a rank that got the signal, too, and computes. Waits for the other
+workers of a crew end by themselves.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ STEP = 0.25  # seconds between two looks
 
 
 class HangWatch:
-    """Waits for SIGTERM in a thread. Make it, and end it, in the main thread."""
+    """Waits in a thread for SIGTERM, while it has this handler. Make it in the main thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, handler: object) -> None:
+        self._handler = handler
         self._over = threading.Event()
         self._standstill = Standstill()
         self._pipe, self._wakes = os.pipe()
@@ -73,7 +75,7 @@ class HangWatch:
 
     def _run(self) -> None:
         while numbers := os.read(self._pipe, 64):
-            if signal.SIGTERM in numbers:
+            if signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is self._handler:
                 self._await_reader()
         os.close(self._pipe)
 
@@ -88,7 +90,8 @@ class HangWatch:
             now = time.monotonic()
             # Without a reason the main thread has run no line of Python since the signal.
             waits = not stop_notice.reason or self._standstill.place() != ""
-            hangs = waits and min(still, now - others.heard) >= UNREAD
+            alone = min(still, now - others.heard) >= UNREAD
+            hangs = waits and alone and not stop_notice.in_crew
             if hangs or now - began >= max(UNREAD, stop_notice.grace - MARGIN):
                 self._end_process(now - began)
         others.over.set()
@@ -96,12 +99,11 @@ class HangWatch:
     def _end_process(self, waited: float) -> None:
         """End this process as SIGTERM does by itself."""
         rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
+        text = f"manyhands: {rank} ends by SIGTERM: it has not called mh.stopping in {waited:.0f} s"
         place = self._standstill.place()
-        text = (
-            f"manyhands: {rank} ends by SIGTERM: it was asked to stop {waited:.0f} s ago, and has "
-            f"not called mh.stopping since{' in ' + place if place else ''}.\n"
-        )
-        os.write(2, text.encode())
+        if place:
+            text += f", and waits in {place}"
+        os.write(2, f"{text}.\n".encode())
         # Python sets handlers in the main thread only, which waits.
         ctypes.CDLL(None).signal(signal.SIGTERM, None)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -119,7 +121,8 @@ class _OtherRanks(threading.Thread):
     def run(self) -> None:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        with suppress(RuntimeError):  # the store has ended
+        # The store may end in this moment, or the process group (a ValueError).
+        with suppress(RuntimeError, ValueError):
             store: Any = _get_default_store()
             presence = Presence(store.clone())
             known = presence.count_at_work()

@@ -104,7 +104,7 @@ class Listener:
                 signal.signal(number, _note_signal)
         default = self.earlier.get(signal.SIGTERM) is signal.SIG_DFL
         if default and self._hang_watch is None and os.name == "posix":
-            self._hang_watch = HangWatch()
+            self._hang_watch = HangWatch(_note_signal)
         if not self._hooked and hasattr(os, "register_at_fork"):
             self._hooked = True
             os.register_at_fork(after_in_child=self._after_fork)

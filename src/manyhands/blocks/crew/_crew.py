@@ -57,6 +57,7 @@ import torch.distributed as dist
 
 from manyhands._arguments import number_in, real, whole
 from manyhands._ranks.ranks import RankGroup
+from manyhands._ranks.stop_notice import stop_notice
 from manyhands._warn import warn
 from manyhands.blocks.crew._enrollment import NO_FACTS, Enrollment, MemberFacts, check_not_failed
 from manyhands.blocks.crew._roster import NO_VERSION, WATCHED, Roster, Version
@@ -146,6 +147,7 @@ class Crew:
         self.store = store or os.environ.get("MANYHANDS_STORE") or None
         if self.store:
             parse_address(self.store)  # raises if it is malformed
+            stop_notice.in_crew = True
         if self.store and number is None and not os.environ.get("MANYHANDS_WORKER"):
             raise ValueError(
                 "a worker of a crew needs a number that no other worker has, and got none. Set "

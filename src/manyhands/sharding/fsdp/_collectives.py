@@ -44,7 +44,7 @@ def _broken_explained() -> Iterator[None]:
             f"{error}\nIf the last words of a rank were gloo::EnforceNotMet, ranks have run "
             "different layers, or one has evaluated alone, and gloo has ended it. Run every "
             "forward of the model, and every wrap in it, on every rank."
-        ) from error
+        ) from error.__cause__ or error
 
 
 class _Allocator:

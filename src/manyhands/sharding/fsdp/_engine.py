@@ -565,10 +565,11 @@ class _StateDictCalls:
 
 def _check_at_step(optimizer: Optimizer, *_: object) -> None:
     """Before a step: raise if the optimizer has replaced parameters, or cannot train shards."""
-    count_step(optimizer)
     if optimizer in _state_calls:
         _state_calls[optimizer].compare()
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    if params and is_dtensor(params[0]):
+        count_step(optimizer)
     _check_all_averaged(params)
     if _checked.get(optimizer) == len(params):
         return
