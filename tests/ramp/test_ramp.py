@@ -592,49 +592,6 @@ def test_two_loops_at_the_same_time_are_an_error(clock, kind):
         assert data.epoch == 0
 
 
-def test_a_schedule_that_counts_steps_is_noticed(clock):
-    model, loader = quadratic(spread=8.0, batches=1500)
-    inner = torch.optim.SGD(model.parameters(), lr=1e-6)
-    optimizer = mh.AdaScale(inner)
-    ramp = mh.Ramp(optimizer, 64, goal="steps")
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=300)
-    with pytest.warns(UserWarning, match=r"counts optimizer steps.*ProgressScheduler") as caught:
-        train(clock, model, optimizer, ramp, loader, after_step=lambda loss: schedule.step())
-    assert len(caught) == 1
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("kind", ["linear", pytest.param("cosine", marks=pytest.mark.long)])
-@pytest.mark.parametrize("what", ["progress", "epochs", "micro-batches", "micro-batches at once"])
-def test_a_schedule_that_counts_something_else_is_right(clock, what, kind):
-    """No warning, which would be an error here."""
-    model, loader = quadratic(spread=8.0, batches=1500)
-    inner = torch.optim.SGD(model.parameters(), lr=1e-6)
-    optimizer = mh.AdaScale(inner)
-    ramp = mh.Ramp(optimizer, 64, goal="steps")
-    if kind == "linear":
-        schedule = torch.optim.lr_scheduler.LinearLR(inner, 1.0, 0.1, total_iters=len(loader))
-    else:
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=len(loader))
-    if what == "progress":
-        schedule = mh.ProgressScheduler(schedule, optimizer)
-    for step, micro_batches in enumerate(ramp.over(loader)):
-        for target in micro_batches:
-            loss = (model(torch.ones_like(target)) - target).square().mean() / 2
-            (loss / len(micro_batches)).backward()
-            if what == "micro-batches" and step:  # torch warns of one before the first step
-                schedule.step()
-        clock.step(len(micro_batches))
-        optimizer.step()
-        optimizer.zero_grad()
-        if what == "micro-batches at once":
-            for _ in micro_batches:
-                schedule.step()
-        elif what == "progress" or (what == "epochs" and step % 10 == 0):
-            schedule.step()
-    assert ramp.passes == 64
-
-
 @pytest.mark.parametrize("given", ["the wrapper", "nothing", "adaptdl's module"])
 def test_batch_normalisation_sees_a_growing_micro_batch_only_with_a_warning(given):
     def make(max_local_batch_size):

@@ -358,20 +358,6 @@ def test_a_warning_free_life_around_every_optimizer_of_torch():
             assert optimizer.snapshot()["step"] == 2
 
 
-def test_adascale_around_muon_warns_and_the_square_root_does_not():
-    def muon():
-        return torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))], lr=0.01)
-
-    with pytest.warns(UserWarning, match="Around Muon, take SqrtScale") as caught:
-        mh.AdaScale(muon(), num_gradients_to_accumulate=2)
-    assert caught[0].filename == __file__
-    with pytest.warns(UserWarning, match="Around Muon"):
-        mh.AdaScale(mh.WholeTensorOptimizer(muon().param_groups, optim=torch.optim.Muon, lr=0.01))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        mh.SqrtScale(muon(), num_gradients_to_accumulate=2)
-
-
 def test_snapshot_is_plain_numbers():
     model, scaled = scaled_and_plain_model()
     x, y = make_batches(1, 2)
@@ -520,67 +506,6 @@ def test_one_cycle_ends_at_the_end_of_progress_without_an_error():
         optimizer.step()
         schedule.step()
     assert schedule.done
-
-
-def cosine_of(optimizer):
-    return schedulers.CosineAnnealingLR(optimizer, T_max=1000)
-
-
-def warnings_of_schedule(
-    rule, made_for="rule", when="step", schedule=cosine_of, passes=8, noise=True
-):
-    """Train 60 steps on gradients that are noise, or have none; return what was warned of."""
-    weight = nn.Parameter(torch.zeros(16))
-    inner = torch.optim.SGD([weight], lr=1e-3)
-    options = {"num_gradients_to_accumulate": passes, "smoothing": 0.9}
-    optimizer = rule(inner, **options)
-    schedule = schedule(optimizer if made_for == "rule" else inner)
-    if when == "progress":
-        schedule = mh.ProgressScheduler(schedule, optimizer)
-    draw = torch.Generator().manual_seed(0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(60):
-            for _ in range(passes):
-                along = torch.randn(16, generator=draw) if noise else torch.ones(16)
-                (weight @ along / passes).backward()
-                if when == "pass" and step:
-                    schedule.step()
-            optimizer.step()
-            optimizer.zero_grad()
-            if when in ("step", "progress") or (when == "epoch" and step % 10 == 9):
-                schedule.step()
-            elif when == "by hand":
-                inner.param_groups[0]["lr"] *= 0.99
-    return [str(each.message) for each in caught]
-
-
-@pytest.mark.parametrize("made_for", ["rule", "inner"])
-def test_a_schedule_that_counts_steps_is_noticed_once_where_progress_runs_ahead(made_for):
-    (text,) = warnings_of_schedule(mh.AdaScale, made_for)
-    assert "last 20 of them were worth" in text and "mh.ProgressScheduler(scheduler" in text
-
-
-NOT_IN_STEPS = {
-    "scale 1": {"passes": 1},
-    "no noise": {"noise": False},
-    "progress": {"when": "progress"},
-    "in each pass, which counts samples": {"when": "pass"},
-    "in epochs": {"when": "epoch"},
-    "by hand": {"when": "by hand"},
-    "constant": {"schedule": lambda o: schedulers.LambdaLR(o, lambda step: 1.0)},
-    "a few changes": {"schedule": lambda o: schedulers.MultiStepLR(o, [3, 9, 27])},
-}
-
-
-@pytest.mark.parametrize("case", NOT_IN_STEPS)
-def test_a_schedule_that_may_be_meant_so_is_none(case):
-    assert warnings_of_schedule(mh.AdaScale, **NOT_IN_STEPS[case]) == []
-
-
-@pytest.mark.parametrize("rule", [mh.LinearScale, mh.SqrtScale])
-def test_a_schedule_in_steps_of_the_large_batch_is_right_where_the_factor_is_fixed(rule):
-    assert warnings_of_schedule(rule) == []
 
 
 def test_a_group_without_any_gradient_steps_without_a_floor():

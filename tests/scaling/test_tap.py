@@ -599,17 +599,15 @@ def test_an_abandoned_gradient_is_not_compared_with_the_next():
     assert readings[0] == readings[1]
 
 
-def test_a_tap_calls_its_holder_once_a_step_and_returns_the_statistics():
+def test_a_tap_calls_end_passes_once_a_step_and_returns_the_statistics():
     param = nn.Parameter(torch.ones(2))
     results = []
 
-    class Holder:
-        def end_passes(self):
-            results.append(None if tap.step.too_many else tap.complete())
+    def end_passes():
+        results.append(None if tap.step.too_many else tap.complete())
 
-    holder = Holder()
     params = [{"params": [param]}]
-    tap = Measurement(params, RankGroup(), PlainNorm(), Batch(passes=2), LossScale(), holder)
+    tap = Measurement(params, RankGroup(), PlainNorm(), Batch(passes=2), LossScale(), end_passes)
     (param * torch.tensor([3.0, 0.0]) / 2).sum().backward()
     assert results == []
     (param * torch.tensor([0.0, 5.0]) / 2).sum().backward()

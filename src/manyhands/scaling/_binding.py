@@ -16,11 +16,30 @@ from torch.optim.optimizer import StateDict
 from manyhands._optimizers.wrappers import supports_amp, unwrap
 from manyhands._ranks.agreement import agree, describe_tensors
 from manyhands._ranks.ranks import RankGroup
+from manyhands.scaling._hooks import params_of
 from manyhands.scaling._settings import Options
 from manyhands.scaling._step import Batch
 
 KEY = "manyhands"  # of the rule's entry in the optimizer's state dict
-PATCHED = ("step", "zero_grad", "state_dict", "load_state_dict", "_step_supports_amp_scaling")
+MARK = "_manyhands_rule"  # the optimizer's attribute that refers to the rule
+AMP = "_step_supports_amp_scaling"
+PATCHED = ("step", "zero_grad", "state_dict", "load_state_dict", AMP)
+MISSING = object()
+
+
+def own_attribute(optimizer: Optimizer, name: str) -> Any:
+    """Return an attribute of the instance, or MISSING.
+
+    `getattr` would also find methods of the class, and attributes of an optimizer inside.
+    """
+    return optimizer.__dict__.get(name, MISSING)
+
+
+def claimed_by(optimizer: Optimizer) -> Optimizer | None:
+    """Return the rule that `Binding.claim` marked the optimizer with, while the rule exists."""
+    mark = own_attribute(optimizer, MARK)
+    rule: Optimizer | None = None if mark is MISSING else mark()
+    return rule
 
 
 class Binding:
@@ -33,12 +52,11 @@ class Binding:
         self.state_dict = optimizer.state_dict
         self.load_state_dict = optimizer.load_state_dict
         self.supports_amp = supports_amp(optimizer)
-        # the attributes that `patch` has replaced; None if it was not called
-        self._before: dict[str, object] | None = None
+        self._before: dict[str, object] = {}  # what `patch` has replaced; empty if not called
 
     def claim(self, rule: Optimizer) -> None:
         """Mark the optimizer as this rule's: `rule_of` finds it, and a second rule is refused."""
-        vars(self.optimizer)["_manyhands_rule"] = weakref.ref(rule)  # weak: no cycle
+        setattr(self.optimizer, MARK, weakref.ref(rule))  # weak: no cycle
 
     def patch(self, rule: Optimizer) -> None:
         """Make the optimizer's own methods the rule's, as adaptdl does, until `release`.
@@ -61,30 +79,30 @@ class Binding:
         def load_state_dict(_: Optimizer, state_dict: StateDict) -> None:
             # Without our entry (of a bare run, or from torch.distributed.checkpoint) it is the
             # optimizer's alone: statistics and progress stay as they are.
-            load = rule.load_state_dict if KEY in state_dict else self.load_state_dict
-            load(dict(state_dict))
+            if KEY in state_dict:
+                rule.load_state_dict(dict(state_dict))
+            else:
+                self.load_state_dict(dict(state_dict))
 
-        attributes = vars(self.optimizer)
-        # a scheduler may have put a `step` of its own on the optimizer before
-        self._before = {name: attributes[name] for name in PATCHED if name in attributes}
-        functions = (step, zero_grad, state_dict, load_state_dict)
-        methods = (MethodType(function, self.optimizer) for function in functions)
-        attributes.update(zip(PATCHED, (*methods, True), strict=True))
+        # a scheduler may have put another `step` on the optimizer before
+        self._before = {name: own_attribute(self.optimizer, name) for name in PATCHED}
+        for function in (step, zero_grad, state_dict, load_state_dict):
+            setattr(self.optimizer, function.__name__, MethodType(function, self.optimizer))
+        setattr(self.optimizer, AMP, True)
 
     @property
     def patched(self) -> bool:
         """Whether the optimizer's methods are the rule's."""
-        return self._before is not None
+        return bool(self._before)
 
     def release(self) -> None:
         """Give the optimizer its own methods back, and remove the mark: the rule was unhooked."""
-        attributes = vars(self.optimizer)
-        attributes.pop("_manyhands_rule", None)
-        if self._before is not None:
-            for name in PATCHED:
-                attributes.pop(name, None)
-            attributes.update(self._before)
-            self._before = None
+        for name, before in [(MARK, MISSING), *self._before.items()]:
+            if before is not MISSING:
+                setattr(self.optimizer, name, before)
+            elif own_attribute(self.optimizer, name) is not MISSING:
+                delattr(self.optimizer, name)
+        self._before = {}
 
     def is_initializing_state(self) -> bool:
         """Return whether torch.distributed.checkpoint is making the optimizer create its state.
@@ -94,10 +112,13 @@ class Binding:
         """
         if self.optimizer.state:
             return False
-        groups = self.optimizer.param_groups
-        trained = [p for group in groups for p in group["params"] if p.requires_grad]
-        at_rest = all(float(group["lr"]) == 0.0 for group in groups)
-        return at_rest and all(p.grad is not None for p in trained)
+        for group in self.optimizer.param_groups:
+            if float(group["lr"]) != 0.0:
+                return False
+            for param in group["params"]:
+                if param.requires_grad and param.grad is None:
+                    return False
+        return True
 
 
 def check_bindable(optimizer: Optimizer, rule: str, rules: type[Optimizer]) -> None:
@@ -110,7 +131,7 @@ def check_bindable(optimizer: Optimizer, rule: str, rules: type[Optimizer]) -> N
     for each in unwrap(optimizer):
         if isinstance(each, rules):
             raise TypeError(f"{type(each).__name__} wraps already: wrap the bare optimizer once.")
-    other = vars(optimizer).get("_manyhands_rule", lambda: None)()
+    other = claimed_by(optimizer)
     if other is not None:
         name = type(other).__name__
         raise RuntimeError(f"the optimizer is wrapped by a {name} already: unhook() that first.")
@@ -121,13 +142,17 @@ def check_ranks_agree(
 ) -> None:
     """Raise on every rank if they have other options or other parameters."""
     groups = optimizer.param_groups
-    params = [param for group in groups for param in group["params"]]
+    params = params_of(groups)
     scale = batch.scale_for(batch.passes)
+    passes = 0.0 if batch.loop.counts else float(batch.passes)
     claims = {
-        "num_gradients_to_accumulate": 0.0 if batch.loop.counts else float(batch.passes),
+        "num_gradients_to_accumulate": passes,
         "scale": scale,
         "smoothing": batch.smoothing_for(scale),
-        **{name: -1.0 if o.value is None else float(o.value) for name, o in options.items()},
+    }
+    for name, option in options.items():
+        claims[name] = -1.0 if option.value is None else float(option.value)
+    claims |= {
         "number of parameter groups": float(len(groups)),
         "number of parameters": float(len(params)),
         "number of elements": float(sum(param.numel() for param in params)),

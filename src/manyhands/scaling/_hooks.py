@@ -55,6 +55,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.linalg import vector_norm
 from torch.utils.hooks import RemovableHandle
 
+from manyhands._optimizers.wrappers import ParamGroup
 from manyhands._ranks.sharded_gradient import ShardedGradient
 from manyhands._tensors.backward import BackwardPasses, current_task, queue_callback
 from manyhands._tensors.flat import SHORT, DTensorShards, is_dtensor, local_shard, norm
@@ -75,6 +76,14 @@ GradientSlice = tuple[int, Tensor, Callable[[Tensor], Tensor]]
 # them to a block of threads: fewer do not keep an H200 busy (2**22: 3.1 ms for 124 M quotients,
 # 2**24: 2.4 ms, 2**26: 2.1 ms), and more hold more memory.
 TOGETHER = 16 * 2**20
+
+
+def params_of(param_groups: Sequence[ParamGroup]) -> list[Tensor]:
+    """Return the parameters of all groups, in order."""
+    params: list[Tensor] = []
+    for group in param_groups:
+        params.extend(group["params"])
+    return params
 
 
 class PlainNorm:
@@ -288,11 +297,12 @@ class GradientHooks:
         self._repeated.add(index)
         first = self._params[index].grad
         measured = float(self.norms.pop(index))
-        now = math.nan if first is None else float(self._kind.one(index, first))
-        if first is not None and math.isclose(now, measured, rel_tol=1e-4, abs_tol=1e-8):
-            self.partial_sums[index] = first + grad
-        else:
-            self.valid = False
+        if first is not None:
+            now = float(self._kind.one(index, first))
+            if math.isclose(now, measured, rel_tol=1e-4, abs_tol=1e-8):
+                self.partial_sums[index] = first + grad
+                return
+        self.valid = False
 
 
 def _on_gradient(
@@ -362,16 +372,18 @@ class GradientVersion:
     def __init__(self, param: Tensor) -> None:
         self.param = param
         self.grad = param.grad
-        self._version = -1 if param.grad is None else _version(param.grad)
+        self._version = _version(param.grad)
 
     @property
     def unchanged(self) -> bool:
         grad = self.param.grad
-        return grad is self.grad and (grad is None or _version(grad) == self._version)
+        return grad is self.grad and _version(grad) == self._version
 
 
-def _version(grad: Tensor) -> int:
+def _version(grad: Tensor | None) -> int:
     """Return a number that changes with every in-place operation."""
+    if grad is None:
+        return -1
     if type(grad) is Tensor or not is_dtensor(grad):
         return grad._version
     # Operations on a DTensor may count on the DTensor or on its local tensor, so add both.
@@ -386,7 +398,9 @@ def any_values(params: Sequence[Tensor]) -> bool:
 def _has_values(grad: Tensor) -> bool:
     if isinstance(grad, ShardedGradient):  # this rank may hold no element of it
         return not grad.zeroed
-    return bool((grad.coalesce().values() if grad.layout == torch.sparse_coo else grad).any())
+    if grad.layout == torch.sparse_coo:
+        grad = grad.coalesce().values()
+    return bool(grad.any())
 
 
 # -- under `fully_shard` --------------------------------------------------------------------------

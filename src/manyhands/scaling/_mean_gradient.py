@@ -32,7 +32,7 @@ from manyhands._optimizers.wrappers import ParamGroup
 from manyhands._ranks.ranks import RankGroup, widest_float
 from manyhands._ranks.sharded_gradient import ShardedGradient
 from manyhands._tensors.flat import DTensorShards, flatten, is_dtensor, local_shard
-from manyhands.scaling._hooks import GradientSlice, Norm, PlainNorm
+from manyhands.scaling._hooks import GradientSlice, Norm, PlainNorm, params_of
 from manyhands.scaling._payload import LocalNumbers, Numbers, to_tensor
 
 UNDIVIDED = 4_096  # elements of a parameter that every rank measures
@@ -83,9 +83,11 @@ class MeanGradient:
         self._norms = norms
         self._previous = previous
         self._compare_at_scale_1 = compare_at_scale_1
-        self._params: list[Tensor] = [p for group in param_groups for p in group["params"]]
+        self._params = params_of(param_groups)
         self._groups = len(param_groups)
-        self._group_of = [i for i, group in enumerate(param_groups) for _ in group["params"]]
+        self._group_of: list[int] = []  # by parameter
+        for number, group in enumerate(param_groups):
+            self._group_of += [number] * len(group["params"])
         self._device = self._params[0].device
         self._on_cpu = all(param.device.type == "cpu" for param in self._params)
         # whether the last mean looks like the gradient of one pass of this rank alone
@@ -175,13 +177,15 @@ class MeanGradient:
         groups = self._groups
         group_of = self._group_of
         # Every rank has measured the common ones; rank 0 alone adds them to the sum over ranks.
-        counted = {**common, **own} if self._ranks.rank == 0 else own
         uncounted = 2 * groups  # one group more, to be dropped
-        sum_into = [
-            *[group_of[i] for i in norms],
-            *[groups + group_of[i] if i in counted else uncounted for i in measured],
-            *[groups + group_of[i] for i, *_ in slices],
-        ]
+        sum_into = [group_of[i] for i in norms]
+        for i in measured:
+            if i in own or (i in common and self._ranks.rank == 0):
+                sum_into.append(groups + group_of[i])
+            else:
+                sum_into.append(uncounted)
+        for i, *_ in slices:
+            sum_into.append(groups + group_of[i])
         start = len(norms)
         compared_squares = squares[start : start + len(compared)]
         if isinstance(compared_squares, list):
@@ -198,20 +202,20 @@ class MeanGradient:
 
     def _whole_gradients(self, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
         """Return the gradients that this rank holds whole, by parameter index."""
-        return {
-            i: grad
-            for i, grad in enumerate(grads)
-            if grad is not None and type(grad) is not ShardedGradient and i not in self._shares
-        }
+        whole = {}
+        for i, grad in enumerate(grads):
+            sharded = type(grad) is ShardedGradient or i in self._shares
+            if grad is not None and not sharded:
+                whole[i] = grad
+        return whole
 
     def _sharded_slices(self, grads: Sequence[Tensor | None]) -> list[GradientSlice]:
         """Return the slices of sharded gradients that this rank holds."""
-        slices: list[GradientSlice] = [
-            (i, piece, partial(_flat_slice, start, piece.numel()))
-            for i, grad in enumerate(grads)
-            if isinstance(grad, ShardedGradient)
-            for piece, start in zip(grad.slices, grad.starts, strict=True)
-        ]
+        slices: list[GradientSlice] = []
+        for i, grad in enumerate(grads):
+            if isinstance(grad, ShardedGradient):
+                for piece, start in zip(grad.slices, grad.starts, strict=True):
+                    slices.append((i, piece, partial(_flat_slice, start, piece.numel())))
         for i, share in self._shares.items():
             grad = grads[i]
             # under HSDP several ranks hold the same slice, and one of them counts it
@@ -221,23 +225,28 @@ class MeanGradient:
 
     def _shortest_of(self, whole: dict[int, Tensor]) -> dict[int, Tensor]:
         """Return one gradient to compare over the ranks, if no short parameter has one."""
-        if self._ranks.size == 1:
+        if self._ranks.size == 1 or not whole:
             return {}
-        shortest = min(whole, key=lambda i: self._params[i].numel(), default=None)
-        return {} if shortest is None else {shortest: whole[shortest]}
+        shortest = min(whole, key=lambda i: self._params[i].numel())
+        return {shortest: whole[shortest]}
 
     def _compare_with_previous(self, facts: StepFacts) -> LocalNumbers:
         """Compare the only gradient with the one before, if the result is of any use."""
         measured = []
         if facts.scale != 1.0 or self._compare_at_scale_1:
-            grads = [None if p.grad is None else local_shard(p.grad) for p in self._params]
+            grads: list[Tensor | None] = []
+            for param in self._params:
+                grads.append(None if param.grad is None else local_shard(param.grad))
             measured = self._previous.measure(grads, facts.loss_scale)
         if not measured or not facts.valid:
             return self.empty_numbers()
         groups = self._groups
         group_of = self._group_of
-        values = [value for _, squares, mean in measured for value in (squares, mean)]
-        sum_into = [g for i, _, _ in measured for g in (group_of[i], groups + group_of[i])]
+        values = []
+        sum_into = []
+        for i, squares, mean in measured:
+            values += [squares, mean]
+            sum_into += [group_of[i], groups + group_of[i]]
         numbers = self._sum_by_group(_stack(values, self._device), sum_into, 2 * groups)
         return LocalNumbers(numbers, 2, consecutive=True)
 
@@ -247,7 +256,7 @@ def _stack(norms: Sequence[Norm], device: torch.device) -> Tensor:
     dtype = widest_float(device)
     if not norms:
         return torch.zeros(0, dtype=dtype, device=device)
-    values = [torch.as_tensor(norm) for norm in norms]
+    values = list(map(torch.as_tensor, norms))
     first = values[0]
     if any(v.dtype != first.dtype or v.device != device for v in values):
         values = [v.to(device, dtype) for v in values]
@@ -262,8 +271,13 @@ def _assign_params(params: Sequence[Tensor], ranks: RankGroup) -> tuple[list[int
     """Return the indices of the parameters that every rank measures, and of this rank's own."""
     if ranks.size == 1:
         return [], list(range(len(params)))
-    short = [i for i, p in enumerate(params) if p.numel() <= UNDIVIDED]
-    long = [i for i, p in enumerate(params) if p.numel() > UNDIVIDED]
+    short = []
+    long = []
+    for i, param in enumerate(params):
+        if param.numel() <= UNDIVIDED:
+            short.append(i)
+        else:
+            long.append(i)
     # The longest first, each to the rank with the least to read. All ranks compute the same.
     load = [0] * ranks.size
     own = []
@@ -316,7 +330,9 @@ class PreviousGradient:
                 squares = square + self._square(index, before)
                 difference = self._square(index, now - before)
                 result.append((index, squares, squares / 2 - difference / 4))
-        return [] if first else result
+        if first:
+            return []
+        return result
 
     def remember(self) -> None:
         """Keep the measured gradient for the next step, unless any element is not finite."""
@@ -327,8 +343,9 @@ class PreviousGradient:
         missing = 1 + self.candidates[-1][0] - len(self.grads)
         self.grads += [None] * missing
         for index, now in self.candidates:
-            before = self.grads[index]
-            otherwise = torch.full_like(now, torch.nan) if before is None else before
+            otherwise = self.grads[index]
+            if otherwise is None:
+                otherwise = torch.full_like(now, torch.nan)
             self.grads[index] = torch.where(usable, now, otherwise)
         self.forget()
 
@@ -351,10 +368,9 @@ class PreviousGradient:
     def load_state(self, grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> None:
         """Continue from what `parse_previous` returned."""
         # a loaded state dict may be on another device
-        self.grads = [
-            None if grad is None else grad.to(param.device)
-            for grad, param in zip(grads, params, strict=False)
-        ]
+        self.grads = []
+        for grad, param in zip(grads, params, strict=False):
+            self.grads.append(None if grad is None else grad.to(param.device))
 
 
 def parse_previous(saved: SavedEntries, params: Sequence[Tensor]) -> list[Tensor | None]:
@@ -374,4 +390,6 @@ def _to_dense_float(grad: Tensor) -> Tensor:
     grad = grad.detach()
     if grad.layout != torch.strided:
         grad = grad.to_dense()
-    return grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
+    if grad.dtype in (torch.float16, torch.bfloat16):
+        grad = grad.float()
+    return grad

@@ -114,14 +114,14 @@ def estimate(sums: NormSums) -> Estimate:
     scale = sums.scale
     if n < 2:
         raise ValueError(f"noise needs at least 2 gradients to compare, got {n}.")
-    pairs = [
-        (total / n, mean) for total, mean in zip(sums.small_squares, sums.mean_square, strict=True)
-    ]
-    return Estimate(
-        sqr=tuple((n * mean - small) / (n - 1) for small, mean in pairs),
+    sqr = []
+    var = []
+    for total, mean in zip(sums.small_squares, sums.mean_square, strict=True):
+        small = total / n
+        sqr.append((n * mean - small) / (n - 1))
         # var of one small batch is (small - mean) * n / (n - 1); times scale / n: at scale 1
-        var=tuple((small - mean) * scale / (n - 1) for small, mean in pairs),
-    )
+        var.append((small - mean) * scale / (n - 1))
+    return Estimate(tuple(sqr), tuple(var))
 
 
 def noise_over_limit(
@@ -142,12 +142,14 @@ def noise_over_limit(
     """
     deviation = small_batches / (small_batches - 1.0) ** 1.5
     limit = 1.0 + max(OUTLIER_DEVIATIONS * deviation, LEAST_EXCESS)
-    return tuple(
-        v / (limit * old_v * min(max(s / old_s, 1.0), MOST_GROWTH))
-        if old_s > 0.0 and old_v > 0.0
-        else 0.0
-        for s, v, old_s, old_v in zip(new.sqr, new.var, sqr, var, strict=True)
-    )
+    over_limit = []
+    for s, v, old_s, old_v in zip(new.sqr, new.var, sqr, var, strict=True):
+        over = 0.0
+        if old_s > 0.0 and old_v > 0.0:
+            growth = min(max(s / old_s, 1.0), MOST_GROWTH)
+            over = v / (limit * old_v * growth)
+        over_limit.append(over)
+    return tuple(over_limit)
 
 
 def limit_noise(new: Estimate, over_limit: Sequence[float]) -> Estimate:
@@ -155,11 +157,15 @@ def limit_noise(new: Estimate, over_limit: Sequence[float]) -> Estimate:
 
     A negative estimate of the signal comes from the same noise, and shrinks with it.
     """
-    cuts = [max(1.0, over) for over in over_limit]
-    return Estimate(
-        sqr=tuple(s / cut if s < 0.0 else s for s, cut in zip(new.sqr, cuts, strict=True)),
-        var=tuple(v / cut for v, cut in zip(new.var, cuts, strict=True)),
-    )
+    sqr = []
+    var = []
+    for s, v, over in zip(new.sqr, new.var, over_limit, strict=True):
+        cut = max(1.0, over)
+        if s < 0.0:
+            s /= cut
+        sqr.append(s)
+        var.append(v / cut)
+    return Estimate(tuple(sqr), tuple(var))
 
 
 def gain(sqr: float, var: float, scale: float) -> float:
@@ -190,12 +196,19 @@ def ratio_of_squares(sqr: float, var: float, before: float, now: float) -> float
     1.0
     """
     squares = sqr + var / before
-    return (sqr + var / now) / squares if squares > 0.0 else 1.0
+    if not squares > 0.0:
+        return 1.0
+    return (sqr + var / now) / squares
 
 
 def apply_floor(values: Sequence[float], floor: float) -> tuple[float, ...]:
     """Return the values, with those below `floor` replaced by it."""
     return tuple(max(value, floor) for value in values)
+
+
+def extend(values: tuple[float, ...], start: float, groups: int) -> tuple[float, ...]:
+    """Return a value for each group: `start` for groups that were added in the middle of a run."""
+    return values + (start,) * (groups - len(values))
 
 
 @dataclass(frozen=True)
@@ -207,25 +220,27 @@ class DebiasedAverage:
 
     def value(self, start: float, groups: int) -> tuple[float, ...]:
         """Return the average per group, and `start` for groups without any value yet."""
-        seen = [t / w if w else start for t, w in zip(self.total, self.weight, strict=True)]
-        return (*seen, *[start] * (groups - len(seen)))
+        values = []
+        for total, weight in zip(self.total, self.weight, strict=True):
+            values.append(total / weight if weight else start)
+        return extend(tuple(values), start, groups)
 
     def add(self, values: Sequence[float], smoothing: float, steps: int = 1) -> DebiasedAverage:
         """Return the average with one more value per group, which stands for so many steps."""
         smoothing **= steps
-        # a parameter group added in the middle of a run starts with weight 0
-        total = (*self.total, *[0.0] * (len(values) - len(self.total)))
-        weight = (*self.weight, *[0.0] * (len(values) - len(self.weight)))
         new = 1.0 - smoothing
-        return DebiasedAverage(
-            tuple(smoothing * t + new * v for t, v in zip(total, values, strict=True)),
-            tuple(smoothing * w + new for w in weight),
-        )
+        totals = []
+        weights = []
+        old_totals = extend(self.total, 0.0, len(values))
+        old_weights = extend(self.weight, 0.0, len(values))
+        for total, weight, value in zip(old_totals, old_weights, values, strict=True):
+            totals.append(smoothing * total + new * value)
+            weights.append(smoothing * weight + new)
+        return DebiasedAverage(tuple(totals), tuple(weights))
 
     def steps_held(self, smoothing: float, groups: int) -> float:
         """Return how many steps it has seen, of the group that has seen the fewest."""
-        weights = (*self.weight, *[0.0] * (groups - len(self.weight)))
-        return min(_steps_of_weight(w, smoothing) for w in weights)
+        return _steps_of_weight(min(extend(self.weight, 0.0, groups)), smoothing)
 
 
 @dataclass(frozen=True)
@@ -237,25 +252,29 @@ class PaperAverage:
 
     def value(self, start: float, groups: int) -> tuple[float, ...]:
         """Return the average per group, and `start` for groups without any value yet."""
-        return (*self.mean, *[start] * (groups - len(self.mean)))
+        return extend(self.mean, start, groups)
 
     def add(self, values: Sequence[float], smoothing: float, steps: int = 1) -> PaperAverage:
         """Return the average with one more value per group, which stands for so many steps."""
-        mean = (*self.mean, *[0.0] * (len(values) - len(self.mean)))
-        count = (*self.count, *[0] * (len(values) - len(self.count)))
-        return PaperAverage(
-            tuple(
-                m + steps * (v - m) / (c + steps)
-                if c + steps < 1 / (1 - smoothing) or c == 0
-                else smoothing**steps * m + (1 - smoothing**steps) * v
-                for m, v, c in zip(mean, values, count, strict=True)
-            ),
-            tuple(c + steps for c in count),
-        )
+        old_means = extend(self.mean, 0.0, len(values))
+        old_counts = self.count + (0,) * (len(values) - len(self.count))
+        past = smoothing**steps
+        means = []
+        counts = []
+        for mean, count, value in zip(old_means, old_counts, values, strict=True):
+            seen = count + steps
+            if seen < 1 / (1 - smoothing) or count == 0:
+                means.append(mean + steps * (value - mean) / seen)
+            else:
+                means.append(past * mean + (1 - past) * value)
+            counts.append(seen)
+        return PaperAverage(tuple(means), tuple(counts))
 
     def steps_held(self, smoothing: float, groups: int) -> float:
         """Return how many steps it has seen, of the group that has seen the fewest."""
-        return min(self.count) if len(self.count) == groups else 0
+        if len(self.count) < groups:
+            return 0
+        return min(self.count)
 
 
 AnyAverage = DebiasedAverage | PaperAverage
@@ -263,8 +282,10 @@ AnyAverage = DebiasedAverage | PaperAverage
 
 def _steps_of_weight(weight: float, smoothing: float) -> float:
     """Solve weight = 1 - smoothing ** steps for the number of steps."""
+    if weight == 0.0:
+        return 0.0
     if weight >= 1.0 or smoothing == 0.0:
-        return math.inf if weight > 0.0 else 0.0
+        return math.inf
     return math.log1p(-weight) / math.log(smoothing)
 
 
@@ -275,15 +296,21 @@ def convert_average(
     if isinstance(average, kind):
         return average
     if isinstance(average, PaperAverage):
-        weight = tuple(1.0 - smoothing**count for count in average.count)
-        total = tuple(m * w for m, w in zip(average.mean, weight, strict=True))
-        return DebiasedAverage(total, weight)
+        totals = []
+        weights = []
+        for mean, count in zip(average.mean, average.count, strict=True):
+            weight = 1.0 - smoothing**count
+            totals.append(mean * weight)
+            weights.append(weight)
+        return DebiasedAverage(tuple(totals), tuple(weights))
     # `most` is where PaperAverage becomes a moving average for good; a larger count would make no
     # difference.
     most = math.ceil(1 / (1 - smoothing))
-    counts = (round(min(_steps_of_weight(w, smoothing), most)) for w in average.weight)
-    mean = average.value(0.0, len(average.weight))
-    return PaperAverage(mean, tuple(max(1, min(count, most)) for count in counts))
+    counts = []
+    for weight in average.weight:
+        steps = min(_steps_of_weight(weight, smoothing), most)
+        counts.append(max(1, round(steps)))
+    return PaperAverage(average.value(0.0, len(average.weight)), tuple(counts))
 
 
 def save_average(average: AnyAverage) -> dict[str, list[float]]:
@@ -295,15 +322,25 @@ def load_average(
     kind: type[DebiasedAverage] | type[PaperAverage], state: SavedEntries, groups: int
 ) -> AnyAverage:
     """Return the average that `save_average` wrote, of at most so many parameter groups."""
-    values, weights = ("mean", "count") if kind is PaperAverage else ("total", "weight")
-    value = state.reals(values, least=-SQUARES, below=SQUARES)
-    if len(value) > groups:
-        raise state.wrong(values, f"of at most {groups} parameter groups", value)
+    name = "total"
     if kind is PaperAverage:
-        return PaperAverage(tuple(value), tuple(state.wholes(weights, len(value))))
+        name = "mean"
+    value = state.reals(name, least=-SQUARES, below=SQUARES)
+    if len(value) > groups:
+        raise state.wrong(name, f"of at most {groups} parameter groups", value)
+    if kind is PaperAverage:
+        return PaperAverage(tuple(value), tuple(state.wholes("count", len(value))))
     # rounding may lead above 1, and no step adds less than the smallest 1 - smoothing
-    weight = state.reals(weights, len(value), least=1e-16, below=1.001)
+    weight = state.reals("weight", len(value), least=1e-16, below=1.001)
     return DebiasedAverage(tuple(value), tuple(weight))
+
+
+def _of_group(values: Sequence[float], floor: float, group: int | None) -> float:
+    """Return one group's value, or the sum over all groups; values are at least `floor`."""
+    values = apply_floor(values, floor)
+    if group is None:
+        return sum(values)
+    return values[group]
 
 
 @dataclass(frozen=True)
@@ -356,8 +393,9 @@ class NoiseAverage:
         # the optimizer was reset, restarts even then.
         kinds_must_match = sums.norm_kind != "preconditioned" or not self.mix_norm_kinds
         kind_changed = sums.norm_kind != self.norm_kind and kinds_must_match
-        restart = kind_changed or (self.consecutive and not sums.consecutive)
-        return self.restarted() if restart else self
+        if kind_changed or (self.consecutive and not sums.consecutive):
+            return self.restarted()
+        return self
 
     def over_limit(self, sums: NormSums, smoothing: float) -> tuple[float, ...]:
         """Return a step's noise over the limit that `add` sets it, per group; 0 without a limit."""
@@ -397,13 +435,11 @@ class NoiseAverage:
 
     def sqr_of(self, group: int | None = None) -> float:
         """Return |true gradient|^2 of one group, or of all together."""
-        values = apply_floor(self.raw_sqr, SQR_FLOOR)
-        return sum(values) if group is None else values[group]
+        return _of_group(self.raw_sqr, SQR_FLOOR, group)
 
     def var_of(self, group: int | None = None) -> float:
         """Return the noise at scale 1 of one group, or of all together."""
-        values = apply_floor(self.raw_var, self.var_floor)
-        return sum(values) if group is None else values[group]
+        return _of_group(self.raw_var, self.var_floor, group)
 
     def gain(self, scale: float, group: int | None = None) -> float:
         """Return how many steps at scale 1 one step at `scale` is worth."""
@@ -424,7 +460,9 @@ class NoiseAverage:
         Where it is far above the scale, it may be several times off; the gain is not.
         """
         sqr = self.sqr_of(group)
-        return self.var_of(group) / sqr if self.measured and sqr > 0.0 else None
+        if not (self.measured and sqr > 0.0):
+            return None
+        return self.var_of(group) / sqr
 
     def to_state(self) -> dict[str, object]:
         """Return the measured part for a state dict; floors are saved with the options."""
@@ -464,12 +502,14 @@ class NoiseMoments:
     @classmethod
     def of_saved(cls, saved: SavedEntries, steps: int) -> NoiseMoments:
         """Return the saved moments of so many steps."""
+        moments = {}
         least = 1e-32 if steps else 0.0
-        weights = {n: saved.real(n, least, below=1.001) for n in ("weight", "squared_weight")}
-        names = (each.name for each in fields(cls) if each.name not in weights)
-        return cls(
-            **weights, **{name: saved.real(name, -math.inf, below=math.inf) for name in names}
-        )
+        for each in fields(cls):
+            if each.name in ("weight", "squared_weight"):
+                moments[each.name] = saved.real(each.name, least, below=1.001)
+            else:
+                moments[each.name] = saved.real(each.name, -math.inf, below=math.inf)
+        return cls(**moments)
 
     def add(self, sqr: float, var: float, smoothing: float) -> NoiseMoments:
         """Return the moments with one more step's estimates."""
@@ -538,8 +578,12 @@ class MeasuredSteps:
 
     def count(self, period: int) -> None:
         """Count a step; the next measured one is to stand for `period` steps."""
-        self.passed = 0 if self.due else self.passed + 1
-        self.left = period - 1 if self.due else min(self.left, period) - 1
+        if self.due:
+            self.passed = 0
+            self.left = period - 1
+        else:
+            self.passed += 1
+            self.left = min(self.left, period) - 1
 
     def to_state(self) -> list[int]:
         """Return what a bitwise continuation needs."""

@@ -39,7 +39,13 @@ from manyhands.scaling._settings import (
     load_options,
     save_options,
 )
-from manyhands.scaling._step import Batch, Measurement, passes_and_loop, prepared_loop
+from manyhands.scaling._step import (
+    Batch,
+    Measurement,
+    call_weakly,
+    passes_and_loop,
+    prepared_loop,
+)
 
 VERSION = 2  # of the state dict
 _SIZE = partial(real, "batch_size", above=0.0, below=BELOW)
@@ -122,7 +128,13 @@ class NoiseScale:
         self._params = params
         if not params:
             raise ValueError("no parameters to measure: the iterable was empty.")
-        self._begin_measurement()
+        self._moments = NoiseMoments()
+        self._consecutive = False  # whether the moments are of consecutive gradients
+        self._in_flight: SentStep | None = None  # the last step's, on their way to the host
+        self._steps = 0
+        self._nonfinite = 0
+        self._warned = False
+        self._stop_watching: Callable[[], object] | None = None
         ranks = rank_group_of(params, process_group or getattr(optimizer, "group", None))
         _check_ranks_agree(ranks, passes, params)
         self._optimizer = optimizer
@@ -135,30 +147,19 @@ class NoiseScale:
             PlainNorm(),
             batch,
             LossScale(grad_scaler),
-            self,
+            call_weakly(self.end_passes),
             changes_gradients=False,
             model=model,
         )
         if optimizer is not None:  # a backward that no step follows then leaves no trace
             self._watch(optimizer, prepared)
 
-    def _begin_measurement(self) -> None:
-        """Set the results, and what is under way, to nothing: when this object is made."""
-        self._moments = NoiseMoments()
-        self._consecutive = False  # whether the moments are of consecutive gradients
-        self._in_flight: SentStep | None = None  # the last step's, on their way to the host
-        self._steps = 0
-        self._nonfinite = 0
-        self._warned = False
-        self._stop_watching: Callable[[], object] | None = None
-
     def _watch(self, optimizer: Optimizer, prepared: PreparedOptimizer | None) -> None:
         """Register a hook, by which this object learns of every `step` of the optimizer."""
         if prepared is not None:
             # it may have no hooks: the one inside is stepped once for all passes of a step
             optimizer = unwrap(prepared.optimizer, every_layer=True)[-1]
-        react = weakref.WeakMethod(self._before_step)  # the hook must not keep this object alive
-        hook = optimizer.register_step_pre_hook(lambda *call: (now := react()) and now(*call))
+        hook = optimizer.register_step_pre_hook(call_weakly(self._before_step))
         self._stop_watching = weakref.finalize(self, hook.remove)
 
     def _before_step(
@@ -167,7 +168,8 @@ class NoiseScale:
         """React to `optimizer.step(*args, **kwargs)`; the optimizer itself is `args[0]`."""
         # With a closure, the gradients are computed inside `step`. The closure is replaced by one
         # that also measures them.
-        if callable(closure := kwargs.get("closure")):
+        closure = kwargs.get("closure")
+        if callable(closure):
             return args, {**kwargs, "closure": self._watch_closure(closure)}
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._watch_closure(args[1]), *args[2:]), kwargs
@@ -296,7 +298,9 @@ class NoiseScale:
         var = self.variance
         if math.isnan(sqr):
             return math.nan
-        return self._batch_size * max(var, 0.0) / sqr if sqr > 0.0 else math.inf
+        if not sqr > 0.0:
+            return math.inf
+        return self._batch_size * max(var, 0.0) / sqr
 
     @property
     def standard_error(self) -> float:
@@ -306,8 +310,10 @@ class NoiseScale:
         share a gradient, and the error is larger than stated.
         """
         sqr = self.squared_norm
-        if self.steps < 2 or not sqr > 0.0:
-            return math.nan if self.steps < 2 else math.inf
+        if self.steps < 2:
+            return math.nan
+        if not sqr > 0.0:
+            return math.inf
         return self._batch_size * self._moments.ratio_error
 
     def one_sample(self) -> AbstractContextManager[None]:

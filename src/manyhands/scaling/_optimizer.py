@@ -16,18 +16,16 @@ from its class. What a user sets, reads and saves is in `_rule_base.py`. The fac
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands._arguments import real
 from manyhands._optimizers.foreign import advice, report_skip
@@ -43,16 +41,14 @@ from manyhands._ranks.ranks import RankGroup
 from manyhands._ranks.stop_notice import stop_notice
 from manyhands._warn import warn
 from manyhands.scaling._binding import Binding
-from manyhands.scaling._hooks import PlainNorm
+from manyhands.scaling._hooks import PlainNorm, params_of
 from manyhands.scaling._noise import History, NoiseAverage, NormSums, steps_between
 from manyhands.scaling._payload import RankReport, SentStep, StepObserver
 from manyhands.scaling._settings import Options, ShortStep
-from manyhands.scaling._step import Batch, Measurement
+from manyhands.scaling._step import Batch, Measurement, call_weakly
 
 NONFINITE_LIMIT = 10
 EXPLODED = 10.0  # a step's noise over the limit of its average, of which the user should know
-STEPS_IN_A_ROW = 20  # a rate that changes in so many follows a schedule
-AHEAD = 1.5  # progress per step at which a schedule in steps is clearly behind
 EQUAL_STEPS = 5  # measured steps in a row whose small batches all had the same gradient
 EQUAL = 1e-6  # a part of the sum of squares: how far rounding may move it
 
@@ -88,8 +84,6 @@ class RuleCore:
         self.history = History(NoiseAverage(0))
         self.inner: Optimizer | None = None
         self.observer: StepObserver | None = None
-        self.schedule = ScheduleWatch()
-        self.schedule_counts_progress = False  # set by `ProgressScheduler`
         self.reports: Sequence[RankReport] = ()  # of the last step that has sent them
         self._preview: Preview | None = None
         self._last_sent: SentStep | None = None
@@ -100,14 +94,14 @@ class RuleCore:
         """Begin to measure this optimizer, and keep its own methods (`Binding`)."""
         self.inner = inner
         groups = inner.param_groups
-        device = next(param.device for group in groups for param in group["params"])
+        device = params_of(groups)[0].device
         self.measurement = Measurement(
             groups,
             self.ranks.with_own_group(device),
             norms,
             self.batch,
             self.loss_scale,
-            self,
+            call_weakly(self.end_passes),
             compare_at_scale_1=self.batch.loop.counts,
             model=self.model,
         )
@@ -139,7 +133,9 @@ class RuleCore:
         """Send the step's numbers: this rank has run its backward passes."""
         if self.measurement.step.too_many:
             raise RuntimeError(self.measurement.describe_excess())
-        report = RankReport() if self.observer is None else self.observer.report()
+        report = RankReport()
+        if self.observer is not None:
+            report = self.observer.report()
         micro_batch = float(getattr(self.batch.loop.module, "leading_dimension", None) or 0)
         report = replace(report, micro_batch=micro_batch, stop=float(stop_notice.received))
         assert self.inner is not None
@@ -281,7 +277,9 @@ class RuleCore:
 
     def _weight(self, sums: NormSums | None) -> float:
         """Return the weight of the past when these norms are added."""
-        return 0.0 if sums is None else self.batch.smoothing_for(sums.scale)
+        if sums is None:
+            return 0.0
+        return self.batch.smoothing_for(sums.scale)
 
     def _unscale(self, sums: NormSums | None, loss_scale: float) -> NormSums | None:
         """Return norms without the loss scale, known only now; None if they mix two of them."""
@@ -331,7 +329,10 @@ class RuleCore:
         small = sum(sums.small_squares)
         mean = sums.small_batches * sum(sums.mean_square)
         equal = small > 0.0 and abs(small - mean) <= EQUAL * small  # not if they are not finite
-        self._equal_steps = self._equal_steps + 1 if equal else 0
+        if equal:
+            self._equal_steps += 1
+        else:
+            self._equal_steps = 0
         if self._equal_steps == EQUAL_STEPS and self.ranks.rank == 0:
             warn(
                 f"the ranks have computed the same gradients in {EQUAL_STEPS} measured steps, so "
@@ -358,7 +359,6 @@ class ScaledOptimizer(OptimizerWrapper):
     layer = "rule"
     _core: RuleCore
     _min_scale = 0.0
-    _follows_gain = False  # if not, a schedule in steps may have been made for the large batch
     _norm_kind = "plain"
     _short_step: ShortStep | None = None  # as it was given
 
@@ -380,7 +380,9 @@ class ScaledOptimizer(OptimizerWrapper):
 
     def _overrides(self, group: ParamGroup, factor: float) -> Mapping[str, object]:
         """Return the options of a parameter group to change during the step."""
-        return {} if factor == 1.0 else {"lr": group["lr"] * factor}
+        if factor == 1.0:
+            return {}
+        return {"lr": group["lr"] * factor}
 
     def _before_factors(self, skipped: bool) -> None:
         """Decide or measure what `scale_lr` needs, on every rank. Called in each step.
@@ -515,15 +517,12 @@ class ScaledOptimizer(OptimizerWrapper):
         core = self._core
         history = self._core.history
         # torch's schedulers warn unless they find this on the optimizer they were made for
-        vars(inner)["_opt_called"] = True
+        inner._opt_called = True  # type: ignore[attr-defined]
         if getattr(inner, "step_was_skipped", False):
             history.skipped += 1
             return
         core.measurement.norms.optimizer_stepped()
         history.progress += gain
-        may_lag = self._follows_gain or core.observer is not None
-        if may_lag and not core.schedule_counts_progress:
-            core.schedule.see(self, gain, history.steps)
 
     def _end_step(self, result: Any) -> Any:
         """Let the observer act between two steps, and return the step's result."""
@@ -580,7 +579,9 @@ def parse_factors(factors: Any, groups: int, rule: object) -> tuple[float, ...]:
     """Return what `scale_lr` returned as one float per parameter group, or raise."""
     if hasattr(factors, "tolist"):  # a tensor or an array
         factors = factors.tolist()
-    values = tuple(map(float, factors if hasattr(factors, "__len__") else [factors] * groups))
+    if not hasattr(factors, "__len__"):
+        factors = [factors] * groups
+    values = tuple(map(float, factors))
     if len(values) != groups or not all(math.isfinite(v) and v >= 0.0 for v in values):
         raise ValueError(
             f"{type(rule).__name__}.scale_lr must return one factor, or one for each of the "
@@ -612,54 +613,3 @@ def overridden(
                 group[name].copy_(old)
             else:
                 group[name] = old
-
-
-@dataclass
-class ScheduleWatch:
-    """Warns once of a torch scheduler that is stepped once per optimizer step, and so lags behind.
-
-    A scheduler that is stepped in every pass, or with every epoch, counts samples.
-    """
-
-    rates: list[object] = field(default_factory=list)  # of the last step, by parameter group
-    in_a_row: int = 0  # steps whose rates are not those of the step before
-    worth: float = 0.0  # the sum of their gains
-    done: bool = False
-
-    def see(self, optimizer: Optimizer, gain: float, steps: int) -> None:
-        """Take note of a step with this gain, after which there have been so many steps."""
-        if self.done:
-            return
-        before = self.rates
-        self.rates = [group["lr"] for group in optimizer.param_groups]
-        if before in ([], self.rates):
-            self.in_a_row = 0
-            self.worth = 0.0
-            return
-        self.in_a_row = self.in_a_row + 1
-        self.worth = self.worth + gain
-        if self.in_a_row < STEPS_IN_A_ROW or self.worth < AHEAD * self.in_a_row:
-            return
-        self.done = True  # the search is slow
-        if STEPS_IN_A_ROW <= _most_scheduler_steps(optimizer) <= steps:
-            warn(
-                f"the learning rate schedule counts optimizer steps, and the last {self.in_a_row} "
-                f"of them were worth {self.worth:.0f} of the small batch. A schedule that was made "
-                "for the small batch then lasts too long: step it by progress, with "
-                "mh.ProgressScheduler(scheduler, optimizer, end=...).",
-            )
-
-
-def _most_scheduler_steps(optimizer: Optimizer) -> int:
-    """Return how often a torch scheduler of this optimizer, or of one inside, was stepped."""
-    groups = optimizer.param_groups  # one list for all layers
-    return max(
-        (
-            each.last_epoch
-            for each in gc.get_objects()
-            # type(each), because isinstance() runs a lazy proxy's code
-            if issubclass(type(each), LRScheduler)
-            and getattr(vars(each).get("optimizer"), "param_groups", None) is groups
-        ),
-        default=0,
-    )

@@ -98,9 +98,14 @@ class RankClaims(RankReport):
     @classmethod
     def table(cls, numbers: Sequence[float]) -> list[RankClaims]:
         """Return every rank's claims, in rank order, from the numbers of all ranks."""
-        rows = zip(*[iter(numbers)] * len(CLAIMS), strict=True)
         made = dict[tuple[float, ...], RankClaims]()  # most ranks claim the same
-        return [made.get(row) or made.setdefault(row, cls(*row)) for row in rows]
+        table = []
+        for start in range(0, len(numbers), len(CLAIMS)):
+            row = tuple(numbers[start : start + len(CLAIMS)])
+            if row not in made:
+                made[row] = cls(*row)
+            table.append(made[row])
+        return table
 
 
 CLAIMS = tuple(field.name for field in fields(RankClaims))
@@ -116,43 +121,64 @@ def check_claims(
     """
     # The order of the checks matters: an announcement leaves most other entries at zero.
     first = table[0]
-    if any(claims.is_announcement != first.is_announcement for claims in table):
-        calls = [ANNOUNCES if claims.is_announcement else "step()" for claims in table]
-        raise_if_different([{"calls": call} for call in calls], "Call it on every worker.")
+    announces = _column(table, "is_announcement")
+    if min(announces) != max(announces):
+        calls = {0.0: "step()", 1.0: ANNOUNCES}
+        rows = [{"calls": calls[value]} for value in announces]
+        raise_if_different(rows, "Call it on every worker.")
     if any((claims.passes, claims.scale) != (first.passes, first.scale) for claims in table):
         raise_if_different(
             [{"backward passes per step": c.passes, "scale": c.scale} for c in table],
             "Set the same on every worker.",
         )
-    seen = [claims.passes_seen for claims in table]
+    seen = _column(table, "passes_seen")
     complete = max(seen) >= first.passes
     if not complete and not (short_allowed and max(seen)):
         return False  # the caller of `step` knows why, and raises or leaves the step out
-    if (same_passes or not complete) and min(seen) != max(seen):
-        raise_if_different(
-            [{"numbers of backward passes in a step": number} for number in seen],
+    if same_passes or not complete:
+        _check_equal(
+            "numbers of backward passes in a step",
+            seen,
             f"Give all workers as many batches; a whole step has {first.passes:g} passes.",
         )
-    checksums = [claims.checksum for claims in table]
-    if max(checksums) - min(checksums) > CHECKSUM_TOLERANCE * abs(max(checksums)):
-        raise_if_different(
-            [{"statistics, progress or factors (checksums)": each} for each in checksums],
-            "Load the state dict on every worker, and let scale_lr() depend only on what all "
-            "workers know.",
-        )
-    rates = [claims.rates for claims in table]
-    if max(rates) - min(rates) > RATES_TOLERANCE * abs(max(rates)):
-        raise_if_different(
-            [{"learning rates (sum over parameter groups)": claims.rates} for claims in table],
-            "Give ReduceLROnPlateau, and any other schedule, the same values on every worker.",
-        )
-    if any(claims.unmeasured_left != first.unmeasured_left for claims in table):
-        raise_if_different(
-            [{"numbers of steps until the next measured one": c.unmeasured_left} for c in table],
-            "Is there a Ramp on some workers only?",
-        )
-    _check_averaged([claims.shared_square for claims in table])
+    _check_close(
+        "statistics, progress or factors (checksums)",
+        _column(table, "checksum"),
+        "Load the state dict on every worker, and let scale_lr() depend only on what all "
+        "workers know.",
+        CHECKSUM_TOLERANCE,
+    )
+    _check_close(
+        "learning rates (sum over parameter groups)",
+        _column(table, "rates"),
+        "Give ReduceLROnPlateau, and any other schedule, the same values on every worker.",
+        RATES_TOLERANCE,
+    )
+    _check_equal(
+        "numbers of steps until the next measured one",
+        _column(table, "unmeasured_left"),
+        "Is there a Ramp on some workers only?",
+    )
+    _check_averaged(_column(table, "shared_square"))
     return complete
+
+
+def _column(table: Sequence[RankClaims], name: str) -> list[float]:
+    """Return one claim of every rank."""
+    return [getattr(claims, name) for claims in table]
+
+
+def _check_equal(name: str, values: list[float], remedy: str) -> None:
+    """Raise if the ranks' values differ."""
+    if len(set(values)) > 1:
+        raise_if_different([{name: value} for value in values], remedy)
+
+
+def _check_close(name: str, values: list[float], remedy: str, tolerance: float) -> None:
+    """Raise if the ranks' values differ by more than `tolerance` times the largest."""
+    largest = max(values)
+    if largest - min(values) > tolerance * abs(largest):
+        raise_if_different([{name: value} for value in values], remedy)
 
 
 def _check_averaged(shared_squares: list[float]) -> None:
@@ -314,7 +340,7 @@ class SentStep:
             table = RankClaims.table(numbers[2 * groups : end])
             check_claims(table, short_allowed=self.short_allowed, same_passes=self.same_passes)
             self.reports = table
-            self.most_passes_seen = max(each.passes_seen for each in table)
+            self.most_passes_seen = max(_column(table, "passes_seen"))
         share = self.share
         local = self.local
         small = numbers[:groups]
@@ -325,8 +351,9 @@ class SentStep:
         small_batches = local.small_batches * share
         if small_batches < 2:
             return None, numbers[end:]
-        # two consecutive gradients stand for one step of twice the size
-        scale = (2.0 if local.consecutive else 1.0) * self.claims.scale * share
+        scale = self.claims.scale * share
+        if local.consecutive:
+            scale *= 2.0  # two consecutive gradients stand for one step of twice the size
         sums = NormSums(
             small_squares=tuple(small),
             mean_square=tuple(mean),
@@ -358,7 +385,7 @@ class SentStep:
     def micro_batch(self) -> float:
         """Samples in a rank's first training input, averaged over the ranks; 0 if unknown."""
         known = [report.micro_batch for report in self.reports if report.micro_batch]
-        return sum(known) / len(known) if known else 0.0
+        return sum(known) / max(len(known), 1)
 
     def _check_late(self) -> None:
         """Raise instead of waiting forever, if this rank's gradients are odd and nothing comes."""
@@ -415,7 +442,9 @@ class GradientAnomaly:
 
 def describe_missing(missing: Sequence[int], expected: int) -> str:
     """Return the text for parameters that had no gradient in the step's last pass."""
-    listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    listed = ", ".join(map(str, missing[:8]))
+    if len(missing) > 8:
+        listed += ", ..."
     return (
         f"{len(missing)} of {expected} parameters had no gradient in the step's last backward() "
         f"(numbers {listed}): frozen, or not used? Use find_unused_parameters=True"

@@ -48,7 +48,7 @@ from manyhands._optimizers.state_parts import ReplicatedState, ShardedOptimizer,
 from manyhands._optimizers.wrappers import ParamGroup, unwrap
 from manyhands._ranks.ranks import RankGroup
 from manyhands._tensors.flat import DTensorShards, flatten, in_groups, is_dtensor, local_shard, norm
-from manyhands.scaling._hooks import TOGETHER, GradientSlice, Norm, PlainNorm
+from manyhands.scaling._hooks import TOGETHER, GradientSlice, Norm, PlainNorm, params_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -123,7 +123,7 @@ class PreconditionedNorm(PlainNorm):
         self._replica: ReplicatedState | None = None
         if isinstance(optimizer, ShardedOptimizer) and optimizer.shards_state:
             self._replica = optimizer.replicate_state(_moment_names(optimizer))
-        elif any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"]):
+        elif any(map(is_dtensor, params_of(optimizer.param_groups))):
             self._replica = ReplicatedDTensorState(optimizer, _moment_names(optimizer))
         self.floor = floor
         self._scratch: dict[torch.dtype, Tensor] = {}
@@ -163,10 +163,9 @@ class PreconditionedNorm(PlainNorm):
     def load_state(self, state: list[list[float]]) -> None:
         """Continue with the saved floors: found anew, they would belong to a later step."""
         self.refresh()
-        self._floors = {
-            int(index): MomentFloor(int(period), fraction, float(least), bool(any_below))
-            for index, period, fraction, least, any_below in state
-        }
+        for index, period, fraction, least, any_below in state:
+            floor = MomentFloor(int(period), fraction, float(least), bool(any_below))
+            self._floors[int(index)] = floor
 
     @property
     def norm_kind(self) -> str:
@@ -209,11 +208,16 @@ class PreconditionedNorm(PlainNorm):
         norms: list[Norm] = []
         together: list[tuple[int, Quotient]] = []
         for index, grad, take_slice in slices:
-            if grad.device.type != "cpu" and (quotient := self._quotient(index, grad, take_slice)):
+            quotient = None
+            if grad.device.type != "cpu":
+                quotient = self._quotient(index, grad, take_slice)
+            if quotient is not None:
                 together.append((len(norms), quotient))
                 norms.append(0.0)
+            elif take_slice is _whole:
+                norms.append(self.one(index, grad))
             else:
-                norms.append(self.one(index, grad, None if take_slice is _whole else take_slice))
+                norms.append(self.one(index, grad, take_slice))
         for chunk in in_groups(together, lambda each: each[1].grad.numel(), TOGETHER):
             measured = _norms_of([quotient for _, quotient in chunk])
             for (position, _), each in zip(chunk, measured, strict=True):
@@ -371,7 +375,9 @@ def _split_into_blocks(tensor: Tensor) -> Sequence[Tensor]:
     """Return blocks of at most `BLOCK` elements, each in one piece of memory."""
     # Short tensors come one after the other, and each operation costs as much as their arithmetic.
     flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else flatten(tensor)
-    return (flat,) if flat.numel() <= BLOCK else flat.split(BLOCK)
+    if flat.numel() <= BLOCK:
+        return (flat,)
+    return flat.split(BLOCK)
 
 
 def _moment_names(optimizer: Optimizer) -> list[str]:
@@ -381,7 +387,9 @@ def _moment_names(optimizer: Optimizer) -> list[str]:
         if "betas" in group:
             names.add("max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq")
         else:
-            names |= {"square_avg", *(["grad_avg"] if group.get("centered") else [])}
+            names.add("square_avg")
+            if group.get("centered"):
+                names.add("grad_avg")
     return sorted(names)
 
 
@@ -421,7 +429,7 @@ class ReplicatedDTensorState:
     def update(self) -> None:
         """Collect the state as it is now. Call it on every rank."""
         sharded_state = self._optimizer.state
-        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        params = params_of(self._optimizer.param_groups)
         self.state = {}
         # only shards of one type, cut among the same ranks, can travel in one message
         messages: dict[_MessageKind, list[tuple[Tensor, DTensorShards]]] = defaultdict(list)
@@ -503,12 +511,10 @@ def rescale_second_moments(optimizer: Optimizer, ratio: float) -> bool:
     names = {"exp_avg_sq", "max_exp_avg_sq"}
     if isinstance(optimizer, RMSprop):
         names.add("square_avg")
-    centered = {
-        id(param)
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if group.get("centered")  # they must not fall below the square of the mean
-    }
+    centered: set[int] = set()  # they must not fall below the square of the mean
+    for group in optimizer.param_groups:
+        if group.get("centered"):
+            centered.update(map(id, group["params"]))
     found = False
     for param, state in optimizer.state.items():
         for name in names & state.keys():

@@ -73,7 +73,6 @@ class ProgressScheduler(LRScheduler):
         self.scheduler = scheduler
         self.optimizer = optimizer
         self._rule = rule
-        rule._core.schedule_counts_progress = True
         self._every = every
         self._end = end
         # A continued run is not stepped again for the progress that it has made before.

@@ -32,7 +32,8 @@ from manyhands._optimizers.state_parts import (
 from manyhands._optimizers.wrappers import LossScale, LossScaler, ParamGroup, find_layer, unwrap
 from manyhands._ranks.ranks import rank_group_of
 from manyhands._warn import warn
-from manyhands.scaling._binding import KEY, check_bindable, check_ranks_agree
+from manyhands.scaling._binding import KEY, check_bindable, check_ranks_agree, claimed_by
+from manyhands.scaling._hooks import params_of
 from manyhands.scaling._noise import VAR_FLOOR, History, NoiseAverage, ratio_of_squares
 from manyhands.scaling._optimizer import RuleCore, ScaledOptimizer
 from manyhands.scaling._payload import StepObserver
@@ -69,8 +70,10 @@ _DEBIAS = partial(flag, "debias_ewma")
 def rule_of(optimizer: Optimizer) -> ScalingRuleBase | None:
     """Return the rule that is around an optimizer, or bound to it by `AdaptiveDataParallel`."""
     around = find_layer(optimizer, ScalingRuleBase)
-    patched_by = vars(optimizer).get("_manyhands_rule", lambda: None)()
-    return patched_by or around
+    rule = claimed_by(optimizer)
+    if isinstance(rule, ScalingRuleBase):
+        return rule
+    return around
 
 
 class LoopPort:
@@ -129,7 +132,10 @@ class LoopPort:
         It divides losses by `gradient_accumulation_steps`; steps that end early are corrected.
         """
         self.check_between_steps("port.follow()")
-        self._rule._follow(Loop() if accumulation is None else FollowingLoop(accumulation))
+        loop = Loop()
+        if accumulation is not None:
+            loop = FollowingLoop(accumulation)
+        self._rule._follow(loop)
 
     def weigh_pass(self, squares: float, small_batches: int, passes: int) -> None:
         """Count the squared norm of the next pass so many times (`WeightedMean`).
@@ -197,7 +203,9 @@ class LoopPort:
     def divide_by(self) -> int:
         """What each pass's loss is to be divided by, at present."""
         batch = self._core.batch
-        return batch.passes if batch.passes_divided_by_user else 1
+        if batch.passes_divided_by_user:
+            return batch.passes
+        return 1
 
     @property
     def batch(self) -> Batch:
@@ -367,11 +375,13 @@ class ScalingRuleBase(ScaledOptimizer):
         batch = self._core.batch
         check_bindable(optimizer, type(self).__name__, ScaledOptimizer)
         norms = self._make_norm(optimizer)
-        prepared = None if batch.loop.counts else find_prepared(optimizer)
+        prepared = None
+        if not batch.loop.counts:
+            prepared = find_prepared(optimizer)
         if prepared is not None:
             self._follow_prepared(prepared)
         group = core.process_group or getattr(optimizer, "group", None)  # an OSS has one
-        params = [param for g in optimizer.param_groups for param in g["params"]]
+        params = params_of(optimizer.param_groups)
         core.ranks = rank_group_of(params, group, core.world_size)
         batch.workers = core.ranks.size
         core.inner = optimizer
@@ -443,14 +453,13 @@ class ScalingRuleBase(ScaledOptimizer):
 
     def __deepcopy__(self, memo: dict[int, object]) -> ScaledOptimizer:
         """Return a copy around a copy of the optimizer (and its parameters, if not in `memo`)."""
-        twin = type(self).__new__(type(self))
+        twin = copy.copy(self)
         memo[id(self)] = twin
         old = self._core
-        # `step` is a scheduler's: it leaves a wrapper that is bound to the original optimizer
-        vars(twin).update({k: v for k, v in vars(self).items() if k not in ("_core", "step")})
+        if "step" in twin.__dict__:  # a scheduler's wrapper, bound to the original optimizer
+            del twin.step
         loop = copy.copy(old.batch.loop)
         loop.module = copy.deepcopy(loop.module, memo)
-        # `fully_shard`'s modules cannot be copied
         core = RuleCore(
             replace(old.batch, loop=loop),
             dict(old.options),
@@ -462,7 +471,6 @@ class ScalingRuleBase(ScaledOptimizer):
         twin._core = core
         core.ranks = old.ranks
         core.history = copy.copy(old.history)
-        core.schedule_counts_progress = old.schedule_counts_progress
         if old.inner is not None:
             inner = copy.deepcopy(old.inner, memo)
             core.start(inner, twin._make_norm(inner), core.history.average)
@@ -478,7 +486,7 @@ class ScalingRuleBase(ScaledOptimizer):
     def __copy__(self) -> ScaledOptimizer:
         """Return another face of the same rule."""
         twin = type(self).__new__(type(self))
-        vars(twin).update(vars(self))
+        twin.__dict__.update(self.__dict__)  # the rule may be a user's, with any attributes
         return twin
 
     @property
@@ -524,7 +532,12 @@ class ScalingRuleBase(ScaledOptimizer):
         history = core.history
         noise = core.history.average
         groups = range(len(self.param_groups))
-        return {
+        sqr: list[float | None] = [None] * len(groups)
+        var: list[float | None] = [None] * len(groups)
+        if noise.measured:
+            sqr = [noise.sqr_of(group) for group in groups]
+            var = [noise.var_of(group) for group in groups]
+        snapshot: dict[str, object] = {
             "step": history.steps,
             "progress": history.progress,
             "scale": self.scale,
@@ -533,14 +546,16 @@ class ScalingRuleBase(ScaledOptimizer):
             "gain": noise.gain(self.scale),
             "lr": [float(group["lr"]) for group in self.param_groups],
             "factor": list(history.factors),
-            "sqr": [noise.sqr_of(i) if noise.measured else None for i in groups],
-            "var": [noise.var_of(i) if noise.measured else None for i in groups],
-            "noise_scale": [noise.noise_scale(i) for i in groups],
+            "sqr": sqr,
+            "var": var,
+            "noise_scale": [noise.noise_scale(group) for group in groups],
             "skipped": history.skipped,
             "short": history.short,
             "nonfinite": history.nonfinite,
-            **(inner.snapshot() if hasattr(inner, "snapshot") else {}),
         }
+        if hasattr(inner, "snapshot"):
+            snapshot.update(inner.snapshot())
+        return snapshot
 
     def __repr__(self) -> str:
         if self._core.inner is None:
@@ -672,13 +687,10 @@ class ScalingRuleBase(ScaledOptimizer):
         origin = _describe_origin(self._norm_kind, self._inner_optimizer())
         state = _parse_entry(entry, origin, core)
         scale = self._check_own_scale(state.batch.scale_for(state.batch.passes))
-        # the check reads the options, so it sees the loaded ones for a moment
-        own_options = core.options
-        core.options = state.options
-        try:
-            self._check_optimizer_supports(scale)
-        finally:
-            core.options = own_options
+        loaded = copy.copy(self)  # the check reads the options, here the loaded ones
+        loaded._core = copy.copy(core)
+        loaded._core.options = state.options
+        loaded._check_optimizer_supports(scale)
         return state
 
     def take_scaling_state(self, state: ScalingState) -> None:

@@ -26,9 +26,8 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from manyhands._arguments import explained, flag, real
-from manyhands._optimizers.state_parts import SavedState, plain_optimizer
-from manyhands._optimizers.wrappers import ParamGroup, unwrap
-from manyhands._warn import warn
+from manyhands._optimizers.state_parts import SavedState
+from manyhands._optimizers.wrappers import ParamGroup
 from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._preconditioned import PreconditionedNorm
 from manyhands.scaling._rule_base import ScalingRuleBase
@@ -100,12 +99,6 @@ class AdaScale(ScalingRuleBase):
     """
 
     _min_scale = 1.0  # the gain is for a batch of at least one small batch
-    _follows_gain = True
-
-    def _make_norm(self, optimizer: Optimizer) -> PlainNorm:
-        if type(plain_optimizer(unwrap(optimizer)[-1])).__name__ == "Muon":
-            warn("Around Muon, take SqrtScale instead (docs/scaling.md).")
-        return super()._make_norm(optimizer)
 
     def scale_lr(self, scale: float) -> Sequence[float]:
         return [self.noise.gain(scale, group) for group in range(self.noise.groups)]

@@ -33,11 +33,11 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, SupportsIndex
+from typing import ParamSpec, Protocol, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,7 @@ from manyhands.scaling._hooks import (
     PlainNorm,
     any_values,
     find_unaveraged_gradients,
+    params_of,
     unsharded_parameters,
 )
 from manyhands.scaling._mean_gradient import (
@@ -86,6 +87,10 @@ from manyhands.scaling._settings import (
     ShortStep,
     check_smoothing,
 )
+
+NO_REPORT = RankReport()
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # -- who knows the passes --------------------------------------------------------------------------
 
@@ -215,7 +220,9 @@ class Batch:
     def scale_for(self, passes: int) -> float:
         """Return the scale of a batch with this number of passes."""
         if self.scale is not None:
-            return self.scale * (1.0 if self.loop.counts else passes / self.passes)
+            if self.loop.counts:
+                return self.scale
+            return self.scale * (passes / self.passes)
         if self.scale_per_pass is not None:
             return self.scale_per_pass * passes
         return float(self.workers * passes)
@@ -255,9 +262,11 @@ class Batch:
 
     def set_smoothing(self, smoothing: float | None) -> None:
         """Set the smoothing as the user asked; None restores the default."""
-        self.smoothing = None if smoothing is None else check_smoothing(smoothing)
-        self.set_by_user = self.set_by_user - {"smoothing"}
-        if smoothing is not None:
+        if smoothing is None:
+            self.smoothing = None
+            self.set_by_user -= {"smoothing"}
+        else:
+            self.smoothing = check_smoothing(smoothing)
             self.set_by_user |= {"smoothing"}
 
     def to_state(self) -> dict[str, float | None]:
@@ -276,31 +285,33 @@ class Batch:
         Workers and passes are this run's. A saved scale keeps its proportion to workers x passes.
         """
         saved_passes = state.whole("passes", 1)
-        passes = saved_passes if self.loop.counts else self.passes
+        passes = self.passes
+        if self.loop.counts:
+            passes = saved_passes
         growth = self.workers * passes / (state.whole("workers", 1) * saved_passes)
-        scale, per_pass = (
-            state.real(name, above=0.0) if state.has(name) else None
-            for name in ("scale", "scale_per_pass")
-        )
         ours = replace(self, passes=passes, short=None)
-        loaded = replace(
-            ours,
-            scale=scale and scale * growth,
-            scale_per_pass=per_pass,
-            smoothing=check_smoothing(state["smoothing"]) if state.has("smoothing") else None,
-        )
+        loaded = replace(ours, scale=None, scale_per_pass=None, smoothing=None)
+        if state.has("scale"):
+            loaded.scale = state.real("scale", above=0.0) * growth
+        if state.has("scale_per_pass"):
+            loaded.scale_per_pass = state.real("scale_per_pass", above=0.0)
+        if state.has("smoothing"):
+            loaded.smoothing = check_smoothing(state["smoothing"])
         mismatches = []
         if "scale" in self.set_by_user:
-            pair = ours.scale_for(passes), loaded.scale_for(passes)
-            mismatches += [OptionMismatch("scale", *pair)] if pair[0] != pair[1] else []
-            loaded = replace(loaded, scale=self.scale, scale_per_pass=self.scale_per_pass)
+            mismatches.append(
+                OptionMismatch("scale", ours.scale_for(passes), loaded.scale_for(passes))
+            )
+            loaded.scale = self.scale
+            loaded.scale_per_pass = self.scale_per_pass
         if "smoothing" in self.set_by_user:
             # the default smoothing may depend on the scale: compare both at the final scale
             scale = loaded.scale_for(passes)
-            pair = ours.smoothing_for(scale), loaded.smoothing_for(scale)
-            mismatches += [OptionMismatch("smoothing", *pair)] if pair[0] != pair[1] else []
-            loaded = replace(loaded, smoothing=self.smoothing)
-        return loaded, mismatches
+            mismatches.append(
+                OptionMismatch("smoothing", ours.smoothing_for(scale), loaded.smoothing_for(scale))
+            )
+            loaded.smoothing = self.smoothing
+        return loaded, [each for each in mismatches if each.here != each.in_state_dict]
 
     def check_divided(self) -> None:
         """Raise if the gradient of a short step could not be made the mean of its passes."""
@@ -321,7 +332,11 @@ class Batch:
 
     def load_state(self, loaded: Batch) -> None:
         """Become `loaded`, in place: rule and measurement hold this object."""
-        vars(self).update(vars(loaded))
+        self.passes = loaded.passes
+        self.short = loaded.short
+        self.scale = loaded.scale
+        self.scale_per_pass = loaded.scale_per_pass
+        self.smoothing = loaded.smoothing
 
 
 @dataclass(frozen=True)
@@ -365,14 +380,20 @@ class Step:
 # -- measuring ------------------------------------------------------------------------------------
 
 
-class StepHolder(Protocol):
-    """Who steps: a rule, or a `NoiseScale`."""
+def call_weakly(method: Callable[P, T]) -> Callable[P, T | None]:
+    """Return a function that calls a bound method without keeping its object alive.
 
-    def end_passes(self) -> None:
-        """Call `Measurement.complete`: the step's last pass is over, or one too many was run.
+    The function returns None after the object is gone.
+    """
+    reference = weakref.WeakMethod(method)
 
-        In that case `step.too_many` is set, and the step cannot be used.
-        """
+    def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        alive = reference()
+        if alive is None:
+            return None
+        return alive(*args, **kwargs)
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -390,6 +411,11 @@ class Measurement:
     `batch` says how many passes a step has, `loss_scale` what gradients are multiplied by. In a
     step that is not measured (`MeasuredSteps`) no norm is taken. The ranks still exchange their
     claims.
+
+    `end_passes` is called after a step's last pass, and is to call `complete`. It is also called
+    after a pass that is one too many: `step.too_many` is set, and the step cannot be used. If the
+    function belongs to the object that holds this one, pass `call_weakly(...)`. In a reference
+    cycle the hooks would measure and send until the next garbage collection.
     """
 
     def __init__(
@@ -399,7 +425,7 @@ class Measurement:
         norms: PlainNorm,
         batch: Batch,
         loss_scale: LossScale,
-        holder: StepHolder,
+        end_passes: Callable[[], object],
         *,
         compare_at_scale_1: bool = True,
         changes_gradients: bool = True,
@@ -414,7 +440,7 @@ class Measurement:
         self.step = Step()
         self.schedule = MeasuredSteps()
         self.next_weight: PassWeight | None = None  # of the next pass; None: all count the same
-        self._holder = weakref.ref(holder)  # weak, because it holds this object: see `PassOwner`
+        self._end_passes = end_passes
         self._compare_at_scale_1 = compare_at_scale_1
         self._changes_gradients = changes_gradients  # of a short step, to be their mean
         self._model = model
@@ -425,7 +451,7 @@ class Measurement:
 
     def hook(self, param_groups: Sequence[ParamGroup]) -> None:
         """Measure these parameters from now on: at the start, and when a group was added."""
-        self._params: list[Tensor] = [p for group in param_groups for p in group["params"]]
+        self._params = params_of(param_groups)
         self._mean = MeanGradient(
             param_groups,
             self.ranks,
@@ -441,8 +467,8 @@ class Measurement:
 
     def measures(self, param_groups: Sequence[ParamGroup]) -> bool:
         """Return whether these are the parameters that are measured."""
-        params = [param for group in param_groups for param in group["params"]]
-        return all(a is b for a, b in zip(params, self._params, strict=False))
+        pairs = zip(params_of(param_groups), self._params, strict=False)
+        return all(a is b for a, b in pairs)
 
     def unhook(self) -> None:
         """Stop measuring: remove the hooks from the parameters."""
@@ -521,18 +547,23 @@ class Measurement:
         hooks = self.hooks
         step.too_many = step.passes >= batch.passes and not batch.loop.counts
         if step.too_many:
-            self._tell_holder()
+            self._end_passes()
             return
         step.norms = self._norms_of_pass()
         step.passes += 1
-        if step.passes == batch.passes if self._is_last is None else self._is_last:
-            self._tell_holder()
+        is_last = self._is_last
+        if is_last is None:
+            is_last = step.passes == batch.passes
+        if is_last:
+            self._end_passes()
             if self._changes_gradients and batch.loop.decides:
                 self._apply_short()  # now, before anybody clips the gradient
         if not hooks.idle and (batch.loop.counts or step.passes < batch.passes):
             # Counted passes may go on after one that was averaged, so their sum is always kept.
             squares = self._mean.squares_per_group(step.norms)
-            step.squares = squares if step.squares is None else step.squares + squares
+            if step.squares is not None:
+                squares = step.squares + squares
+            step.squares = squares
         hooks.reset()
         step.norms = {}
         step.last_gradient = GradientVersion(self._params[hooks.first_index])
@@ -553,20 +584,15 @@ class Measurement:
         step.valid = step.valid and hooks.valid
         return norms
 
-    def _tell_holder(self) -> None:
-        holder = self._holder()
-        if holder is not None:
-            holder.end_passes()
-
     # -- the end of a step -------------------------------------------------------------------
 
     @torch.no_grad()
     def complete(
-        self, checksum: float = 0.0, rates: float = 0.0, report: RankReport | None = None
+        self, checksum: float = 0.0, rates: float = 0.0, report: RankReport = NO_REPORT
     ) -> SentStep:
         """Measure the mean gradient and send the step's numbers to the other ranks.
 
-        `checksum`, `rates` and `report` are what the holder claims: see `RankClaims`.
+        `checksum`, `rates` and `report` are part of this rank's `RankClaims`.
         """
         step = self.step
         batch = self.batch
@@ -579,7 +605,11 @@ class Measurement:
         step.problem = self._find_unaveraged() or step.problem
         facts = self._facts(passes)
         claims = RankClaims(
-            **vars(report or RankReport()),
+            micro_batch=report.micro_batch,
+            seconds=report.seconds,
+            timed_passes=report.timed_passes,
+            batches=report.batches,
+            stop=report.stop,
             passes=passes,
             passes_seen=step.passes,
             scale=batch.scale_for(passes),
@@ -610,7 +640,11 @@ class Measurement:
         """Return what has to be undone in the norms: who divided by the passes, the loss scale."""
         step = self.step
         batch = self.batch
-        by_user = batch.passes_divided_by_user
+        small_batch_divided_by = 1
+        mean_multiplied_by = max(passes, 1)
+        if batch.passes_divided_by_user:
+            small_batch_divided_by = passes
+            mean_multiplied_by = 1
         small_batches: float | None = step.small_batches
         if small_batches is not None and 0 < step.passes < passes:
             small_batches *= passes / step.passes  # `SentStep.read` takes a short step's share
@@ -618,24 +652,25 @@ class Measurement:
             passes=passes,
             scale=batch.scale_for(passes),
             loss_scale=self.loss_scale.in_backward(),
-            small_batch_divided_by=passes if by_user else 1,
-            mean_multiplied_by=1 if by_user else max(passes, 1),
+            small_batch_divided_by=small_batch_divided_by,
+            mean_multiplied_by=mean_multiplied_by,
             valid=step.valid,
             small_batches=small_batches,
         )
 
     def complete_early(self, optimizer: Optimizer | None) -> SentStep:
-        """Complete a step of which this rank has not seen all passes; the holder is told.
+        """Complete a step of which this rank has not seen all passes, with `end_passes`.
 
         The other ranks may be waiting for these numbers. If the losses of this rank used none of
         the parameters, and DDP gave it the other ranks' gradients, zero is the right number.
         """
         # an OSS takes part in averaging the gradients of passes that this rank did not run
-        for layer in [] if optimizer is None else unwrap(optimizer, every_layer=True):
-            if hasattr(type(layer), "join_in"):
-                layer.join_in()  # type: ignore[attr-defined]
+        if optimizer is not None:
+            for layer in unwrap(optimizer, every_layer=True):
+                if hasattr(type(layer), "join_in"):
+                    layer.join_in()  # type: ignore[attr-defined]
         self.step.too_many = False
-        self._tell_holder()
+        self._end_passes()
         assert self.step.sent is not None
         return self.step.sent
 
@@ -668,14 +703,17 @@ class Measurement:
             return None
         anomaly = partial(GradientAnomaly, self.ranks.rank, self._params)
         if step.passes == 0:
-            has_gradient = any(param.grad is not None for param in self._params)
-            return None if has_gradient else anomaly(NO_BACKWARD)
+            if any(param.grad is not None for param in self._params):
+                return None
+            return anomaly(NO_BACKWARD)
         alone = step.passes == 1 and not hooks.idle and self._mean.not_averaged
         missing = [index for index in hooks.trainable if index not in hooks.norms]
         if missing:
             text = describe_missing(missing, len(hooks.trainable))
             return anomaly(text, may_be_intended=not alone)
-        return anomaly(NOT_AVERAGED) if alone else None
+        if alone:
+            return anomaly(NOT_AVERAGED)
+        return None
 
     # -- from step to step -------------------------------------------------------------------
 
@@ -757,9 +795,10 @@ class Measurement:
     def _norm_of_one(self) -> Tensor:
         """Return the norm of this rank's shard of one gradient."""
         # Clipping DTensors in one foreach operation does not change their versions.
-        shards = (local_shard(p.grad) for p in self._params if p.grad is not None)
-        shard = next((each for each in shards if each.numel()), torch.zeros(1))
-        return torch.linalg.vector_norm(shard.detach())
+        for param in self._params:
+            if param.grad is not None and local_shard(param.grad).numel():
+                return torch.linalg.vector_norm(local_shard(param.grad).detach())
+        return torch.zeros(())
 
     def _apply_short(self) -> None:
         """Do what `count_short` does, without asking whether the gradient was changed before."""

@@ -37,6 +37,7 @@ from manyhands._arguments import shown
 from manyhands._optimizers.foreign import find_prepared
 from manyhands._optimizers.wrappers import gradient_ranks, unwrap
 from manyhands._ranks.ranks import RankGroup
+from manyhands.scaling._hooks import params_of
 from manyhands.scaling._rule_base import ScalingRuleBase, rule_of
 
 
@@ -88,16 +89,20 @@ class WeightedMean:
         if ranks is None:
             ranks = RankGroup.of(process_group)
         # Tokens, micro-batches that have any, passes; and at the end whether there is a mistake.
-        own = [sum(numbers), float(sum(number > 0 for number in numbers)), float(len(numbers))]
-        # A rank with a mistake takes part, too, and says so: the others would wait for it.
-        own = [*own, 0.0] if mistake is None else [0.0, 0.0, 0.0, 1.0]
-        rows = [own] if ranks.size == 1 else ranks.all_gather(own, _device_of(optimizer))
+        with_tokens = sum(number > 0 for number in numbers)
+        own = [sum(numbers), float(with_tokens), float(len(numbers)), 0.0]
+        if mistake is not None:
+            # A rank with a mistake takes part, too, and says so: the others would wait for it.
+            own = [0.0, 0.0, 0.0, 1.0]
+        rows = [own]
+        if ranks.size > 1:
+            rows = ranks.all_gather(own, _device_of(optimizer))
         if mistake is not None:
             raise ValueError(mistake)
         wrong = [rank for rank, row in enumerate(rows) if row[3]]
         if wrong:
             raise RuntimeError(f"the counts of rank {wrong[0]} are wrong: its error says why.")
-        total, not_empty, passes, _ = (sum(column) for column in zip(*rows, strict=True))
+        total, not_empty, passes, _ = map(sum, zip(*rows, strict=True))
         divided = _divided_by(optimizer, rule, len(numbers))
         self._begin(numbers, rule, ranks.size * divided, total, int(not_empty), int(passes))
 
@@ -171,7 +176,9 @@ class WeightedMean:
         """Return this micro-batch's part of the mean, for `backward()`."""
         count = self.begin_pass()
         # Without tokens in this micro-batch, or in the whole step, the gradient is zero.
-        return loss_sum * (self._factor / self.total if count else 0.0)
+        if not count:
+            return loss_sum * 0.0
+        return loss_sum * (self._factor / self.total)
 
     @property
     def passes_left(self) -> int:
@@ -205,7 +212,9 @@ def _divided_by(optimizer: Optimizer | None, rule: ScalingRuleBase | None, passe
     ):
         return passes
     prepared = None if optimizer is None else find_prepared(optimizer)
-    return 1 if prepared is None else int(prepared.loop.gradient_accumulation_steps)
+    if prepared is None:
+        return 1
+    return int(prepared.loop.gradient_accumulation_steps)
 
 
 def _device_of(optimizer: Optimizer | None) -> torch.device:
@@ -213,4 +222,4 @@ def _device_of(optimizer: Optimizer | None) -> torch.device:
     if optimizer is None:
         return torch.accelerator.current_accelerator() or torch.device("cpu")
     innermost = unwrap(optimizer)[-1]
-    return next(p.device for group in innermost.param_groups for p in group["params"])
+    return params_of(innermost.param_groups)[0].device
