@@ -21,7 +21,7 @@ from helpers.ranks import run_ranks
 from manyhands.blocks.averaging._codec import CODECS
 from manyhands.errors import RanksDisagree
 from manyhands.tools.record import read_record
-from manyhands.tools.report._panels import describe_column
+from manyhands.tools.report._panels import unknown_panel
 
 LR, STEPS = 0.1, 17
 OUTER = {"lr": 0.7, "momentum": 0.9}
@@ -242,7 +242,7 @@ def test_a_page_shows_the_drift_of_each(tmp_path):
         "cosine_Muon",
         "cosine_AdamW",
     ]
-    assert describe_column("cosine_Muon", own=False)["title"] == "Agreement of the workers: Muon"
+    assert unknown_panel("cosine_Muon").title == "Agreement of the workers: Muon"
 
 
 def test_the_parameters_of_one_of_them_may_be_frozen_for_a_while():

@@ -254,7 +254,7 @@ def test_the_reader_can_choose_the_axis_and_the_scale(tmp_path, plain):
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is missing")
 def test_each_choice_of_heights_gives_plotly_another_axis():
-    script = ROOT / "src" / "manyhands" / "report" / "page.js"
+    script = ROOT / "src" / "manyhands" / "tools" / "report" / "page.js"
     function = re.search(r"^function heights.*?^}", script.read_text("utf-8"), re.M | re.S)[0]
     axis = {"title": "loss", "type": "log", "range": [0, 1]}
     code = f"{function}\nfor (const choice of ['best', 'all', 'log'])"

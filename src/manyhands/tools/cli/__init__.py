@@ -102,9 +102,10 @@ def check_no_option(command: str, word: str, options: Collection[str], where: st
     """End a command if the word in the script's place is an option that does not exist."""
     if not word.startswith("-"):
         return
-    like = get_close_matches(word.partition("=")[0], options, 1)
-    meant = f" Did you mean {like[0]}?" if like else ""
-    stop(command, f"there is no option {word}.{meant} {where}")
+    message = f"there is no option {word}."
+    for similar in get_close_matches(word.partition("=")[0], options, 1):
+        message += f" Did you mean {similar}?"
+    stop(command, f"{message} {where}")
 
 
 def printable(text: str) -> str:
@@ -113,9 +114,12 @@ def printable(text: str) -> str:
     >>> print(printable("loss\x1b[2J"))
     loss\x1b[2J
     """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    shown = ""
+    for character in text:
+        if not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        shown += character
+    return shown
 
 
 def import_object(command: str, name: str) -> Any:
@@ -141,8 +145,9 @@ def import_object(command: str, name: str) -> Any:
         sys.path.pop(0)
     for part in attribute.split("."):
         if not hasattr(found, part):
-            like = get_close_matches(part, dir(found), 1)
-            meant = f" Did you mean {like[0]!r}?" if like else ""
-            stop(command, f"{module} has no {attribute!r}.{meant}")
+            message = f"{module} has no {attribute!r}."
+            for similar in get_close_matches(part, dir(found), 1):
+                message += f" Did you mean {similar!r}?"
+            stop(command, message)
         found = getattr(found, part)
     return found

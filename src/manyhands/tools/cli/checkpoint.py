@@ -143,11 +143,16 @@ def consolidate(
         size = parse_bytes(max_shard_size)
         with open_newest(source) as reader:
             # An upper bound: the outer state of blocks and further replicas are not written.
-            prefixes = ("model/", "optimizer.") if to == "plain" else ("model/",)
+            prefixes: tuple[str, ...] = ("model/",)
+            if to == "plain":
+                prefixes = ("model/", "optimizer.")
             total = sum(t.nbytes for key, t in reader.tensors.items() if key.startswith(prefixes))
         with _progress_bar(console) as progress:
             task = progress.add_task("writing", total=total)
-            advance: OnTensor = lambda _, nbytes: progress.advance(task, nbytes)  # noqa: E731
+
+            def advance(name: str, nbytes: int) -> None:
+                progress.advance(task, nbytes)
+
             if to == "hf":
                 written = write_hf_files(source, target, size, advance)
             else:
@@ -167,7 +172,9 @@ def _make_printable(text: str) -> str:
 
 def _summary(commit: Commit) -> list[str]:
     """Return a few lines about the run: when it was saved, and by which optimizer."""
-    step = "" if commit.step is None else f"step {commit.step:,}, "
+    step = ""
+    if commit.step is not None:
+        step = f"step {commit.step:,}, "
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(commit.time))
     lines = [
         f"{step}saved {saved} by {commit.workers} rank(s) with torch {commit.versions['torch']} "
@@ -175,7 +182,9 @@ def _summary(commit: Commit) -> list[str]:
         f"{commit.workers} file(s) of tensors, {commit.nbytes:,} bytes",
     ]
     for meta in commit.optimizers:
-        rule = "" if meta["rule"] is None else f" under {meta['rule']['class']}"
+        rule = ""
+        if meta["rule"] is not None:
+            rule = f" under {meta['rule']['class']}"
         blocks = ""
         if meta.get("blocks") is not None:
             blocks = f" in blocks, {meta['replicas']} replica(s)"
@@ -211,8 +220,9 @@ def write_plain_files(
             (file,) = split_into_files(_entries_of(reader, keys), sys.maxsize).items()
             written.append(_write_model(reader, keys, *file, scratch, on_tensor))
         for number, meta in enumerate(commit.optimizers):
-            name = "optimizer.pt" if len(commit.optimizers) == 1 else f"optimizer.{number}.pt"
-            path = scratch / name
+            path = scratch / f"optimizer.{number}.pt"
+            if len(commit.optimizers) == 1:
+                path = scratch / "optimizer.pt"
             written.append(_write_optimizer(reader, number, meta, path, on_tensor))
         results = []
         # Only when all are complete: an error leaves earlier files as they were.
@@ -259,8 +269,11 @@ def _keys_of(meta: ModelMeta) -> dict[str, str]:
 
 
 def _entries_of(reader: Reader, keys: dict[str, str]) -> list[TensorEntry]:
-    stored = ((name, reader.tensors[key]) for name, key in keys.items())
-    return [TensorEntry(name, tensor.torch_dtype, tensor.shape) for name, tensor in stored]
+    entries = []
+    for name, key in keys.items():
+        tensor = reader.tensors[key]
+        entries.append(TensorEntry(name, tensor.torch_dtype, tensor.shape))
+    return entries
 
 
 def _write_model(
@@ -318,15 +331,14 @@ def _write_optimizer(
         names += group["names"]
         groups.append({**options, "params": list(numbers), "param_names": group["names"]})
     saved = saved_state(reader.tensors, f"optimizer.{number}", meta["groups"], get_tensor)
-    state = {
-        number: {
-            entry: decode(value, get_tensor)
-            for entry, value in saved[name].items()
-            if entry != EXACT_ENTRY  # ours: the plain optimizer does not know it
-        }
-        for number, name in enumerate(names)
-        if saved.get(name)
-    }
+    state: dict[int, dict[str, object]] = {}
+    for index, name in enumerate(names):
+        if not saved.get(name):
+            continue
+        state[index] = {}
+        for entry, value in saved[name].items():
+            if entry != EXACT_ENTRY:  # unknown to the plain optimizer
+                state[index][entry] = decode(value, get_tensor)
     other = decode_dict("rest of an optimizer", meta["other"], get_tensor)
     packed = {**other, "state": state, "param_groups": groups}
     rule = meta["rule"]
@@ -334,7 +346,9 @@ def _write_optimizer(
         scaling = saved_rule(rule, get_tensor)
         # Saved by name; a rule's own state dict has them in the order of the parameters.
         previous = scaling["previous"]
-        scaling["previous"] = [previous.get(name) for name in names] if previous else []
+        scaling["previous"] = []
+        if previous:
+            scaling["previous"] = [previous.get(name) for name in names]
         packed["manyhands"] = scaling
     with path.open("xb") as file:
         torch.save(packed, file)

@@ -72,8 +72,8 @@ def demo(
     )
     script = [str(_script_path()), f"--steps={steps}", f"--seed={seed}", f"--batch-size={BATCH}"]
     out.mkdir(parents=True, exist_ok=True)
-    for record in (out / f"{name}.jsonl" for name in FILES):
-        record.unlink(missing_ok=True)  # an earlier demo's
+    for name in FILES:
+        (out / f"{name}.jsonl").unlink(missing_ok=True)  # of an earlier demo
     runs: list[Run] = []
     interrupted = False
     with _progress_bars(console) as bars:
@@ -88,7 +88,9 @@ def demo(
         _print_comparison(console, runs, workers * accumulate, step_cost / 1000)
         console.print(f"\nThe curves: {page.resolve()}", soft_wrap=True)
     if interrupted:
-        left = "the page has what there is" if runs else "nothing was trained yet"
+        left = "nothing was trained yet"
+        if runs:
+            left = "the page has what there is"
         stop("demo", f"interrupted; {left}.", code=130)
 
 
@@ -112,8 +114,15 @@ def _trainings(workers: int, accumulate: int, done: Sequence[Run]) -> Iterator[T
 
 def _records(out: Path) -> list[Run]:
     """Return the runs of this demo that have taken a step."""
-    found = [out / f"{name}.jsonl" for name in FILES]
-    return [run for run in (read_record(path) for path in found if path.exists()) if run.lines]
+    runs = []
+    for name in FILES:
+        path = out / f"{name}.jsonl"
+        if not path.exists():
+            continue
+        run = read_record(path)
+        if run.lines:
+            runs.append(run)
+    return runs
 
 
 def _script_path() -> Path:
@@ -135,7 +144,8 @@ def _script_path() -> Path:
 
 def _train(training: Training, script: Sequence[str], out: Path, bars: Progress, steps: int) -> Run:
     """Run the script to its end. Meanwhile, show the newest values of its record."""
-    record, log = (out / f"{training.file}.{kind}" for kind in ("jsonl", "log"))
+    record = out / f"{training.file}.jsonl"
+    log = out / f"{training.file}.log"
     command = [sys.executable]
     if training.workers > 1:
         command += ["-m", "torch.distributed.run", "--standalone"]
@@ -158,7 +168,8 @@ def _train(training: Training, script: Sequence[str], out: Path, bars: Progress,
             if not bars.console.is_terminal and time.monotonic() > said + SILENCE:
                 said = time.monotonic()
                 bars.console.print(f"{training.name}: {min(position / steps, 1):.0%} done")
-            time.sleep(0.1 if running else 0.0)
+            if running:
+                time.sleep(0.1)
     bars.stop_task(bar)
     if process.returncode:
         typer.echo(log.read_text(encoding="utf-8", errors="replace"), err=True)
@@ -245,11 +256,17 @@ def _print_comparison(console: Console, runs: Sequence[Run], batches: int, cost:
         table.add_column(heading, justify="right")
     for number, run in enumerate(runs):
         last = run.lines[-1]
+        seconds = alone
+        if number:  # the baseline averages no gradients
+            seconds += cost
+        accuracy = ""
+        if "accuracy" in last:
+            accuracy = f"{last['accuracy']:.1%}"
         table.add_row(
             run.name,
             f"{_steps(run):,}",
-            f"{_steps(run) * (alone + (cost if number else 0)):.1f} s",
-            f"{last['accuracy']:.1%}" if "accuracy" in last else "",
+            f"{_steps(run) * seconds:.1f} s",
+            accuracy,
             f"{_samples_seen(run):,.0f}",
             f"{last['time']:.1f} s",
         )

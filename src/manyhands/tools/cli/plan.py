@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any
 
 import torch
@@ -91,8 +91,15 @@ def plan(
     """
     builder = import_object("plan", model)
     options = dict(map(_parse_option, optimizer_option or []))
-    inputs = None if input is None else _parse_inputs(input)
-    casting = nullcontext() if autocast is None else torch.autocast("cpu", _dtype(autocast))
+    inputs = None
+    if input is not None:
+        inputs = _parse_inputs(input)
+    casting: AbstractContextManager[object] = nullcontext()
+    if autocast is not None:
+        casting = torch.autocast("cpu", _dtype(autocast))
+    shape = None
+    if mesh is not None:
+        shape = _parse_mesh(mesh)
     try:
         with casting:
             found = make_plan(
@@ -106,7 +113,7 @@ def plan(
                 latency=latency,
                 pass_seconds=pass_seconds,
                 rule=rule,
-                mesh=None if mesh is None else _parse_mesh(mesh),
+                mesh=shape,
                 **options,
             )
     except (TypeError, ValueError) as error:
@@ -171,7 +178,11 @@ def _print_plan(found: Plan) -> None:
     table.add_column("", overflow="fold")
     best = found.cheapest
     for row, name in zip(found.rows, names, strict=True):
-        style = "bold" if row is best else "" if row.available else "dim"
+        style = "dim"
+        if row is best:
+            style = "bold"
+        elif row.available:
+            style = ""
         # A word on each line, so that the table fits a narrow window.
         heading = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[+,]) ", "\n", name)
         table.add_column(heading, justify="right", style=style, overflow="fold")

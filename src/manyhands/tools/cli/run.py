@@ -116,13 +116,19 @@ def run(
     # Where it is not set: torch asks a name server at each new connection to the store, which
     # answers nobody meanwhile. If its answer is lost, the C library asks again after 5 seconds.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+    command = [sys.executable]
+    if module is not None:
+        command += ["-m", module]
     try:
         serving = store is None  # the launcher that serves the store ends last
         if store is None:
-            host, port = ("127.0.0.1", 0) if listen is None else parse_address(listen)
+            address = "127.0.0.1:0"
+            if listen is not None:
+                address = listen
+            host, port = parse_address(address)
             _served, store = serve_store(host, port)  # served while this variable lives
         launcher = _launcher.Launcher(
-            [sys.executable, *(["-m", module] if module else []), *arguments],
+            command + arguments,
             worker_numbers,
             store,
             expected=expected,
@@ -166,8 +172,10 @@ def _parse_patience(patience: str, stall: float) -> float:
 
 
 def _check_script(arguments: list[str], module: str | None) -> None:
-    if module is None and not (arguments and Path(arguments[0]).is_file()):
-        given = arguments[0] if arguments else "nothing"
+    given = "nothing"
+    if arguments:
+        given = arguments[0]
+    if module is None and not (arguments and Path(given).is_file()):
         names = [f"--{n}" for n in signature(run).parameters if n not in ("script", "module")]
         check_no_option("run", given, names, "Options come before the script.")
         stop("run", f"{given} is not a file. Give a Python script, or a module with -m.")
@@ -194,11 +202,12 @@ def _parse_numbers(workers: int | None, numbers: str | None) -> list[int]:
         if workers is None:
             stop("run", "how many workers? Such as --workers 4.")
         return list(range(workers))
-    # One number is a range, too. No match becomes an empty one, so one check covers both mistakes.
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", numbers)
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-    if last < first:
+    found: list[int] = []
+    if match is not None:
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if not found:
         stop("run", f"--numbers takes FIRST-LAST, such as 4-7, got {numbers!r}.")
-    if workers not in (None, last - first + 1):
+    if workers not in (None, len(found)):
         stop("run", f"--workers {workers} and --numbers {numbers} do not fit: leave one out.")
-    return list(range(first, last + 1))
+    return found

@@ -1,23 +1,20 @@
 """Write a record: one line for each step, by one rank, without waiting for a GPU.
 
-The file is only ever appended to, one whole line in one call. `close()` appends the header once
-more, with the date of the end, so that a reader of a growing file knows that nothing will follow.
+A file is only appended to, one complete line per call. `close()` appends the header again with the
+date of the end, which tells readers of a growing file that no line will follow.
 
-A user may record numbers, and tensors of one element on any device. A tensor on a GPU is copied
-without a synchronization; its line waits in a queue until the copy is there.
+A tensor on a GPU is copied without a synchronization. Its line waits in a queue until the copy is
+complete.
 
-`StepTiming` is a source of such numbers: what the time of a step goes into.
+`StepTiming` is a source that divides the time of a step, in seconds of this rank since the last
+line:
 
     loading   waiting for the next batch, if the batches are taken through `loading`
     compute   from the last line (or the last step) to the end of the step's last backward pass
     sync      from there to the optimizer's step: DDP waits for gradients, a rule for its numbers
-    update    the optimizer's step itself
+    update    the optimizer's step
 
-All are seconds of this rank, since the last look. What is left of a line's time is something else:
-an evaluation, a checkpoint, a sync round of blocks.
-
-There are four looks at the clock in a step, one hook on one parameter, and two on the optimizer.
-On a GPU the host runs ahead, and its clock shows where it waits for the GPU.
+The rest of a line's time is an evaluation, a checkpoint, or a sync round of blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from numbers import Integral, Real
 from pathlib import Path
@@ -140,7 +137,9 @@ class Record:
         config: Mapping[str, object] | None = None,
     ) -> None:
         self.path = Path(file_path("path", path, "Write Record(path, source, ...)."))
-        self.name = self.path.stem if name is None else name
+        if name is None:
+            name = self.path.stem
+        self.name = name
         ranks = RankGroup.of()
         every = whole("every", every, least=1)
         one_of("rank", rank, range(ranks.size), "It is the rank that writes.")
@@ -155,7 +154,7 @@ class Record:
         _to_json(values)  # raises on every rank if it is not plain, before the file is made
 
         self._sources = sources
-        self._send = None if writer is None else _sender_of_lines(writer)
+        self._writer = writer
         self._every = every
         self._counter = counter  # the source that has a "step"
         # Whether it also says the step without a snapshot. (`steps` may mean something else.)
@@ -170,7 +169,8 @@ class Record:
         self._waiting: deque[Line] = deque()
         if ranks.rank == rank:
             self._file, last = open_record(self.path, mode)
-            self._steps_before = last["step"] if last else 0
+            if last is not None:
+                self._steps_before = last["step"]
             self._last_step = self._steps_before
             self._header = {
                 "version": FORMAT_VERSION,
@@ -184,7 +184,7 @@ class Record:
                 "every": every,
                 "batch_size": batch_size,
                 "until": until,
-                "config": {} if config is None else to_plain_json(config),
+                "config": to_plain_json(config or {}),
                 "sources": [_describe_source(source) for source in sources],
                 "process": this_process(),
             }
@@ -297,8 +297,8 @@ class Record:
             for key in pending:
                 line[key] = line[key].number()
             append_line(self._file, self.path, self._waiting.popleft())
-            if self._send is not None:
-                self._send(line)
+            if self._writer is not None:
+                _send_line(self._writer, line)
 
 
 def _now() -> str:
@@ -306,10 +306,11 @@ def _now() -> str:
 
 
 def _describe_source(source: Source) -> str:
-    """Return what the source says of itself, such as a rule with its options."""
+    """Return the representation of a source, such as a rule with its options."""
     kind = type(source)
-    text = kind.__name__ if kind.__repr__ is object.__repr__ else repr(source)
-    return text[:_LONGEST_TEXT]
+    if kind.__repr__ is object.__repr__:
+        return kind.__name__
+    return repr(source)[:_LONGEST_TEXT]
 
 
 def _describe_error(kind: type[BaseException], error: object) -> str | None:
@@ -322,23 +323,17 @@ def _describe_error(kind: type[BaseException], error: object) -> str | None:
 # -- another writer --------------------------------------------------------------------------------
 
 
-def _sender_of_lines(writer: object) -> Callable[[Line], None]:
-    """Return the function that gives a line's numbers to TensorBoard, or to Weights & Biases."""
-
-    def send_each(line: Line) -> None:
-        for tag, value in _scalars(line):
-            writer.add_scalar(tag, value, line["step"])  # type: ignore[attr-defined]
-
-    def send_together(line: Line) -> None:
-        writer.log(dict(_scalars(line)), step=line["step"])  # type: ignore[attr-defined]
-
-    return send_each if hasattr(writer, "add_scalar") else send_together
-
-
-def _scalars(line: Line) -> Iterator[tuple[str, Real]]:
+def _send_line(writer: Any, line: Line) -> None:
+    """Give a line's numbers to TensorBoard, or to Weights & Biases."""
+    values = {}
     for key, value in to_columns(line):
         if key not in _OUR_KEYS and isinstance(value, Real):
-            yield f"manyhands/{key}", value
+            values[f"manyhands/{key}"] = value
+    if hasattr(writer, "add_scalar"):
+        for tag, value in values.items():
+            writer.add_scalar(tag, value, line["step"])
+    else:
+        writer.log(values, step=line["step"])
 
 
 def _steps_of(counter: object) -> int | None:
@@ -383,19 +378,19 @@ class PendingNumber:
     def is_ready(self) -> bool:
         return bool(self._copied.query())
 
-    def number(self) -> int | float:
+    def number(self) -> int | float | PendingNumber:
         self._copied.synchronize()
-        return _to_plain(self._host.item())
+        return to_number(self._host)
 
 
 def to_number(value: SupportsFloat) -> int | float | PendingNumber:
     if isinstance(value, torch.Tensor):
-        return PendingNumber(value.detach()) if value.is_cuda else _to_plain(value.item())
-    return _to_plain(value)
-
-
-def _to_plain(value: SupportsFloat) -> int | float:
-    return int(value) if isinstance(value, Integral) else float(value)
+        if value.is_cuda:
+            return PendingNumber(value.detach())
+        value = value.item()
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value)
 
 
 def is_number(value: object) -> bool:
@@ -412,8 +407,9 @@ def to_plain_json(value: object) -> object:
         return {str(key): to_plain_json(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain_json(entry) for entry in value]
-    plain = value is None or type(value) in (bool, int, float, str)
-    return value if plain else str(value)[:_LONGEST_TEXT]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    return str(value)[:_LONGEST_TEXT]
 
 
 # -- the file --------------------------------------------------------------------------------------
@@ -423,7 +419,9 @@ def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
     """Return a descriptor to append to, and the last line of a continued record."""
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    file = open_file(path, flags | (os.O_EXCL if mode == "new" else 0))
+    if mode == "new":
+        flags |= os.O_EXCL
+    file = open_file(path, flags)
     try:
         _lock_record(file, path)
         last, end = _last_line(path)
@@ -466,9 +464,11 @@ def _last_line(path: Path) -> tuple[Line | None, int]:
                 number -= 1
                 break
             last = raw
-            end = end + len(raw)
-    line = parse_line(last, path, number) if last else None
-    return line[HEADER] if line and HEADER in line else line, end
+            end += len(raw)
+    if not last:
+        return None, end
+    line = parse_line(last, path, number)
+    return line.get(HEADER, line), end
 
 
 def append_line(file: int, path: Path, line: Line) -> None:
@@ -499,7 +499,9 @@ def _name_nonfinite(value: object) -> object:
         return {key: _name_nonfinite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_name_nonfinite(entry) for entry in value]
-    return value if not isinstance(value, float) or math.isfinite(value) else str(float(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    return value
 
 
 class _LastPass:
@@ -543,8 +545,9 @@ class StepTiming:
 
     def __init__(self, optimizer: Optimizer) -> None:
         instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        trained = [param for param in params if param.requires_grad]
+        trained: list[Tensor] = []
+        for group in optimizer.param_groups:
+            trained += [param for param in group["params"] if param.requires_grad]
         if not trained:
             raise ValueError("the optimizer has no parameter that requires a gradient.")
         self._seconds = dict.fromkeys(KINDS, 0.0)
@@ -554,11 +557,13 @@ class StepTiming:
         this = weakref.ref(self)  # hooks must not keep it alive
 
         def began(*_: object) -> None:
-            if (times := this()) is not None:
+            times = this()
+            if times is not None:
                 times._begin_step()
 
         def stepped(*_: object) -> None:
-            if (times := this()) is not None:
+            times = this()
+            if times is not None:
                 times._end_step()
 
         # The last parameter's gradient is the first one in most backward passes. The callback that
@@ -607,7 +612,9 @@ class StepTiming:
     def _begin_step(self) -> None:
         """As `optimizer.step` begins: the time until backward's end was compute, then sync."""
         now = time.perf_counter()
-        computed = now if self._last_pass.ended is None else self._last_pass.ended
+        computed = self._last_pass.ended
+        if computed is None:
+            computed = now
         self._seconds["compute"] += max(0.0, computed - self._mark)
         self._seconds["sync"] += now - max(computed, self._mark)
         self._step_began = now

@@ -1,7 +1,6 @@
-"""Reading a record: a file of JSON lines, of one start or of several, as one run.
+"""Read a record, a file of JSON lines from one or several starts, as one run.
 
-A line is known to be whole if it has a whole number "step" and a "time". The file may come from a
-stranger, so each line is checked.
+The file may come from a stranger, so each line is checked.
 """
 
 from __future__ import annotations
@@ -81,13 +80,20 @@ class Run:
     @cached_property
     def columns(self) -> list[str]:
         """The names of all columns; a list (one value per parameter group) gives "lr/0", "lr/1"."""
-        return list(dict.fromkeys(key for line in self.lines for key, _ in to_columns(line)))
+        columns: dict[str, object] = {}
+        for line in self.lines:
+            columns.update(to_columns(line))
+        return list(columns)
 
     @cached_property
     def own(self) -> list[str]:
         """The columns of the user's own values."""
-        ours = {"step", "time", *self.header["keys"]}
-        return list(dict.fromkeys(key for line in self.lines for key in line if key not in ours))
+        keys: Line = {}
+        for line in self.lines:
+            keys.update(line)
+        for ours in ("step", "time", *self.header["keys"]):
+            keys.pop(ours, None)
+        return list(keys)
 
     def column(self, key: str) -> list[Any]:
         """Return one value for each line, None for a line without the key.
@@ -101,8 +107,14 @@ class Run:
             raise KeyError(f"{self.path} has no column {key!r}. It has: {known}.")
         name, _, number = key.rpartition("/")
         index = int(number)
-        groups = [line.get(name) for line in self.lines]
-        return [g[index] if isinstance(g, list) and index < len(g) else None for g in groups]
+        values = []
+        for line in self.lines:
+            group = line.get(name)
+            if isinstance(group, list) and index < len(group):
+                values.append(group[index])
+            else:
+                values.append(None)
+        return values
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a `pandas.DataFrame` with a row for each line and the columns of `columns`."""
@@ -129,8 +141,7 @@ def read_record(path: str | os.PathLike[str]) -> Run:
     path = Path(file_path("path", path))
     header: Header | None = None
     lines: list[Line] = []
-    # seconds of all starts before this one
-    earlier = 0.0
+    earlier = 0.0  # seconds of all starts before this one
     resumed = False
     with open(open_file(path), "rb") as file:
         for number, raw in enumerate(file, start=1):
@@ -145,7 +156,9 @@ def read_record(path: str | os.PathLike[str]) -> Run:
             while lines and lines[-1]["step"] >= line["step"]:
                 lines.pop()
             if resumed:
-                earlier = lines[-1]["time"] if lines else 0.0
+                earlier = 0.0
+                if lines:
+                    earlier = lines[-1]["time"]
                 resumed = False
             line["time"] += earlier
             lines.append(line)
@@ -184,8 +197,9 @@ def parse_line(raw: bytes, path: Path, number: int) -> Line:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         complete = False
     if not complete or (number == 1 and HEADER not in line):
-        damaged = f"{path}, line {number} is damaged. Delete it and all lines after it."
-        raise ValueError(not_a_record(path) if number == 1 else damaged)
+        if number == 1:
+            raise ValueError(not_a_record(path))
+        raise ValueError(f"{path}, line {number} is damaged. Delete it and all lines after it.")
     if version != FORMAT_VERSION:
         raise ValueError(
             f"{path}, line {number}: format version {version!r:.40}; this manyhands reads version "
@@ -201,11 +215,12 @@ def _is_header(header: Line) -> bool:
 
 
 def _is_shallow(value: object, levels: int = 32) -> bool:
-    """Return whether lists and dicts are nested in so many levels at most."""
-    if not isinstance(value, dict | list):
+    """Return whether lists and dicts are nested in at most `levels` levels."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
         return True
-    entries = value.values() if isinstance(value, dict) else value
-    return levels > 0 and all(_is_shallow(entry, levels - 1) for entry in entries)
+    return levels > 0 and all(_is_shallow(entry, levels - 1) for entry in value)
 
 
 def _is_step(value: object) -> bool:
@@ -220,14 +235,17 @@ def _is_time(value: object) -> bool:
 def _restore_nonfinite(value: object) -> object:
     if isinstance(value, list):
         return [_restore_nonfinite(entry) for entry in value]
-    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return _NOT_FINITE.get(value, value)
+    return value
 
 
 def to_columns(line: Line) -> Iterator[tuple[str, object]]:
     """Yield ("lr", [1, 2]) as ("lr/0", 1) and ("lr/1", 2), and all other values unchanged."""
     for key, value in line.items():
         if isinstance(value, list):
-            yield from ((f"{key}/{index}", entry) for index, entry in enumerate(value))
+            for index, entry in enumerate(value):
+                yield f"{key}/{index}", entry
         else:
             yield key, value
 
@@ -237,14 +255,14 @@ def not_a_record(path: Path) -> str:
 
 
 def to_positive(value: object) -> float | None:
-    """Return a finite number above 0, or None: a stranger may write anything."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if 0 < value < _LARGEST else None
+    """Return a finite number above 0, or None for anything else."""
+    if type(value) in (int, float) and 0 < value < _LARGEST:  # type: ignore[operator]
+        return float(value)  # type: ignore[arg-type]
+    return None
 
 
 def count_small_batches(header: Mapping[str, object], line: Mapping[str, object]) -> float:
-    """Return how many small batches a line's step had; without a scale, one of each worker."""
+    """Return the small batches in a line's step; without a scale, one for each worker."""
     workers = to_positive(header.get("workers")) or 1.0
     scale = to_positive(line.get("scale", line.get("batch_scale")))
     if scale is None:
@@ -256,10 +274,10 @@ def count_small_batches(header: Mapping[str, object], line: Mapping[str, object]
 
 # -- the process that writes -----------------------------------------------------------------------
 
-# A process number alone may be another's by now, and another machine's processes cannot be seen. So
-# the identity has four parts: the boot of the kernel, the namespace of process numbers (a container
-# has its own), the number, and the moment at which the process began, in the kernel's clock ticks.
-# Linux has all of them in /proc. On other systems, and from another machine, nothing is known.
+# Process numbers are reused, and processes of another machine cannot be seen. So the identity has
+# four parts: the boot of the kernel, the namespace of process numbers (each container has one), the
+# number, and the start of the process in the kernel's clock ticks. Linux has them in /proc. On
+# other systems, and from another machine, the state of a process is unknown.
 
 
 def this_process() -> dict[str, object]:
@@ -281,13 +299,13 @@ def is_alive(process: object) -> bool | None:
     here = _pid_space()
     if type(pid) is not int or type(started) is not int or None in here.values():
         return None
-    if any(process.get(key) != value for key, value in here.items()):
+    if here != {key: process.get(key) for key in here}:
         return None  # on another machine, in another container, or before this machine's start
     return _start_of_process(pid) == started
 
 
 def _pid_space() -> dict[str, str | None]:
-    """Return within what process numbers are unique: this boot, and this namespace."""
+    """Return the boot and the namespace, within which process numbers are unique."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return {"boot": boot, "namespace": os.readlink(_PROC / "self/ns/pid")}
@@ -296,11 +314,13 @@ def _pid_space() -> dict[str, str | None]:
 
 
 def _start_of_process(pid: int) -> int | None:
-    """Return when a process began, in clock ticks since the machine's start; None if it is gone."""
+    """Return the start of a process in clock ticks since the machine's start; None if it ended."""
     try:
         stat = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
     # "1234 (name) S ...": the name may have spaces and brackets of its own
     state, *fields = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else int(fields[18])  # a zombie has ended
+    if state in "ZX":  # a zombie has ended
+        return None
+    return int(fields[18])

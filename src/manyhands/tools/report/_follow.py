@@ -9,9 +9,9 @@
     ended     the record was closed
     damaged   the file is not a record, or cannot be read
 
-Only a process on the same machine, and in the same container, can be seen to have died.
+The death of a process is noticed only on the same machine and in the same container.
 
-A file that has changed is read again from the start: drawing a page takes longer.
+A changed file is read again from the start, since drawing a page takes longer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class WorkerState:
 
 
 class FollowedRecords:
-    """Records, and all records that appear in folders."""
+    """Read records, and all records that appear in folders."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
@@ -82,7 +82,9 @@ class FollowedRecords:
             return WorkerState(path, "damaged", str(error))
         age = max(0.0, now - status.st_mtime)
         state, text = judge(run, age)
-        left = seconds_left(run) if state == "running" else None
+        left = None
+        if state == "running":
+            left = seconds_left(run)
         return WorkerState(path, state, text, run, age, left)
 
     def _read_if_changed(self, path: Path, status: os.stat_result) -> Run:
@@ -110,7 +112,9 @@ def judge(run: Run, age: float) -> tuple[State, str]:
     usual = usual_gap(run)
     if age <= SILENT or (usual is not None and age <= SILENT_TIMES * usual):
         return "running", ""
-    known = "the process runs" if alive else "the process cannot be seen from this machine"
+    known = "the process cannot be seen from this machine"
+    if alive:
+        known = "the process runs"
     if usual is None:
         return "silent", known
     return "silent", f"a line usually takes {usual:.3g} s; {known}"
@@ -119,17 +123,21 @@ def judge(run: Run, age: float) -> tuple[State, str]:
 def usual_gap(run: Run) -> float | None:
     """Return the usual seconds from one line to the next; None with fewer than two lines."""
     times = [line["time"] for line in run.lines[-GAPS:]]
-    gaps = [later - earlier for earlier, later in pairwise(times)]
-    return median(gaps) if gaps else None
+    if len(times) < 2:
+        return None
+    return median(later - earlier for earlier, later in pairwise(times))
 
 
 def seconds_left(run: Run) -> float | None:
-    """Return the seconds until the run reaches `until` at its present speed, if that is known."""
+    """Return the seconds until the run reaches `until` at its present speed, if known."""
     until = to_positive(run.header.get("until"))
     if until is None or len(run.lines) < 2:
         return None
-    times = [line["time"] for line in run.lines]
-    done = numbers(run, "progress" if "progress" in run.columns else "step")
+    times = run.column("time")
+    column = "step"
+    if "progress" in run.columns:
+        column = "progress"
+    done = numbers(run, column)
     start = min(bisect_left(times, times[-1] - RECENT), max(0, len(times) - RECENT_LINES))
     seconds = times[-1] - times[start]
     before = done[start]

@@ -1,8 +1,8 @@
-"""Which figures a page has, which curves are in each, and on which scale. No drawing here.
+"""Choose the figures of a page, the curves in each figure, and the vertical scales.
 
-First come the user's own values, then the values that every reader of a page wants, in the order
-of `_WELL_KNOWN`, then the values of other sources. A figure that would be empty is left out, and
-one in which nothing changes is a row of a table instead (`constant`).
+The user's own values come first, then the values that every reader of a page wants, in the order of
+`_WELL_KNOWN`, then the values of other sources. A figure without values is left out. A figure in
+which no value changes becomes a row of a table (`constant`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ from dataclasses import dataclass, replace
 
 from manyhands.tools.record import Run
 from manyhands.tools.report._curves import (
-    DOTTED,
     THROUGHPUT,
     Curve,
     batch_size,
     choose_scale,
     curves_of,
-    is_long,
-    numbers,
     progress_values,
     trim,
 )
@@ -32,8 +29,8 @@ _WIDE = 100.0  # highest over lowest value from which a well-known figure has a 
 class Panel:
     """One figure: the values of one key, for all runs.
 
-    `logarithmic` and `range` are the vertical scale that a page begins with; a range of None shows
-    all values. In `_WELL_KNOWN`, `logarithmic` permits a log scale, and the values decide.
+    `logarithmic` and `range` are the page's first vertical scale; a range of None shows all values.
+    Before the curves are there, `logarithmic` permits a log scale.
     """
 
     key: str
@@ -47,8 +44,7 @@ class Panel:
     @property
     def constant(self) -> bool:
         """Whether no curve of several values changes."""
-        several = all(len(curve.y) > 1 for curve in self.curves)
-        return several and all(set(curve.y) == {curve.y[0]} for curve in self.curves)
+        return all(len(curve.y) > 1 and len(set(curve.y)) == 1 for curve in self.curves)
 
 
 _WELL_KNOWN = (
@@ -183,45 +179,59 @@ _WELL_KNOWN = (
 )
 _NOT_DRAWN = {"step", "time", "progress", "factor", "sqr", "var", "passes", "members"}
 _NOT_DRAWN |= {"skipped", "nonfinite"}  # the table has them
+_NOT_DRAWN |= {"target_scale", "predicted_seconds"}  # dotted in other figures
 _NOT_DRAWN |= {"batch_scale", "batch_passes", "batch_reason", "fixed_seconds", "pass_seconds"}
 _NOT_DRAWN |= {"simple_noise_scale_error"}
-_NOT_DRAWN |= {column for column, _ in DOTTED.values()}
 
 
 def panels(runs: Sequence[Run], labels: Sequence[str], most_points: int = 2000) -> list[Panel]:
     """Return the figures for these runs, each with at least one curve."""
-    own = list(dict.fromkeys(key for run in runs for key in run.own))
-    drawn = _NOT_DRAWN.union(own, (panel.key for panel in _WELL_KNOWN))
-    others = dict.fromkeys(key for run in runs for key in run.header["keys"] if key not in drawn)
-    wanted = [_own_panel(key, runs) for key in own]
+    own = own_keys(runs)
+    wanted = [Panel(key, key, key, logarithmic=True) for key in own]
     wanted += _WELL_KNOWN
-    wanted += [_unknown_panel(key) for key in others]
-    filled = [_with_curves(panel, runs, labels, most_points) for panel in wanted]
-    return [panel for panel in filled if panel.curves]
+    drawn = {*_NOT_DRAWN, *(panel.key for panel in wanted)}
+    for run in runs:
+        for key in run.header["keys"]:
+            if key not in drawn:
+                drawn.add(key)
+                wanted.append(unknown_panel(key))
+    filled = []
+    for panel in wanted:
+        panel = _with_curves(panel, runs, labels, most_points, own=panel.key in own)
+        if panel.curves:
+            filled.append(panel)
+    return filled
+
+
+def own_keys(runs: Sequence[Run]) -> list[str]:
+    """Return the keys of the users' own values, each once."""
+    keys: dict[str, None] = {}
+    for run in runs:
+        keys.update(dict.fromkeys(run.own))
+    return list(keys)
 
 
 def axes(runs: Sequence[Run]) -> dict[str, str]:
     """Return the horizontal axes that a reader can choose, the best first, with their titles."""
-    with_progress = [progress_values(run) is not None for run in runs if run.lines]
-    progress = "Progress, in steps of the small batch"
-    if not all(with_progress):
-        progress += " (plain steps for a run without it)"
-    names = {"step": "Optimizer steps", "time": "Seconds since the start"}
-    with_samples = [batch_size(run) is not None for run in runs if run.lines]
-    if any(with_samples):
-        names["samples"] = "Samples" + " (a run without batch_size is not drawn)" * (
-            not all(with_samples)
-        )
-    return {"progress": progress, **names} if any(with_progress) else names
+    begun = [run for run in runs if run.lines]
+    with_progress = sum(progress_values(run) is not None for run in begun)
+    with_samples = sum(batch_size(run) is not None for run in begun)
+    titles = {}
+    if with_progress:
+        titles["progress"] = "Progress, in steps of the small batch"
+        if with_progress < len(begun):
+            titles["progress"] += " (plain steps for a run without it)"
+    titles["step"] = "Optimizer steps"
+    titles["time"] = "Seconds since the start"
+    if with_samples:
+        titles["samples"] = "Samples"
+        if with_samples < len(begun):
+            titles["samples"] += " (a run without batch_size is not drawn)"
+    return titles
 
 
-def _own_panel(key: str, runs: Sequence[Run]) -> Panel:
-    smoothed = any(is_long(numbers(run, key)) for run in runs if key in run.columns)
-    meaning = "Faint: all values. Full colour: their running mean, as the smoothing above says."
-    return Panel(key, key, key, meaning if smoothed else "")
-
-
-def _unknown_panel(key: str) -> Panel:
+def unknown_panel(key: str) -> Panel:
+    """Return a figure for a key of another source."""
     # The drift of one of several optimizers, such as cosine_Muon.
     measure, _, optimizer = key.partition("_")
     for panel in _WELL_KNOWN:
@@ -230,30 +240,48 @@ def _unknown_panel(key: str) -> Panel:
     return Panel(key, key.replace("_", " ").capitalize(), key)
 
 
-def _with_curves(panel: Panel, runs: Sequence[Run], labels: Sequence[str], most: int) -> Panel:
+def _with_curves(
+    panel: Panel, runs: Sequence[Run], labels: Sequence[str], most: int, own: bool
+) -> Panel:
     """Return a panel with the curves of all runs, on a log scale if that shows more of them."""
-    curves = tuple(
-        curve
-        for index, (run, label) in enumerate(zip(runs, labels, strict=True))
-        if run.lines
-        for curve in curves_of(panel.key, index, run, label, most)
-    )
-    curves = tuple(sorted(curves, key=lambda curve: curve.window != 0))  # faint ones underneath
-    meaning = panel.meaning
-    if any(curve.dash not in ("solid", "dot") for curve in curves):
-        meaning += " Dashes: further parameter groups."
-    heights = [y for curve in curves for y in curve.y if math.isfinite(y)]
+    faint: list[Curve] = []  # the values under a running mean
+    curves: list[Curve] = []
+    heights: list[float] = []
+    for index, run in enumerate(runs):
+        if not run.lines:
+            continue
+        for curve in curves_of(panel.key, index, run, labels[index], most):
+            heights += filter(math.isfinite, curve.y)
+            if curve.window == 0.0:
+                faint.append(curve)
+            else:
+                curves.append(curve)
+    curves = faint + curves  # later curves are drawn on top
+    heights.sort()
+    notes = [panel.meaning]
+    if faint:
+        notes = ["Faint: all values. Full colour: their running mean, as the smoothing above says."]
+    if {curve.dash for curve in curves} - {"solid", "dot"}:
+        notes.append("Dashes: further parameter groups.")
     logarithmic, shown = choose_scale([curve.y for curve in curves])
-    own = panel.key in {key for run in runs for key in run.own}
-    if (panel.logarithmic or own) and heights and min(heights) > 0:
-        # A single odd number among a user's values does not decide; any of ours does.
-        low, high = trim(sorted(heights)) if own else (min(heights), max(heights))
-        logarithmic, shown = (True, None) if high > _WIDE * low else (logarithmic, shown)
+    if panel.logarithmic and heights and heights[0] > 0:
+        low = heights[0]
+        high = heights[-1]
+        if own:
+            # A single odd number among a user's values does not decide.
+            low, high = trim(heights)
+        if high > _WIDE * low:
+            logarithmic = True
+            shown = None
     if shown is not None:
-        meaning += (
-            f" Cut off: values from {min(heights):.4g} to {max(heights):.4g}; "
+        notes.append(
+            f"Cut off: values from {heights[0]:.4g} to {heights[-1]:.4g}; "
             "“all values” above shows them."
         )
     return replace(
-        panel, curves=curves, meaning=meaning.strip(), logarithmic=logarithmic, range=shown
+        panel,
+        curves=tuple(curves),
+        meaning=" ".join(notes).strip(),
+        logarithmic=logarithmic,
+        range=shown,
     )
