@@ -216,7 +216,7 @@ def test_the_noise_scale_of_a_prepared_optimizer_is_that_of_a_bare_one():
             for begin, end in ((0, 8), (8, 14)):
                 run = PlainRun(model, optimizer, adascale, smoothing=0.0)
                 run.step(x[0, begin:end], y[0, begin:end])
-                sums.append((run.biased[0][0], run.biased[1][0]))
+                sums.append((run.sqr_averages[0].value, run.var_averages[0].value))
         weights = [0.99**i for i in reversed(range(len(sums)))]
         return [
             sum(w * s for w, s in zip(weights, each, strict=True)) / sum(weights)

@@ -108,14 +108,17 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
 
 def prepare_without_ddp(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """Move a model to its device, with Accelerate's mixed precision; then it counts as prepared."""
-    if "_manyhands_unwrap" not in vars(accelerator):
+    if not hasattr(accelerator, "_manyhands_unwrap"):
         unwrap = accelerator.unwrap_model
 
         def unwrap_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             inner = unwrap(model, *args, **kwargs)
-            return inner.module if isinstance(inner, ShardedDataParallel) else inner
+            if isinstance(inner, ShardedDataParallel):
+                return inner.module
+            return inner
 
-        vars(accelerator).update(_manyhands_unwrap=unwrap, unwrap_model=unwrap_model)
+        accelerator._manyhands_unwrap = unwrap
+        accelerator.unwrap_model = unwrap_model
     prepared: nn.Module = accelerator.prepare_model(model, evaluation_mode=True)
     return prepared
 
@@ -124,7 +127,7 @@ def expect_slices(optimizer: Optimizer) -> None:
     """Keep an OSS from warning when it is prepared, as slices of memory are saved as copies."""
     oss = find_layer(optimizer, OSS)
     if oss is not None:
-        vars(oss)["_is_accelerate_prepared"] = False
+        oss._is_accelerate_prepared = False
 
 
 class RuleState:
@@ -296,7 +299,7 @@ WHOLE = "_manyhands_whole_state"  # marks a prepared optimizer that answers with
 
 
 def _answers_with_shards(prepared: Optimizer) -> bool:
-    return not vars(prepared).get(WHOLE, False)
+    return not getattr(prepared, WHOLE, False)
 
 
 def _answer_with_whole_state(prepared: Any, root: FullyShardedDataParallel) -> None:
@@ -316,9 +319,10 @@ def _answer_with_whole_state(prepared: Any, root: FullyShardedDataParallel) -> N
 
     def load_state_dict(state: Mapping[str, Any]) -> None:
         shard = root.get_shard_from_optim_state_dict({k: state[k] for k in state.keys() - {KEY}})
-        added = {KEY: state[KEY]} if KEY in state else {}
-        prepared.optimizer.load_state_dict({**shard, **added})
+        if KEY in state:
+            shard = {**shard, KEY: state[KEY]}
+        prepared.optimizer.load_state_dict(shard)
 
-    vars(prepared).update(
-        {"state_dict": state_dict, "load_state_dict": load_state_dict, WHOLE: True}
-    )
+    prepared.state_dict = state_dict
+    prepared.load_state_dict = load_state_dict
+    setattr(prepared, WHOLE, True)

@@ -377,7 +377,7 @@ def as_oss(optimizer: Optimizer, options: Mapping[str, Any]) -> Optimizer:
         )
     # torch's schedulers warn unless the optimizer that they were made for has stepped. It never
     # steps now: the OSS does.
-    vars(optimizer)["_opt_called"] = True
+    optimizer._opt_called = True  # type: ignore[attr-defined]
     return oss
 
 

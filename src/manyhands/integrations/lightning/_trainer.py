@@ -127,12 +127,14 @@ def replace_clipping(plugin: Precision) -> None:
                 for param in group["params"]:
                     if param.grad is not None:
                         param.grad.clamp_(-clip_val, clip_val)
-        elif (oss := find_layer(optimizer, OSS)) is not None and oss.shards_gradients:
+            return
+        oss = find_layer(optimizer, OSS)
+        if oss is not None and oss.shards_gradients:
             oss.clip_grad_norm(float(clip_val))
         else:
             plugin.clip_grad_by_norm(optimizer, clip_val)
 
-    vars(plugin)["clip_gradients"] = clip_gradients
+    plugin.clip_gradients = clip_gradients  # type: ignore[method-assign]
 
 
 def restore_clipping(plugin: Precision) -> None:
