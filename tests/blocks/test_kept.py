@@ -1,5 +1,6 @@
 """Workers that are forked from a process with torch imported: what they see, how they end."""
 
+import errno
 import json
 import os
 import re
@@ -190,6 +191,18 @@ def test_a_kept_process_that_does_not_answer_is_replaced_and_forks_nothing_late(
         assert not is_forked(die(command))
         assert gone([kept])
         die_until_forked(command)
+        finish(command)
+
+
+@pytest.mark.long
+def test_the_run_goes_on_if_no_process_can_be_kept(tmp_path, monkeypatch):
+    def fail(name):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "memfd_create", fail)
+    with Command(tmp_path, script(), "--workers", "2") as command:
+        command.until("no worker is forked .*: .*Cannot allocate memory", 60)
+        assert not is_forked(die(command))
         finish(command)
 
 

@@ -37,7 +37,7 @@ AFTER_A_KILL = "worker 1 ended (SIGKILL) and is started again."
 
 @pytest.fixture
 def store(monkeypatch):
-    monkeypatch.setattr(_store, "STORE_TIMEOUT", 1.0)
+    monkeypatch.setattr(_store, "STORE_TIMEOUT", 2.0)
     with Store() as store:
         yield store
 
@@ -47,7 +47,7 @@ def silence(store, command):
     """Let the store not answer, from when the launcher has noticed it."""
     command.until(r"\[1\] life 1")
     os.kill(store.pid, signal.SIGSTOP)
-    command.until("is lost: no answer for 1 s")
+    command.until("is lost: no answer for 2 s")
     yield
     os.kill(store.pid, signal.SIGCONT)
     command.until("answers again")
@@ -98,6 +98,7 @@ def test_a_worker_that_dies_after_the_store_answers_again_is_started_again(tmp_p
     assert read_roster(store).launchers == ()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", [-signal.SIGKILL, 1])
 def test_a_worker_that_ends_meanwhile_is_started_when_the_store_answers(tmp_path, store, code):
     """It may have failed because the store is lost. So its error does not count."""
@@ -113,6 +114,7 @@ def test_a_worker_that_ends_meanwhile_is_started_when_the_store_answers(tmp_path
     assert "worker 1 ended (exit code 5) before the first sync round" in command.said()
 
 
+@pytest.mark.long
 def test_the_crew_learns_who_has_finished_meanwhile(tmp_path, store):
     hold_round(store, "1.1", "2.1").close()
     with launcher(tmp_path, store, numbers="1-2") as command:

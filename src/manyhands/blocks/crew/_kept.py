@@ -154,7 +154,10 @@ class KeptProcess:
         """Start the process if there is none, and learn whether it is ready."""
         if self._process is None:
             if self._works and time.monotonic() - self._began > REPLACE:
-                self._start()
+                try:
+                    self._start()
+                except OSError as error:  # such as too many processes: the workers go on
+                    self.give_up(f"none can be started: {error}")
         elif (code := self._process.poll()) is not None:
             if not self._ready and not killed_from_outside(code):
                 self.give_up(f"it ended with {how_it_ended(code)}")
@@ -199,10 +202,11 @@ class KeptProcess:
 
     def close(self) -> None:
         """End the kept process. Its workers go on."""
-        if self._process is not None and self._socket is not None:
+        if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._output.finish(pipes_of(self._process))
+        if self._socket is not None:
             self._socket.close()
         self._process = None
         self._socket = None
