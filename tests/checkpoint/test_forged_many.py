@@ -290,7 +290,7 @@ def many_on_ranks(make, folder, times):
 
 
 @pytest.mark.parametrize("way", ON_RANKS)
-@pytest.mark.parametrize("times", [10, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("times", [10, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_a_changed_checkpoint_is_refused_on_all_ranks_or_loaded(times, way, tmp_path):
     times = int(os.environ.get("TIMES", times))
     for problems, refused in run_ranks(
