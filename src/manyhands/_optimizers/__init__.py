@@ -1,4 +1,4 @@
-"""Optimizers around optimizers, their state, and the modules around a model.
+"""Wrap optimizers, describe their state, and find the modules around a model.
 
 optimizers.py    what an optimizer is: may parameters be cut for it, which state does it keep?
 wrappers.py      optimizers around optimizers, and what a gradient scaler leaves on them

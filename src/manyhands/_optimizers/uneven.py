@@ -1,4 +1,4 @@
-"""Errors for unequal numbers of batches: torch's `Join` and `DistributedDataParallel.join`.
+"""Refuse torch's `Join` and `DistributedDataParallel.join`, which are for uneven batches.
 
 Inside `Join`, a rank without data repeats the collectives of the other ranks' steps. Ours cannot be
 repeated there: accumulation, clipping and a gradient scaler decide in each step which of them take

@@ -1,4 +1,4 @@
-"""Process groups, and the messages between ranks. Imports no public package.
+"""Connect ranks in process groups, and exchange messages. Imports no public package.
 
 ranks.py              the ranks of a process group: identity, numbers and text between them
 slices.py             reduce_scatter and all_gather of the slices of a bucket; through shared memory

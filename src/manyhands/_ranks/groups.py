@@ -62,15 +62,13 @@ from manyhands._ranks.sockets import (
 from manyhands._warn import warn
 
 Gather: TypeAlias = Callable[[list[float]], list[list[float]]]  # numbers, over some ranks
-# seconds between two looks at who still holds a group
-FIRST_PAUSE = 0.001
-LONGEST_PAUSE = 1.0
+FIRST_PAUSE = 0.001  # seconds between two checks for users of a group, at first
+LONGEST_PAUSE = 1.0  # and later
 STUCK = 0.3  # seconds between two looks at what keeps a group from ending
 SHUT_WITHIN = 1.0  # seconds in which gloo closes connections that have been shut
 
-# the tag of the messages that open connections
 CALL = "Call it on every worker."
-TAG = 7060
+TAG = 7060  # of the messages that open connections
 
 _making_devices = threading.Lock()
 
@@ -189,10 +187,10 @@ class RollCall:
     alone: that rank then gets an error, and does not wait for a collective that never comes.
     """
 
-    # seconds: a rank may be writing files meanwhile
+    # Seconds. Other ranks may be writing files meanwhile.
     warn_after = 30.0
     give_up_after = 600.0
-    look_after = 10.0  # seconds after which the caller looks whether waiting is in vain
+    look_after = 10.0  # until the first check whether the missing ranks can still come
 
     def __init__(
         self,
@@ -347,8 +345,10 @@ class GroupCloser:
         # While gloo ends a group, it closes sockets without taking them off its epoll. Where a
         # forked process has copies of them, such as a DataLoader's worker, the epoll still reports
         # them, and gloo aborts this process (torch 2.13). So the connections are closed first.
+        # A message that no rank waits for any longer fails then.
         if not _close_connections(held.epolls):
             _keep_for_ever(held.group)
+            return
         # Under numbers that no other epoll gets when gloo closes these.
         epolls = [os.dup(epoll) for epoll in held.epolls]
         dropped = threading.Event()

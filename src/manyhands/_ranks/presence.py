@@ -1,4 +1,4 @@
-"""Will the other ranks come? Which have ended or failed, and which wait elsewhere.
+"""Detect ranks that have ended or failed, and ranks that wait elsewhere.
 
 Ranks that wait for each other in different calls, or for a process that has ended, would wait until
 the process group's time-out. There are three signs, and no traffic while all goes well:

@@ -1,4 +1,4 @@
-"""Tensors that came from the other workers of a run, and that no file may replace.
+"""Protect tensors that a worker has received from its run against loads from files.
 
 A worker that joins a run under way receives the run's parameters. Its script loads a checkpoint or
 pretrained weights afterwards, as the scripts of all workers do at their start. What is in a file is

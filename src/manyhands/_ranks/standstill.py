@@ -1,4 +1,4 @@
-"""Does a thread stand still, and where?
+"""Detect a thread that stands still, and the line in which it waits.
 
 A thread that waits for other ranks uses no processor time, and neither does the rest of its process
 (gloo's threads sleep as well). A thread that computes uses some, and so does one that waits for a
@@ -16,7 +16,7 @@ from types import FrameType
 
 from manyhands._warn import is_passed_over
 
-# of a core: what counts as no processor time
+# Shares of a core below which a thread, or its process, counts as idle.
 THREAD_SHARE = 0.01
 PROCESS_SHARE = 0.05
 

@@ -211,9 +211,8 @@ class StreamCursor(Cursor):
             except StopIteration:
                 pass
             except Exception as error:
-                # said to the others first: they would wait
                 problem = error
-                samples = -1
+                samples = -1  # tells the other ranks, which would wait
             row = self._ranks.all_gather([float(samples)], self._ranks.any_device)
             counts = [int(count) for (count,) in row]
             if min(counts) < 0:

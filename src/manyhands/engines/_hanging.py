@@ -1,4 +1,4 @@
-"""End a process that was asked to stop, and hangs.
+"""End a process that hangs after SIGTERM.
 
 Without a handler SIGTERM ends a process at once. With ours it is only noted, and Python cannot even
 do that while the main thread waits in C++, as in a collective: a job that hangs could only be ended

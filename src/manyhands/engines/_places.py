@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from manyhands._arguments import number_in
 
-# ports for rank 0, below those that Linux gives to clients
+# Ports for rank 0, below the ports that Linux gives to clients.
 FIRST_PORT = 20_000
-PORTS = 12_000
+PORTS = 12_000  # number of ports
 
 Variables = Mapping[str, str]
 

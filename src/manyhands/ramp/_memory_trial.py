@@ -106,9 +106,8 @@ def _largest_pass_that_fits(fits: Callable[[int], bool], least: int, most: int) 
             f"not even the example's {least} sample(s) fit into the memory allowed. Begin with a "
             "smaller batch, shard the model (mh.plan() says what that saves), or allow more memory."
         )
-    # low fits, high does not
-    low = least
-    high = most + 1
+    low = least  # fits
+    high = most + 1  # does not fit
     while low * 2 < high:
         low, high = (low * 2, high) if fits(low * 2) else (low, low * 2)
     while high - low > max(1, low // PRECISION):

@@ -263,10 +263,9 @@ class ArrivedMean:
     """The mean of a `TensorPayload`, kept apart from the tensors until `copy_to`."""
 
     def __init__(self, keys: Iterable[str], sizes: Sequence[int], mean: Tensor) -> None:
-        # mean: (sum(sizes),)
         self.keys = list(keys)
         self.sizes = list(sizes)
-        self.mean = mean
+        self.mean = mean  # flat, of sum(sizes) elements
 
     def copy_to(self, result: RoundResult, tensors: Mapping[str, Tensor]) -> None:
         """Set the tensors with these keys to the mean; skip keys that are gone."""

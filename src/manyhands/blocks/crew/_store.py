@@ -408,9 +408,8 @@ class SharedRoster:
         self.roster = Roster(processes=processes, run=secrets.token_hex(8))
         self._text = self._sign(self.roster)  # as it stands in the store
         self._revision: bytes | None = None  # the hint that was read last
-        # when heartbeats, roster were read last
-        self._observed = -float("inf")
-        self._accepted = self._observed
+        self._observed = -float("inf")  # when the heartbeats were read last
+        self._accepted = -float("inf")  # when the roster was read last
         self._known_revisions: dict[str, int] = {}  # the newest one that each process knows
         # Expecting "" writes the empty roster only if there is none yet, and returns what is there.
         self._accept(client.call("compare_set", ROSTER, "", self._text))

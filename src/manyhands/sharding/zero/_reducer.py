@@ -161,8 +161,7 @@ class Reducer:
         if isinstance(grad, ShardedGradient):
             before = grad
             self._before[number] = grad
-            # of this pass, and of those in no_sync()
-            grad = before.local
+            grad = before.local  # of this pass, and of the passes in no_sync()
             before.local = None
         if grad is not None:
             self._note_arrival(number)
@@ -300,8 +299,7 @@ class Reducer:
         self._passes.forget()
         if not (self._open and self._next):  # else the rest of a pass that was sent in part
             self._start_over()
-        # the rank takes part in the step, with zeros
-        self.gave_up = False
+        self.gave_up = False  # the rank takes part in the step, with zeros
         self._open = False
         self._close()
 
@@ -340,9 +338,9 @@ class GradientBucket:
     def __init__(
         self, index: int, shards: Shards, flat: FlatBucket, numbers: dict[int, int]
     ) -> None:
-        # `numbers`: the reducer's of each parameter, by id
         self.index = index
         self.flat = flat
+        # `numbers` are the reducer's numbers of the parameters, by id.
         ranges = flat.layout.ranges
         owned = flat.layout.owned(shards.workers.rank)
         self.ranges = [(numbers[id(shards.params[each.param])], each) for each in ranges]

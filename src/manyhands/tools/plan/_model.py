@@ -278,9 +278,8 @@ def activation_bytes(model: nn.Module, input: object) -> int:
         args, kwargs = tree_map_tensors(_fake_tensor, (args, kwargs))
         noting = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
         logger = logging.getLogger("torch._subclasses.fake_tensor")
-        # torch 2.15 logs what it raises
         before = logger.disabled
-        logger.disabled = True
+        logger.disabled = True  # torch 2.15 logs the errors that it raises
         try:
             with noting:
                 torch.func.functional_call(model, state, args, kwargs)

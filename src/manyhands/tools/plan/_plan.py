@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -74,6 +75,13 @@ class Row(Cost):
     seconds: float | None
     obstacle: str | None
     fits: bool | None = None
+
+    @classmethod
+    def of(cls, cost: Cost, **values: Any) -> Row:
+        """Return the row of a cost, with values for the other fields."""
+        for each in fields(cost):
+            values[each.name] = getattr(cost, each.name)
+        return cls(**values)
 
     @property
     def available(self) -> bool:
@@ -258,15 +266,11 @@ def plan(
     if input is not None:
         activations = activation_bytes(module, input)
     groups = [options for each in optimizers for options in each.all_options]
-    replicas = 0  # entries of the optimizer's state that a rule needs on every worker
-    if around is not None and issubclass(around, AdamScale):
-        replicas = 1
-        if any(options.get("centered") for options in groups):
-            replicas = 2
-    added = (0, 0)
+    rule_sends = 0
+    rule_collectives = 0
     if around is not None:
-        added = rule_cost(len(groups), workers, backend == "gloo")
-    ways = _ways(sizes, workers, mesh, backend == "gloo", replicas)
+        rule_sends, rule_collectives = rule_cost(len(groups), workers, backend == "gloo")
+    ways = _ways(sizes, workers, mesh, backend == "gloo", _count_replicas(around, groups))
     obstacle = None
     if workers > 1:  # on a single worker FSDP shards nothing
         obstacle = wrapping_obstacle(module, wrap_size)
@@ -275,23 +279,17 @@ def plan(
         made = "optimizers"
     rows = []
     for name, how, cost in ways:
-        sent = cost.sent + added[0]
-        collectives = cost.collectives + added[1]
-        row = Row(
+        cost = replace(
+            cost, sent=cost.sent + rule_sends, collectives=cost.collectives + rule_collectives
+        )
+        row = Row.of(
+            cost,
             name=name,
             code=f"model, {made} = mh.shard(model, {made}, {how}",
             buffers=sizes.buffers,
             activations=activations,
-            seconds=rate and pass_seconds + 8 * sent / rate + latency * collectives,
+            seconds=rate and pass_seconds + 8 * cost.sent / rate + latency * cost.collectives,
             obstacle=obstacle if FSDP_NAME in name else None,
-            parameters=cost.parameters,
-            gradients=cost.gradients,
-            optimizer=cost.optimizer,
-            in_flight=cost.in_flight,
-            scaling=cost.scaling,
-            saved=cost.saved,
-            sent=sent,
-            collectives=collectives,
         )
         if budget is not None:
             row = replace(row, fits=row.total <= budget)
@@ -306,6 +304,17 @@ def plan(
         network=rate,
         rule=getattr(around, "__name__", None),
     )
+
+
+def _count_replicas(
+    rule: type[ScalingRuleBase] | None, groups: Sequence[Mapping[str, object]]
+) -> int:
+    """Return the number of entries of the optimizer's state that a rule needs on every worker."""
+    if rule is None or not issubclass(rule, AdamScale):
+        return 0
+    if any(options.get("centered") for options in groups):
+        return 2
+    return 1
 
 
 def _ways(
