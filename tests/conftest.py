@@ -64,19 +64,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave all but a few variants of the tests that are marked so to the long tests."""
-    variants: dict[object, list[pytest.Item]] = {}
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the variants that a test's `sample` does not list as long."""
+    listed: set[tuple[str, str]] = set()
+    found: set[tuple[str, str]] = set()
     for item in items:
-        if item.get_closest_marker("few") and not item.get_closest_marker("long"):
-            variants.setdefault((item.path, getattr(item, "originalname", "")), []).append(item)
-    for tests in variants.values():
-        mark = tests[0].get_closest_marker("few")
-        assert mark is not None
-        (few,) = mark.args
-        kept = {round(i * (len(tests) - 1) / max(few - 1, 1)) for i in range(few)}
-        for i in set(range(len(tests))) - kept:
-            tests[i].add_marker(pytest.mark.long)
+        mark = item.get_closest_marker("sample")
+        if mark is None:
+            continue
+        test, _, rest = item.nodeid.partition("[")
+        variant = rest.removesuffix("]")
+        listed.update((test, each) for each in mark.args)
+        found.add((test, variant))
+        if variant not in mark.args:
+            item.add_marker(pytest.mark.long)
+    is_complete = not any("::" in argument for argument in config.args)
+    if is_complete and listed - found:
+        missing = [f"{test}[{variant}]" for test, variant in sorted(listed - found)]
+        raise pytest.UsageError(f"pytest.mark.sample lists unknown variants: {missing}")
 
 
 def pytest_collection_finish() -> None:

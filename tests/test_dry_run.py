@@ -86,7 +86,20 @@ def test_data_parallel_ranks_that_are_all_alike_train_as_one(size):
             train(model, optimizer)
 
 
-@pytest.mark.few(12)
+@pytest.mark.sample(
+    "0-8-None",
+    "0-8-AdamScale",
+    "0-1024-AdaScale",
+    "1-8-None",
+    "1-8-AdamScale",
+    "1-1024-AdaScale",
+    "2-8-AdaScale",
+    "2-1024-None",
+    "2-1024-AdamScale",
+    "3-8-AdaScale",
+    "3-1024-None",
+    "3-1024-AdamScale",
+)
 @pytest.mark.parametrize("rule", [None, "AdaScale", "AdamScale"])
 @pytest.mark.parametrize("size", [8, 1024])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
@@ -110,7 +123,7 @@ PARTS = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.sample("rule", "level 1", "level 3", "level 3 under a rule", "noise scale")
 @pytest.mark.filterwarnings("ignore:in the first block all")
 @pytest.mark.parametrize("part", PARTS)
 def test_every_part_runs_among_a_thousand_and_as_the_last_of_them(part):
@@ -123,7 +136,7 @@ def test_every_part_runs_among_a_thousand_and_as_the_last_of_them(part):
     assert not dist.is_initialized()
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("0", "3")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_a_save_sends_one_receipt_and_leaves_nothing(level, tmp_path):
     for rank in (0, 999):

@@ -54,7 +54,7 @@ def check_goes_on(said, ranks, *arguments):
     return second
 
 
-@pytest.mark.few(1)
+@pytest.mark.sample("options0-ShardedDataParallel")
 @pytest.mark.parametrize(
     ("options", "wrapper"),
     [

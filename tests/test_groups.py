@@ -98,7 +98,7 @@ def settled(count, most, seconds=5.0):
     return count()
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("adascale", "sharded", "overlapped_blocks")
 @pytest.mark.filterwarnings("ignore:in the first block all")  # the ranks train on equal data
 @pytest.mark.parametrize("make", KINDS)
 def test_what_is_dropped_leaves_no_descriptors_and_no_threads(make):

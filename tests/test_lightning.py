@@ -142,7 +142,7 @@ def assert_same(ranks, expected):
         assert progress == plain_progress
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("AdaScale-plain", "AdaScale of OSS-plain", "DiLoCo-all")
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", cheap_first(ALL))
 def test_one_device_is_the_plain_loop_and_a_resumed_run_the_whole_one(name, setting, tmp_path):
@@ -169,7 +169,7 @@ def test_two_devices_are_the_plain_loop(name):
     assert_same(ran, expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("AdaScale-True", "SlowMo-False")
 @pytest.mark.parametrize(
     "name, averaged",
     [("AdaScale", True), ("OSS", True), ("AdaScale of OSS", True), ("SlowMo", False)],

@@ -61,7 +61,7 @@ def test_readme_and_landing_page_begin_with_the_same_script():
     assert [block.code for block in readme[:5]] == [block.code for block in landing]
 
 
-@pytest.mark.few(1)
+@pytest.mark.sample("0.016-1.72")
 @pytest.mark.parametrize(("rate", "loss"), [("0.016", 1.72), ("0.064", 1.51)])
 def test_the_old_loop_of_the_readme_ends_where_it_says(rate, loss, tmp_path, monkeypatch):
     page = ROOT / "README.md"

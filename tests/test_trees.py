@@ -124,7 +124,7 @@ WRAPS = {
 ONE_WORKER_SHOWS = ("FSDP in bfloat16", "FSDP of float32 inputs")
 
 
-@pytest.mark.few(4)
+@pytest.mark.sample("1-FSDP", "1-FSDP of float32 inputs", "2-FSDP", "2-AdaptiveDataParallel")
 @pytest.mark.parametrize(
     ("workers", "wrap"),
     [
@@ -243,7 +243,9 @@ HUGGING_FACE = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.sample(
+    "None-FSDP", "True-FSDP", "True-AdaptiveDataParallel", "False-AdaptiveDataParallel"
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("wrap", HUGGING_FACE)
 @pytest.mark.parametrize("reentrant", [None, True, False])

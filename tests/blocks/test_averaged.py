@@ -31,7 +31,7 @@ def train(module, optimizer, steps, seed):
         optimizer.step()
 
 
-@pytest.mark.few(4)
+@pytest.mark.sample("2-0-float32", "2-1-bfloat16", "3-0-int4", "3-1-ternary")
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("workers", [2, 3])

@@ -79,7 +79,7 @@ def run(name, options, every, steps, **more):
     return torch.stack(seen)
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("LocalSGD-3-more1", "SlowMo-3-more1")
 @pytest.mark.parametrize(
     ("workers", "more"),
     [
@@ -531,7 +531,7 @@ def continued(name, kill_at, steps, options, workers_after=None):
     return flat_of(params)
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("6-options0", "9-options2", "10-options3")
 @pytest.mark.parametrize(
     "options",
     [

@@ -298,7 +298,7 @@ def counted(workers, steps, saved=None):
     return [train()] if workers is None else run_ranks(workers, train)
 
 
-@pytest.mark.few(6)
+@pytest.mark.sample("3-None-None", "3-1-2", "3-3-None", "10-None-2", "10-2-None", "10-3-2")
 @pytest.mark.parametrize("first", [None, 1, 2])
 @pytest.mark.parametrize("then", [None, 1, 2, 3])
 @pytest.mark.parametrize("steps", [3, 10])
@@ -486,7 +486,7 @@ def test_other_options_that_were_not_meant_are_an_error():
     raises_on_ranks(2, ValueError, load, match="other options: block_momentum: saved 0.5, now 0.6")
 
 
-@pytest.mark.few(5)
+@pytest.mark.sample("False-1", "False-3", "False-6", "True-3", "True-6")
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("average_sync", [False, True])
 def test_a_resumed_run_goes_on_bit_for_bit(stop, average_sync):

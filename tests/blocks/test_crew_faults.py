@@ -176,7 +176,7 @@ def test_killed_at_any_moment_in_a_crew_of_hundreds_no_two_ever_differ(
     test_killed_at_any_moment_no_two_ever_differ(store, tmp_path, mh.DiLoCo, {"every": 6})
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("DiLoCo-options1", "BMUF-options2")
 @pytest.mark.parametrize(("make", "options"), OPTIONS)
 def test_killed_at_any_moment_no_two_ever_differ(store, tmp_path, make, options):
     with BlockWorkers(store, tmp_path, expected=3, stall=1.0) as workers:

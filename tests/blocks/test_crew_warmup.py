@@ -206,7 +206,7 @@ def come_after_step(step, folder):
     return harm
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("shared", "overlap and fragments", "bmuf")
 @pytest.mark.parametrize("name", SHARED)
 def test_one_that_comes_after_the_last_step_of_a_warm_up_takes_part_in_the_round_that_ends_it(
     store, tmp_path, name
@@ -240,7 +240,7 @@ def test_one_that_comes_inside_of_a_warm_up_averages_gradients_from_the_next_ste
         assert after[0][step]["params"] == after[1][0]["params"]
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("shared", "bmuf", "local bmuf of one step")
 @pytest.mark.parametrize("name", [*SHARED, *LOCAL])
 def test_one_that_comes_in_the_round_that_ends_a_warm_up_begins_with_the_first_block(
     store, tmp_path, name
@@ -259,7 +259,7 @@ def test_one_that_comes_in_the_round_that_ends_a_warm_up_begins_with_the_first_b
         assert workers.events(2, "in")[0]["steps"] == kind.warmup
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("no warm-up", "local")
 @pytest.mark.parametrize(
     "kind",
     [diloco(0), diloco(1), diloco(6), diloco(6, local_warmup=True)],
@@ -314,7 +314,7 @@ def synchronize_at(step):
     return before_step
 
 
-@pytest.mark.few(4)
+@pytest.mark.sample("shared-0", "own steps-0", "local Adam-1", "local bmuf of one step-1")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("name", EACH)
 def test_the_round_that_ends_a_warm_up_is_repeated_when_a_member_dies_and_another_comes(
@@ -373,7 +373,11 @@ def test_one_that_missed_the_last_mean_of_a_warm_up_comes_back_for_the_round_tha
 STOPS = {"before its last mean": "average_gradients", "after its last step": "count_step"}
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample(
+    "shared-before its last mean",
+    "overlap and fragments-before its last mean",
+    "own steps-after its last step",
+)
 @pytest.mark.parametrize(
     ("name", "where"),
     [
@@ -447,7 +451,7 @@ IN_A_BLOCK = {  # after 22 steps
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("shared", "local bmuf")
 @pytest.mark.parametrize("name", IN_A_BLOCK)
 def test_one_may_come_in_the_last_round_of_finish(store, tmp_path, name):
     kind, steps = IN_A_BLOCK[name], 22

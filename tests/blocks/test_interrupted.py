@@ -152,7 +152,7 @@ def test_a_run_that_is_interrupted_at_every_step_is_the_run_that_is_not():
     assert run_ranks(2, differing, CHEAP) == [[], []]
 
 
-@pytest.mark.few(1)
+@pytest.mark.sample("case0")
 @pytest.mark.parametrize("case", CHEAP[1:3])
 def test_a_run_that_is_interrupted_once_is_the_run_that_is_not(case):
     once = [[step] for step in EVERY_STEP if step % 4 != 1]

@@ -288,7 +288,7 @@ LEAVING = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("{'every': 5}", "{'every': 6, 'overlap': 2, 'fragments': 3}")
 @pytest.mark.parametrize("options", LEAVING, ids=str)
 def test_a_worker_that_leaves_in_mid_block_costs_the_others_no_more_than_a_death(
     store, tmp_path, options

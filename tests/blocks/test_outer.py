@@ -94,7 +94,7 @@ def walk(outer, means):
     return torch.stack(points)
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("Average", "BlockMomentum, nesterov", "of one's own, with two memories")
 @pytest.mark.parametrize("name", OUTERS)
 @given(blocks)
 def test_an_outer_step_treats_each_element_by_itself(name, differences):

@@ -65,7 +65,7 @@ class Run:
         ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("Average", "BlockMomentum, nesterov", "of one's own, with two memories")
 @contract
 def test_blocks_equal_the_plain_loop(name):
     def all_cases():
@@ -81,7 +81,7 @@ def test_blocks_equal_the_plain_loop(name):
             )
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("Average", "BlockMomentum, nesterov", "of one's own, with two memories")
 @contract
 def test_a_state_dict_continues_bitwise_in_mid_block(name):
     def go():
@@ -96,7 +96,7 @@ def test_a_state_dict_continues_bitwise_in_mid_block(name):
     run_ranks(2, go)
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("Average", "BlockMomentum, nesterov", "of one's own, with two memories")
 @contract
 def test_a_checkpoint_continues_on_more_workers_with_the_same_anchor_and_memories(name, tmp_path):
     def first():

@@ -102,7 +102,13 @@ class Run:
 CARRIERS = [{"shared_memory": False}, {"shared_memory": None}, {"codec": "int8"}]
 
 
-@pytest.mark.few(5)
+@pytest.mark.sample(
+    "LocalSGD-{'shared_memory': False}",
+    "BMUF-{'shared_memory': False}",
+    "DiLoCo-{'shared_memory': False}",
+    "DiLoCo-{'codec': 'int8'}",
+    "SlowMo-{'codec': 'int8'}",
+)
 @pytest.mark.parametrize("more", CARRIERS, ids=str)
 @pytest.mark.parametrize("name", OUTER)
 def test_steps_of_ones_own_equal_the_plain_loop(name, more):
@@ -183,7 +189,7 @@ def test_all_know_all_numbers_before_the_block_begins_and_count_the_same_steps()
     assert [count for count, _, _ in third[1]][4:6] == [6, 9]
 
 
-@pytest.mark.few(6)
+@pytest.mark.sample("18-0", "19-0", "20-0", "21-1", "22-1", "23-1")
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("end", range(18, 24))
 def test_training_until_any_count_ends_in_the_same_round_for_all(end, overlap):

@@ -12,7 +12,7 @@ DILOCO = {"kind": "DiLoCo", "lr": 0.7, "momentum": 0.9}
 NESTEROV = BlockMomentum(0.7, 0.9, nesterov=True)
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("5-0-outer0-method0", "5-6-outer3-method3")
 @pytest.mark.parametrize(
     ("every", "warmup", "outer", "method"),
     [

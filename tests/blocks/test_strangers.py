@@ -105,7 +105,7 @@ def forged_rosters():
     }
 
 
-@pytest.mark.few(4)
+@pytest.mark.sample("garbage", "a finished run, not signed", "signed for another key", "large")
 @pytest.mark.parametrize("name", forged_rosters())
 def test_a_forged_roster_is_put_right(store, name):
     ours, stranger = shared(store), connect_to_store(store.address)

@@ -76,7 +76,7 @@ def scaled(model, inner):
     return inside, rule, {"inner_group": inner}
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("0-ddp", "2-scaled")
 @pytest.mark.parametrize("how", [ddp, sharded, fully_sharded, scaled])
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_two_replicas_of_two_workers(how, overlap):

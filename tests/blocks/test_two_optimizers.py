@@ -53,7 +53,12 @@ def step_both(wrap, **options):
     return torch.stack(seen)
 
 
-@pytest.mark.few(4)
+@pytest.mark.sample(
+    "4-0-1-None-in_one_list",
+    "4-2-1-None-in_one_list",
+    "4-2-1-False-each_by_itself",
+    "6-1-3-False-each_by_itself",
+)
 @pytest.mark.parametrize("wrap", [in_one_list, each_by_itself])
 @pytest.mark.parametrize("shared_memory", [None, False])
 @pytest.mark.parametrize(("every", "overlap", "fragments"), [(4, 0, 1), (4, 2, 1), (6, 1, 3)])
@@ -152,7 +157,7 @@ def test_muon_and_adamw_in_blocks_equal_the_plain_loop(wrap):
         torch.testing.assert_close(ours, plain[:, rank], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("float32-in_one_list", "ternary-each_by_itself")
 @pytest.mark.parametrize("wrap", [in_one_list, each_by_itself])
 @pytest.mark.parametrize("codec", CODECS)
 def test_with_every_codec_fragments_and_a_warmup_all_workers_end_equal(codec, wrap):
@@ -190,7 +195,7 @@ def test_alone_a_list_is_bitwise_its_optimizers():
 WAYS_TO_SEND = [({}, 1e-9), ({"shared_memory": False}, 1e-9), ({"codec": "bfloat16"}, 0.01)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("sizes0-options0-1e-09", "sizes1-options2-0.01")
 @pytest.mark.parametrize(("options", "tolerance"), WAYS_TO_SEND)
 @pytest.mark.parametrize("sizes", [(23, 40), (600_000, 900_000)])  # of one chunk, and of several
 def test_each_optimizer_has_a_drift_and_together_they_have_one(sizes, options, tolerance):

@@ -100,7 +100,7 @@ def test_state_of_whole_parameters(kind, tmp_path):
             run_ranks(there, read, tmp_path / way, saved)
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("kind0-AdaScale-3-plain", "kind1-AdamScale-3-plain", "kind1-AdamScale-3-FSDP")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize(("kind", "rule"), [(SGD, mh.AdaScale), (ADAMW, mh.AdamScale)])

@@ -230,7 +230,7 @@ def test_a_damaged_state_of_a_rule_is_refused_by_name_or_harmless(which):
     forge(lambda: RuleRun(which), which, MUTATIONS, part)
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("DiLoCo", "BMUF", "own steps")
 @pytest.mark.parametrize("which", BlocksRun.METHODS)
 def test_a_damaged_state_of_blocks_is_refused_by_name_or_harmless(which):
     def rank():

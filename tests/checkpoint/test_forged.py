@@ -338,7 +338,7 @@ def test_checksums_of_a_sparse_file_are_compared_before_they_are_kept(tmp_path):
 ENTRIES = ["step", "exp_avg", "exp_avg_sq"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("OSS-step", "fully_shard-exp_avg_sq")
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("way", ["OSS", "fully_shard"])
 def test_a_state_that_lacks_an_entry_of_one_parameter_is_refused(way, entry, tmp_path):

@@ -76,7 +76,18 @@ def held(model, optimizer):
     return str([*model.named_parameters(), optimizer.state_dict()])
 
 
-@pytest.mark.few(10)
+@pytest.mark.sample(
+    "Adadelta-plain",
+    "Adagrad-plain",
+    "Adam amsgrad-plain",
+    "Adam foreach-plain",
+    "Adamax-plain",
+    "AdamW-OSS",
+    "NAdam-OSS",
+    "RMSprop-OSS",
+    "SGD-OSS",
+    "SGD fused-OSS",
+)
 @pytest.mark.parametrize("way", ["plain", "OSS"])
 @pytest.mark.parametrize("which", OPTIMIZERS)
 def test_every_state_continues_after_any_number_of_steps(which, way, tmp_path):
@@ -93,7 +104,18 @@ def test_every_state_continues_after_any_number_of_steps(which, way, tmp_path):
             assert held(*other) == held(model, optimizer)
 
 
-@pytest.mark.few(10)
+@pytest.mark.sample(
+    "Adadelta-plain",
+    "Adagrad-plain",
+    "Adam amsgrad-plain",
+    "Adam foreach-plain",
+    "Adamax-plain",
+    "AdamW-OSS",
+    "NAdam-OSS",
+    "RMSprop-OSS",
+    "SGD-OSS",
+    "SGD fused-OSS",
+)
 @pytest.mark.parametrize("way", ["plain", "OSS"])
 @pytest.mark.parametrize("which", OPTIMIZERS)
 def test_a_state_without_an_entry_is_refused_or_continues(which, way, tmp_path):

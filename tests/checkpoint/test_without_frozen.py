@@ -43,7 +43,7 @@ def whole(model):
     return {name.removeprefix("module."): t.clone() for name, t in model.state_dict().items()}
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("0", "3")
 @pytest.mark.parametrize("level", (0, 1, 2, 3))
 def test_what_is_frozen_is_neither_saved_nor_loaded(level, tmp_path):
     def save():

@@ -61,7 +61,7 @@ def test_verify_finds_what_is_damaged(manyhands, tmp_path):
     assert result.exit_code == 1 and "safetensors is damaged" in result.output
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("False-OSS", "True-fully_shard")
 @pytest.mark.parametrize("way", ["OSS", "fully_shard"])
 @pytest.mark.parametrize("large", [False, True])
 def test_consolidate_writes_what_one_worker_would_have(

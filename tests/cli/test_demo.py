@@ -158,7 +158,7 @@ def test_what_is_missing_is_said_before_anything_is_trained(demo, package, monke
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("adascale-None", "none-1.0")
 @pytest.mark.parametrize(
     ("rule", "factor"), [("adascale", None), ("linear", 8.0), ("sqrt", 8**0.5), ("none", 1.0)]
 )

@@ -77,7 +77,9 @@ def test_workers_of_different_speed_take_different_amounts(options):
     assert first > 2 * second > 2 * third
 
 
-@pytest.mark.few(4)
+@pytest.mark.sample(
+    "{}-1", "{'overlap': 1}-2", "{'fragments': 2}-2", "{'warmup': 4, 'local_warmup': True}-3"
+)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize(
     "options",
@@ -242,7 +244,7 @@ def unequal_epochs(count, speeds, drop_last=False, samples=SAMPLES):
     return seen, sorted(positions), optimizer.own_steps, optimizer.rounds, model.weight.item()
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("40", "103")
 @pytest.mark.parametrize("samples", [40, 57, 101, 103])
 def test_unequal_workers_see_each_sample_once_and_the_fast_ones_see_more(samples):
     found = run_ranks(3, unequal_epochs, 3, [1.0, 2.0, 4.0], samples=samples)

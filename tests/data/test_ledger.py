@@ -245,7 +245,7 @@ def test_a_crew_loses_no_sample_and_repeats_none(samples, batch, every, ahead, o
     train(crew, random, epochs=2, faults=100)
 
 
-@pytest.mark.few(5)
+@pytest.mark.sample("0-0", "1-0", "2-0", "3-2", "4-2")
 @pytest.mark.parametrize("overlap", [0, 2])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_hundred_kills_and_joins_lose_no_sample(seed, overlap):

@@ -100,7 +100,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample(
+    "in order-counted", "shuffled inside-counted", "two processes, shuffled inside-stated"
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_each_sample_comes_once_however_often_the_ranks_change(kind, options):
@@ -325,7 +327,7 @@ def count_for_ever(folder, ranks, options):
     run_ranks(ranks, go)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sample("{}")
 @pytest.mark.parametrize("options", [{}, {"buffer_size": 16}, {"num_workers": 2}], ids=str)
 def test_no_sample_is_lost_or_repeated_when_runs_are_killed(options, tmp_path):
     choose, folder, kills = random.Random(0), tmp_path / "run", 0

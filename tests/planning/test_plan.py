@@ -146,7 +146,7 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("AdamW-1", "Adafactor-2")
 @pytest.mark.parametrize("workers", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_plan_is_what_training_holds_and_sends_to_the_byte(name, workers):
@@ -213,7 +213,7 @@ def most_in_backward(build, kind):
     return memory.most
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("SGD-deep", "Adafactor-broad")
 @pytest.mark.parametrize("build", [deep, broad])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adafactor])
 def test_what_is_in_flight_is_the_most_that_backward_takes(build, kind):

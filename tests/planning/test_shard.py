@@ -99,7 +99,7 @@ def sharded_losses(make_optimizer, level):
     return train(model, optimizers, rank=dist.get_rank(), workers=dist.get_world_size())
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("1-sgd", "1-muon_and_adamw", "2-muon_and_adamw")
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw, muon_and_adamw])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_level_trains_as_the_plain_loop(workers, make_optimizer):
@@ -216,7 +216,14 @@ def only_here(model):
     return optimizer
 
 
-@pytest.mark.few(6)
+@pytest.mark.sample(
+    "other_rate-different values of lr-0",
+    "other_rate-different values of lr-2",
+    "other_class-different optimizers-0",
+    "other_class-different optimizers-3",
+    "only_here-has a scheduler or a step hook-1",
+    "only_here-has a scheduler or a step hook-3",
+)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     ("make_optimizer", "says"),
@@ -308,7 +315,7 @@ TORCHS = [
 OFTEN = ("SGD", "AdamW", "Adafactor", "Muon")  # the others in the long tests only
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("Adafactor", "SGD")
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=() if k.__name__ in OFTEN else pytest.mark.long) for k in TORCHS]
 )
@@ -441,7 +448,15 @@ FIRST = {  # what is done with the model before, what is sharded then, and what 
 }
 
 
-@pytest.mark.few(7)
+@pytest.mark.sample(
+    "shard 0",
+    "shard 3",
+    "shard 1 of a layer",
+    "shard 0, a layer next",
+    "shard 3, a layer next",
+    "DataParallel",
+    "fully_shard",
+)
 @pytest.mark.parametrize("name", FIRST)
 def test_a_model_is_sharded_once_at_a_time(name):
     use, part, says = FIRST[name]

@@ -275,7 +275,7 @@ def test_adaptdls_loop_takes_a_step_after_the_last_pass_only(clock, clear):
     assert rule.progress == expected.progress
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("adaptive-True", "plain-False")
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("way", ["adaptive", "plain"])
 def test_a_gradient_scaler_in_adaptdls_loop_changes_nothing(clock, monkeypatch, way, foreach):

@@ -399,7 +399,7 @@ def test_under_every_sharding_it_is_the_same_run(way):
         assert losses == pytest.approx(sharded_losses, rel=1e-9)
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("AdaScale", "LinearScale")
 @pytest.mark.parametrize("rule", [mh.AdaScale, mh.AdamScale, mh.SqrtScale, mh.LinearScale])
 def test_loss_scaling_and_clipping_at_a_changing_batch(clock, rule):
     """A scaler and a clipped gradient: the same run as without the scaler."""

@@ -49,7 +49,14 @@ def train(kind, inner, passes, call, scale=None):
     return {"params": params, "gains": gains, "scales": scales, "progress": rule.progress}
 
 
-@pytest.mark.few(6)
+@pytest.mark.sample(
+    "AdaScale-SGD momentum-adascale-1-rule",
+    "AdaScale-SGD momentum-adascale-2-rule",
+    "AdamScale-AdamW-adamscale-1-rule",
+    "AdamScale-AdamW-adamscale-2-optimizer",
+    "LinearScale-SGD-linear-1-optimizer",
+    "LinearScale-SGD-linear-2-optimizer",
+)
 @pytest.mark.parametrize("call", ["rule", "optimizer"])
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(

@@ -54,7 +54,9 @@ def begun(workers, passes):
     return on(workers, passes, 5)
 
 
-@pytest.mark.few(4)
+@pytest.mark.sample(
+    "loaded_on0-saved_on0", "loaded_on1-saved_on1", "loaded_on2-saved_on2", "loaded_on3-saved_on3"
+)
 @pytest.mark.parametrize("saved_on", SIZES)
 @pytest.mark.parametrize("loaded_on", SIZES)
 def test_a_run_goes_on_with_another_number_of_workers(saved_on, loaded_on, tmp_path):

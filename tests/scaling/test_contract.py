@@ -138,7 +138,35 @@ def plain(rule, optimizer, setup):
     return oracle
 
 
-@pytest.mark.few(27)
+@pytest.mark.sample(
+    "AdaScale-SGD-4 passes",
+    "AdaScale-SGD-2 workers x 2 passes",
+    "AdaScale-SGD momentum-2 workers",
+    "AdaScale-Adam-4 passes",
+    "AdaScale-Adam-2 workers x 2 passes",
+    "AdaScale-AdamW-2 workers",
+    "AdamScale-Adam-4 passes",
+    "AdamScale-Adam-2 workers x 2 passes",
+    "AdamScale-AdamW-2 workers",
+    "LinearScale-SGD-4 passes",
+    "LinearScale-SGD-2 workers x 2 passes",
+    "LinearScale-SGD momentum-2 workers",
+    "LinearScale-Adam-4 passes",
+    "LinearScale-Adam-2 workers x 2 passes",
+    "LinearScale-AdamW-2 workers x 2 passes",
+    "SqrtScale-SGD-2 workers",
+    "SqrtScale-SGD momentum-4 passes",
+    "SqrtScale-SGD momentum-2 workers x 2 passes",
+    "SqrtScale-Adam-2 workers",
+    "SqrtScale-AdamW-4 passes",
+    "SqrtScale-AdamW-2 workers x 2 passes",
+    "LEGWScale-SGD-2 workers",
+    "LEGWScale-SGD momentum-4 passes",
+    "LEGWScale-SGD momentum-2 workers x 2 passes",
+    "LEGWScale-Adam-2 workers",
+    "LEGWScale-AdamW-4 passes",
+    "LEGWScale-AdamW-2 workers x 2 passes",
+)
 @contract
 def test_training_is_the_plain_run_with_the_rules_learning_rate(rule, optimizer, setup):
     ours = [worker[optimizer] for worker in results(rule, setup)]

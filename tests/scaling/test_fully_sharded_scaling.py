@@ -170,7 +170,7 @@ RULES = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("AdaScale-nested", "AdamScale-mh.FSDP")
 @pytest.mark.parametrize("how", [pytest.param(ONE, marks=pytest.mark.long), NESTED, WRAPPED])
 @pytest.mark.parametrize(("rule", "optim", "options"), RULES[:2])
 def test_statistics_and_training_are_those_of_ddp(how, rule, optim, options):
@@ -188,7 +188,7 @@ def test_rules_that_only_report_the_statistics(rule, optim, options):
     check_equal_to_ddp(2, WRAPPED, rule, optim, options)
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("AdaScale-False", "AdamScale-True")
 @pytest.mark.parametrize("sync_all", [False, True])
 @pytest.mark.parametrize(("rule", "optim", "options"), RULES[:2])
 def test_accumulated_passes_are_measured_as_under_ddp(rule, optim, options, sync_all):
@@ -328,7 +328,7 @@ class Cast(nn.Module):
         return torch.func.functional_call(self.module, cast, x.bfloat16())
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("AdaScale-True", "AdamScale-False")
 @pytest.mark.parametrize("sync_all", [True, False])
 @pytest.mark.parametrize(("rule", "optim", "options"), RULES[:2])
 def test_norms_of_bfloat16_gradients_are_taken_in_float32(rule, optim, options, sync_all):

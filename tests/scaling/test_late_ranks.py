@@ -50,7 +50,7 @@ WORDS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("a subset", "no_sync")
 @pytest.mark.parametrize("mistake", WORDS)
 def test_a_rank_that_left_out_ddps_average_raises_within_seconds(mistake):
     begin = time.monotonic()

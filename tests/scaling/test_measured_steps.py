@@ -113,7 +113,13 @@ def run(rule, passes, **options):
     }
 
 
-@pytest.mark.few(5)
+@pytest.mark.sample(
+    "AdaScale-1-2-True",
+    "AdaScale-3-1-True",
+    "AdamScale-2-2-True",
+    "LinearScale-1-2-False",
+    "LinearScale-3-1-False",
+)
 @pytest.mark.parametrize("debias", [True, False])
 @pytest.mark.parametrize(("workers", "passes"), [(1, 2), (2, 1), (2, 2), (3, 1)])
 @pytest.mark.parametrize("rule", RULES)
@@ -313,7 +319,7 @@ def sharded(how, rule, passes=1):
     return torch.tensor(seen, dtype=torch.float64), [p.detach().clone() for p in params]
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("AdaScale-OSS-1", "AdamScale-OSS-1", "AdamScale-FSDP-2")
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("how", ["OSS", "fully_shard", "FSDP"])
 @pytest.mark.parametrize("rule", [mh.AdaScale, mh.AdamScale])

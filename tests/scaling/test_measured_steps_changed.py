@@ -63,7 +63,7 @@ def saved_and_continued(rule, passes, stop):
     return all(same)
 
 
-@pytest.mark.few(4)
+@pytest.mark.sample("AdaScale-1-9", "AdaScale-2-10", "AdamScale-1-12", "AdamScale-2-16")
 @pytest.mark.parametrize("stop", [SETTLED, SETTLED + 1, SETTLED + 2, SETTLED + 3, SETTLED + 7])
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("rule", ["AdaScale", "AdamScale"])

@@ -227,7 +227,14 @@ def one_rank_makes_a_mistake(what, at):
             raise type(error)(f"at step {step}: {error}") from error
 
 
-@pytest.mark.few(6)
+@pytest.mark.sample(
+    "a step left out-statistics, progress or factors-10",
+    "a state-Load the state dict on every worker-10",
+    "scale-different scale: rank 0: 2; rank 1: 3-10",
+    "scale-different scale: rank 0: 2; rank 1: 3-12",
+    "passes-rank 1: set_num_gradients_to_accumulate\\\\(\\\\)-12",
+    "a Ramp-Is there a Ramp on some workers only-12",
+)
 @pytest.mark.parametrize("at", [SETTLED + 1, SETTLED + 2, SETTLED + 3])
 @pytest.mark.parametrize(
     ("what", "message"),
@@ -246,7 +253,11 @@ def test_ranks_that_have_come_to_disagree_all_raise_at_the_next_step(what, messa
     raises_on_ranks(2, RanksDisagree, one_rank_makes_a_mistake, what, at, match=match, timeout=20)
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample(
+    "an extra pass-this is backward pass 2 since the last step-10",
+    "a pass too few-step\\\\(\\\\) after 1 of 2 backward passes|which is this one-11",
+    "no_sync-no_sync-12",
+)
 @pytest.mark.parametrize("at", [SETTLED + 1, SETTLED + 2, SETTLED + 3])
 @pytest.mark.parametrize(
     ("what", "message"),

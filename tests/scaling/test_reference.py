@@ -135,7 +135,15 @@ def on_ranks(case, fn):
     return run_ranks(n, fn, case)[0] if n > 1 else fn(case)
 
 
-@pytest.mark.few(7)
+@pytest.mark.sample(
+    "n2_scale2",
+    "n4_scale8",
+    "n1_accum4_scale2",
+    "n2_scale_changes",
+    "n2_lossscale1024",
+    "n2_adam_adamscale_fixed",
+    "n2_linear",
+)
 @pytest.mark.parametrize("name", NOISE["expect"]["adaptdl"])
 def test_the_noise_the_gain_and_the_training_are_adaptdls(name):
     case, expected = CASES[name], NOISE["expect"]["adaptdl"][name]
@@ -201,7 +209,15 @@ FAIRSCALE = [
 ]
 
 
-@pytest.mark.few(7)
+@pytest.mark.sample(
+    "fairscale_default-n2_scale2",
+    "fairscale_default-n4_scale8",
+    "fairscale_default-n1_accum4_scale2",
+    "fairscale_default-n2_nan_inf",
+    "fairscale_b3-n4_scale8",
+    "fairscale_b3-n1_accum4_scale2",
+    "fairscale_b3-n2_nan_inf",
+)
 @pytest.mark.parametrize(("table", "name"), FAIRSCALE)
 def test_with_its_floors_the_numbers_are_fairscales(table, name, monkeypatch):
     monkeypatch.setattr(_noise, "estimate", floored_estimate)

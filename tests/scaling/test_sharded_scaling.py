@@ -90,14 +90,14 @@ RULES = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("AdaScale-OSS + DDP", "AdamScale-rule, then module", "LinearScale-module first")
 @pytest.mark.parametrize("how", [OSS_DDP, RULE_FIRST, MODULE_FIRST])
 @pytest.mark.parametrize(("rule", "optim", "options"), RULES)
 def test_statistics_and_training_are_those_of_ddp(how, rule, optim, options):
     check_equal_to_ddp(2, how, rule, optim, options)
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("AdaScale-False", "AdamScale-True")
 @pytest.mark.parametrize("sync_all", [False, True])
 @pytest.mark.parametrize(("rule", "optim", "options"), RULES[:2])
 def test_accumulated_passes_are_measured_as_under_ddp(rule, optim, options, sync_all):
@@ -195,7 +195,11 @@ def interrupted(how, saved_how, rule, optim, options):
     return optimizer.progress, [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample(
+    "AdaScale-rule, then module-rule, then module",
+    "AdaScale-DDP-OSS + DDP",
+    "AdamScale-DDP-OSS + DDP",
+)
 @pytest.mark.parametrize(
     ("saved_how", "how"),
     [(RULE_FIRST, RULE_FIRST), (RULE_FIRST, PLAIN), (PLAIN, OSS_DDP)],

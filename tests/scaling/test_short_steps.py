@@ -155,7 +155,7 @@ def test_a_counted_short_step_is_the_plain_one_of_its_passes(rule, found):
     assert_plain(result, plain(rule, 1, passes=passes))
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("DDP-declared", "sharded-found", "fully_shard-port")
 @pytest.mark.parametrize("found", [False, True, "port"], ids=["declared", "found", "port"])
 @pytest.mark.parametrize("wrapper", ["DDP", "OSS", "sharded", "FSDP", "fully_shard"])
 def test_a_counted_short_step_on_two_ranks(wrapper, found):

@@ -366,7 +366,14 @@ def statistics_under_ddp(options, passes, use_no_sync, set_to_none):
     return list(optimizer.noise.raw_sqr)
 
 
-@pytest.mark.few(6)
+@pytest.mark.sample(
+    "plain-1-True-True",
+    "bucket views-1-True-True",
+    "static graph-1-True-True",
+    "static graph-3-False-False",
+    "unused parameters-3-False-False",
+    "tiny buckets-3-False-False",
+)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize(("passes", "use_no_sync"), [(1, True), (3, True), (3, False)])
 @pytest.mark.parametrize("options", DDP.values(), ids=DDP.keys())

@@ -53,7 +53,9 @@ def test_gradients_that_are_held_have_the_norms_of_those_that_are_not(rule, toge
 DDP = {"": {}, "views": {"gradient_as_bucket_view": True}, "static graph": {"static_graph": True}}
 
 
-@pytest.mark.few(4)
+@pytest.mark.sample(
+    "AdaScale-1-", "AdaScale-3-views", "AdamScale-1-views", "AdamScale-3-static graph"
+)
 @pytest.mark.parametrize("options", DDP.values(), ids=DDP)
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("rule", RULES)

@@ -79,7 +79,7 @@ class Unscaled(ScalingRuleBase):
         return 1.0
 
 
-@pytest.mark.few(5)
+@pytest.mark.sample("None-DDP", "None-FSDP", "Unscaled-DDP", "Unscaled-OSS", "Unscaled-fully_shard")
 @pytest.mark.parametrize("way", ["DDP", "OSS", "FSDP", "fully_shard"])
 @pytest.mark.parametrize("rule", [None, Unscaled])
 def test_the_gradient_is_that_of_the_whole_batch_in_one_backward(way, rule):

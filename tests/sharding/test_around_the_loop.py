@@ -62,7 +62,7 @@ def same_losses(ranks, expected):
     torch.testing.assert_close(mean, expected, rtol=1e-10, atol=0.0)
 
 
-@pytest.mark.few(4)
+@pytest.mark.sample("False-0", "False-2", "True-1", "True-3")
 @any_level
 @pytest.mark.parametrize("buffers", (False, True))
 def test_a_moving_average_of_the_model(level, buffers):
@@ -99,7 +99,7 @@ def test_a_copy_of_a_sharded_model_is_refused(level):
     raises_on_ranks(2, TypeError, copies, match=advice[level])
 
 
-@pytest.mark.few(6)
+@pytest.mark.sample("None-0", "None-2", "0-0", "0-3", "1-1", "1-3")
 @any_level
 @pytest.mark.parametrize("wrong", [None, 0, 1])
 def test_whether_gradients_are_finite_is_the_same_on_every_rank(level, wrong):

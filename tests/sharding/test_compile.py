@@ -111,7 +111,7 @@ def compilers_files(tmp_path_factory):
         yield
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("0-aot_eager", "3 by size-aot_eager")
 @pytest.mark.usefixtures("compilers_files")
 @pytest.mark.filterwarnings("ignore")  # torch's own, of what it does not compile
 @pytest.mark.parametrize(

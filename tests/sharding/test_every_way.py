@@ -85,7 +85,9 @@ def assert_near(ranks, expected):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.few(4)
+@pytest.mark.sample(
+    "1-None-plain-SGD", "2-None-plain-SGD", "2-None-Alternate-AdamW", "1-0.3-Alternate-AdamW"
+)
 @any_optimizer
 @contract
 @pytest.mark.parametrize(("passes", "clip"), [(1, None), (2, None), (1, 0.3)])
@@ -96,7 +98,7 @@ def test_training_is_the_plain_run(way, kind, passes, clip):
     assert_near(run_ranks(ranks_of(way), go), go())
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("plain-SGD", "Alternate-AdamW")
 @any_optimizer
 @contract
 def test_a_rule_takes_the_steps_that_it_takes_under_ddp(way, kind):
@@ -111,7 +113,7 @@ def test_a_rule_takes_the_steps_that_it_takes_under_ddp(way, kind):
         torch.testing.assert_close(mine, under_ddp[0], rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.few(4)
+@pytest.mark.sample("plain", "ShardedDataParallel", "FSDP, 2 x 2", "Alternate")
 @contract
 def test_all_ranks_skip_the_step_that_overflows_on_one(way):
     def go(kind=mh.ShardedGradScaler):
@@ -124,7 +126,7 @@ def test_all_ranks_skip_the_step_that_overflows_on_one(way):
     assert_near(run_ranks(ranks_of(way), go), expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("plain-SGD", "Alternate-AdamW")
 @any_optimizer
 @contract
 def test_a_run_goes_on_plain_and_the_other_way_round(way, kind, tmp_path):
@@ -146,7 +148,7 @@ def test_a_run_goes_on_plain_and_the_other_way_round(way, kind, tmp_path):
     assert_near(run_ranks(ranks, go, load=tmp_path / "plain"), whole)
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("plain", "ShardedDataParallel", "Alternate")
 @in_one_dimension
 def test_two_sharded_workers_train_in_blocks(way):
     """Two ranks shard a worker, and two workers average their parameters every other step."""

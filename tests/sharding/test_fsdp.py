@@ -91,7 +91,7 @@ def steps(model, optimizers, part, *, loss=loss_of, after=lambda step: None, wor
 # -- the plain run's numbers ------------------------------------------------------------------
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("1-SGD-nested", "1-LAMB-nested", "3-LAMB-nested")
 @pytest.mark.parametrize(
     ("name", "way"), [("SGD", "nested"), ("AdamW", "one wrap"), ("LAMB", "nested")]
 )

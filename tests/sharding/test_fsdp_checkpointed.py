@@ -125,7 +125,7 @@ EVERY = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("around-reentrant-2", "around_two-reentrant-2", "each_of_nested-reentrant-2")
 @pytest.mark.parametrize(("layout", "check", "times"), EVERY)
 def test_a_wrap_that_runs_several_times_under_checkpoints(layout, check, times):
     compare(layout, check, times)
@@ -139,7 +139,7 @@ def test_with_accumulated_gradients(layout, no_sync):
     compare(layout, REENTRANT, 2, passes=3, no_sync=no_sync)
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("False-False", "True-True")
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("fp32", [False, True])
 def test_with_mixed_precision(fp32, no_sync):

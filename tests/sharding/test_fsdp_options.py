@@ -63,7 +63,7 @@ def casts(model, dtype, workers, reduce=None):
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.few(4)
+@pytest.mark.sample("1-one_wrap-True", "1-nested-True", "2-one_wrap-False", "2-nested-False")
 @pytest.mark.parametrize("fp32", [True, False])
 @pytest.mark.parametrize("wrap", [one_wrap, nested])
 @pytest.mark.parametrize("workers", [1, 2])

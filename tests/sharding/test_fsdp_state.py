@@ -45,7 +45,7 @@ def file_trip(value):
     return torch.load(buffer, weights_only=True)
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("1-one wrap", "2-one wrap", "3-nested")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_a_state_dict_is_the_plain_models(workers, way):

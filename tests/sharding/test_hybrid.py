@@ -55,7 +55,7 @@ class Branches(nn.Module):
         return self.body(x) + self.extra[name](x)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sample("AdamW-shape0")
 @shapes
 @pytest.mark.parametrize("kind", ["AdamW", "Muon and AdamW", "LAMB"])
 def test_shard_on_a_mesh_trains_as_one_process_and_goes_on_at_another_level(kind, shape, tmp_path):
@@ -83,7 +83,7 @@ def test_shard_on_a_mesh_trains_as_one_process_and_goes_on_at_another_level(kind
     assert_same(run_ranks(4, go, "mesh", range(3, 6)), later)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sample("1.0-shape0")
 @shapes
 @pytest.mark.parametrize("norm", [1.0, 2.0, float("inf")])
 def test_both_ways_to_clip_take_the_norm_of_one_copy(norm, shape):

@@ -301,7 +301,7 @@ def saved(optimizer, module):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("SGD momentum", "named")
 @pytest.mark.parametrize("name", BUILDS)
 def test_a_plain_run_goes_on_sharded_and_a_sharded_one_plain_or_on_more_workers(name):
     build = BUILDS[name]

@@ -74,7 +74,7 @@ def run(build, way, *, clip=False, passes=1, scaler=None):
     return {"params": after, "scales": scales, "stepped": stepped, "state": scaler.state_dict()}
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("<lambda>0-False", "<lambda>1-False", "muon_and_adamw-True")
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("build", [one(AdamW, lr=0.02), one(Lamb, lr=0.02), muon_and_adamw])
 def test_all_workers_skip_and_back_off_as_the_plain_run(build, clip):

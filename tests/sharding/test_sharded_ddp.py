@@ -97,7 +97,9 @@ def test_buffer_sizes_change_no_number(build):
         assert_same([r[i] for r in ranks], list(expected.parameters()))
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample(
+    "<lambda>0-options0-wire0", "<lambda>0-options2-None", "<lambda>1-options2-None"
+)
 @pytest.mark.parametrize(
     ("options", "wire"),
     [
@@ -139,7 +141,7 @@ def test_the_startup_gives_everyone_rank_0s_model_unless_told_not_to():
 # -- clearing gradients --------------------------------------------------------------------------
 
 
-@pytest.mark.few(4)
+@pytest.mark.sample("optimizer-True", "model-True", "inner module-False", "by hand-False")
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("who", ["optimizer", "model", "inner module", "by hand"])
 def test_gradients_may_be_cleared_in_every_way(who, set_to_none):
@@ -249,7 +251,7 @@ def test_ranks_may_use_different_parameters_in_a_step():
     assert_same(ranks, run(plain, None))
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("optimizer-<lambda>", "inner module-muon_and_adamw")
 @pytest.mark.parametrize("build", [adamw, muon_and_adamw])
 @pytest.mark.parametrize("clear_by", ["optimizer", "inner module"])
 def test_a_rank_without_data_joins_in_with_nothing(build, clear_by):
@@ -453,7 +455,7 @@ def test_a_weight_inside_two_checkpoints():
     compare(loop, model=Twice)
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("inner module-eager", "wrapped module-aot_eager")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("what", ["inner module", "wrapped module"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -828,7 +830,11 @@ def test_without_auto_refresh_one_is_told_or_refreshes_by_hand():
     run_ranks(2, forgotten, timeout=20)
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample(
+    "<lambda>0-before the first step",
+    "<lambda>1-before the first step",
+    "muon_and_adamw-after a step",
+)
 @pytest.mark.parametrize("when", ["before the first step", "after a step"])
 @pytest.mark.parametrize("build", [adamw, lamb, muon_and_adamw])
 def test_a_module_may_be_converted_after_it_was_wrapped(when, build):

@@ -172,7 +172,7 @@ def test_torchs_clipping_of_values_works():
     assert_same(run_ranks(3, run), grads + copied(module.parameters()))
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("1-None", "1-False", "2-False")
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_torchs_clipping_of_the_norm_works(foreach, workers):

@@ -16,7 +16,7 @@ from helpers.sharding_oracle import (
 ACCUMULATION = {"none": (1, True), "no_sync": (3, True), "every pass averaged": (3, False)}
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("SGD-1", "Muon and AdamW-3")
 @pytest.mark.parametrize(
     "workers", [1, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 4))]
 )

@@ -139,7 +139,7 @@ BUILDS = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample("AdamW-seeds0", "LAMB-seeds0", "Muon and AdamW-seeds0")
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 9), marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", BUILDS)
 def test_any_loop_is_the_plain_run(name, seeds):

@@ -53,7 +53,9 @@ def train(build, way=AROUND_OSS[1], steps=3, delays=None, between=lambda *_: Non
     return copied(wrapped.state_dict().values())  # which waits for what is under way
 
 
-@pytest.mark.few(3)
+@pytest.mark.sample(
+    "SGD-OSS + DDP", "Adafactor-OSS + DDP", "Muon and AdamW-OSS + ShardedDataParallel"
+)
 @pytest.mark.parametrize("way", AROUND_OSS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_numbers_are_those_of_the_plain_run(name, way):

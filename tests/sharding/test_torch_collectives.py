@@ -28,7 +28,13 @@ def _not_gloo(monkeypatch):
     monkeypatch.setattr(RankGroup, "on_gloo", lambda self, device: False)
 
 
-@pytest.mark.few(5)
+@pytest.mark.sample(
+    "SGD-OSS + DDP",
+    "AdamW-OSS + DDP",
+    "Adafactor-OSS + DDP",
+    "LAMB-OSS + ShardedDataParallel",
+    "Muon and AdamW-OSS + ShardedDataParallel",
+)
 @pytest.mark.parametrize("way", AROUND_OSS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_numbers_are_those_of_the_plain_run(name, way):

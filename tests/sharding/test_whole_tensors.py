@@ -107,7 +107,7 @@ def flat(state):
     return {name: value.flatten().tolist() for name, value in state.items()}
 
 
-@pytest.mark.few(5)
+@pytest.mark.sample("Muon-1", "Lamb-1", "Adafactor-1", "Rprop-3", "Adagrad-3")
 @pytest.mark.parametrize(
     "workers", [1, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 5))]
 )

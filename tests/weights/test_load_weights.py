@@ -62,7 +62,18 @@ def write(kind, folder):
 KINDS = ("state.pt", "one.safetensors", "torch folder", "folder")
 
 
-@pytest.mark.few(10)
+@pytest.mark.sample(
+    "state.pt-0",
+    "state.pt-2",
+    "state.pt-fully_shard",
+    "one.safetensors-1",
+    "one.safetensors-3",
+    "torch folder-1",
+    "torch folder-3",
+    "folder-0",
+    "folder-2",
+    "folder-fully_shard",
+)
 @pytest.mark.parametrize("level", [*LEVELS, "fully_shard"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_file_at_every_level(kind, level, tmp_path):
@@ -87,7 +98,7 @@ def on_meta():
     return model
 
 
-@pytest.mark.few(2)
+@pytest.mark.sample("0", "fully_shard")
 @pytest.mark.parametrize("level", [*LEVELS, "fully_shard"])
 def test_a_model_on_meta_gets_memory_and_trains_like_one_that_had_it(level, tmp_path):
     path = write("folder", tmp_path)

@@ -37,7 +37,7 @@ def read(folder):
     return found
 
 
-@pytest.mark.few(5)
+@pytest.mark.sample("0-2", "1-2", "2-2", "3-3", "fully_shard-3")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("level", [*LEVELS, "fully_shard"])
 def test_a_folder_has_the_plain_model_at_every_level(level, ranks, tmp_path):
