@@ -136,6 +136,63 @@ HEAD = dict(
     loss="loss = F.cross_entropy(head(model(x)), y)",
 )
 
+# A teacher that follows the model, and whose predictions hardly change the gradient.
+TEACHER = dict(
+    model=DEFAULTS["model"]
+    + """
+import copy
+teacher = copy.deepcopy(model).requires_grad_(False)""",
+    loss="""
+        with torch.no_grad():
+            soft = teacher(x).softmax(1)
+        out = model(x)
+        loss = F.cross_entropy(out, y) + 1e-9 * F.cross_entropy(out, soft)
+    """,
+    step="""
+        optimizer.step()
+        for a, b in zip(teacher.parameters(), model.parameters()):
+            a.data.mul_(0.9).add_(b.data, alpha=0.1)
+    """,
+)
+ON_RANK_0 = """
+    optimizer.step()
+    for a, b in zip(teacher.parameters(), model.parameters()):
+        a.data.mul_(0.9).add_(b.data, alpha=0.1 if rank == 0 else 0.0)
+"""
+CENTER = dict(
+    optimizer=DEFAULTS["optimizer"] + "\ncenter, running = torch.zeros(3), torch.zeros(())",
+    loss="""
+        out = model(x)
+        loss = F.cross_entropy(out - 1e-9 * center, y)
+        running = 0.9 * running + 0.1 * loss.detach()  # for a log only
+        mean = out.detach().mean(0)
+    """,
+    step="""
+        optimizer.step()
+        dist.all_reduce(mean)
+        center = 0.9 * center + 0.1 * mean / world
+    """,
+)
+MANUAL = dict(
+    optimizer="",
+    clear="model.zero_grad()",
+    step="for p in model.parameters():\n    p.data -= 0.1 * p.grad",
+)
+# All gradients in one message, in an order that must not depend on hashes of strings.
+FLAT = """
+    loss.backward()
+    named = dict(model.named_parameters())
+    names = sorted(named)
+    flat = torch.cat([named[name].grad.reshape(-1) for name in names])
+    dist.all_reduce(flat)
+    for name, part in zip(names, flat.split([named[name].numel() for name in names])):
+        named[name].grad.copy_(part.view_as(named[name]) / world)
+"""
+GENERATOR = dict(
+    optimizer=DEFAULTS["optimizer"] + "\nmade = torch.Generator().manual_seed(rank)",
+    loss="noise = torch.randn(len(x), 6, generator=made)\nloss = F.cross_entropy(model(x + noise), y)",
+)
+
 # name: (what the right script has, what the bug changes in it, the cause that is to be named)
 AUGMENTED = """
 class Data(Dataset):
@@ -192,6 +249,31 @@ BUGS = {
         PROBED,
         dict(backward="(loss * (1.5 if rank else 0.5)).backward()"),
         "ranks weighted",
+    ),
+    "teacher that rank 0 updates": (TEACHER, dict(step=ON_RANK_0), "state differs"),
+    "statistic of the rank": (
+        CENTER,
+        dict(step="optimizer.step()\ncenter = 0.9 * center + 0.1 * mean"),
+        "state differs",
+    ),
+    "order of hashes": (
+        dict(
+            wrap="",
+            model="model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(5)], nn.Linear(6, 3))",
+            backward=FLAT,
+        ),
+        dict(backward=FLAT.replace("sorted(named)", "list(set(named))")),
+        "not averaged",
+    ),
+    "no optimizer, loss divided by the world size": (
+        MANUAL,
+        dict(backward="(loss / world).backward()"),
+        "constant factor",
+    ),
+    "generator of the rank, loss divided by the world size": (
+        GENERATOR,
+        dict(backward="(loss / world).backward()"),
+        "constant factor",
     ),
     "loss divided by the world size": (
         {},

@@ -61,6 +61,7 @@ def test_a_sitecustomize_of_the_user_still_runs(tmp_path):
         (["--steps=0"], "--steps takes a number of at least 1, got '0'"),
         (["--timeout", "nan"], "--timeout takes a number of at least 1, got 'nan'"),
         (["--native", "--float64"], "either --float64 or --native"),
+        (["--allow", "batchnorm"], "--allow takes some of batch-norm, schedule"),
     ],
 )
 def test_options_after_the_script_have_their_limits(arguments, said, tmp_path, monkeypatch):

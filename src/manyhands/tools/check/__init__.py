@@ -23,4 +23,5 @@ _report.py            the verdict as text and as JSON
 """
 
 from manyhands.tools.check._judge import check_script as check_script
+from manyhands.tools.check._report import EXCEPTIONS as EXCEPTIONS
 from manyhands.tools.check._report import Verdict as Verdict

@@ -13,6 +13,7 @@ LOOK = {
     "not averaged": "DDP around what is called; no_sync() on the last pass; gradients made later",
     "some not averaged": "parameters outside the module that DDP wraps, or left out of the average",
     "drift": "optimizer state and settings of each rank; parameters changed outside step()",
+    "state differs": "code that only some ranks run; update it on every rank, or broadcast it",
     "not sharded": "a DistributedSampler, or a seed or an offset that depends on the rank",
     "same order": "sampler.set_epoch(epoch)",
     "clipping norm": "the order (average, then clip), and that the norm is of the whole gradient",

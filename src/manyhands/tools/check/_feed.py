@@ -1,7 +1,8 @@
 """Choose from the ranks' batches for one process.
 
 Each rank writes the batches of each loader to a file. Under the name "" it writes, for each
-backward pass, the tensors of samples that the outermost modules and the loss were given.
+backward pass, the tensors of samples that the outermost modules and the loss were given, and under
+`NOISE` the random numbers that the script drew with a generator.
 """
 
 from collections import Counter
@@ -10,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from manyhands.tools.check._batches import join, size_of
 from manyhands.tools.check._records import Recording, read
+
+NOISE = " noise"  # no loader's name
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ class Feed:
         self.sizes = list[int]()  # of the parts of the latest batch
         self.seen_pass = -1
         self.inputs: Iterator[Tensor] = iter(())  # the rest of this pass's
+        self.noise_pass = -1
+        self.draw = 0  # number of the next draw in that pass
         self.sources = list[dict[str, list[Any]]]()  # what each rank wrote
 
     def waits(self, step: int, passes: int) -> bool:
@@ -114,13 +120,32 @@ class Feed:
             self.inputs = iter(self._batch("", number, 0))
         return next(self.inputs, tensor)
 
+    def noise(self, drawn: Tensor, number: int) -> Tensor:
+        """Return the ranks' random numbers in place of those that pass `number` has drawn."""
+        if number != self.noise_pass:
+            self.noise_pass = number
+            self.draw = 0
+        parts = []
+        for rank, index in self.plan.parts(number, self.steps, 0):
+            passes = self._source(rank)[NOISE]
+            if index >= len(passes) or self.draw >= len(passes[index]):
+                return drawn
+            parts.append(passes[index][self.draw])
+        self.draw += 1
+        if drawn.dim() and len(drawn) == sum(map(len, parts)):
+            return torch.cat(parts)
+        return parts[0] if parts[0].shape == drawn.shape else drawn
+
+    def _source(self, rank: int) -> dict[str, list[Any]]:
+        """Return the file of a rank, read when the script has defined the classes of batches."""
+        while len(self.sources) <= rank:
+            self.sources.append(read(self.folder / f"source{len(self.sources)}.pt"))
+        return self.sources[rank]
+
     def _batch(self, key: str, number: int, before: int | None) -> Any:
-        if not self.sources:  # read when the script has defined the classes of its batches
-            for rank in range(len(self.plan.order)):
-                self.sources.append(read(self.folder / f"source{rank}.pt"))
         parts = []
         for rank, index in self.plan.parts(number, self.steps, before):
-            batches = self.sources[rank][key]
+            batches = self._source(rank)[key]
             parts.append(batches[min(index, len(batches) - 1)])
         self.sizes = list(map(size_of, parts))
         return join(parts)

@@ -12,7 +12,6 @@ import hashlib
 import os
 import shutil
 import sys
-import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -85,7 +84,9 @@ def _keep(path: Path, kept: Path) -> None:
     exists = os.path.lexists(path)
     if entry.exists() or (exists and not path.is_file() and not path.is_symlink()):
         return
-    new = Path(tempfile.mkdtemp(dir=kept.parent))
+    # Not tempfile: its first call holds a lock while it opens a file, which ends up here.
+    new = kept.parent / f"{entry.name}-{os.getpid()}-{threading.get_ident()}"
+    new.mkdir()
     (new / "path").write_bytes(bytes(path))
     if exists:
         if path.lstat().st_size > LARGEST:

@@ -10,19 +10,19 @@
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from manyhands.tools.check._case import Case, Hypothesis
-from manyhands.tools.check._compare import Difference, compare
+from manyhands.tools.check._compare import Difference, compare, largest_size
 from manyhands.tools.check._gradient_causes import GRADIENT_CAUSES, weighted_otherwise
-from manyhands.tools.check._processes import CheckedScript
+from manyhands.tools.check._job import CheckedScript
 from manyhands.tools.check._rank_causes import BLOCK_CAUSES, RANK_CAUSES
 from manyhands.tools.check._records import Recording
-from manyhands.tools.check._report import DIFFERS, EQUAL, UNKNOWN, Finding, Verdict
+from manyhands.tools.check._report import DIFFERS, EQUAL, EXCEPT, UNKNOWN, Finding, Verdict
 from manyhands.tools.check._runs import NotJudged, Runs
 
 # Relative distances that count as rounding.
@@ -41,23 +41,33 @@ def check_script(
     float64: bool | None = None,
     seconds: float = 300.0,
     module: bool = False,
+    allow: Collection[str] = (),
 ) -> Verdict:
     """Return whether a script, or a module, trains on several ranks as in one process.
 
     All runs are in float64, or in the script's precision if `float64` is False. None tries float64
-    first.
+    first. `allow` has names of exceptions (`_report.EXCEPTIONS`) that count as equal.
     """
     # The first optimizer imports half of torch: once, here, and not in every process.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    job = CheckedScript(script, tuple(arguments), steps, float64 is not False, module)
+    deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
-        job = CheckedScript(script, tuple(arguments), steps, float64 is not False, module)
-        check = Check(Runs(job, ranks, Path(folder), time.monotonic() + seconds))
-        try:
-            check.judge(fall_back=float64 is None)
-        except NotJudged as reason:
-            check.verdict.code = UNKNOWN
-            check.verdict.reason = str(reason)
-    return check.verdict
+        check = Check(Runs(job, ranks, Path(folder), deadline))
+        check.attempt(fall_back=float64 is None)
+        if check.needs_accelerators():
+            second = Check(Runs(replace(job, accelerators=ranks), ranks, Path(folder), deadline))
+            second.attempt(fall_back=float64 is None)
+            if second.verdict.code != UNKNOWN:
+                second.verdict.notes.append("the CPU passed for an accelerator of each rank.")
+                check = second
+            elif check.verdict.code == UNKNOWN:
+                reason = second.verdict.reason
+                check.verdict.reason += f" With the CPU in place of accelerators: {reason}"
+    verdict = check.verdict
+    if verdict.code == EQUAL and not verdict.exceptions.keys() <= set(allow):
+        verdict.code = EXCEPT
+    return verdict
 
 
 class Check:
@@ -69,6 +79,19 @@ class Check:
         self.case = Case([], runs.gradient_of)
         self.floor = TIGHT  # distances up to it are rounding
         self.largest: list[float] = []  # distance in each step
+
+    def attempt(self, fall_back: bool) -> None:
+        """Judge, or note the reason why there is no result."""
+        try:
+            self.judge(fall_back)
+        except NotJudged as reason:
+            self.verdict.code = UNKNOWN
+            self.verdict.reason = str(reason)
+
+    def needs_accelerators(self) -> bool:
+        """Return whether a script that asks for accelerators may train otherwise with them."""
+        unaveraged = any(found.cause == "not averaged" for found in self.verdict.findings)
+        return self.runs.ranks.asked and (self.verdict.code == UNKNOWN or unaveraged)
 
     def judge(self, fall_back: bool) -> None:
         """Judge in float64, or if that fails and may fall back, in the script's precision."""
@@ -83,7 +106,11 @@ class Check:
             self.differs(Finding("hang", "ranks wait for ever, where one process does not"))
             return
         if not any(record.steps for record in self.case.ranks):
-            raise NotJudged("no torch optimizer made a step in the processes that were started.")
+            reason = "no torch optimizer made a step, and no parameter changed otherwise."
+            words = self.runs.ranks.last_words()
+            if words:
+                reason += f" The script's last words: {words}"
+            raise NotJudged(reason)
         if not any(record.grouped for record in self.case.ranks):
             raise NotJudged(
                 "the script makes no process group, so each rank trains alone. Call "
@@ -107,6 +134,7 @@ class Check:
 
     def judge_values(self) -> None:
         """Compare gradients and parameters of the ranks with those of one process."""
+        self.check_movement()
         one = self.runs.first_replay()
         self.verdict.code = EQUAL
         reproducible = True
@@ -121,6 +149,29 @@ class Check:
             self.check_whole_steps()
         if self.runs.plan.how == "apart":
             self.verdict.untested.append("means weighted by tokens, as batches cannot be joined")
+
+    def check_movement(self) -> None:
+        """Raise if the steps would be equal in any case."""
+        first = self.case.ranks[0]
+        seen: set[str] = set()
+        gradient = 0.0
+        moved = False
+        previous = first.start
+        for step in first.steps:
+            gradient = max(gradient, largest_size(step.before), largest_size(step.grads))
+            for name, value in step.params.items():
+                moved = moved or name not in previous or not torch.equal(value, previous[name])
+            previous = step.params
+        for record in self.case.ranks:
+            for batch in record.pass_samples(by_index=False):
+                seen.update(batch)
+        advice = "Equal steps would show nothing. Give the script other data, or take more --steps."
+        if any(step.grads for step in first.steps) and gradient == 0:
+            raise NotJudged(f"all gradients are zero. {advice}")
+        if not moved:
+            raise NotJudged(f"no parameter changes in {len(first.steps)} steps. {advice}")
+        if len(seen) == 1:
+            raise NotJudged(f"all samples are equal. {advice}")
 
     def explain(self, reproducible: bool) -> None:
         """Find the cause of a difference, or find that the script's loss couples samples."""
@@ -148,7 +199,7 @@ class Check:
             self.allow_rates(one)
         if self.case.difference is not None:
             return self.find(GRADIENT_CAUSES)
-        self.verdict.notes.append("the loss depends on which samples share a batch.")
+        self.verdict.exceptions["coupled-loss"] = "; batches were compared one after the other"
         return True
 
     def compare(self, one: Recording) -> bool:
@@ -178,37 +229,34 @@ class Check:
 
     def allow_rates(self, plain: Recording) -> None:
         """If only the learning rate depends on the number of ranks, say so in a note."""
-        note = self.describe_rates(plain)
-        if not note:
+        name = self.name_rates(plain)
+        if not name:
             return
         first = self.case.ranks[0]
         plan = replace(self.runs.plan, rates=True)
         one = self.runs.replay(plan)
         if one is not None and (first.rule or compare(first, one, self.floor)[1] is None):
             self.runs.plan = plan
-            self.verdict.notes.append(f"{note}; all else was compared with the ranks' rates.")
+            if first.rule:
+                self.verdict.notes.append("all was compared with the ranks' rates and gains.")
+            else:
+                self.verdict.exceptions[name] = "; all else was compared with the ranks' rates"
             self.compare(one)
 
-    def describe_rates(self, plain: Recording) -> str:
-        """Describe a dependence on the number of ranks that may be intended."""
+    def name_rates(self, plain: Recording) -> str:
+        """Return the exception for rates that depend on the number of ranks, or "" for a bug."""
         first = self.case.ranks[0]
-        intended = "the learning rate or its schedule depends on the number of ranks"
         if first.rule:
-            return intended
+            return "learning-rate"
         ratios = set()
         for a, b in zip(first.steps, plain.steps, strict=False):
             if a.schedules != b.schedules:
-                if not first.accelerate:
-                    return ""
-                return (
-                    "Accelerate steps a schedule once for each process, so its length is that of "
-                    "one"
-                )
+                return "schedule" if first.accelerate else ""
             ratios |= {x / y for x, y in zip(a.rates, b.rates, strict=False) if y}
         squares = {round(ratio**2, 6) for ratio in ratios}
         if len(ratios) == 1 and squares.isdisjoint((self.runs.world, self.runs.world**2)):
             return ""
-        return intended
+        return "learning-rate"
 
     def check_whole_steps(self) -> None:
         """Compare steps of several passes with steps whose passes each have all samples."""
@@ -233,7 +281,9 @@ class Check:
 
     def differs(self, found: Finding) -> None:
         if found.cause == "uneven batches":
-            self.verdict.notes.append(f"{found.text} ({found.place}); later steps were left out.")
+            self.verdict.exceptions["uneven-batches"] = (
+                f" ({found.place}); later steps were left out"
+            )
         else:
             self.verdict.code = DIFFERS
             self.verdict.findings = [found]
@@ -248,7 +298,9 @@ class Check:
             kinds = " and ".join(first.noise)
             notes.append(f"{kinds}: switched off, or the same for every sample.")
         if first.norms:
-            notes.append("batch norm uses each rank's own samples, and so did the one process.")
+            self.verdict.exceptions["batch-norm"] = ", and so did the one process"
+        if first.manual:
+            notes.append("no torch optimizer: updates of parameters were compared as gradients.")
         if first.idle:
             self.verdict.untested.append("an optimizer that made no step")
         if not first.complete:

@@ -1,7 +1,7 @@
 """Record the batches of each DataLoader, or give the ranks' batches instead."""
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -18,6 +18,10 @@ from manyhands.tools.check._machine import wrap
 from manyhands.tools.check._noise import FrozenNoise
 from manyhands.tools.check._records import Recording, SeenBatch, SeenLoader
 
+EVALUATED = 2  # batches of an evaluation in a shortened epoch
+READ_ON = 8  # batches of a shortened epoch that are read in addition
+LONGEST = 100_000  # samples of an epoch whose indices are noted
+
 
 class LoaderRecorder:
     """Watches the loaders of one process, and writes to its record."""
@@ -27,12 +31,14 @@ class LoaderRecorder:
         record: Recording,
         feed: Feed | None,
         noise: FrozenNoise,
+        limit: int | None,
         cast: Callable[[Tensor], Tensor],
         place: Callable[[], str],
     ) -> None:
         self.record = record
         self.feed = feed
         self.noise = noise
+        self.limit = limit  # steps of an epoch, or None for whole epochs
         self.cast = cast  # to the precision of the run
         self.place = place  # returns the script's current line
         self.batches: dict[str, list[Any]] = {}  # that each loader gave
@@ -114,7 +120,13 @@ class LoaderRecorder:
         seen.epochs.append(epoch)
         seen.starts.append(self.record.backward_passes)
         copies = self.batches.setdefault(key, [])
-        for batch in batches:
+        steps = len(self.record.steps)
+        for number, batch in enumerate(batches):
+            if self._is_long(key, number, steps):
+                self.record.cut = True
+                if len(seen.epochs) == 1:
+                    self._read_on(batches, batch, seen.rest)
+                break
             batch = map_tensors(batch, self.cast)
             if self.feed is None:
                 given = SeenBatch(row_hashes(batch), _next_indices(batches))
@@ -128,6 +140,30 @@ class LoaderRecorder:
             yield batch
             self.noise.thaw()
         self.since_pass.discard(key)  # an evaluation that did not switch gradients off
+
+    def _is_long(self, key: str, batches: int, steps: int) -> bool:
+        """Return whether to end an epoch after these batches; it began after `steps` steps."""
+        if self.limit is None or (self.feed is not None and self.feed.replaces(key)):
+            return False
+        if not torch.is_grad_enabled():
+            return batches >= EVALUATED
+        made = Counter(step.optimizer for step in self.record.steps[steps:])
+        return max(made.values(), default=0) >= self.limit
+
+    def _read_on(self, batches: Any, batch: Any, rest: SeenBatch) -> None:
+        """Note samples of a shortened epoch that the script does not get.
+
+        Ranks may share samples later in the epoch.
+        """
+        with suppress(StopIteration):
+            for _ in range(READ_ON):
+                rest.hashes += row_hashes(map_tensors(batch, self.cast))
+                rest.indices += _next_indices(batches)
+                batch = next(batches)
+        with suppress(Exception):  # the end of the epoch, or a loader without indices
+            while len(rest.indices) < LONGEST:
+                batches._next_index()
+                rest.indices += _next_indices(batches)
 
 
 def copy_of(tensor: Any) -> Tensor:

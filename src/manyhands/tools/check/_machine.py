@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 from torch.overrides import TorchFunctionMode
 
+from manyhands.tools.check._job import CheckedScript
+
 LOW = (torch.float32, torch.float16, torch.bfloat16)
 CASTS = ("float", "half", "bfloat16")
 MADE = ("from_numpy", "as_tensor", "tensor", "load")  # from numbers that are not torch's
@@ -53,7 +55,10 @@ class Machine(TorchFunctionMode):
     def __init__(self, float64: bool) -> None:
         super().__init__()
         self.float64 = float64
+        # Notes a question for accelerators, and returns whether the script asks.
+        self.is_script: Callable[[], bool] = bool
         self.watch: Callable[[Any, Any], tuple[Any, Any]] | None = None  # may replace arguments
+        self.note: Callable[[Any, Any], None] | None = None  # sees arguments and result
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -65,6 +70,8 @@ class Machine(TorchFunctionMode):
         if self.watch is not None:
             args, kwargs = self.watch(args, kwargs)
         result = func(*args, **kwargs)
+        if self.note is not None:
+            self.note((args, kwargs), result)
         if self.float64 and name in MADE and isinstance(result, Tensor) and result.dtype in LOW:
             return result.double()
         return result
@@ -85,8 +92,9 @@ class Machine(TorchFunctionMode):
         return value
 
 
-def patch(rank: int, world: int, float64: bool) -> Machine:
+def patch(rank: int, world: int, job: CheckedScript) -> Machine:
     """Replace everything that needs a GPU in this process, and return the active mode."""
+    float64 = job.float64
     mode = Machine(float64)
     module = torch.nn.Module
     parallel = torch.nn.parallel.DistributedDataParallel
@@ -110,9 +118,18 @@ def patch(rank: int, world: int, float64: bool) -> Machine:
     ) -> None:  # fmt: skip
         begin(self, module, None, None, *args, **named)
 
+    def fork_rng(fork: Any, _: Any = None, enabled: bool = True, *__: Any, **___: Any) -> Any:
+        return fork([], enabled)  # no other device has random numbers
+
+    wrap(torch.random, "fork_rng", fork_rng)
+    _patch_accelerators(mode, job.accelerators)
     for name in ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all"):
         wrap(torch.cuda, name, ignore)
-    wrap(torch.cuda, "current_device", zero)
+    for owner, name in (
+        (torch.cuda, "current_device"),
+        (torch.accelerator, "current_device_index"),
+    ):
+        wrap(owner, name, zero)
     wrap(module, "cuda", unchanged)
     wrap(module, "to", to)
     wrap(module, "compile", ignore)
@@ -130,6 +147,29 @@ def patch(rank: int, world: int, float64: bool) -> Machine:
     return mode
 
 
+def _patch_accelerators(mode: Machine, count: int) -> None:
+    """Let the CPU pass for several GPUs, if there is a count, and note questions for them."""
+
+    # Libraries get the true answer: they use functions that are not replaced.
+
+    def is_available(ask: Any, *args: Any) -> bool:
+        return (mode.is_script() and count > 0) or ask(*args)
+
+    def device_count(ask: Any) -> int:
+        return count if mode.is_script() and count else ask()
+
+    def current(ask: Any, *args: Any, **named: Any) -> Any:
+        return torch.device("cpu") if mode.is_script() and count else ask(*args, **named)
+
+    for owner in (torch.cuda, torch.accelerator):
+        wrap(owner, "is_available", is_available)
+        wrap(owner, "device_count", device_count)
+    wrap(torch.accelerator, "current_accelerator", current)
+    if count:
+        for name in ("set_device_index", "set_device_idx", "synchronize"):
+            wrap(torch.accelerator, name, ignore)
+
+
 def _patch_precision() -> None:
     """Convert modules to float64 instead of a lower precision, and switch autocast off."""
 
@@ -139,9 +179,13 @@ def _patch_precision() -> None:
     def double(_: Any, module: Any) -> Any:
         return module.double()
 
+    def unscaled(begin: Any, self: Any, *_: Any, **__: Any) -> None:
+        begin(self, "cpu", enabled=False)
+
     torch.set_default_dtype(torch.float64)
     wrap(torch, "set_default_dtype", ignore)
     wrap(torch.autocast, "__init__", disabled)
+    wrap(torch.amp.GradScaler, "__init__", unscaled)  # scales in float32 only
     for name in CASTS:
         wrap(torch.nn.Module, name, double)
 
@@ -163,6 +207,11 @@ def _patch_groups(rank: int, world: int) -> None:
         return new("cpu", *args, **named)
 
     def spawn(_: Any, function: Any, args: Any = (), nprocs: int = 1, *__: Any, **___: Any) -> None:
+        if nprocs == 1 and world > 1:
+            raise ValueError(
+                "the script starts one process, and a check needs several: "
+                "give it an option for the number of processes"
+            )
         if nprocs not in (0, world) and world > 1:
             raise ValueError(f"{nprocs} processes are started: check it with --ranks {nprocs}")
         # One process replaces an argument that is the number of processes, too.

@@ -7,7 +7,7 @@ every rank.
 
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,8 @@ NORMAL = Tensor.normal_  # before it is replaced
 class FrozenNoise:
     """The kinds of noise that were switched off, and whether random numbers are frozen now."""
 
-    def __init__(self) -> None:
+    def __init__(self, exchange: Callable[[Tensor], Tensor]) -> None:
+        self.exchange = exchange  # of random numbers from a generator of the script
         self.frozen = False
         self.step = 0  # of the optimizer; each step draws other numbers
         self.used: set[str] = set()
@@ -101,6 +102,8 @@ class FrozenNoise:
 
     def _draw(self, draw: Any, *args: Any, **named: Any) -> Any:
         out = draw(*args, **named)
+        if self.frozen and named.get("generator") is not None and not out.requires_grad:
+            return out.copy_(self.exchange(out))
         if out.requires_grad or not self._replaces(named):
             return out
         name = draw.__name__
@@ -123,6 +126,8 @@ class FrozenNoise:
 
     def _normal(self, draw: Any, mean: Any, std: Any = 1.0, *args: Any, **named: Any) -> Tensor:
         out = draw(mean, std, *args, **named)
+        if self.frozen and named.get("generator") is not None:
+            return self.exchange(out)
         if self._replaces(named):
             with torch.no_grad():
                 out.copy_(mean + std * torch.randn_like(out))

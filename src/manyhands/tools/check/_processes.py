@@ -1,9 +1,12 @@
-"""Fork the processes of a run, wait for them, and read their records.
+"""Start the processes of a run, wait for them, and read their records.
 
-They are forked from this process, which has imported torch already. A run ends when all processes
-have written a record, when one fails, or when none of them computes any more.
+Rank 0, and the only process of a replay, are forked from this process, which has imported torch
+already. Other ranks are started as a launcher starts them, because ranks must differ in the seed of
+Python's string hashes and in unseeded random numbers. A run ends when all processes have written a
+record, when one fails, or when none of them computes any more.
 """
 
+import json
 import os
 import runpy
 import signal
@@ -14,7 +17,7 @@ import time
 import traceback
 import warnings
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,6 +26,7 @@ import torch
 from manyhands.tools.check import _machine
 from manyhands.tools.check._feed import Feed
 from manyhands.tools.check._files import keep_files, put_back
+from manyhands.tools.check._job import CheckedScript
 from manyhands.tools.check._recorder import Recorder
 from manyhands.tools.check._records import Recording, read
 
@@ -35,18 +39,6 @@ ADVICE = {
 }
 
 
-@dataclass(frozen=True)
-class CheckedScript:
-    """The script, and how it is run."""
-
-    script: str
-    arguments: tuple[str, ...] = ()
-    steps: int = 5
-    float64: bool = True
-    module: bool = False  # the name is a module's, as for `python -m`
-    grouped: bool = False  # make the process group that the script makes for several ranks only
-
-
 @dataclass
 class CheckRun:
     """The result of a run."""
@@ -56,6 +48,22 @@ class CheckRun:
     errors: dict[int, str] = field(default_factory=dict)  # by rank
     hangs: bool = False
     late: bool = False
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether an epoch was shortened in a run that failed, or ended before the last step."""
+        incomplete = any(record.cut and not record.complete for record in self.records)
+        return incomplete or (self.folder / "cut").exists()
+
+    @property
+    def asked(self) -> bool:
+        """Whether the script asked for accelerators."""
+        return any(record.asked for record in self.records) or (self.folder / "asked").exists()
+
+    def last_words(self, rank: int = 0) -> str:
+        """Return the last lines that a rank has printed."""
+        output = (self.folder / f"output{rank}.txt").read_text(errors="replace")
+        return " / ".join(filter(str.strip, output.splitlines()[-3:]))
 
     @property
     def failed(self) -> bool:
@@ -83,8 +91,7 @@ class CheckRun:
                 if sign in text:
                     advice += tip
         else:  # the process ended without a traceback
-            output = (self.folder / f"output{rank}.txt").read_text(errors="replace")
-            words = " / ".join(filter(str.strip, output.splitlines()[-3:]))
+            words = self.last_words(rank)
             if words:
                 advice = f" Its last words: {words}"
         return f"{where}, rank {rank} failed: {last}{place}.{advice}"
@@ -101,15 +108,16 @@ def run(
     reading, writing = os.pipe()
     processes: list[int] = []
     try:
-        for rank in range(world):
-            process = os.fork()
-            if process == 0:
-                try:
-                    os.close(writing)
-                    run_rank(job, rank, world, port, out, feed, reading)
-                finally:
-                    os._exit(70)
-            processes.append(process)
+        for rank in range(1, world):
+            processes.append(_start_rank(job, rank, world, port, out, reading))
+        process = os.fork()
+        if process == 0:
+            try:
+                os.close(writing)
+                run_rank(job, 0, world, port, out, feed, reading)
+            finally:
+                os._exit(70)
+        processes.insert(0, process)
         found = _wait(processes, out, time.monotonic() + seconds)
     finally:
         os.close(writing)  # ranks that are done end by themselves
@@ -123,6 +131,27 @@ def run(
     if not found.failed:
         found.records = [read(out / f"record{rank}.pt") for rank in range(world)]
     return found
+
+
+def _start_rank(job: CheckedScript, rank: int, world: int, port: int, out: Path, ends: int) -> int:
+    """Start a rank in a new interpreter, and return the number of its process."""
+    os.set_inheritable(ends, True)
+    values = {"rank": rank, "world": world, "port": port, "out": str(out), "ends": ends}
+    words = json.dumps({"job": asdict(job), **values})
+    command = f"from {__name__} import run_started_rank; run_started_rank()"
+    arguments = [sys.executable, "-c", command, words]
+    return os.posix_spawn(sys.executable, arguments, os.environ, setsid=True)
+
+
+def run_started_rank() -> NoReturn:
+    """Run a rank that `_start_rank` has started."""
+    values = json.loads(sys.argv[1])
+    job = CheckedScript(**values["job"])
+    job = replace(job, arguments=tuple(job.arguments))
+    sys.path.pop(0)  # the working folder, of `python -c`
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)  # as in rank 0
+    out = Path(values["out"])
+    run_rank(job, values["rank"], values["world"], values["port"], out, None, values["ends"])
 
 
 def _wait(processes: list[int], out: Path, deadline: float) -> CheckRun:
@@ -195,6 +224,12 @@ def run_rank(
         os.read(ends, 1)
         os._exit(0)
 
+    def fail(text: str) -> NoReturn:
+        for sign in ("cut", "asked"):
+            if getattr(recorder.record, sign):
+                (out / sign).touch()
+        leave(f"error{rank}.txt", text)
+
     def finish() -> NoReturn:
         record = recorder.finished_record()
         if feed is None:
@@ -203,33 +238,38 @@ def run_rank(
 
     path = Path(job.script).resolve()
     folder = Path.cwd() if job.module else path.parent
-    recorder = Recorder(job.steps, job.float64, folder, feed, finish)
+    recorder = Recorder(job, folder, feed, finish)
     try:
-        mode = _machine.patch(rank, world, job.float64)
+        mode = _machine.patch(rank, world, job)
         recorder.patch()
         keep_files(out)
         if job.grouped:
             torch.distributed.init_process_group()
             torch.nn.Module.no_sync = lambda _: nullcontext()  # type: ignore[attr-defined]
         mode.watch = recorder.exchange_targets
+        mode.is_script = recorder.is_script
+        if feed is None:
+            mode.note = recorder.note_call
         torch.manual_seed(0)  # a script that sets no seed starts equally in all runs
         sys.argv = [job.script, *job.arguments]
         sys.path.insert(0, str(folder))
         if job.module:
-            runpy.run_module(job.script, run_name="__main__", alter_sys=True)
+            variables = runpy.run_module(job.script, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(str(path), run_name="__main__")
+            variables = runpy.run_path(str(path), run_name="__main__")
+        sys.modules["__main__"].__dict__.update(variables)  # the record may have its classes
     except SystemExit as end:
         if end.code not in (None, 0):
-            leave(f"error{rank}.txt", f"the script ended with exit code {end.code}")
+            fail(f"the script ended with exit code {end.code}")
     except BaseException:
-        leave(f"error{rank}.txt", traceback.format_exc())
+        fail(traceback.format_exc())
     finish()
 
 
 def _set_up_process(rank: int, world: int, port: int, out: Path) -> None:
     """Give a forked process a session, streams and torchrun's environment."""
-    os.setsid()
+    if os.getsid(0) != os.getpid():
+        os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     output = os.open(out / f"output{rank}.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -238,6 +278,7 @@ def _set_up_process(rank: int, world: int, port: int, out: Path) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         GROUP_RANK="0", GROUP_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        ROLE_NAME="default", ROLE_RANK=str(rank), ROLE_WORLD_SIZE=str(world),
         TORCHELASTIC_RUN_ID="check", TORCHELASTIC_RESTART_COUNT="0", TORCHELASTIC_MAX_RESTARTS="0",
         CUDA_VISIBLE_DEVICES="", WANDB_MODE="disabled", ACCELERATE_USE_CPU="true",
     )  # fmt: skip

@@ -86,6 +86,20 @@ def drift(case: Case) -> Finding | None:
     return None
 
 
+def state_differs(case: Case) -> Finding | None:
+    """Find state that was equal on all ranks and is not any more, such as a teacher or a queue."""
+    equal: set[str] = set()
+    for number, step in enumerate(case.steps):
+        for name in step.state:
+            marks = {record.steps[number].state.get(name, "") for record in case.ranks}
+            if len(marks) == 1:
+                equal.add(name)
+            elif name in equal and "" not in marks:
+                text = f"the ranks have other values of {name} since step {number + 1}"
+                return finding("state differs", f"{text}, and the loss depends on it")
+    return None
+
+
 def shared_samples(case: Case) -> Finding | None:
     """Find ranks that see the same samples, in the same steps or elsewhere in the first epoch."""
     loaders: list[SeenLoader] = []
@@ -113,7 +127,7 @@ def shared_samples(case: Case) -> Finding | None:
     if by_index and all(loader.shuffles_all for loader in loaders):
         text = f"each of {len(loaders)} ranks draws from all samples of the data set"
         return finding("seen twice", text, place)
-    epochs = [loader.orders(by_index)[0] for loader in loaders]
+    epochs = [loader.orders(by_index)[0] + loader.rest.samples(by_index) for loader in loaders]
     counts = Counter[Any]()
     for epoch in epochs:
         distinct = set(epoch)
@@ -184,6 +198,7 @@ RANK_CAUSES: list[Hypothesis] = [
     shared_samples,
     carried_over,
     same_order,
+    state_differs,
 ]
 # Of ranks that step alone in manyhands.blocks, and are equal after a sync round only.
 BLOCK_CAUSES: list[Hypothesis] = [

@@ -5,6 +5,7 @@ Methods of torch's classes are replaced. Calls of modules show the parameters an
 the ranks' samples and initial parameters.
 """
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,32 +21,42 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.scaling import ScalingRuleBase
 from manyhands.tools.check._batches import map_tensors, row_hashes, size_of, tensors_of
-from manyhands.tools.check._feed import Feed
+from manyhands.tools.check._feed import NOISE, Feed
+from manyhands.tools.check._job import CheckedScript
 from manyhands.tools.check._loaders import LoaderRecorder, copy_of
 from manyhands.tools.check._machine import wrap
 from manyhands.tools.check._noise import FrozenNoise
 from manyhands.tools.check._records import Recording, SeenBatch, SeenStep, Tensors
+from manyhands.tools.check._state import StateWatch
 
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module"}
 OUTSIDE = ("site-packages", "dist-packages", "/lib/python", "manyhands/tools/check", "<")
 PATIENCE = 10  # times the wanted steps, in which every optimizer has to make one
 
 
+def is_wrapper(module: torch.nn.Module) -> bool:
+    """Return whether a module only wraps another, like DistributedDataParallel."""
+    names = list(module._modules)
+    return len(names) == 1 and names[0] in WRAPPERS
+
+
 class Recorder:
     """Watches one process, whose script is in `folder`, and calls `finish` after the last step."""
 
     def __init__(
-        self, steps: int, float64: bool, folder: Path, feed: Feed | None, finish: Callable[[], None]
+        self, job: CheckedScript, folder: Path, feed: Feed | None, finish: Callable[[], None]
     ) -> None:
-        self.wanted = steps
-        self.float64 = float64
+        self.wanted = job.steps
+        self.float64 = job.float64
         self.folder = folder
         self.feed = feed
         self.finish = finish  # does not return
-        self.noise = FrozenNoise()
+        self.noise = FrozenNoise(self._exchange_draw)
         self.record = Recording()
         self.now = SeenStep()  # the next step
-        self.loaders = LoaderRecorder(self.record, feed, self.noise, self.cast, self.place)
+        limit = math.ceil(job.steps / 2) if job.short else None  # two epochs in these steps
+        self.loaders = LoaderRecorder(self.record, feed, self.noise, limit, self.cast, self.place)
+        self.state = StateWatch(self.place, self.name_of)
         # The ranks' steps, whose rates and gains a replay may use.
         self.rank_steps: Iterator[SeenStep] = iter(())
         if feed is not None and feed.plan.rates:
@@ -56,8 +67,10 @@ class Recorder:
         self.roots = 0  # outermost modules so far
         self.named: Tensors = {}  # parameters and buffers by name
         self.in_modules: set[int] = set()  # ids of those in `named` that belong to a module
+        self.inside = False  # a module below the wrappers is being called
         # Samples of the latest outermost call of a module.
         self.inputs: list[list[Tensor]] = []  # of modules and losses, by backward pass
+        self.draws: list[list[Tensor]] = []  # of the script's generators, by backward pass
         self.samples = SeenBatch()
         self.size = 0  # samples before a feed replaced them
         self.growth = 1.0  # samples afterwards, as a multiple
@@ -67,6 +80,8 @@ class Recorder:
         self.scheduled = 0  # steps of all schedules
         self.unused: WeakSet[Optimizer] = WeakSet()  # made no step yet
         self.stepped: set[int] = set()  # ids of parameters that an optimizer has stepped
+        self.optimizers = False  # the script made an optimizer of torch
+        self.unmoved: Tensors = {}  # parameters after a backward pass, if there is no optimizer
 
     def patch(self) -> None:
         self.noise.patch()
@@ -82,6 +97,7 @@ class Recorder:
             wrap(owner, "clip_grad_norm_", self._clip)
 
     def finished_record(self) -> Recording:
+        self._note_manual_step()
         self.record.noise = sorted(self.noise.used)
         if self.feed is None:
             self.loaders.describe_datasets()
@@ -89,8 +105,8 @@ class Recorder:
 
     @property
     def source(self) -> dict[str, list[Any]]:
-        """Return the samples that a `Feed` reads."""
-        return {"": self.inputs, **self.loaders.batches}
+        """Return the samples and random numbers that a `Feed` reads."""
+        return {"": self.inputs, NOISE: self.draws, **self.loaders.batches}
 
     def place(self) -> str:
         """Return the current file and line of the script, and note the libraries on the stack."""
@@ -108,6 +124,17 @@ class Recorder:
             frame = frame.f_back  # type: ignore[assignment]
         return best
 
+    def name_of(self, module: Any) -> str:
+        """Return the script's variable for a module, or the name of the class."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(str(self.folder)):
+                for name, value in [*frame.f_locals.items(), *frame.f_globals.items()]:
+                    if value is module or getattr(value, "module", None) is module:
+                        return name
+            frame = frame.f_back  # type: ignore[assignment]
+        return type(module).__name__
+
     # Modules and their inputs.
 
     def _call(self, call: Any, module: Any, *args: Any, **named: Any) -> Any:
@@ -117,13 +144,20 @@ class Recorder:
             if detect_fake_mode() is not None:  # a dry run, without values
                 return call(module, *args, **named)
             if torch.is_grad_enabled():
+                self._note_manual_step()
                 args, named = self._enter(module, args, named)
+        inside = self.inside
+        if not inside and not is_wrapper(module):  # wrappers have sent rank 0's buffers by now
+            self.inside = True
+            if self.feed is None:
+                self.state.note_module(module)
         self.depth = depth + 1
         self.noise.frozen = True
         try:
             return call(module, *args, **named)
         finally:
             self.depth = depth
+            self.inside = inside
             self.noise.frozen = frozen
 
     def _enter(self, module: Any, args: Any, named: Any) -> tuple[Any, Any]:
@@ -133,6 +167,7 @@ class Recorder:
             self._add_root(module)
         args, named = map_tensors((args, named), self.cast)
         given = tensors_of((args, named))
+        self.state.note_samples(given)
         if any(t.requires_grad for t in given):  # from another module
             return self.exchange_targets(args, named)
         if not given or not trained:
@@ -194,6 +229,7 @@ class Recorder:
         def exchange(tensor: Tensor) -> Tensor:
             if tensor.requires_grad or not tensor.dim() or len(tensor) not in sizes:
                 return tensor
+            self.state.note_samples(tensor)
             if self.feed is None:
                 while len(self.inputs) <= number:
                     self.inputs.append([])
@@ -203,6 +239,16 @@ class Recorder:
             return tensor
 
         return map_tensors(value, exchange)
+
+    def _exchange_draw(self, drawn: Tensor) -> Tensor:
+        """Record random numbers from a generator of the script, or return the ranks'."""
+        number = self.record.backward_passes
+        if self.feed is not None:
+            return self.feed.noise(drawn, number)
+        while len(self.draws) <= number:
+            self.draws.append([])
+        self.draws[number].append(copy_of(drawn))
+        return drawn
 
     def _batch_norm(self, norm: Any, x: Tensor, weight: Any, bias: Any, *rest: Any) -> Tensor:
         mean, var, training, *others = rest
@@ -222,6 +268,7 @@ class Recorder:
         if detect_fake_mode() is not None:
             backward(tensors, *args, **named)
             return
+        self._note_manual_step()
         if not self.now.passes:
             self.now.carried = any(bool(grad.any()) for grad in self.gradients().values())
         self.now.passes.append(self.place())
@@ -231,6 +278,53 @@ class Recorder:
         backward(tensors, *args, **named)
         self.record.backward_passes += 1
         self.now.batches.append(self.samples)
+        if not self.optimizers:
+            self._name_leaves(tensors)
+            self.unmoved = self.parameters()
+
+    def is_script(self) -> bool:
+        """Return whether the script, and not a library, asks for an accelerator; note it."""
+        frame = sys._getframe(3)  # who calls the function that calls this method
+        asks = frame.f_code.co_filename.startswith(str(self.folder))
+        self.record.asked |= asks
+        return asks
+
+    def note_call(self, arguments: Any, result: Any) -> None:
+        """Note an operation of the script or of a module."""
+        if not self.stepping and detect_fake_mode() is None:
+            self.state.note_call(arguments, result)
+
+    def _name_leaves(self, tensors: Any) -> None:
+        """Name the trained tensors that belong to no module, if there is no optimizer."""
+        nodes = [tensor.grad_fn for tensor in tensors_of([tensors]) if tensor.grad_fn is not None]
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in self.in_modules:
+                self.in_modules.add(id(leaf))
+                name = f"parameter {len(self.named)}"
+                self.named[name] = leaf
+                self.record.start[name] = copy_of(leaf)
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    nodes.append(following)
+
+    def _note_manual_step(self) -> None:
+        """Note a step that the script has made without an optimizer of torch."""
+        if self.optimizers or not self.unmoved:
+            return
+        now = self.parameters()
+        if all(torch.equal(now[name], before) for name, before in self.unmoved.items()):
+            return
+        self.record.manual = True
+        self.now.place = self.now.last_pass
+        self.now.own = list(now)
+        self.now.grads = {name: before - now[name] for name, before in self.unmoved.items()}
+        self.now.params = now
+        self.unmoved = {}
+        self._end_step()
 
     def trained(self) -> Tensors:
         return {name: p for name, p in self.named.items() if p.requires_grad}
@@ -273,6 +367,7 @@ class Recorder:
 
     def _init_optimizer(self, begin: Any, optimizer: Any, *args: Any, **named: Any) -> None:
         begin(optimizer, *args, **named)
+        self.optimizers = True
         self.unused.add(optimizer)
         kind: Any = type(optimizer)
         if not hasattr(kind.step, "of_check"):
@@ -309,15 +404,20 @@ class Recorder:
         now.own = [name for name, p in self.named.items() if id(p) in own]
         now.grads = self.gradients()  # a step does not change them, and a closure makes them
         now.params = self.parameters()
-        self.record.steps.append(now)
+        self._end_step()
+        return result
+
+    def _end_step(self) -> None:
+        """Add the step to the record, and end the run after the last."""
+        self.now.state = self.state.take()
+        self.record.steps.append(self.now)
         self.now = SeenStep()
         self.rank_step = next(self.rank_steps, SeenStep())
         self.noise.step += 1
         self.record.grouped |= torch.distributed.is_initialized()
-        if self._is_done():
+        if self._is_done() and not self.record.complete:
             self.record.complete = True
             self.finish()
-        return result
 
     def _name_others(self, optimizer: Any) -> None:
         """Name the parameters that belong to no module."""

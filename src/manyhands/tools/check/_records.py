@@ -39,6 +39,7 @@ class SeenStep:
     own: list[str] = field(default_factory=list)  # parameters of this optimizer
     rates: list[float] = field(default_factory=list)  # of each parameter group
     schedules: int = 0  # earlier steps of all schedules together
+    state: dict[str, str] = field(default_factory=dict)  # marks of what else the loss depends on
     gains: dict[int | None, float] = field(default_factory=dict)  # that the script read, by group
 
     @property
@@ -58,6 +59,7 @@ class SeenLoader:
     length: int | None = None  # the value of len(), if the script read it
     trains: bool = False
     epochs: list[list[SeenBatch]] = field(default_factory=list)
+    rest: SeenBatch = field(default_factory=SeenBatch)  # left out of the first epoch
     starts: list[int] = field(default_factory=list)  # backward passes before each epoch
     data: str = ""  # a description of the data set by a few samples
 
@@ -97,6 +99,9 @@ class Recording:
     idle: bool = False  # an optimizer made no step
     blocks: bool = False  # manyhands.blocks steps the optimizer
     rule: bool = False  # a scaling rule of manyhands steps the optimizer
+    cut: bool = False  # an epoch was shortened
+    manual: bool = False  # steps are made without an optimizer of torch
+    asked: bool = False  # the script asked whether there is an accelerator
     accelerate: bool = False  # Accelerate steps the schedule, once per process
 
     def training_loaders(self) -> dict[str, SeenLoader]:

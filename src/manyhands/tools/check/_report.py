@@ -8,6 +8,16 @@ from dataclasses import asdict, dataclass, field
 EQUAL = 0
 DIFFERS = 1
 UNKNOWN = 2
+EXCEPT = 3
+
+# Why several ranks may intentionally train otherwise than one process, by names for `--allow`.
+EXCEPTIONS = {
+    "batch-norm": "batch norm uses each rank's own samples",
+    "schedule": "Accelerate steps a schedule once for each process",
+    "learning-rate": "the learning rate or its schedule depends on the number of ranks",
+    "coupled-loss": "the loss depends on which samples share a batch",
+    "uneven-batches": "batches of unequal size count alike in the mean",
+}
 
 WIDTH = 96
 INDENT = " " * 9  # of a finding below the step that differs
@@ -32,12 +42,13 @@ class Verdict:
     steps: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    exceptions: dict[str, str] = field(default_factory=dict)  # how it was judged, by name
     untested: list[str] = field(default_factory=list)
     reason: str = ""  # why there is no result
     blocks: bool = False  # ranks step alone, and their values are not compared
 
     def as_json(self) -> str:
-        result = ("equal", "differs", "not judged")[self.code]
+        result = ("equal", "differs", "not judged", "equal with exceptions")[self.code]
         return json.dumps({"result": result, **asdict(self)}, indent=2)
 
     def as_text(self) -> str:
@@ -51,6 +62,8 @@ class Verdict:
             if found.look:
                 text += f"  Look at: {found.look}."
             lines += textwrap.wrap(text, WIDTH, subsequent_indent=INDENT)
+        for name, text in self.exceptions.items():
+            lines += textwrap.wrap(f"Exception {name}: {EXCEPTIONS[name]}{text}.", WIDTH)
         for note in self.notes:
             lines += textwrap.wrap(f"Note: {note}", WIDTH)
         for feature in self.untested:
@@ -68,4 +81,9 @@ class Verdict:
                 f"{self.ranks} ranks are equal after a sync round, in these steps. "
                 "What they train was not compared with one process."
             )
-        return f"{self.ranks} ranks train what one process trains, in these steps."
+        result = f"{self.ranks} ranks train what one process trains, in these steps"
+        if self.exceptions:
+            result += f", except for: {', '.join(self.exceptions)}"
+        if self.code == EXCEPT:
+            result += f". Accept this with --allow {','.join(self.exceptions)}"
+        return f"{result}."

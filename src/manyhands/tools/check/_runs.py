@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from manyhands.tools.check._feed import Feed, FeedPlan
-from manyhands.tools.check._processes import CheckedScript, CheckRun, run
+from manyhands.tools.check._job import CheckedScript
+from manyhands.tools.check._processes import CheckRun, run
 from manyhands.tools.check._records import Recording, Tensors
 
 
@@ -30,15 +31,24 @@ class Runs:
 
     def run_ranks(self, fall_back: bool) -> None:
         """Run the ranks; if they fail in float64 and may fall back, in the script's precision."""
-        self.ranks = self.run(self.job, self.world)
+        self._run_short()
         if self.ranks.errors and fall_back:
-            native = replace(self.job, float64=False)
-            again = self.run(native, self.world)
-            if not again.errors:
-                self.ranks = again
-                self.job = native
+            failed = self.ranks
+            job = self.job
+            self.job = replace(job, float64=False, short=True)
+            self._run_short()
+            if self.ranks.errors:
+                self.ranks = failed
+                self.job = job
         if self.ranks.errors or self.ranks.late:
             raise NotJudged(self.ranks.why(f"on {self.world} ranks"))
+
+    def _run_short(self) -> None:
+        """Run the ranks with short epochs, and with whole epochs if that run is incomplete."""
+        self.ranks = self.run(self.job, self.world)
+        if self.job.short and self.ranks.was_cut:
+            self.job = replace(self.job, short=False)
+            self.ranks = self.run(self.job, self.world)
 
     def run_one(self, plan: FeedPlan | None, steps: int | None = None) -> CheckRun:
         """Run one process with the ranks' batches, or with its data if there is no plan."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +15,7 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": 
 
 # Options that may also follow the script, unless they were given before it.
 VALUES = {"--ranks": (int, 2), "--steps": (int, 1), "--timeout": (float, 1)}  # type, minimum
+ALLOW = "--allow"  # takes names, separated by commas
 FLAGS = ("--json", "--float64", "--native")
 
 
@@ -39,6 +40,14 @@ def check(
     native: Annotated[
         bool, typer.Option("--native", help="In the script's own precision.")
     ] = False,
+    allow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Exceptions that count as equal, separated by commas: batch-norm, schedule, "
+            "learning-rate, coupled-loss, uneven-batches.",
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     module: Annotated[
         bool, typer.Option("-m", help="A module, as torchrun -m takes it: -m package.train.")
@@ -47,14 +56,16 @@ def check(
     """Run a script on several ranks and as one process with the same data, and compare.
 
     Exit code 0: they train the same. 1: they differ, and the likely cause is printed. 2: there is
-    no result, and the reason is printed. The options may follow the script. If the script has an
+    no result, and the reason is printed. 3: they train the same with exceptions that are printed,
+    such as batch norm. The options may follow the script. If the script has an
     option of the same name, give the command's before the script, or the script's after `--`.
     """
-    given: dict[str, float] = {}
+    given: dict[str, Any] = {}
     for key, value in {
         "--ranks": ranks,
         "--steps": steps,
         "--timeout": timeout,
+        "--allow": allow,
         "--json": json,
         "--float64": float64,
         "--native": native,
@@ -74,10 +85,15 @@ def check(
         name = arguments.pop(0)
     if module or not Path(name).is_file():
         where = "Options stand before the script or after it."
-        check_no_option("check", name, [*VALUES, *FLAGS], where)
+        check_no_option("check", name, [*VALUES, ALLOW, *FLAGS], where)
     if not name or not (module or Path(name).is_file()):
         stop("check", f"{name or 'nothing'} is not a file. Give a Python script.")
-    from manyhands.tools.check import check_script
+    from manyhands.tools.check import EXCEPTIONS, check_script
+
+    allowed = str(options.get(ALLOW, "")).replace(",", " ").split()
+    for exception in allowed:
+        if exception not in EXCEPTIONS:
+            stop("check", f"--allow takes some of {', '.join(EXCEPTIONS)}, got {exception!r}.")
 
     def terminate(*_: object) -> None:
         sys.exit(143)  # so that the check ends its processes, and puts files back
@@ -92,6 +108,7 @@ def check(
             float64=precise,
             seconds=float(options.get("--timeout", 300.0)),
             module=module,
+            allow=allowed,
         )
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -102,7 +119,7 @@ def check(
     raise typer.Exit(verdict.code)
 
 
-def divide(arguments: list[str], given: dict[str, float]) -> tuple[list[str], dict[str, float]]:
+def divide(arguments: list[str], given: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Take the command's options out of the words that follow the script.
 
     >>> divide(["train.py", "--lr", "1", "--ranks", "4"], {})
@@ -117,9 +134,12 @@ def divide(arguments: list[str], given: dict[str, float]) -> tuple[list[str], di
         key, equals, value = word.partition("=")
         if word == "--":
             return rest + arguments, options
-        if key in VALUES and key not in given and (equals or arguments):
+        if (key in VALUES or key == ALLOW) and key not in given and (equals or arguments):
             if not equals:
                 value = arguments.pop(0)
+            if key == ALLOW:
+                options[key] = value
+                continue
             kind, least = VALUES[key]
             try:
                 options[key] = kind(value)

@@ -1,0 +1,117 @@
+"""Record state that influences the loss, other than trained parameters and samples.
+
+Buffers and parameters that are not trained are noted when a module is called: those of teachers,
+weight averages and queues. A tensor that an earlier step has left is noted if a result that
+requires a gradient is computed from it: a running statistic or a baseline, for example. A running
+loss that is only printed does not count.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+LARGEST = 10**7  # elements of a tensor outside modules; larger ones are data sets
+
+
+class StateWatch:
+    """Notes the state that one step of one rank uses."""
+
+    def __init__(self, place: Callable[[], str], name_of: Callable[[Any], str]) -> None:
+        self.place = place
+        self.name_of = name_of  # a variable of the script that holds a module
+        self.marks: dict[str, str] = {}  # of the next step, by name
+        self.modules: set[int] = set()  # ids of modules that were noted in this step
+        self.fixed: set[int] = set()  # ids of module tensors, which `note_module` notes
+        # Tensors of this step by id: samples, and results with the older tensors behind them.
+        self.fresh: dict[int, tuple[weakref.ref[Tensor], frozenset[int]]] = {}
+        self.older: dict[int, Tensor] = {}  # older tensors behind a result, by id
+        self.influential: set[int] = set()  # ids of those that were marked
+
+    def take(self) -> dict[str, str]:
+        """Return the marks of a step, and start the next."""
+        marks = self.marks
+        self.marks = {}
+        self.modules.clear()
+        self.fresh.clear()
+        self.older.clear()
+        self.influential.clear()
+        return marks
+
+    def note_samples(self, batch: Any) -> None:
+        for tensor in nested(batch):
+            self.fresh[id(tensor)] = (weakref.ref(tensor), frozenset())
+
+    def note_module(self, module: torch.nn.Module) -> None:
+        """Note the buffers of a module, and the parameters that are not trained."""
+        if id(module) in self.modules:
+            return
+        self.modules.add(id(module))
+        name = self.name_of(module)
+        for prefix, part in module.named_modules():
+            own = dict(part.named_parameters(recurse=False))
+            self.fixed.update(map(id, own.values()))
+            state = {key: p for key, p in own.items() if not p.requires_grad}
+            if not (isinstance(part, _BatchNorm) and part.training):  # which reads no statistics
+                state.update(part.named_buffers(recurse=False))
+            self.fixed.update(map(id, part.buffers(recurse=False)))
+            for key, tensor in state.items():
+                if not hasattr(tensor, "full_tensor"):  # ranks hold different shards
+                    self.marks[".".join(filter(None, (name, prefix, key)))] = mark(tensor)
+
+    def note_call(self, arguments: Any, result: Any) -> None:
+        """Note an operation on tensors."""
+        behind: set[int] = set()
+        for tensor in nested(arguments):
+            behind.update(self._behind(tensor))
+        for made in nested(result):
+            if made.requires_grad:
+                self._influence(behind)
+            elif not (id(made) in self.older or id(made) in self.fixed):
+                self.fresh[id(made)] = (weakref.ref(made), frozenset(behind))
+
+    def _behind(self, tensor: Tensor) -> Iterable[int]:
+        """Return the ids of the older tensors that a tensor was computed from."""
+        key = id(tensor)
+        if tensor.requires_grad or key in self.fixed:
+            return ()
+        if key in self.fresh:
+            known, behind = self.fresh[key]
+            if known() is tensor:
+                return behind
+        if tensor.numel() > LARGEST or tensor.is_sparse or hasattr(tensor, "full_tensor"):
+            return ()
+        self.older[key] = tensor
+        return (key,)
+
+    def _influence(self, older: set[int]) -> None:
+        """Mark older tensors that a trained result was computed from."""
+        for key in older:
+            if key not in self.influential:
+                self.influential.add(key)
+                name = f"a tensor used in {self.place()}"
+                while name in self.marks:
+                    name += ", and another"
+                self.marks[name] = mark(self.older[key])
+
+
+def nested(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from nested(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from nested(part)
+
+
+def mark(tensor: Tensor) -> str:
+    """Return a short text that is equal for equal values."""
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        values = tensor.detach().double()
+        return f"{float(values.sum())!r} {float(values.square().sum())!r}"
