@@ -163,7 +163,10 @@ class LoaderRecorder:
         with suppress(Exception):  # the end of the epoch, or a loader without indices
             while len(rest.indices) < LONGEST:
                 batches._next_index()
-                rest.indices += _next_indices(batches)
+                found = _next_indices(batches)
+                if not found:
+                    break
+                rest.indices += found
 
 
 def copy_of(tensor: Any) -> Tensor:
