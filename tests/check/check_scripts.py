@@ -538,6 +538,7 @@ OPTIMIZERS = {
     "RMSprop": "lr=0.01",
     "Adagrad": "lr=0.05",
     "NAdam": "lr=0.01",
+    "Adadelta": "lr=0.01",
     "Adamax": "lr=0.01",
     "RAdam": "lr=0.01",
     "Adafactor": "lr=0.01",
@@ -551,22 +552,11 @@ SCHEDULES = (
     "LambdaLR(optimizer, lambda n: min(1.0, n / 3 + 0.1))",
     "CosineAnnealingWarmRestarts(optimizer, 4)",
 )
-STREAM = """
-    class Stream(IterableDataset):
-        def __iter__(self):
-            made = torch.Generator().manual_seed(7)
-            for n in range(96):
-                x, y = torch.randn(6, generator=made), torch.randint(0, 3, (), generator=made)
-                if n % world == rank:
-                    yield x, y
-    data = Stream()
-"""
 CONVS = dict(
     data="data = TensorDataset(torch.randn(48, 3, 8, 8), torch.randint(0, 3, (48,)))",
     model="model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))",
 )
 OF_EACH = {  # right scripts, by what is special in them
-    "plain": {},
     **{
         f"optimizer {name}": dict(
             optimizer=f"optimizer = torch.optim.{name}(model.parameters(), {options})"
@@ -583,26 +573,12 @@ OF_EACH = {  # right scripts, by what is special in them
     **{
         f"layer {name}": dict(model=NET.format(layer))
         for name, layer in {
-            "dropout": "nn.Dropout(0.3)",
-            "layer norm": "nn.LayerNorm(16), nn.GELU()",
-            "batch norm": "nn.BatchNorm1d(16), nn.ReLU()",
             "synchronized batch norm": "nn.SyncBatchNorm(16), nn.ReLU()",
             "alpha dropout": "nn.SELU(), nn.AlphaDropout(0.2)",
-            "group norm": "nn.GroupNorm(4, 16), nn.ReLU()",
         }.items()
     },
-    "uneven last batch": dict(
-        data="data = TensorDataset(torch.randn(44, 6), torch.randint(0, 3, (44,)))"
-    ),
-    "odd dataset": dict(
-        data="data = TensorDataset(torch.randn(41, 6), torch.randint(0, 3, (41,)))"
-    ),
     "autocast": dict(
         loss='with torch.autocast("cpu", dtype=torch.bfloat16):\n    loss = F.cross_entropy(model(x), y)'
-    ),
-    "bfloat16": dict(
-        model=DEFAULTS["model"] + ".to(torch.bfloat16)",
-        loss="loss = F.cross_entropy(model(x.bfloat16()), y)",
     ),
     "cuda": dict(
         start='dist.init_process_group("nccl")\ntorch.cuda.set_device(int(os.environ["LOCAL_RANK"]))',
@@ -610,42 +586,12 @@ OF_EACH = {  # right scripts, by what is special in them
         wrap="model = DDP(model, device_ids=[rank])",
         loss="loss = F.cross_entropy(model(x.cuda()), y.cuda(non_blocking=True))",
     ),
-    "grad scaler": dict(
-        optimizer=DEFAULTS["optimizer"] + '\nscaler = torch.amp.GradScaler("cpu")',
-        backward="scaler.scale(loss).backward()",
-        step="scaler.step(optimizer)\nscaler.update()",
-    ),
-    "checkpointing": dict(
-        model="""
-        class Net(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.a, self.b = nn.Linear(6, 16), nn.Linear(16, 3)
-            def forward(self, x):
-                from torch.utils.checkpoint import checkpoint
-                return self.b(checkpoint(lambda t: self.a(t).tanh(), x, use_reentrant=False))
-        model = Net()
-    """
-    ),
-    "tied weights": {
-        **TOKENS,
-        "model": "model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))\nmodel[1].weight = model[0].weight",
-    },
-    "tokens": TOKENS,
     "tokens of passes": {**TOKENS, **GROUPED},
-    "accumulation": ACCUMULATE,
-    "by hand": BY_HAND,
-    "two modules": HEAD,
-    "clipping": CLIP,
     "clipping by value": dict(clip="nn.utils.clip_grad_value_(model.parameters(), 0.01)"),
     "convolutions": CONVS,
-    "iterable data": dict(data=STREAM, loader="loader = DataLoader(data, 4)", epoch=""),
     "shuffled shard": dict(
         loader="loader = DataLoader(torch.utils.data.Subset(data, range(rank, 48, world)), 4, shuffle=True)",
         epoch="",
-    ),
-    "two workers": dict(
-        loader=DEFAULTS["loader"].replace("sampler=sampler", "sampler=sampler, num_workers=2")
     ),
     "no loader": dict(
         loader="""
@@ -656,19 +602,6 @@ OF_EACH = {  # right scripts, by what is special in them
                 yield data.tensors[0][rows], data.tensors[1][rows]
     """,
         epoch="loader = batches()",
-    ),
-    "rate times the ranks": dict(
-        optimizer="optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * world)"
-    ),
-    "rate times the root": dict(
-        optimizer="optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * math.sqrt(world))"
-    ),
-    "noise": dict(loss="loss = F.cross_entropy(model(x + 0.1 * torch.randn_like(x)), y)"),
-    "frozen layer": dict(model=DEFAULTS["model"] + "\nmodel[0].requires_grad_(False)"),
-    "unused parameters": dict(
-        model=DEFAULTS["model"]
-        + "\nmodel.extra = nn.Parameter(torch.ones(3))\nmodel.forward = lambda x, f=model.forward: f(x)",
-        wrap="model = DDP(model, find_unused_parameters=True)",
     ),
     "two groups": dict(
         optimizer="optimizer = torch.optim.AdamW([dict(params=model.module[0].parameters(), lr=0.01), dict(params=model.module[2].parameters(), lr=0.001)])"
@@ -685,25 +618,7 @@ OF_EACH = {  # right scripts, by what is special in them
         backward="",
         step="optimizer.step(closure)",
     ),
-    "evaluation": dict(
-        step="optimizer.step()\nmodel.eval()\nwith torch.no_grad():\n    model(x)\nmodel.train()"
-    ),
-    "average of weights": dict(
-        wrap="ema = torch.optim.swa_utils.AveragedModel(model)\nmodel = DDP(model)",
-        step="optimizer.step()\nema.update_parameters(model.module)",
-    ),
-    "fully_shard": dict(
-        wrap="from torch.distributed.fsdp import fully_shard\nfully_shard(model)",
-        **{"clip": CLIP["clip"]},
-    ),
     "regression": dict(loss="loss = F.mse_loss(model(x), F.one_hot(y, 3).float())"),
-    "gradient as bucket view": dict(
-        wrap="model = DDP(model, gradient_as_bucket_view=True, static_graph=True)"
-    ),
-    "zero redundancy": dict(
-        optimizer="from torch.distributed.optim import ZeroRedundancyOptimizer\noptimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01)"
-    ),
-    "compiled": dict(wrap="model = DDP(torch.compile(model))"),
 }
 
 
@@ -915,10 +830,6 @@ RIGHT_SLOTS = {
         loss="loss = F.cross_entropy(model(x).sum(1), y)",
     ),
 }
-for name in ("Adam", "Adagrad", "RMSprop", "NAdam", "Adadelta", "Adamax"):
-    RIGHT_SLOTS[name] = dict(
-        optimizer=f"optimizer = torch.optim.{name}(model.parameters(), lr=0.01)"
-    )
 for _name, (_right, _bug, _cause) in BUGS.items():
     BUGS[_name] = _right, _bug, _cause if isinstance(_cause, tuple) else (_cause,)
 RIGHT = {name: fill(**slots) for name, slots in {**OF_EACH, **RIGHT_SLOTS}.items()}
