@@ -56,10 +56,11 @@ def compare(
 
 
 def size(tensor: Tensor | None) -> float:
-    """Return the largest magnitude in a tensor."""
-    if tensor is None or not tensor.numel():
+    """Return the largest finite magnitude in a tensor."""
+    if tensor is None:
         return 0.0
-    return float(tensor.abs().max())
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def largest_size(tensors: Tensors) -> float:
@@ -67,11 +68,15 @@ def largest_size(tensors: Tensors) -> float:
 
 
 def distance(x: Tensor | None, y: Tensor | None, scale: float, rounding: float = 0.0) -> float:
-    """Return the size of the difference, less `rounding`, relative to a scale."""
+    """Return the size of the difference, less `rounding`, relative to a scale.
+
+    Values that are not finite must be so in both tensors.
+    """
     if x is None or y is None or x.shape != y.shape:
         return float(size(x) > 0 or size(y) > 0)
-    found = max(size(x - y) - rounding, 0.0) / scale
-    return float("inf") if found != found else found
+    if not torch.equal(x.isfinite(), y.isfinite()):
+        return float("inf")
+    return max(size(x - y) - rounding, 0.0) / scale
 
 
 def gradient_distances(a: Tensors, b: Tensors) -> dict[str, float]:

@@ -21,7 +21,7 @@ from manyhands.tools.check._compare import Difference, compare, largest_size
 from manyhands.tools.check._gradient_causes import GRADIENT_CAUSES, weighted_otherwise
 from manyhands.tools.check._job import CheckedScript
 from manyhands.tools.check._rank_causes import BLOCK_CAUSES, RANK_CAUSES
-from manyhands.tools.check._records import Recording
+from manyhands.tools.check._records import Recording, Tensors
 from manyhands.tools.check._report import DIFFERS, EQUAL, EXCEPT, UNKNOWN, Finding, Verdict
 from manyhands.tools.check._runs import NotJudged, Runs
 
@@ -165,6 +165,8 @@ class Check:
         for record in self.case.ranks:
             for batch in record.pass_samples(by_index=False):
                 seen.update(batch)
+        if all(not_finite(step.params) for step in first.steps):
+            raise NotJudged("parameters are not finite after every step. Lower the learning rate.")
         advice = "Equal steps would show nothing. Give the script other data, or take more --steps."
         if any(step.grads for step in first.steps) and gradient == 0:
             raise NotJudged(f"all gradients are zero. {advice}")
@@ -315,6 +317,10 @@ class Check:
             if difference is not None and difference.step == number:
                 text = describe_difference(difference)
             self.verdict.steps.append(f"step {number + 1}   {text}")
+
+
+def not_finite(tensors: Tensors) -> bool:
+    return any(not bool(tensor.isfinite().all()) for tensor in tensors.values())
 
 
 def describe_difference(difference: Difference) -> str:

@@ -21,6 +21,8 @@ LOW = (torch.float32, torch.float16, torch.bfloat16)
 CASTS = ("float", "half", "bfloat16")
 MADE = ("from_numpy", "as_tensor", "tensor", "load")  # from numbers that are not torch's
 
+ACCELERATOR = torch.device("cuda")  # of which a script may read the type
+
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     """Replace a function, in this process, by `around`, which gets it as its first argument."""
@@ -159,7 +161,7 @@ def _patch_accelerators(mode: Machine, count: int) -> None:
         return count if mode.is_script() and count else ask()
 
     def current(ask: Any, *args: Any, **named: Any) -> Any:
-        return torch.device("cpu") if mode.is_script() and count else ask(*args, **named)
+        return ACCELERATOR if mode.is_script() and count else ask(*args, **named)
 
     for owner in (torch.cuda, torch.accelerator):
         wrap(owner, "is_available", is_available)

@@ -6,7 +6,6 @@ requires a gradient is computed from it: a running statistic or a baseline, for 
 loss that is only printed does not count.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -26,8 +25,9 @@ class StateWatch:
         self.marks: dict[str, str] = {}  # of the next step, by name
         self.modules: set[int] = set()  # ids of modules that were noted in this step
         self.fixed: set[int] = set()  # ids of module tensors, which `note_module` notes
-        # Tensors of this step by id: samples, and results with the older tensors behind them.
-        self.fresh: dict[int, tuple[weakref.ref[Tensor], frozenset[int]]] = {}
+        # The ids of samples and results of this step, and the ids of older tensors behind each. No
+        # weak references to tensors: torch cannot swap a tensor that has one.
+        self.fresh: dict[int, frozenset[int]] = {}
         self.older: dict[int, Tensor] = {}  # older tensors behind a result, by id
         self.influential: set[int] = set()  # ids of those that were marked
 
@@ -43,7 +43,7 @@ class StateWatch:
 
     def note_samples(self, batch: Any) -> None:
         for tensor in nested(batch):
-            self.fresh[id(tensor)] = (weakref.ref(tensor), frozenset())
+            self.fresh[id(tensor)] = frozenset()
 
     def note_module(self, module: torch.nn.Module) -> None:
         """Note the buffers of a module, and the parameters that are not trained."""
@@ -71,7 +71,7 @@ class StateWatch:
             if made.requires_grad:
                 self._influence(behind)
             elif not (id(made) in self.older or id(made) in self.fixed):
-                self.fresh[id(made)] = (weakref.ref(made), frozenset(behind))
+                self.fresh[id(made)] = frozenset(behind)
 
     def _behind(self, tensor: Tensor) -> Iterable[int]:
         """Return the ids of the older tensors that a tensor was computed from."""
@@ -79,9 +79,7 @@ class StateWatch:
         if tensor.requires_grad or key in self.fixed:
             return ()
         if key in self.fresh:
-            known, behind = self.fresh[key]
-            if known() is tensor:
-                return behind
+            return self.fresh[key]
         if tensor.numel() > LARGEST or tensor.is_sparse or hasattr(tensor, "full_tensor"):
             return ()
         self.older[key] = tensor
