@@ -327,6 +327,7 @@ def test_large_tensors_are_written_and_read_in_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(_format, "CHECKED", 16)
     monkeypatch.setattr(_reader, "CHECKED", 16)
     monkeypatch.setattr(_format, "BLOCK", 96)
+    monkeypatch.setattr(_reader, "BLOCK", 96)
     monkeypatch.setattr(_reader, "SCANNED", 96)
     test_the_files_are_safetensors(tmp_path)
     setup = Setup("plain", seed=3).train(1)

@@ -33,7 +33,7 @@ from manyhands import _arguments as arguments
 from manyhands.checkpoint._cloud import Bucket
 from manyhands.checkpoint._folder import Folder, UrlPath, to_path
 from manyhands.checkpoint._reading import load_newest
-from manyhands.checkpoint._values import HasState
+from manyhands.checkpoint._values import HasState, Run
 from manyhands.checkpoint._writing import begin_save
 
 __all__ = ["Saving", "load", "save"]
@@ -157,17 +157,9 @@ def save(
     keep = None if keep is None else arguments.whole("keep", keep, 1, "None keeps all.")
     step = None if step is None else arguments.whole("step", step)
     arguments.flag("frozen", frozen)
-    optimizers = _as_list(optimizer)
-    schedulers = _as_list(scheduler)
-    final, work = begin_save(
-        folder_at(path),
-        model,
-        optimizers,
-        schedulers,
-        values,
-        {"step": step, "keep": keep, "wait": wait, "frozen": frozen},
-        process_group,
-    )
+    options = {"step": step, "keep": keep, "wait": wait, "frozen": frozen}
+    run = Run(model, _as_list(optimizer), _as_list(scheduler), values)
+    final, work = begin_save(folder_at(path), run, options, process_group)
     saving = Saving(final)
     if wait:
         work()
@@ -225,9 +217,8 @@ def load(
         **values: objects to load into, under the names they were saved by.
     """
     wait_for_pending()
-    optimizers = _as_list(optimizer)
-    schedulers = _as_list(scheduler)
-    return load_newest(folder_at(path), model, optimizers, schedulers, values, process_group)
+    run = Run(model, _as_list(optimizer), _as_list(scheduler), values)
+    return load_newest(folder_at(path), run, process_group)
 
 
 def folder_at(path: str | os.PathLike[str]) -> Folder:

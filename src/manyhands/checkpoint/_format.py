@@ -65,6 +65,7 @@ from manyhands.checkpoint._values import Json
 BLOCK = 2**24  # bytes that are copied or read at once
 CHECKED = 2**14  # bytes of a tensor that have a checksum in common
 CHECKS = "manyhands.crc32"  # the tensor of checksums in a file
+RANDOM = "random/"  # how the keys of random generators begin among a rank's own tensors
 OWN = "rank/"  # how the names of a rank's own tensors begin: they are in no table
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 VERSION = 2
@@ -109,22 +110,24 @@ def write(
     """
     if sys.byteorder != "little":  # as the format is, and tensors are written as they are
         raise RuntimeError("checkpoints are written on little-endian machines only.")
-    blocks = sum(-(-entry.nbytes // CHECKED) for entry in entries)
-    checks = [TensorEntry(CHECKS, torch.uint8, (4 * blocks,))] if checked else []
-    header: dict[str, dict[str, object]] = (
-        {} if metadata is None else {"__metadata__": dict(metadata)}
-    )
+    header: dict[str, object] = {}
+    if metadata is not None:
+        header["__metadata__"] = metadata
+    described = list(entries)
+    if checked:
+        blocks = sum(-(-entry.nbytes // CHECKED) for entry in entries)
+        described.append(TensorEntry(CHECKS, torch.uint8, (4 * blocks,)))
     end = 0
-    for entry in (*entries, *checks):
+    for entry in described:
         check_can_hold(entry.name, entry.dtype)
         if entry.name in header or entry.name == "__metadata__":
             raise ValueError(f"the name {entry.name!r} is used twice, or reserved. Rename it.")
-        data_offsets = [end, end := end + entry.nbytes]
         header[entry.name] = {
             "dtype": DTYPE_NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": data_offsets,
+            "shape": entry.shape,
+            "data_offsets": [end, end + entry.nbytes],
         }
+        end += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     # The format asks for spaces here: the first tensor then begins at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
@@ -150,27 +153,23 @@ class Checksums:
     def __init__(self) -> None:
         self.found = bytearray()
         self._crc32 = 0
-        self._room = 0
+        self._length = 0  # bytes in the current checksum
 
     def add(self, view: memoryview) -> None:
         while len(view):
-            self._room = self._room or CHECKED
-            part = view[: self._room]
-            view = view[self._room :]
+            part = view[: CHECKED - self._length]
+            view = view[len(part) :]
             self._crc32 = zlib.crc32(part, self._crc32)
-            self._room -= len(part)
-            if not self._room:
-                self._put()
+            self._length += len(part)
+            if self._length == CHECKED:
+                self.end()
 
     def end(self) -> None:
-        """Begin anew: the next bytes are another tensor's."""
-        if self._room:
-            self._put()
-
-    def _put(self) -> None:
-        self.found += self._crc32.to_bytes(4, "little")
-        self._crc32 = 0
-        self._room = 0
+        """Complete a checksum: the next bytes have another."""
+        if self._length:
+            self.found += self._crc32.to_bytes(4, "little")
+            self._crc32 = 0
+            self._length = 0
 
 
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:
@@ -178,16 +177,13 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
     tensor = tensor.detach()
     if tensor.numel() == 0:
         return
-    if tensor.dim() == 0 or (
-        tensor.device.type == "cpu" and tensor.is_contiguous() and is_stored_as_is(tensor)
-    ):
-        # No copy: the bytes of the tensor's own memory are written.
-        yield tensor.cpu().resolve_conj().resolve_neg()
-        return
-    # Everything else is copied some rows at a time, at least one.
-    row_bytes = tensor.itemsize * tensor.numel() // tensor.shape[0]
-    for rows in tensor.split(max(1, BLOCK // row_bytes)):
-        yield rows.resolve_conj().resolve_neg().contiguous().cpu()
+    blocks: Sequence[Tensor] = [tensor]
+    in_memory = tensor.device.type == "cpu" and tensor.is_contiguous() and is_stored_as_is(tensor)
+    if tensor.dim() > 0 and not in_memory:  # copied some rows at a time, at least one
+        row_bytes = tensor.nbytes // tensor.shape[0]
+        blocks = tensor.split(max(1, BLOCK // row_bytes))
+    for block in blocks:
+        yield block.resolve_conj().resolve_neg().contiguous().cpu()
 
 
 def is_stored_as_is(tensor: Tensor) -> bool:
@@ -201,33 +197,27 @@ def is_stored_as_is(tensor: Tensor) -> bool:
 
 def memory_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor. Keep the tensor alive while you use them."""
-    nbytes = tensor.numel() * tensor.itemsize
-    if nbytes == 0:
-        return memoryview(b"")
     assert tensor.is_contiguous() and is_stored_as_is(tensor)
     # Through ctypes, not numpy: `import manyhands` needs only torch, and numpy has no bfloat16.
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
+    memory = ctypes.c_ubyte * tensor.nbytes
+    return memoryview(memory.from_address(tensor.data_ptr())).cast("B")
 
 
 # -- the commit ------------------------------------------------------------------------------------
 
 
-# A class without `total` has the entries that a checkpoint of an earlier release may lack.
 # `_commit.py` compares every commit with these types.
 
 
-class _LaterModelMeta(TypedDict, total=False):
-    config: str  # the text of the model's config.json, if it has one
-    left_out: dict[str, list[int]]  # by `save(frozen=False)`: parameters, and their shapes
-
-
-class ModelMeta(_LaterModelMeta):
+class ModelMeta(TypedDict):
     """A model in the commit. Its tensors are stored under their names."""
 
     params: list[str]
     buffers: list[str]
     aliases: dict[str, str]  # another name of a tied tensor -> the name it is stored under
     extras: dict[str, Json]  # what `get_extra_state` returned, as JSON
+    config: str  # the text of the model's config.json; "" if it has none
+    left_out: dict[str, list[int]]  # by `save(frozen=False)`: parameters, and their shapes
 
 
 # In the functional form, because `class` cannot be a field's name in a class statement.
@@ -249,27 +239,31 @@ class ReplicaMeta(TypedDict):
     rule: StateMeta | None  # a scaling rule around it: its averages, progress, scale
 
 
-class _LaterOptimizerMeta(ReplicaMeta, total=False):
-    blocks: Json  # blocks around it: the counters that all replicas share
-
-
 # The class that the user asked for, whether the optimizer is sharded or not.
 _ClassMeta = TypedDict("_ClassMeta", {"class": str})
 
 
-class OptimizerMeta(_LaterOptimizerMeta, _ClassMeta):
+class OptimizerMeta(ReplicaMeta, _ClassMeta):
     """An optimizer in the commit, with the first replica's part."""
 
+    blocks: Json  # blocks around it: the counters that all replicas share
     replicas: int  # without blocks there is one
+
+
+class Versions(TypedDict):
+    """The versions that have written a checkpoint."""
+
+    manyhands: str
+    torch: str
 
 
 @dataclass(frozen=True)
 class Commit:
-    """Everything in a checkpoint except the elements of its tensors."""
+    """Everything in a checkpoint except the elements of tensors."""
 
     step: int | None
     token: str  # unique to the save: it is in the names of the files
-    versions: dict[str, str]
+    versions: Versions
     time: float
     files: list[list[int]]  # for each rank: bytes of the file, of its head, and the CRC-32
     table: Table
@@ -289,7 +283,6 @@ class Commit:
     def to_text(self) -> str:
         """Return the text of the commit, with its checksum."""
         content = {each.name: getattr(self, each.name) for each in fields(self)}
-        content["table"] = vars(self.table)
         # NaN is not JSON; `_values.py` has turned such numbers into text.
         text = json.dumps(content, separators=(",", ":"), allow_nan=False)
         return HEAD.format(VERSION, zlib.crc32(text.encode())) + text + "}\n"

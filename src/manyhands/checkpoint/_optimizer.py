@@ -544,7 +544,7 @@ class OptimizerLoader:
             else:
                 # The parameter itself, if the model was saved, too.
                 own = self._reader.tensors.get("model/" + key.partition(f"/{escape(entry)}/")[2])
-                result[entry], target = tensor_parts.allocate_target(part, name, entry, stored, own)
+                result[entry], target = tensor_parts.allocate_target(part, entry, stored, own)
             self.targets[key] = target.merge(self.targets.get(key))
         return result
 

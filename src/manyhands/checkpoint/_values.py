@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# What `json` reads and writes.
-Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+Json: TypeAlias = object  # what `json` reads and writes
 PutTensor = Callable[[str, Tensor], str]  # stores a tensor under a path, and returns its key
 GetTensor = Callable[[str], Tensor]  # returns the tensor of a key
 
@@ -43,6 +43,7 @@ MAPPINGS: dict[str, Callable[[dict[Any, Any]], object]] = {
 }
 # What becomes text: the name of its kind, and how it becomes text.
 PLAIN: dict[type, tuple[str, Callable[[Any], str]]] = {
+    float: ("float", str),  # NaN and the infinities, which JSON does not have
     complex: ("complex", str),
     bytes: ("bytes", bytes.hex),
     torch.dtype: ("dtype", lambda dtype: str(dtype).removeprefix("torch.")),
@@ -67,8 +68,11 @@ def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Jso
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
-    if kind is float:
-        return value if math.isfinite(value) else {"$": "float", "value": str(value)}
+    if kind is float and math.isfinite(value):
+        return value
+    if kind in PLAIN:
+        name, to_text = PLAIN[kind]
+        return {"$": name, "value": to_text(value)}
     if kind is list:
         return [encode_child(each, i) for i, each in enumerate(value)]
     # JSON would turn other keys into strings, and a key "$" has a meaning of ours.
@@ -80,15 +84,16 @@ def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Jso
     for name, mapping in MAPPINGS.items():
         # A defaultdict comes back as a dict: its factory is code.
         if kind is mapping or (name == "dict" and kind is defaultdict):
-            pairs = enumerate(value.items())
-            items: list[Json] = [
-                [encode_child(k, f"{i}, the key"), encode_child(v, i)] for i, (k, v) in pairs
-            ]
+            items = []
+            for i, (k, v) in enumerate(value.items()):
+                items.append([encode_child(k, f"{i}, the key"), encode_child(v, i)])
             return {"$": name, "items": items}
-    if kind in PLAIN:
-        return {"$": PLAIN[kind][0], "value": PLAIN[kind][1](value)}
     if has_state(value):
-        return {"$": "state", "of": kind.__name__, "value": _encode_state(value, path, put, depth)}
+        state = value.state_dict()
+        if isinstance(state, OrderedDict):
+            state = dict(state)
+        encoded = encode(state, path, put, depth - 1)
+        return {"$": "state", "of": kind.__name__, "value": encoded}
     # Subclasses of numbers and text, such as numpy's numbers, become Python's own.
     for plain in (bool, int, float, str):
         if isinstance(value, plain):
@@ -101,12 +106,6 @@ def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Jso
     )
 
 
-def _encode_state(value: HasState, path: str, put: PutTensor, depth: int) -> Json:
-    state = value.state_dict()
-    state = dict(state) if isinstance(state, OrderedDict) else state
-    return encode(state, path, put, depth - 1)
-
-
 class HasState(Protocol):
     """An object whose state is saved, and loaded in place."""
 
@@ -115,6 +114,16 @@ class HasState(Protocol):
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
         """Continue from a state."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The objects of a run, to save or to load into."""
+
+    model: nn.Module | None
+    optimizers: Sequence[Optimizer]
+    schedulers: Sequence[HasState]
+    values: Mapping[str, object]  # the user's, by name
 
 
 def has_state(value: object) -> TypeGuard[HasState]:
@@ -199,18 +208,21 @@ def _decode(meta: object, get: GetTensor) -> Any:
 
 def tensor_key(meta: object) -> str | None:
     """Return the key of the tensor that was encoded as this, or None if it was no tensor."""
-    return meta["key"] if isinstance(meta, Mapping) and meta.get("$") == "tensor" else None
+    if isinstance(meta, dict) and meta.get("$") == "tensor":
+        return str(meta["key"])
+    return None
 
 
 def tensor_keys(meta: object) -> Iterator[str]:
     """Yield the keys of all tensors in a value that was encoded as this."""
+    key = tensor_key(meta)
+    if key is not None:
+        yield key
     children: Iterable[object] = ()
     if isinstance(meta, list):
         children = meta
     elif isinstance(meta, dict):
         children = meta.values()
-        if meta.get("$") == "tensor":
-            yield str(meta.get("key"))
     for each in children:
         yield from tensor_keys(each)
 

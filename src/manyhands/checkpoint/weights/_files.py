@@ -20,9 +20,8 @@ from torch import Tensor
 
 from manyhands._arguments import file_path
 from manyhands.checkpoint._folder import OpenFile
-from manyhands.checkpoint._format import DTYPES, TensorEntry
-from manyhands.checkpoint._json import parse_json
-from manyhands.checkpoint._reader import SafetensorsFile, read_file
+from manyhands.checkpoint._json import parse_json, read_text
+from manyhands.checkpoint._reader import SafetensorsFile
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -37,29 +36,6 @@ class Weight:
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[Sequence[int], Tensor], None]
-
-
-class PlainSafetensorsFile(SafetensorsFile):
-    """A safetensors file of any writer: without our checksums, with its tensors in any order."""
-
-    def __post_init__(self) -> None:
-        raw = self._read_header()
-        head = len(raw)
-        try:
-            header = parse_json(raw[8:])
-            header.pop("__metadata__", None)
-            for name, meta in header.items():
-                if meta["dtype"] not in DTYPES:
-                    raise ValueError(f"{name!r} has the unknown type {meta['dtype']!r:.20}")
-                entry = TensorEntry(name, DTYPES[meta["dtype"]], tuple(meta["shape"]))
-                start, stop = meta["data_offsets"]
-                whole = all(type(n) is int and n >= 0 for n in (*entry.shape, start, stop))
-                if not whole or stop - start != entry.nbytes or head + stop > self.source.size:
-                    raise ValueError(f"{name!r} is not where it should be")
-                self.entries[name] = entry
-                self.starts[name] = head + start
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise self.damaged(f"its header cannot be read ({error!r:.200})") from error
 
 
 class Weights(ExitStack):
@@ -91,7 +67,7 @@ class Weights(ExitStack):
         if path.suffix != ".safetensors" and start[8:] != b"{":
             self._add_mapping(_load_state_dict(path), str(path))
             return
-        plain = PlainSafetensorsFile(opened, path)
+        plain = SafetensorsFile(opened, path)
         for name, entry in plain.entries.items():
             self.tensors[name] = Weight(entry.shape, entry.dtype, partial(plain.read, name))
 
@@ -159,7 +135,8 @@ def find_files(path: Path) -> list[Path]:
         return [found]
     try:
         with contextlib.closing(OpenFile(Path(os.path.realpath(found)))) as opened:
-            names = sorted(set(parse_json(read_file(opened))["weight_map"].values()))
+            index = parse_json(read_text(opened, 0, opened.size))
+        names = sorted(set(index["weight_map"].values()))
         for name in names:
             raw = os.fsencode(name)  # raises for what cannot be a file's name
             if Path(name).name != name or name in ("", "..") or b"\0" in raw:
