@@ -149,80 +149,70 @@ def collect_model(names: ModelNames, prefix: str, contents: Contents) -> ModelMe
         contents.add(f"{prefix}/{name}", to_parts(tensor, contents.savers))
     for name, tensor in names.buffers.items():
         contents.put_of_first(f"{prefix}/{name}", tensor)
-    # On every rank, even if only rank 0's is saved: a module may use collectives there.
-    extras = {name: module.get_extra_state() for name, module in names.extras.items()}
+    extras = {}
+    for name, module in names.extras.items():
+        # On every rank, even if only rank 0's is saved: a module may use collectives there.
+        state = module.get_extra_state()
+        extras[name] = encode(state, f"{prefix}/{name}", contents.put_of_first)
     return {
         "params": list(names.params),
         "buffers": list(names.buffers),
         "aliases": names.aliases,
         "config": names.config,
         "left_out": names.left_out,
-        "extras": {
-            name: encode(state, f"{prefix}/{name}", contents.put_of_first)
-            for name, state in extras.items()
-        },
+        "extras": extras,
     }
 
 
-class ModelLoader:
-    """Loads a saved model. Creating a loader checks that the model fits, and changes nothing.
-
-    `targets` are then to be filled, by key. They are the model's own memory.
-    """
-
-    def __init__(
-        self, names: ModelNames, meta: ModelMeta, prefix: str, reader: Reader, what: str = "model"
-    ) -> None:
-        self.targets: dict[str, TensorParts] = {}
-        saved = {name: name for name in (*meta["params"], *meta["buffers"])} | meta["aliases"]
-        left_out = meta.get("left_out", {})  # by `save(frozen=False)`: they stay as they are
-        missing = []
-        wrong = []
-        received = received_tensors()  # from a crew: later than any checkpoint
-        for name, tensor in names.tensors.items():
-            # Any of a tied tensor's names will do: another class may register them in other order.
-            known = [other for other in names.all_of(name) if other in saved]
-            shape = tuple(left_out.get(name, ()))
-            if not known and name not in left_out:
+def match_model(
+    names: ModelNames, meta: ModelMeta, prefix: str, reader: Reader, what: str = "model"
+) -> tuple[dict[str, TensorParts], list[ForeignState]]:
+    """Check that a saved model fits. Return the memory to fill, by key, and the extra states."""
+    targets: dict[str, TensorParts] = {}
+    saved = {name: name for name in (*meta["params"], *meta["buffers"])} | meta["aliases"]
+    left_out = meta["left_out"]  # by `save(frozen=False)`: they stay as they are
+    missing = []
+    wrong = []
+    received = received_tensors()  # from a crew: later than any checkpoint
+    for name, tensor in names.tensors.items():
+        shape = tuple(tensor.shape)
+        # Any of a tied tensor's names will do: another class may register them in other order.
+        known = [other for other in names.all_of(name) if other in saved]
+        if not known:
+            before = left_out.get(name)
+            if before is None:
                 missing.append(name)
-            elif not known and shape != tuple(tensor.shape):
-                wrong.append(f"{name!r} was {shape} at the save, and is {tuple(tensor.shape)} here")
-            if not known:
-                continue
-            key = f"{prefix}/{saved[known[0]]}"
-            stored = reader.tensors[key]
-            if tuple(tensor.shape) != stored.shape:
-                wrong.append(
-                    f"{name!r} is {stored.shape} in the checkpoint and {tuple(tensor.shape)} here"
-                )
-            elif not can_convert(stored.torch_dtype, tensor.dtype):
-                wrong.append(
-                    f"{name!r} is {stored.dtype} in the checkpoint and {tensor.dtype} here"
-                )
-            elif id(tensor) not in received:
-                # Several may have been tied in the checkpoint, and not be here.
-                self.targets[key] = to_parts(tensor).merge(self.targets.get(key))
-        here = {*names.tensors, *names.aliases}
-        unexpected = sorted({*saved, *left_out} - here)
-        missing += sorted(set(names.extras) - set(meta["extras"]))
-        unexpected += sorted(set(meta["extras"]) - set(names.extras))
-        # All problems in one message: they often have one cause.
-        problems = [
-            *([f"only the {what} here has {list_names(sorted(missing))}"] if missing else []),
-            *([f"only the checkpoint has {list_names(unexpected)}"] if unexpected else []),
-            *wrong[:8],
-        ]
-        if problems:
-            raise ValueError(
-                f"the checkpoint's {what} is a different one: {'; '.join(problems)}. Build the "
-                "model that was saved."
-            )
-        get = reader.read_once
-        self.foreign_states = [
-            ForeignState(name, module.get_extra_state, module.set_extra_state, decode(state, get))
-            for name, state in meta["extras"].items()
-            for module in [names.extras[name]]
-        ]
+            elif tuple(before) != shape:
+                wrong.append(f"{name!r} was {tuple(before)} at the save, and is {shape} here")
+            continue
+        key = f"{prefix}/{saved[known[0]]}"
+        stored = reader.tensors[key]
+        if shape != stored.shape:
+            wrong.append(f"{name!r} is {stored.shape} in the checkpoint and {shape} here")
+        elif not can_convert(stored.torch_dtype, tensor.dtype):
+            wrong.append(f"{name!r} is {stored.dtype} in the checkpoint and {tensor.dtype} here")
+        elif id(tensor) not in received:
+            # Several may have been tied in the checkpoint, and not be here.
+            targets[key] = to_parts(tensor).merge(targets.get(key))
+    unexpected = {*saved, *left_out} - {*names.tensors, *names.aliases}
+    missing += names.extras.keys() - meta["extras"].keys()
+    unexpected |= meta["extras"].keys() - names.extras.keys()
+    # All problems in one message: they often have one cause.
+    problems = wrong[:8]
+    if unexpected:
+        problems.insert(0, f"only the checkpoint has {list_names(sorted(unexpected))}")
+    if missing:
+        problems.insert(0, f"only the {what} here has {list_names(sorted(missing))}")
+    if problems:
+        raise ValueError(
+            f"the checkpoint's {what} is a different one: {'; '.join(problems)}. Build the model "
+            "that was saved."
+        )
+    states = []
+    for name, module in names.extras.items():
+        state = decode(meta["extras"][name], reader.read_once)
+        states.append(ForeignState(name, module.get_extra_state, module.set_extra_state, state))
+    return targets, states
 
 
 def can_convert(saved: torch.dtype, here: torch.dtype) -> bool:

@@ -36,10 +36,10 @@ from manyhands.checkpoint._handover import (
     check_kinds,
 )
 from manyhands.checkpoint._model import (
-    ModelLoader,
     ModelNames,
     find_names,
     list_names,
+    match_model,
     read_tensors,
 )
 from manyhands.checkpoint._optimizer import (
@@ -127,7 +127,7 @@ def _load_checkpoint(
 
         def compare() -> RunLoader:
             with reader.explain():
-                return RunLoader(reader, run, replicas, ranks.rank)
+                return RunLoader(reader, run, replicas, ranks)
 
         loader = run_on_all(ranks, compare)
         # From here on things change. Each `run_on_all` ends with an exchange of errors, so that
@@ -149,7 +149,9 @@ class RunLoader:
     if any of them fails on any rank, `undo`.
     """
 
-    def __init__(self, reader: Reader, run: Run, replicas: Sequence[Replica], rank: int) -> None:
+    def __init__(
+        self, reader: Reader, run: Run, replicas: Sequence[Replica], ranks: RankGroup
+    ) -> None:
         self.result: dict[str, object] = {}
         self._reader = reader
         self._targets: dict[str, TensorParts] = {}
@@ -159,12 +161,16 @@ class RunLoader:
         self._random: dict[str, Tensor] = {}
         commit = reader.commit
         own: dict[str, Tensor] = {}  # what the saved rank of this number had for itself
-        if run.optimizers and rank < commit.workers:
-            own = reader.read_own(rank)
-            for key, state in own.items():
-                if key.startswith(RANDOM):
-                    self._random[key.removeprefix(RANDOM)] = state
-            check_random_state(self._random)
+        if run.optimizers:
+            # A run that continues wants all of the checkpoint sound, also what no rank here uses.
+            for number in range(ranks.rank, commit.workers, ranks.size):
+                found = reader.read_own(number)
+                if number == ranks.rank:
+                    own = found
+                    for key, state in own.items():
+                        if key.startswith(RANDOM):
+                            self._random[key.removeprefix(RANDOM)] = state
+                    check_random_state(self._random)
         if commit.step is not None:
             self.result["step"] = commit.step
         names = None
@@ -173,7 +179,7 @@ class RunLoader:
             names = find_names(run.model)
             if commit.model is None:
                 raise ValueError("the checkpoint was saved without model=. Load it without model=.")
-            self._add_model(ModelLoader(names, commit.model, "model", reader))
+            self._add_model(*match_model(names, commit.model, "model", reader))
         if run.optimizers:
             self._add_optimizers(run.optimizers, names, replicas, own)
         if run.schedulers:
@@ -192,9 +198,9 @@ class RunLoader:
                 self._slices.append((key, stored, at, memory))
         reader.verify((key, stored, at, memory.shape) for key, stored, at, memory in self._slices)
 
-    def _add_model(self, loader: ModelLoader) -> None:
-        self._targets |= loader.targets
-        self._foreign_states.states += loader.foreign_states
+    def _add_model(self, targets: dict[str, TensorParts], states: list[ForeignState]) -> None:
+        self._targets |= targets
+        self._foreign_states.states += states
 
     def _add_optimizers(
         self,
@@ -252,7 +258,7 @@ class RunLoader:
             self._add_object(f"{name}=", holder, meta)
         elif isinstance(target, nn.Module):
             names = find_names(target)
-            self._add_model(ModelLoader(names, meta["value"], prefix, self._reader, what=name))
+            self._add_model(*match_model(names, meta["value"], prefix, self._reader, name))
         else:
             raise ValueError(
                 f"the checkpoint has the state of a module for {name}=, and a "

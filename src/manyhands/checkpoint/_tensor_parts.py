@@ -282,6 +282,8 @@ def find_reads(
 ) -> list[tuple[StoredSlice, tuple[int, ...], Tensor]]:
     """Return what to read to fill a target: stored slices, offsets in them, and the memory."""
     # Raise ValueError unless that is all of it.
+    if target.shape != stored.shape:
+        raise ValueError(f"{key!r} is {stored.shape} in the checkpoint and {target.shape} here.")
     reads = []
     lacking = 0
     for start, elements in target.slices:

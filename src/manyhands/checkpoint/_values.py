@@ -240,8 +240,3 @@ def escape(key: str) -> str:
 def unescape(text: str) -> str:
     """Return the key that `escape` was given."""
     return text.replace("%2F", "/").replace("%2E", ".").replace("%25", "%")
-
-
-def state_key(prefix: str, entry: str, name: str) -> str:
-    """Return the key of one entry of a parameter's state."""
-    return f"{prefix}/{escape(entry)}/{name}"

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -32,12 +32,13 @@ CONFIG = "config.json"
 
 def split_into_files(entries: Iterable[TensorEntry], max_size: int) -> dict[str, list[TensorEntry]]:
     """Return which file has which tensors, in their order."""
-    files = list(in_groups(entries, lambda entry: entry.nbytes, max_size)) or [[]]
-    count = len(files)
-    names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-    # Aligned, as `checkpoint/_writing.py` does.
-    sort = [sorted(file, key=lambda entry: -entry.dtype.itemsize) for file in files]
-    return dict(zip(names if count > 1 else [SINGLE], sort, strict=True))
+    groups = list(in_groups(entries, lambda entry: entry.nbytes, max_size)) or [[]]
+    files = {}
+    for number, group in enumerate(groups, 1):
+        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else SINGLE
+        # Aligned, as `checkpoint/_writing.py` does.
+        files[name] = sorted(group, key=lambda entry: -entry.dtype.itemsize)
+    return files
 
 
 def write_file(
@@ -45,13 +46,11 @@ def write_file(
 ) -> None:
     """Write one file; `get_tensor` is called for each name in turn."""
 
-    def numbered(number: int) -> Tensor:
-        return get_tensor(entries[number].name)
-
     file = NewFile(path)
     try:
         # transformers refuses a file without this metadata.
-        _format.write(file, entries, numbered, {"format": "pt"}, checked=False)
+        get = lambda number: get_tensor(entries[number].name)  # noqa: E731
+        _format.write(file, entries, get, {"format": "pt"}, checked=False)
     except BaseException:
         file.discard()
         raise
@@ -59,20 +58,23 @@ def write_file(
 
 def publish(scratch: Path, folder: Path, files: dict[str, list[TensorEntry]], config: str) -> None:
     """Move complete files to their place, with index and config, and remove those of before."""
-    if lacking := [name for name in files if not (scratch / name).exists()]:
+    lacking = [name for name in files if not (scratch / name).exists()]
+    if lacking:
         raise FileNotFoundError(
             f"rank 0 cannot see {list_names(lacking)} in {folder}, which other ranks wrote. Give a "
             "folder that all ranks share."
         )
-    for old in folder.glob("model-*-of-*.safetensors"):
+    for old in (*folder.glob("model-*-of-*.safetensors"), folder / SINGLE, folder / INDEX):
         if old.name not in files:
-            old.unlink()
-    for name in files:
-        os.replace(scratch / name, folder / name)
-    (folder / (SINGLE if len(files) > 1 else INDEX)).unlink(missing_ok=True)
+            old.unlink(missing_ok=True)
+    total = 0
+    where = {}
+    for file, entries in files.items():
+        os.replace(scratch / file, folder / file)
+        for entry in entries:
+            total += entry.nbytes
+            where[entry.name] = file
     if len(files) > 1:
-        total = sum(entry.nbytes for entries in files.values() for entry in entries)
-        where = {entry.name: file for file, entries in files.items() for entry in entries}
         index = {"metadata": {"total_size": total}, "weight_map": where}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     if config:
@@ -99,47 +101,45 @@ def write_model(model: nn.Module, folder: Path, max_size: int, ranks: RankGroup)
         scratch.mkdir(parents=True, exist_ok=True)
         problem: Exception | None = None
         for number, (file, inside) in enumerate(files.items()):
-            gathered = Gathered(tensors, [entry.name for entry in inside])
+            writer = writers[number % len(writers)]
             # Buffers are rank 0's, as under DistributedDataParallel: others have other averages.
-            has_buffers = any(entry.name in names.buffers for entry in inside)
-            if own == (first if has_buffers else writers[number % len(writers)]):
-                try:
-                    write_file(scratch / file, inside, gathered.next)
-                except Exception as error:  # raised once the others have their tensors
-                    problem = problem or error
-            gathered.finish(take_part=own in writers)
+            if any(entry.name in names.buffers for entry in inside):
+                writer = first
+            try:
+                if own in writers:
+                    _write_or_gather(scratch / file, inside, tensors, writes=own == writer)
+            except Exception as error:  # raised once the others have their tensors
+                problem = problem or error
         if problem is not None:
             raise problem
 
+    def publish_on_first() -> None:
+        if ranks.rank == 0:
+            publish(scratch, folder, files, names.config)
+
     try:
         run_on_all(ranks, write)
-        run_on_all(
-            ranks,
-            lambda: publish(scratch, folder, files, names.config) if ranks.rank == 0 else None,
-        )
+        run_on_all(ranks, publish_on_first)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return [folder / file for file in files]
 
 
-class Gathered:
-    """The whole tensors of one file, in its order; all ranks of a copy ask for the same ones."""
+def _write_or_gather(
+    path: Path, entries: Sequence[TensorEntry], tensors: Mapping[str, Tensor], *, writes: bool
+) -> None:
+    """Write a file, or take part in gathering the tensors for the rank that does."""
+    rest = iter([tensors[entry.name].detach() for entry in entries])
+    try:
+        if writes:
+            write_file(path, entries, lambda _: _gather(next(rest)))
+    finally:
+        for tensor in rest:
+            _gather(tensor)
 
-    def __init__(self, tensors: dict[str, Tensor], names: Sequence[str]) -> None:
-        self._tensors = tensors
-        self._names = names
-        self._done = 0
 
-    def next(self, name: str) -> Tensor:
-        assert name == self._names[self._done]
-        self._done += 1
-        tensor = self._tensors[name].detach()
-        return tensor.full_tensor() if is_dtensor(tensor) else tensor
-
-    def finish(self, *, take_part: bool) -> None:
-        """Take part in gathering the rest."""
-        while take_part and self._done < len(self._names):
-            self.next(self._names[self._done])
+def _gather(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def holders_of_copy(tensors: dict[str, Tensor], model: nn.Module, own: int) -> list[int]:
