@@ -106,16 +106,13 @@ class Ranges:
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Request these ranges together, and keep them in place of those before."""
-        joined: list[list[int]] = []
-        for begin, end in sorted(ranges):
-            if joined and begin <= joined[-1][1]:
-                joined[-1][1] = max(end, joined[-1][1])
-            else:
-                joined.append([begin, end])
+        from fsspec.utils import merge_offset_ranges
+
         self._fetched.clear()
-        starts = [each[0] for each in joined]
-        ends = [each[1] for each in joined]
-        found = self._fs.cat_ranges([self._url] * len(joined), starts, ends, on_error="raise")
+        starts = [start for start, _ in ranges]
+        ends = [end for _, end in ranges]
+        urls, starts, ends = merge_offset_ranges([self._url] * len(ranges), starts, ends)
+        found = self._fs.cat_ranges(urls, starts, ends, on_error="raise")
         self._fetched.update(zip(starts, found, strict=True))
 
     def read_into(self, start: int, view: memoryview) -> int:

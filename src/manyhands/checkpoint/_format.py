@@ -98,15 +98,15 @@ def slice_name(key: str, offsets: Sequence[int], sizes: Sequence[int], shape: Se
 def write(
     sink: NewFile,
     entries: Sequence[TensorEntry],
-    get_tensor: Callable[[int], Tensor],
+    get_tensor: Callable[[TensorEntry], Tensor],
     metadata: Mapping[str, str] | None = None,
     *,
     checked: bool = True,
 ) -> list[int]:
     """Write a new file, and return once it is on the disk.
 
-    `get_tensor(i)` is called for one tensor after the other, so that only one is in memory. Return
-    the sizes of the file and of its head, and the checksum of the head and of `CHECKS`.
+    `get_tensor` is called for one entry after the other, so that only one is in memory. Return the
+    sizes of the file and of its head, and the checksum of the head and of `CHECKS`.
     """
     if sys.byteorder != "little":  # as the format is, and tensors are written as they are
         raise RuntimeError("checkpoints are written on little-endian machines only.")
@@ -134,8 +134,8 @@ def write(
     head = len(text).to_bytes(8, "little") + text
     sums = Checksums()
     sink.write(memoryview(head))
-    for number in range(len(entries)):
-        for block in _blocks(get_tensor(number)):
+    for entry in entries:
+        for block in _blocks(get_tensor(entry)):
             view = memory_of(block)
             if checked:
                 sums.add(view)

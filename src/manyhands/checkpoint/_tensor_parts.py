@@ -72,30 +72,22 @@ def slices_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[B
     >>> list(slices_of_range((4, 5), 3, 16))
     [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 1))]
     """
-    if start >= stop:
-        return
-    if not shape:
+    if not shape and start < stop:
         yield (), ()
         return
-    row_shape = shape[1:]
     row_size = math.prod(shape[1:])
-    first, skipped = divmod(start, row_size)
-    last, rest = divmod(stop, row_size)
-    if first == last:  # begins and ends within one row
-        yield from _slices_of_row(first, row_shape, skipped, rest)
-        return
-    if skipped:  # the end of the first row
-        yield from _slices_of_row(first, row_shape, skipped, row_size)
-        first += 1
-    if first < last:  # whole rows
-        yield (first, *(0 for _ in row_shape)), (last - first, *row_shape)
-    if rest:  # the beginning of the last row
-        yield from _slices_of_row(last, row_shape, 0, rest)
-
-
-def _slices_of_row(row: int, shape: tuple[int, ...], start: int, stop: int) -> Iterator[Bounds]:
-    for offsets, sizes in slices_of_range(shape, start, stop):
-        yield (row, *offsets), (1, *sizes)
+    while start < stop:
+        row, skipped = divmod(start, row_size)
+        rows = (stop - start) // row_size
+        if rows and not skipped:  # whole rows
+            yield (row, *(0 for _ in shape[1:])), (rows, *shape[1:])
+            start += rows * row_size
+            continue
+        # The end of the first row, the beginning of the last, or a part of the only one.
+        end = min(row_size, skipped + stop - start)
+        for offsets, sizes in slices_of_range(shape[1:], skipped, end):
+            yield (row, *offsets), (1, *sizes)
+        start += end - skipped
 
 
 @dataclass(frozen=True)
