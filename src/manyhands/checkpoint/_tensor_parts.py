@@ -306,10 +306,9 @@ class Table(TypedDict):
     A rank describes its own file so, with itself as file 0, and the commit all files.
     """
 
-    # For each grid how many pieces it has and, by key, shape, dtype and the dimension that is cut.
+    # For each grid how many pieces it has, the file of each piece and, by key, shape, dtype and the
+    # dimension that is cut. In a rank's own table: the number of its piece instead of the files.
     grids: list[list[Any]]
-    # For each file the pieces that it has: pairs of a grid's number and a piece's.
-    pieces: list[list[list[int]]]
     # By key: shape, dtype, and a list of (file, offsets, sizes).
     slices: dict[str, list[Any]]
 
@@ -327,11 +326,10 @@ def table_of(tensors: Mapping[str, TensorParts]) -> Table:
         stored = [[0, list(start), list(each.shape)] for start, each in stored_slices(parts)]
         if stored:
             slices[key] = [*described, stored]
-    table = Table(grids=[], pieces=[[]], slices=slices)
-    for number, ((count, piece), members) in enumerate(grids.items()):
+    table = Table(grids=[], slices=slices)
+    for (count, piece), members in grids.items():
         # Only one rank spells out a grid: the others have the same, and say which by its checksum.
-        table["grids"].append([count, checksum(members) if piece else members])
-        table["pieces"][0].append([number, piece])
+        table["grids"].append([count, piece, checksum(members) if piece else members])
     return table
 
 
@@ -341,29 +339,24 @@ def checksum(members: object) -> int:
 
 def merge_tables(tables: Sequence[Table]) -> Table:
     """Return the table of all files from the tables that ranks have sent of their own."""
-    merged = Table(grids=[], pieces=[], slices={})
-    numbers = dict[tuple[int, int], int]()
+    grids: dict[tuple[int, int], list[Any]] = {}
+    all_slices: dict[str, list[Any]] = {}
     for file, table in enumerate(tables):
-        pieces = []
-        for (count, members), (_, piece) in zip(table["grids"], table["pieces"][0], strict=True):
-            crc32 = members
+        for count, piece, members in table["grids"]:
+            crc32 = checksum(members) if piece == 0 else members
+            # Pieces that no rank has are refused by `find_tensors`.
+            grid = grids.setdefault((count, crc32), [count, [None] * count, {}])
+            grid[1][piece] = file
             if piece == 0:
-                crc32 = checksum(members)
-            number = numbers.setdefault((count, crc32), len(numbers))
-            if number == len(merged["grids"]):
-                merged["grids"].append([count, {}])
-            if piece == 0:
-                merged["grids"][number][1] = members
-            pieces.append([number, piece])
-        merged["pieces"].append(pieces)
+                grid[2] = members
         for key, (shape, dtype, slices) in table["slices"].items():
-            known = merged["slices"].setdefault(key, [shape, dtype, []])
+            known = all_slices.setdefault(key, [shape, dtype, []])
             if known[:2] != [shape, dtype]:
                 raise ValueError(
                     f"ranks have different tensors for {key!r}: {known[:2]} and {[shape, dtype]}."
                 )
             known[2] += [[file, offsets, sizes] for _, offsets, sizes in slices]
-    return merged
+    return Table(grids=list(grids.values()), slices=all_slices)
 
 
 @dataclass(frozen=True)
@@ -431,9 +424,12 @@ class StoredTensor:
 
 def find_tensors(table: Table, files: int) -> dict[str, StoredTensor]:
     """Return all tensors of a table. Raise an error unless each element is in it exactly once."""
-    _check_counts([table["grids"], table["pieces"], table["slices"]])
+    _check_counts([table["grids"], table["slices"]])
     tensors: dict[str, StoredTensor] = {}
-    for (_, members), holders in zip(table["grids"], _find_holders(table, files), strict=True):
+    for count, holders, members in table["grids"]:
+        # Counted before anything of that size is made: a damaged count may be any number.
+        if count != len(set(holders)) or max(holders) >= files:
+            raise ValueError(f"{count} pieces of a grid are not there once each")
         for key, (shape, dtype, dim) in members.items():
             _check_shape(key, shape, dtype)
             if dim >= len(shape) or key in tensors:
@@ -448,24 +444,6 @@ def find_tensors(table: Table, files: int) -> dict[str, StoredTensor]:
             raise ValueError(f"the slices of tensor {key!r} do not cover each element exactly once")
         tensors[key] = StoredTensor(tuple(shape), dtype, listed=slices)
     return tensors
-
-
-def _find_holders(table: Table, files: int) -> list[list[int]]:
-    """Return for each grid the file of each piece. Raise an error unless each is there once."""
-    if len(table["pieces"]) != files:
-        raise ValueError(f"there are the pieces of {len(table['pieces'])} files, and {files} files")
-    found: list[dict[int, int]] = [{} for _ in table["grids"]]
-    for file, pieces in enumerate(table["pieces"]):
-        for grid, piece in pieces:
-            if found[grid].setdefault(piece, file) != file:
-                raise ValueError(f"files {found[grid][piece]} and {file} have the same piece")
-    result = []
-    for (count, _), holders in zip(table["grids"], found, strict=True):
-        # Counted before anything of that size is made: a damaged count may be any number.
-        if count != len(holders) or not holders:
-            raise ValueError(f"of a grid, {len(holders)} of {count} pieces are there")
-        result.append([holders[piece] for piece in range(count)])
-    return result
 
 
 def _check_counts(value: object) -> None:

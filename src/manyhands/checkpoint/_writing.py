@@ -111,7 +111,7 @@ class Save:
         self._contents = Contents(post.savers)
         self._described: dict[str, Any] = {}  # the model and so on, as JSON
         self._to_write: list[tuple[TensorEntry, Tensor]] = []
-        self._table = Table(grids=[], pieces=[[]], slices={})
+        self._table = Table(grids=[], slices={})
 
     def collect(self, run: Run) -> None:
         """Find out what this rank contributes to a checkpoint. Tensors are not copied."""
