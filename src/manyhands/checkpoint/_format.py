@@ -30,8 +30,8 @@ A tensor in a file is called by the key of the whole tensor and, if it is a slic
      "content": {...}}
 
 It says where each tensor is. A tensor that is cut into equal parts along one dimension, as
-`fully_shard` does, is in a *grid*: one description for all tensors that are cut alike, and for each
-file which piece of the grid it has. So the commit grows with the tensors plus the ranks, and not
+`fully_shard` does, is in a *grid*: one description for all tensors that are cut alike, and the file
+of each piece. So the commit grows with the tensors plus the ranks, and not
 with their product. All other slices are listed one by one.
 """
 

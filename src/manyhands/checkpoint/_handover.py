@@ -29,7 +29,6 @@ from manyhands._optimizers.several import optimizers_in
 from manyhands._optimizers.state_parts import OptimizerStatePart, options_of, plain_optimizer
 from manyhands._tensors.trees import tensors_in
 from manyhands.checkpoint._tensor_parts import TensorParts
-from manyhands.checkpoint._values import HasState
 
 #: Options that say how a step is computed, not what it computes. They keep the value that the
 #: optimizer was made with: a run saved on a GPU may continue on a CPU, without fused kernels.
@@ -96,40 +95,6 @@ class ForeignStates:
             raise RuntimeError(
                 f"the load failed, and {', '.join(failed)} did not take its earlier state back."
             )
-
-
-def check_kinds(name: str, holder: HasState, saved: object) -> None:
-    """Raise ValueError if an object of torch's would take a state that it cannot work with.
-
-    Its schedulers and scalers take any value, and fail at a later step.
-    """
-    if not type(holder).__module__.startswith("torch."):
-        return
-    here = holder.state_dict()
-    if not isinstance(saved, dict):
-        raise ValueError(f"the saved state of {name} must be a dict, got {saved!r:.80}.")
-    for key in saved.keys() & here.keys():
-        if not _is_of_kind(saved[key], here[key]):
-            raise ValueError(
-                f"the saved state of {name} does not fit: {key!r} is {saved[key]!r:.80}, and "
-                f"{here[key]!r:.80} here."
-            )
-
-
-def _is_of_kind(saved: object, here: object) -> bool:
-    """Return whether a saved value may take the place of another; None may be anything."""
-    if isinstance(saved, list | tuple) and isinstance(here, list | tuple):
-        kinds = set(map(_kind_of, here))
-        return not kinds or {*kinds, type(None)} >= set(map(_kind_of, saved))
-    return saved is None or here is None or _kind_of(saved) is _kind_of(here)
-
-
-def _kind_of(value: object) -> type:
-    if isinstance(value, list | tuple):
-        return list
-    if isinstance(value, int | float | Tensor):
-        return float
-    return type(value)
 
 
 # -- torch's optimizers ----------------------------------------------------------------------------

@@ -171,36 +171,52 @@ def saved_rule(meta: StateMeta, get: GetTensor) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """The part of a checkpoint that an optimizer continues from.
+    """The part of a checkpoint that an optimizer continues from."""
 
-    Usually this is one saved optimizer. Optimizers that were saved one by one may be continued as
-    one list in blocks, `DiLoCo([a, b])`, and the other way round.
-    """
-
-    numbers: range  # of the saved optimizers
-    part: int | None = None  # position in the saved list, if the checkpoint has a list
+    optimizer: Optimizer
+    replica: Replica  # of this rank
+    number: int  # of the saved optimizer
+    part: int | None = None  # position in the saved list, if that is a list
+    to_begin: BlocksParts | None = None  # blocks around a list that was saved without them
 
 
 def match_saved(
-    here: Sequence[Optimizer], saved: Sequence[OptimizerMeta]
+    here: Sequence[Optimizer], replicas: Sequence[Replica], saved: Sequence[OptimizerMeta]
 ) -> list[SavedOptimizer] | None:
-    """Return what each optimizer continues from; None if the numbers of optimizers differ."""
-    sizes = [1] * len(here)
-    if len(here) != len(saved):
-        sizes = [len(optimizers_in(OptimizerLayers.of(each).plain)) for each in here]
+    """Return what each optimizer continues from; None if the numbers of optimizers differ.
+
+    Optimizers that were saved one by one may be continued as one list in blocks, `DiLoCo([a, b])`,
+    and the other way round.
+    """
+    pairs = list(zip(here, replicas, strict=True))
+    if len(here) == len(saved):
+        return [SavedOptimizer(*pair, number) for number, pair in enumerate(pairs)]
     matches: list[SavedOptimizer] = []
-    if sum(sizes) == len(saved):
-        first = 0
-        for size in sizes:
-            matches.append(SavedOptimizer(range(first, first + size)))
-            first += size
+    for optimizer, replica in pairs:
+        layers = OptimizerLayers.of(optimizer)
+        several = optimizers_in(layers.inner)
+        if len(several) == 1 or layers.rule is not None:
+            matches.append(SavedOptimizer(optimizer, replica, len(matches)))
+            continue
+        to_begin = layers.blocks
+        for each in several:
+            matches.append(SavedOptimizer(each, replica, len(matches), to_begin=to_begin))
+            to_begin = None
+    if len(matches) == len(saved):
+        in_blocks = [meta["class"] for meta in saved if meta["blocks"] is not None]
+        if in_blocks:
+            raise ValueError(
+                f"in the checkpoint {AND.join(in_blocks)} had separate blocks, and the optimizers "
+                "here are one list. Wrap each optimizer by itself, as it was saved."
+            )
         return matches
+    places: list[tuple[int, int | None]] = []
     for number, meta in enumerate(saved):
         size = len(meta["class"].split(AND))
-        for part in range(size):
-            only = part if size > 1 else None
-            matches.append(SavedOptimizer(range(number, number + 1), only))
-    return matches if len(matches) == len(here) else None
+        places += [(number, part) for part in range(size)] if size > 1 else [(number, None)]
+    if len(places) != len(here):
+        return None
+    return [SavedOptimizer(*pair, *place) for pair, place in zip(pairs, places, strict=True)]
 
 
 def decode_dict(what: str, meta: Json, get: GetTensor) -> dict[str, Any]:
@@ -376,24 +392,31 @@ class OptimizerLoader:
 
     def __init__(
         self,
-        optimizer: Optimizer,
         saved: SavedOptimizer,
         names: ModelNames | None,
         reader: Reader,
-        replica: Replica,
-        same_layout: bool,
+        own: Mapping[str, Tensor],
     ) -> None:
-        layers = OptimizerLayers.of(optimizer)
+        layers = OptimizerLayers.of(saved.optimizer)
         self.inner = layers.inner
         self.targets: dict[str, TensorParts] = {}
         self._layers = layers
+        self._to_begin = saved.to_begin
         self._reader = reader
         self._get = reader.read_once
-        root = f"optimizer.{saved.numbers.start}"
-        self._meta = reader.commit.optimizers[saved.numbers.start]
+        root = f"optimizer.{saved.number}"
+        self._meta = reader.commit.optimizers[saved.number]
         # The replica that this one continues.
-        saved_replica = Replica(replica.number % max(1, self._meta["replicas"]))
-        prefixes = self._read_meta(saved, saved_replica.key_prefix(root))
+        replica = Replica(saved.replica.number % max(1, self._meta["replicas"]))
+        prefix = replica.key_prefix(root)
+        if replica.number:  # the first is described by the commit
+            of_replica = from_bytes(reader.read_whole(f"{prefix}/meta"))
+            check_form(of_replica, ReplicaMeta, f"{prefix}/meta")
+            self._meta = {**self._meta, **of_replica}
+        self._other = decode_dict("rest of an optimizer", self._meta["other"], self._get)
+        state = saved_state(reader.tensors, prefix, self._meta["groups"], self._get)
+        if saved.part is not None:
+            self._take_part(saved.part)
         groups = group_names(self.inner, names)
         self._flat_names = list(chain.from_iterable(groups))
         # A tied parameter may have been saved under another of its names.
@@ -403,10 +426,7 @@ class OptimizerLoader:
                 self._aliases |= dict.fromkeys(names.all_of(name), name)
         self._saved_names: dict[str, str] = {}  # by the name here
         self._check_class_and_groups(groups)
-        self._state: dict[str, dict[str, Json]] = {}
-        for prefix, metas in prefixes:
-            for name, entries in saved_state(reader.tensors, prefix, metas, self._get).items():
-                self._state[self._aliases.get(name, name)] = entries
+        self._state = {self._aliases.get(name, name): state[name] for name in state}
         self._options = self._merge_options()
         self._common = self._other.pop("state", {})
         if not isinstance(self._common, dict):
@@ -416,35 +436,18 @@ class OptimizerLoader:
             self._scaling = self._parse_rule(layers.rule)
         self._counters: dict[str, Any] | None = None  # of the blocks; None: saved without
         self._unsaved: list[Tensor] = []  # parameters without a saved anchor
-        self._same_layout = same_layout
+        layout = own.get(f"layout.{saved.number}")
+        here = to_bytes(saved.replica.layout)
+        self._same_layout = layout is not None and layout.tolist() == here.tolist()
         # A worker that has joined a crew late has the crew's anchor and counters: they are later.
         self._loads_blocks = layers.blocks is not None and layers.blocks.received_steps is None
         if layers.blocks is not None and self._loads_blocks:
-            self._prepare_blocks(layers.blocks, root, saved_replica)
+            self._prepare_blocks(layers.blocks, root, replica)
         parts, self._packed = state_parts(self.inner, include_empty=True)
         self._to_load = [(part, self._allocate_entries(part)) for part in parts]
         named = [(self._flat_names[part.index], part, state) for part, state in self._to_load]
         #: Whether `load` cannot fail: otherwise everything is copied before.
         self.is_sure = check_continues(self.inner, self._options, named)
-
-    def _read_meta(self, saved: SavedOptimizer, prefix: str) -> list[tuple[str, list[GroupMeta]]]:
-        """Read what the commit and the replica say; return the keys of the state, with groups."""
-        metas = [self._reader.commit.optimizers[number] for number in saved.numbers]
-        if len(metas) > 1:
-            self._join(metas)
-            return [
-                (f"optimizer.{number}", meta["groups"])
-                for number, meta in zip(saved.numbers, metas, strict=True)
-            ]
-        if f"{prefix}/meta" in self._reader.tensors:  # of another replica than the first
-            own = from_bytes(self._reader.read_whole(f"{prefix}/meta"))
-            check_form(own, ReplicaMeta, f"{prefix}/meta")
-            self._meta = {**self._meta, **own}
-        prefixes = [(prefix, self._meta["groups"])]
-        self._other = decode_dict("rest of an optimizer", self._meta["other"], self._get)
-        if saved.part is not None:
-            self._take_part(saved.part)
-        return prefixes
 
     def step_of_run(self, saved: int) -> int:
         """Return the step to continue from: the saved one or, on a late worker, the crew's."""
@@ -463,27 +466,6 @@ class OptimizerLoader:
         groups = self._meta["groups"][first : first + len(own["groups"])]
         self._meta = {**self._meta, "class": own["class"], "groups": groups}
         self._other = {**own["other"], "state": own["state"]}
-
-    def _join(self, metas: Sequence[OptimizerMeta]) -> None:
-        """Describe optimizers that were saved one by one as the list that they are here."""
-        in_blocks = [meta["class"] for meta in metas if meta["blocks"] is not None]
-        if in_blocks:
-            raise ValueError(
-                f"in the checkpoint {AND.join(in_blocks)} had separate blocks, and the optimizers "
-                "here are one list. Wrap each optimizer by itself, as it was saved."
-            )
-        groups: list[Any] = []
-        several: list[dict[str, Any]] = []
-        for meta in metas:
-            groups += meta["groups"]
-            other = decode(meta["other"], self._get)
-            state = other.pop("state", {})
-            sizes = [len(group["names"]) for group in meta["groups"]]
-            own = {"class": meta["class"], "groups": sizes, "state": state, "other": other}
-            several.append(own)
-        classes = AND.join(meta["class"] for meta in metas)
-        self._meta = {**self._meta, "class": classes, "groups": groups, "rule": None}
-        self._other = {SEVERAL: several}
 
     def _check_class_and_groups(self, groups: Sequence[Sequence[str]]) -> None:
         """Raise unless the optimizer here has the saved one's class and parameter groups."""
@@ -618,6 +600,8 @@ class OptimizerLoader:
     def finish(self) -> None:
         """Hand their states to the rule and the blocks around the optimizer."""
         layers = self._layers
+        if self._to_begin is not None and self._to_begin.received_steps is None:
+            self._to_begin.begin()
         if layers.rule is not None:
             layers.rule.take_scaling_state(self._scaling)
         if layers.blocks is None or not self._loads_blocks:

@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.optim import Optimizer
 
 from manyhands._ranks.agreement import agree, run_on_all
 from manyhands._ranks.dry_run import dry_group
@@ -33,10 +32,8 @@ from manyhands.checkpoint._handover import (
     ForeignState,
     ForeignStates,
     OptimizerSnapshot,
-    check_kinds,
 )
 from manyhands.checkpoint._model import (
-    ModelNames,
     find_names,
     list_names,
     match_model,
@@ -47,7 +44,6 @@ from manyhands.checkpoint._optimizer import (
     Replica,
     match_saved,
     prepare_to_load,
-    to_bytes,
 )
 from manyhands.checkpoint._reader import Reader
 from manyhands.checkpoint._tensor_parts import Savers, StoredSlice, TensorParts, find_reads
@@ -181,7 +177,15 @@ class RunLoader:
                 raise ValueError("the checkpoint was saved without model=. Load it without model=.")
             self._add_model(*match_model(names, commit.model, "model", reader))
         if run.optimizers:
-            self._add_optimizers(run.optimizers, names, replicas, own)
+            matches = match_saved(run.optimizers, replicas, commit.optimizers)
+            if matches is None:
+                raise _wrong_number("optimizer", len(run.optimizers), len(commit.optimizers))
+            for match in matches:
+                self._optimizers.append(OptimizerLoader(match, names, reader, own))
+        for loader in self._optimizers:
+            self._targets |= loader.targets
+            if commit.step is not None:
+                self.result["step"] = loader.step_of_run(commit.step)
         if run.schedulers:
             self._add_schedulers(run.schedulers, commit.schedulers)
         missing = sorted(set(run.values) - set(commit.values))
@@ -202,26 +206,6 @@ class RunLoader:
         self._targets |= targets
         self._foreign_states.states += states
 
-    def _add_optimizers(
-        self,
-        optimizers: Sequence[Optimizer],
-        names: ModelNames | None,
-        replicas: Sequence[Replica],
-        own: Mapping[str, Tensor],
-    ) -> None:
-        commit = self._reader.commit
-        matches = match_saved(optimizers, commit.optimizers)
-        if matches is None:
-            raise _wrong_number("optimizer", len(optimizers), len(commit.optimizers))
-        for each, replica, match in zip(optimizers, replicas, matches, strict=True):
-            layout = own.get(f"layout.{match.numbers.start}")
-            same = layout is not None and layout.tolist() == to_bytes(replica.layout).tolist()
-            loader = OptimizerLoader(each, match, names, self._reader, replica, same)
-            self._targets |= loader.targets
-            self._optimizers.append(loader)
-            if commit.step is not None:
-                self.result["step"] = loader.step_of_run(commit.step)
-
     def _add_schedulers(self, here: Sequence[HasState], saved: Sequence[StateMeta]) -> None:
         """Prepare to load the schedulers, in the order in which they were saved."""
         if len(here) != len(saved):
@@ -238,7 +222,6 @@ class RunLoader:
     def _add_object(self, name: str, each: HasState, meta: object) -> None:
         """Prepare to load the state of an object, in place."""
         state = decode(meta, self._reader.read_once)
-        check_kinds(name, each, state)
         foreign = ForeignState(name, each.state_dict, each.load_state_dict, state)
         self._foreign_states.states.append(foreign)
 
