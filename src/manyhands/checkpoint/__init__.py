@@ -20,8 +20,8 @@ load goes through the same stages, from files to objects.
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -52,42 +52,28 @@ class Saving:
     True
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, written: futures.Future[None]) -> None:
         self.path = path
-        self._thread: threading.Thread | None = None
-        self._problem: BaseException | None = None
+        self._written = written
 
     @property
     def done(self) -> bool:
         """Whether the checkpoint is complete, or has failed."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._written.done()
 
     def wait(self) -> Path:
         """Wait until the checkpoint is complete on the disk. Raise on every rank if it failed."""
         global _pending
-        if self._thread is not None:
-            self._thread.join()
+        futures.wait([self._written])
         if _pending is self:  # what is raised here does not block later saves
             _pending = None
-        if self._problem is not None:
-            raise self._problem
+        self._written.result()
         return self.path
 
-    def _start(self, work: Callable[[], None]) -> None:
-        """Do the writing in a thread, and keep what it raises for `wait`."""
-
-        def run() -> None:
-            try:
-                work()
-            except BaseException as problem:  # kept for the thread that calls `wait`
-                self._problem = problem
-
-        # Not a daemon: a program that ends finishes its checkpoint first.
-        self._thread = threading.Thread(target=run, name="manyhands checkpoint")
-        self._thread.start()
-
     def __repr__(self) -> str:
-        state = "failed" if self._problem else "complete" if self.done else "being written"
+        state = "being written"
+        if self.done:
+            state = "failed" if self._written.exception() else "complete"
         return f"Saving({str(self.path)!r}, {state})"
 
 
@@ -160,13 +146,16 @@ def save(
     options = {"step": step, "keep": keep, "wait": wait, "frozen": frozen}
     run = Run(model, _as_list(optimizer), _as_list(scheduler), values)
     final, work = begin_save(folder_at(path), run, options, process_group)
-    saving = Saving(final)
+    written = futures.Future[None]()
     if wait:
         work()
-    else:
-        saving._start(work)
-        _pending = saving
-    return saving
+        written.set_result(None)
+        return Saving(final, written)
+    # The thread is no daemon: a program that ends finishes its checkpoint first.
+    writer = futures.ThreadPoolExecutor(1, "manyhands checkpoint")
+    _pending = Saving(final, writer.submit(work))
+    writer.shutdown(wait=False)
+    return _pending
 
 
 @arguments.explained

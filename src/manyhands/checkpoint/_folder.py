@@ -357,7 +357,7 @@ def take_lock(folder: Path, run: str | None) -> bool:
             return False
         # Stays open: closing any descriptor of the file would release a POSIX lock.
         _held[os.getpid(), path] = file
-    _become_holder(file, path)  # each time: another process may have ended meanwhile
+    _become_holder(file, path, run)  # each time: another process may have ended meanwhile
     return True
 
 
@@ -399,7 +399,7 @@ def _read_holder(file: int) -> dict[str, Any]:
     return holder if named else {}
 
 
-def _become_holder(file: int, path: Path) -> None:
+def _become_holder(file: int, path: Path, run: str | None) -> None:
     """Write to the lock who has it now, and find out who has ended."""
     before = _read_holder(file)
     seen = _kernel_and_device(file)
@@ -410,6 +410,7 @@ def _become_holder(file: int, path: Path) -> None:
     holder = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "run": run,
         "seen": seen,
         "process": None,
         "ended": ended[-REMEMBERED:],

@@ -42,7 +42,7 @@ import json
 import math
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TypedDict
 
@@ -99,7 +99,6 @@ def write(
     sink: NewFile,
     entries: Sequence[TensorEntry],
     get_tensor: Callable[[TensorEntry], Tensor],
-    metadata: Mapping[str, str] | None = None,
     *,
     checked: bool = True,
 ) -> list[int]:
@@ -111,12 +110,12 @@ def write(
     if sys.byteorder != "little":  # as the format is, and tensors are written as they are
         raise RuntimeError("checkpoints are written on little-endian machines only.")
     header: dict[str, object] = {}
-    if metadata is not None:
-        header["__metadata__"] = metadata
     described = list(entries)
     if checked:
         blocks = sum(-(-entry.nbytes // CHECKED) for entry in entries)
         described.append(TensorEntry(CHECKS, torch.uint8, (4 * blocks,)))
+    else:
+        header["__metadata__"] = {"format": "pt"}  # transformers refuses a file without it
     end = 0
     for entry in described:
         check_can_hold(entry.name, entry.dtype)

@@ -49,9 +49,10 @@ class ModelNames:
         """Leave the parameters out that are not trained."""
         for name, param in list(self.params.items()):
             if not param.requires_grad:
-                self.left_out |= {each: list(param.shape) for each in self.all_of(name)}
+                for each in self.all_of(name):
+                    self.left_out[each] = list(param.shape)
+                    self.aliases.pop(each, None)
                 del self.params[name]
-        self.aliases = {k: v for k, v in self.aliases.items() if k not in self.left_out}
 
 
 def find_names(model: object, *, on_meta: bool = False) -> ModelNames:
@@ -62,18 +63,33 @@ def find_names(model: object, *, on_meta: bool = False) -> ModelNames:
             f"model must be a torch.nn.Module, got {type(model).__name__}. "
             'Put several into one: nn.ModuleDict({"generator": g, "critic": c}).'
         )
+    # From sys.modules: a program that uses `fully_shard` has imported it; others need not.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     for each in model.modules():
         if isinstance(each, ModuleWrapper):
             each.check_can_save(model)
-    _reshard(model)
+        if fsdp is not None and isinstance(each, fsdp.FullyShardedDataParallel):
+            raise TypeError(
+                "torch's FullyShardedDataParallel shows only this rank's shard of the model, "
+                "without its place. Use mh.FSDP or torch's fully_shard."
+            )
+        if fsdp is not None and isinstance(each, fsdp.FSDPModule):
+            each.reshard()  # after a forward, parameters are still gathered
     names = ModelNames(config=describe_config(model))
     # Not `named_parameters`, which leaves out the second name of a tied tensor.
     for prefix, module in plain_modules(model):
-        for name, param in module._parameters.items():
-            _add_tensor(names, names.params, prefix + name, param)
-        for name, buffer in module._buffers.items():
-            if name not in module._non_persistent_buffers_set:
-                _add_tensor(names, names.buffers, prefix + name, buffer)
+        buffers = dict(module._buffers)
+        for name in module._non_persistent_buffers_set:
+            buffers.pop(name, None)
+        for target, tensors in ((names.params, module._parameters), (names.buffers, buffers)):
+            for name, tensor in tensors.items():
+                if tensor is None:  # such as `register_parameter("bias", None)`
+                    continue
+                first = names.by_id.setdefault(id(tensor), prefix + name)
+                if first == prefix + name:
+                    target[first] = tensor
+                else:
+                    names.aliases[prefix + name] = first
         # torch's default `get_extra_state` raises; a class that overrides it has extra state.
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             names.extras[prefix + "_extra_state"] = module
@@ -88,10 +104,8 @@ def find_names(model: object, *, on_meta: bool = False) -> ModelNames:
 
 def describe_config(model: nn.Module) -> str:
     """Return what transformers writes to `config.json` for a model; "" if it has no config."""
-    for prefix, module in plain_modules(model):
-        if prefix:
-            break
-        plain = module  # the last without a prefix is inside of all wrappers
+    # The last without a prefix is inside of all wrappers.
+    plain = [module for prefix, module in plain_modules(model) if not prefix][-1]
     to_text = getattr(getattr(plain, "config", None), "to_json_string", None)
     if to_text is None:
         return ""
@@ -104,38 +118,12 @@ def describe_config(model: nn.Module) -> str:
     return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
 
-def _add_tensor(
-    names: ModelNames, target: dict[str, Tensor], name: str, tensor: Tensor | None
-) -> None:
-    """Add a tensor under its name; of a tied one, note its other names as aliases."""
-    if tensor is None:  # such as `register_parameter("bias", None)`
-        return
-    first = names.by_id.setdefault(id(tensor), name)
-    if first == name:
-        target[name] = tensor
-    else:
-        names.aliases[name] = first
-
-
-def _reshard(model: nn.Module) -> None:
-    """Free gathered parameters: after a forward, `fully_shard` still shows the whole ones."""
-    # From sys.modules: a program that uses `fully_shard` has imported it; others need not.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None:
-        for module in model.modules():
-            if isinstance(module, fsdp.FullyShardedDataParallel):
-                raise TypeError(
-                    "torch's FullyShardedDataParallel shows only this rank's shard of the model, "
-                    "without its place. Use mh.FSDP or torch's fully_shard."
-                )
-            if isinstance(module, fsdp.FSDPModule):
-                module.reshard()
-
-
-def list_names(names: Sequence[str], most: int = 8) -> str:
+def list_names(names: Sequence[str]) -> str:
     """Return the first names, quoted, and the number of the others."""
-    more = len(names) - most
-    return ", ".join(map(repr, names[:most])) + (f" and {more} more" if more > 0 else "")
+    text = ", ".join(map(repr, names[:8]))
+    if len(names) > 8:
+        text += f" and {len(names) - 8} more"
+    return text
 
 
 # -- save and load ---------------------------------------------------------------------------------

@@ -75,7 +75,6 @@ from manyhands.checkpoint._values import (
     encode,
     escape,
     tensor_key,
-    tensor_keys,
     unescape,
 )
 
@@ -137,22 +136,16 @@ def saved_state(
 ) -> dict[str, dict[str, Json]]:
     """Return what is saved of each parameter's state: by name the entries, as JSON."""
     state: dict[str, dict[str, Json]] = {}
-    inside: set[str] = set()  # keys of tensors that are in a list or dict
+    for group in groups:
+        state |= {name: {} for name in group["names"]}
     for key in tensors:
-        entry, slash, name = key.removeprefix(prefix + "/").partition("/")
-        if not key.startswith(prefix + "/") or not slash:
+        entry, _, name = key.removeprefix(f"{prefix}/").partition("/")
+        if name not in state or not key.startswith(f"{prefix}/"):
             continue
-        if "." not in entry:  # which an entry's name has not: `escape`
-            state.setdefault(name, {})[unescape(entry)] = {"$": "tensor", "key": key}
-        elif entry.startswith("json."):
-            entry = unescape(entry.removeprefix("json."))
-            meta = from_bytes(get(key))
-            inside.update(tensor_keys(meta))
-            state.setdefault(name, {})[entry] = meta
-    known = {name for group in groups for name in group["names"]}
-    for name in state.keys() - known:
-        if not {tensor_key(meta) for meta in state.pop(name).values()} <= inside:
-            raise ValueError(f"there is a state of {name!r}, which is no parameter's name.")
+        if entry.startswith("json."):
+            state[name][unescape(entry.removeprefix("json."))] = from_bytes(get(key))
+        elif "." not in entry:  # which an entry's name has not: `escape`
+            state[name][unescape(entry)] = {"$": "tensor", "key": key}
     return state
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
@@ -30,26 +30,19 @@ PutTensor = Callable[[str, Tensor], str]  # stores a tensor under a path, and re
 GetTensor = Callable[[str], Tensor]  # returns the tensor of a key
 
 SEQUENCES: dict[str, Callable[[Iterable[Any]], object]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": deque,
-    "torch.Size": torch.Size,
+    kind.__name__: kind for kind in (tuple, set, frozenset, deque, torch.Size)
 }
 MAPPINGS: dict[str, Callable[[dict[Any, Any]], object]] = {
-    "dict": dict,
-    "OrderedDict": OrderedDict,
-    "Counter": Counter,
+    kind.__name__: kind for kind in (dict, OrderedDict, Counter)
 }
-# What becomes text: the name of its kind, and how it becomes text.
-PLAIN: dict[type, tuple[str, Callable[[Any], str]]] = {
-    float: ("float", str),  # NaN and the infinities, which JSON does not have
-    complex: ("complex", str),
-    bytes: ("bytes", bytes.hex),
-    torch.dtype: ("dtype", lambda dtype: str(dtype).removeprefix("torch.")),
-    torch.device: ("device", str),
+# What becomes text, and how.
+PLAIN: dict[type, Callable[[Any], str]] = {
+    float: str,  # NaN and the infinities, which JSON does not have
+    complex: str,
+    bytes: bytes.hex,
+    torch.dtype: lambda dtype: str(dtype).removeprefix("torch."),
+    torch.device: str,
 }
-RESERVED = ("step",)  # names with a meaning of their own in the result of `load`
 NOT_FINITE = ("nan", "inf", "-inf")
 MAX_DEPTH = 100  # containers inside each other; so many always fit on Python's stack
 
@@ -71,23 +64,22 @@ def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Jso
     if kind is float and math.isfinite(value):
         return value
     if kind in PLAIN:
-        name, to_text = PLAIN[kind]
-        return {"$": name, "value": to_text(value)}
+        return {"$": kind.__name__, "value": PLAIN[kind](value)}
     if kind is list:
         return [encode_child(each, i) for i, each in enumerate(value)]
     # JSON would turn other keys into strings, and a key "$" has a meaning of ours.
     if kind is dict and all(type(key) is str and key != "$" for key in value):
         return {key: encode_child(each, key) for key, each in value.items()}
-    for name, sequence in SEQUENCES.items():
-        if kind is sequence:
-            return {"$": name, "items": [encode_child(each, i) for i, each in enumerate(value)]}
-    for name, mapping in MAPPINGS.items():
+    if kind in SEQUENCES.values():
+        items = [encode_child(each, i) for i, each in enumerate(value)]
+        return {"$": kind.__name__, "items": items}
+    if kind in (*MAPPINGS.values(), defaultdict):
+        pairs = []
+        for i, (k, v) in enumerate(value.items()):
+            pairs.append([encode_child(k, f"{i}, the key"), encode_child(v, i)])
         # A defaultdict comes back as a dict: its factory is code.
-        if kind is mapping or (name == "dict" and kind is defaultdict):
-            items = []
-            for i, (k, v) in enumerate(value.items()):
-                items.append([encode_child(k, f"{i}, the key"), encode_child(v, i)])
-            return {"$": name, "items": items}
+        name = "dict" if kind is defaultdict else kind.__name__
+        return {"$": name, "items": pairs}
     if has_state(value):
         state = value.state_dict()
         if isinstance(state, OrderedDict):
@@ -154,7 +146,7 @@ def check_scheduler(value: object) -> HasState:
 
 def check_value(name: str, value: object) -> None:
     """Raise for a value of the user's that `save` would take for something else."""
-    if name in RESERVED:
+    if name == "step":
         raise TypeError(f"{name}= has a meaning of its own. Give this value another name.")
     if isinstance(value, Optimizer):
         raise TypeError(f"{name}= is an optimizer. Give all of them: optimizer=[first, second].")
@@ -211,20 +203,6 @@ def tensor_key(meta: object) -> str | None:
     if isinstance(meta, dict) and meta.get("$") == "tensor":
         return str(meta["key"])
     return None
-
-
-def tensor_keys(meta: object) -> Iterator[str]:
-    """Yield the keys of all tensors in a value that was encoded as this."""
-    key = tensor_key(meta)
-    if key is not None:
-        yield key
-    children: Iterable[object] = ()
-    if isinstance(meta, list):
-        children = meta
-    elif isinstance(meta, dict):
-        children = meta.values()
-    for each in children:
-        yield from tensor_keys(each)
 
 
 # -- keys ------------------------------------------------------------------------------------------

@@ -44,9 +44,7 @@ def write_file(
     """Write one file; `get_tensor` is called for each name in turn."""
     file = NewFile(path)
     try:
-        # transformers refuses a file without this metadata.
-        metadata = {"format": "pt"}
-        _format.write(file, entries, lambda each: get_tensor(each.name), metadata, checked=False)
+        _format.write(file, entries, lambda each: get_tensor(each.name), checked=False)
     except BaseException:
         file.discard()
         raise
