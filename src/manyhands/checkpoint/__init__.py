@@ -33,7 +33,7 @@ from manyhands import _arguments as arguments
 from manyhands.checkpoint._cloud import Bucket
 from manyhands.checkpoint._folder import Folder, UrlPath, to_path
 from manyhands.checkpoint._reading import load_newest
-from manyhands.checkpoint._values import HasState, Run
+from manyhands.checkpoint._values import HasState, RunObjects
 from manyhands.checkpoint._writing import begin_save
 
 __all__ = ["Saving", "load", "save"]
@@ -140,11 +140,13 @@ def save(
     global _pending
     wait_for_pending()
     # Before any collective: a mistake on one rank must not leave the others waiting.
-    keep = None if keep is None else arguments.whole("keep", keep, 1, "None keeps all.")
-    step = None if step is None else arguments.whole("step", step)
+    if keep is not None:
+        keep = arguments.whole("keep", keep, 1, "None keeps all.")
+    if step is not None:
+        step = arguments.whole("step", step)
     arguments.flag("frozen", frozen)
     options = {"step": step, "keep": keep, "wait": wait, "frozen": frozen}
-    run = Run(model, _as_list(optimizer), _as_list(scheduler), values)
+    run = RunObjects(model, _as_list(optimizer), _as_list(scheduler), values)
     final, work = begin_save(folder_at(path), run, options, process_group)
     written = futures.Future[None]()
     if wait:
@@ -206,18 +208,22 @@ def load(
         **values: objects to load into, under the names they were saved by.
     """
     wait_for_pending()
-    run = Run(model, _as_list(optimizer), _as_list(scheduler), values)
+    run = RunObjects(model, _as_list(optimizer), _as_list(scheduler), values)
     return load_newest(folder_at(path), run, process_group)
 
 
 def folder_at(path: str | os.PathLike[str]) -> Folder:
     """Return the folder of checkpoints at a path or URL."""
     path = to_path(path)
-    return Bucket(path) if isinstance(path, UrlPath) else Folder(path)
+    if isinstance(path, UrlPath):
+        return Bucket(path)
+    return Folder(path)
 
 
 def _as_list(argument: Item | Sequence[Item] | None) -> list[Item]:
     """Return an argument that may be one object, several, or None, as a list."""
     if argument is None:
         return []
-    return list(argument) if isinstance(argument, list | tuple) else [cast(Item, argument)]
+    if isinstance(argument, list | tuple):
+        return list(argument)
+    return [cast(Item, argument)]

@@ -108,8 +108,11 @@ def process_mark() -> str:
 
 
 def job_mark() -> str:
-    values = [os.environ.get(name, "none") for name in JOB_VARIABLES]
-    known = [value for value in values if value not in ("", "none")]
+    known = []
+    for name in JOB_VARIABLES:
+        value = os.environ.get(name, "none")
+        if value not in ("", "none"):
+            known.append(value)
     return _digest("/".join(known or [_process]))
 
 
@@ -120,7 +123,9 @@ def _digest(text: str) -> str:
 def number_of(name: str) -> int:
     """Return the number of a checkpoint; 0 for a name that no checkpoint has."""
     found = PATTERN.fullmatch(name)
-    return int(found[1]) if found else 0
+    if found is None:
+        return 0
+    return int(found[1])
 
 
 class Folder:
@@ -159,7 +164,9 @@ class Folder:
                 f"{self.path} is one checkpoint. Give the folder around it: {self.path.parent}."
             )
         self._locked = self.lock()
-        begun = "" if number is None else self.name_of(number, step)  # by other ranks, perhaps
+        begun = ""  # by other ranks, perhaps
+        if number is not None:
+            begun = self.name_of(number, step)
         last = 0
         for name in self.names():
             if number_of(name) and name != begun and self._may_remove(name):
@@ -181,14 +188,16 @@ class Folder:
 
     def _has_ended(self, name: str) -> bool:
         """Return whether the processes that began a checkpoint have certainly ended."""
-        ended = _ended.get(self.path.resolve() / LOCK, ()) if self._locked else ()
         # The last part but one of a file's name, `new_token`.
         makers = {file.rpartition("-")[0].rpartition("-")[2] for file in self.sizes(name)}
-        return bool(makers) and makers <= set(ended)
+        ended = _ended.get(self.path.resolve() / LOCK, ())
+        return self._locked and bool(makers) and makers <= set(ended)
 
     @staticmethod
     def name_of(number: int, step: int | None) -> str:
-        return f"{number:06d}" + ("" if step is None else f"-step-{step}")
+        if step is None:
+            return f"{number:06d}"
+        return f"{number:06d}-step-{step}"
 
     def check_ours(self, name: str, token: str) -> None:
         """Raise if another save has made this checkpoint, or removed our files."""
@@ -235,7 +244,9 @@ class Folder:
 
     def behind_link(self) -> Folder:
         """Return the same folder: the user may name a link, but nothing inside may be one."""
-        return Folder(Path(os.path.realpath(self.path))) if self.is_link("") else self
+        if self.is_link(""):
+            return Folder(Path(os.path.realpath(self.path)))
+        return self
 
     def check_is_folder(self) -> None:
         """Raise an error that says why there is no folder; nothing if there is one."""
@@ -395,8 +406,9 @@ def _read_holder(file: int) -> dict[str, Any]:
         holder = json.loads(os.pread(file, 2 * TEXT, 0))
     except ValueError:  # not written yet
         return {}
-    named = isinstance(holder, dict) and {"host", "pid"} <= holder.keys()
-    return holder if named else {}
+    if isinstance(holder, dict) and {"host", "pid"} <= holder.keys():
+        return holder
+    return {}
 
 
 def _become_holder(file: int, path: Path, run: str | None) -> None:

@@ -65,8 +65,8 @@ from manyhands.checkpoint._values import Json
 BLOCK = 2**24  # bytes that are copied or read at once
 CHECKED = 2**14  # bytes of a tensor that have a checksum in common
 CHECKS = "manyhands.crc32"  # the tensor of checksums in a file
-RANDOM = "random/"  # how the keys of random generators begin among a rank's own tensors
 OWN = "rank/"  # how the names of a rank's own tensors begin: they are in no table
+RANDOM = OWN + "random/"
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 VERSION = 2
 HEAD = '{{"manyhands checkpoint": {}, "crc32": "{:08x}",\n"content": '
@@ -92,7 +92,9 @@ def slice_name(key: str, offsets: Sequence[int], sizes: Sequence[int], shape: Se
     """Return a slice's name in its file: the tensor's key and, unless it is whole, its offsets."""
     # An @ in the key is doubled, so that no key can look like a key with offsets.
     key = key.replace("@", "@@")
-    return key if tuple(sizes) == tuple(shape) else f"{key}@{','.join(map(str, offsets))}"
+    if tuple(sizes) == tuple(shape):
+        return key
+    return f"{key}@{','.join(map(str, offsets))}"
 
 
 def write(

@@ -232,8 +232,12 @@ class OptimizerSnapshot:
         for optimizer in optimizers:
             for each in _that_load(optimizer):
                 dicts += [vars(each), each.state, *each.param_groups]
-                dicts += [entries for entries in each.state.values() if isinstance(entries, dict)]
-                dicts += [vars(value) for value in vars(each).values() if is_dataclass(value)]
+                for entries in each.state.values():
+                    if isinstance(entries, dict):
+                        dicts.append(entries)
+                for value in vars(each).values():
+                    if is_dataclass(value):
+                        dicts.append(vars(value))
         self._dicts = [(held, dict(held)) for held in dicts]
 
     @torch.no_grad()

@@ -41,11 +41,13 @@ from manyhands._optimizers.wrappers import unwrap
 from manyhands._tensors.flat import is_dtensor
 from manyhands.checkpoint._commit import check_form
 from manyhands.checkpoint._format import (
+    OWN,
     Contents,
     GroupMeta,
     OptimizerMeta,
     ReplicaMeta,
     StateMeta,
+    memory_of,
 )
 from manyhands.checkpoint._handover import (
     KEPT_OPTIONS,
@@ -78,7 +80,7 @@ from manyhands.checkpoint._values import (
     unescape,
 )
 
-OWN = "residual"  # the entry of blocks that each replica has of its own
+RESIDUAL = "residual"  # the entry of blocks that each replica has of its own
 
 
 @dataclass(frozen=True)
@@ -126,9 +128,7 @@ def to_bytes(value: object) -> Tensor:
 
 def from_bytes(tensor: Tensor) -> Any:
     """Return the JSON that `to_bytes` was given; ValueError if it cannot have been."""
-    if tensor.dtype != torch.uint8 or tensor.dim() != 1:
-        raise ValueError(f"JSON is in a row of bytes, not in {tuple(tensor.shape)} {tensor.dtype}")
-    return parse_json(bytes(tensor.tolist()))
+    return parse_json(memory_of(tensor))
 
 
 def saved_state(
@@ -206,7 +206,10 @@ def match_saved(
     places: list[tuple[int, int | None]] = []
     for number, meta in enumerate(saved):
         size = len(meta["class"].split(AND))
-        places += [(number, part) for part in range(size)] if size > 1 else [(number, None)]
+        if size == 1:
+            places.append((number, None))
+        else:
+            places += [(number, part) for part in range(size)]
     if len(places) != len(here):
         return None
     return [SavedOptimizer(*pair, *place) for pair, place in zip(pairs, places, strict=True)]
@@ -291,7 +294,7 @@ def collect_optimizer(
         # Under `root`, not `prefix`: all replicas have the same outer state.
         by_id = dict(zip(map(id, _params_of(inner)), flat_names, strict=True))
         blocks = collect_blocks(layers.blocks, by_id, root, replica, contents)
-        contents.own[f"layout.{number}"] = to_bytes(replica.layout)
+        contents.own[f"{OWN}layout.{number}"] = to_bytes(replica.layout)
     if not replica.leads:
         return {}
     metas = []
@@ -348,16 +351,23 @@ def no_put(path: str, _: Tensor) -> str:
 
 def _other_state(packed: SavedState, layers: OptimizerLayers) -> dict[str, object]:
     """Return what a user's own optimizer adds to its state dict, and to its "state"."""
-    found = {k: v for k, v in packed.items() if k not in ("state", "param_groups", "manyhands")}
-    if common := common_state(packed):
+    found = dict(packed)
+    for ours in ("state", "param_groups", "manyhands"):
+        found.pop(ours, None)
+    common = common_state(packed)
+    if common:
         found["state"] = common
     # The layers ended at a wrapper with state of its own, and ours is inside: saving that as
     # "other" would store every rank's state as if it were rank 0's.
-    if "blocks" in packed or ("manyhands" in packed and layers.rule is None):
-        ours = "blocks" if "blocks" in packed else "a scaling rule"
+    inside = ""
+    if "manyhands" in packed and layers.rule is None:
+        inside = "a scaling rule"
+    if "blocks" in packed:
+        inside = "blocks"
+    if inside:
         raise TypeError(
-            f"there is {ours} inside of this {type(layers.inner).__name__}, which has state of its "
-            "own. Give the optimizer inside, and the wrapper's state under a name of yours."
+            f"there is {inside} inside of this {type(layers.inner).__name__}, which has state of "
+            "its own. Give the optimizer inside, and the wrapper's state under a name of yours."
         )
     return found
 
@@ -366,9 +376,8 @@ def _collect_rule(rule: RuleParts, names: Sequence[str], prefix: str, put: PutTe
     """Return a scaling rule's state as JSON, with its gradients by parameter name."""
     state = rule.scaling_state_dict()
     # By name instead of position: other groups or shardings may have another order.
-    state["previous"] = {
-        name: grad for name, grad in zip(names, state["previous"], strict=False) if grad is not None
-    }
+    by_name = dict(zip(names, state["previous"], strict=False))
+    state["previous"] = {name: grad for name, grad in by_name.items() if grad is not None}
     return {"class": type(rule).__name__, "state": encode(state, f"{prefix}/rule", put)}
 
 
@@ -429,7 +438,7 @@ class OptimizerLoader:
             self._scaling = self._parse_rule(layers.rule)
         self._counters: dict[str, Any] | None = None  # of the blocks; None: saved without
         self._unsaved: list[Tensor] = []  # parameters without a saved anchor
-        layout = own.get(f"layout.{saved.number}")
+        layout = own.get(f"{OWN}layout.{saved.number}")
         here = to_bytes(saved.replica.layout)
         self._same_layout = layout is not None and layout.tolist() == here.tolist()
         # A worker that has joined a crew late has the crew's anchor and counters: they are later.
@@ -587,7 +596,7 @@ class OptimizerLoader:
                 self._unsaved.append(part.param)
                 continue
             for entry, key, slices in _outer_slices(part, name, root, replica):
-                if entry != OWN or self._same_layout:
+                if entry != RESIDUAL or self._same_layout:
                     self.targets[key] = slices
 
     def finish(self) -> None:
@@ -618,7 +627,7 @@ def _outer_slices(
 ) -> Iterator[tuple[str, str, TensorParts]]:
     """Yield each entry of a parameter's outer state, with the key and this rank's slices."""
     for entry, values in part.entries.items():
-        prefix = replica.key_prefix(root) if entry == OWN else root
+        prefix = replica.key_prefix(root) if entry == RESIDUAL else root
         slices = TensorParts.from_flat(values, part.param, part.start or 0)
         yield entry, f"{prefix}/blocks.{entry}/{name}", slices
 
@@ -629,7 +638,7 @@ def collect_blocks(
     """Add this rank's slices of the outer state; return what all replicas have alike, as JSON."""
     for part in blocks.outer_parts():
         for entry, key, slices in _outer_slices(part, names[id(part.param)], root, replica):
-            if entry != OWN:
+            if entry != RESIDUAL:
                 slices.holders = Holders(replica.count, replica.number, "replicas")
             contents.add(key, slices)
     meta = {**blocks.save_counters(), "memories": blocks.memories}

@@ -307,7 +307,7 @@ class Reader(ExitStack):
         self._taken.add(key)
 
     def read_own(self, rank: int) -> dict[str, Tensor]:
-        """Return what a rank has saved for itself."""
+        """Return what a rank has saved for itself, by name in its file."""
         result: dict[str, Tensor] = {}
         file = self._open(rank)
         own = [entry for name, entry in file.entries.items() if name.startswith(OWN)]
@@ -315,7 +315,7 @@ class Reader(ExitStack):
         for entry in own:
             tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
             file.read(entry.name, (), tensor)
-            result[entry.name.removeprefix(OWN)] = tensor
+            result[entry.name] = tensor
         return result
 
     def find_damage(self, rank: int) -> str:

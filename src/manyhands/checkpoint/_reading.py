@@ -49,7 +49,7 @@ from manyhands.checkpoint._reader import Reader
 from manyhands.checkpoint._tensor_parts import Savers, StoredSlice, TensorParts, find_reads
 from manyhands.checkpoint._values import (
     HasState,
-    Run,
+    RunObjects,
     check_has_state,
     check_scheduler,
     check_value,
@@ -65,7 +65,7 @@ SliceToRead: TypeAlias = tuple[str, StoredSlice, tuple[int, ...], Tensor]
 
 
 def load_newest(
-    folder: Folder, run: Run, process_group: dist.ProcessGroup | None
+    folder: Folder, run: RunObjects, process_group: dist.ProcessGroup | None
 ) -> dict[str, object]:
     """Load the newest checkpoint; if it is removed meanwhile for a newer one, load that."""
     ranks = _join(process_group)
@@ -115,7 +115,7 @@ def _join(process_group: dist.ProcessGroup | None) -> RankGroup:
 
 
 def _load_checkpoint(
-    folder: Folder, name: str, ranks: RankGroup, run: Run, replicas: Sequence[Replica]
+    folder: Folder, name: str, ranks: RankGroup, run: RunObjects, replicas: Sequence[Replica]
 ) -> dict[str, object]:
     with run_on_all(ranks, lambda: Reader(folder, name)) as reader, reader.explain():
         advice = f"Give a path that they share, not {reader.path}."
@@ -146,7 +146,7 @@ class RunLoader:
     """
 
     def __init__(
-        self, reader: Reader, run: Run, replicas: Sequence[Replica], ranks: RankGroup
+        self, reader: Reader, run: RunObjects, replicas: Sequence[Replica], ranks: RankGroup
     ) -> None:
         self.result: dict[str, object] = {}
         self._reader = reader

@@ -35,15 +35,25 @@ SEQUENCES: dict[str, Callable[[Iterable[Any]], object]] = {
 MAPPINGS: dict[str, Callable[[dict[Any, Any]], object]] = {
     kind.__name__: kind for kind in (dict, OrderedDict, Counter)
 }
-# What becomes text, and how.
-PLAIN: dict[type, Callable[[Any], str]] = {
-    float: str,  # NaN and the infinities, which JSON does not have
-    complex: str,
-    bytes: bytes.hex,
-    torch.dtype: lambda dtype: str(dtype).removeprefix("torch."),
-    torch.device: str,
+
+
+def _dtype_of(text: str) -> torch.dtype:
+    # Only what is a dtype: the file must not reach any other attribute of torch.
+    found = getattr(torch, text)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{text} is no dtype")
+    return found
+
+
+# What becomes text: how, and how it comes back.
+PLAIN: dict[type, tuple[Callable[[Any], str], Callable[[str], object]]] = {
+    float: (str, float),  # NaN and the infinities, which JSON does not have
+    complex: (str, complex),
+    bytes: (bytes.hex, bytes.fromhex),
+    torch.dtype: (lambda dtype: str(dtype).removeprefix("torch."), _dtype_of),
+    torch.device: (str, torch.device),
 }
-NOT_FINITE = ("nan", "inf", "-inf")
+FROM_TEXT = {kind.__name__: from_text for kind, (_, from_text) in PLAIN.items()}
 MAX_DEPTH = 100  # containers inside each other; so many always fit on Python's stack
 
 
@@ -64,7 +74,8 @@ def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Jso
     if kind is float and math.isfinite(value):
         return value
     if kind in PLAIN:
-        return {"$": kind.__name__, "value": PLAIN[kind](value)}
+        to_text, _ = PLAIN[kind]
+        return {"$": kind.__name__, "value": to_text(value)}
     if kind is list:
         return [encode_child(each, i) for i, each in enumerate(value)]
     # JSON would turn other keys into strings, and a key "$" has a meaning of ours.
@@ -109,7 +120,7 @@ class HasState(Protocol):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunObjects:
     """The objects of a run, to save or to load into."""
 
     model: nn.Module | None
@@ -181,20 +192,10 @@ def _decode(meta: object, get: GetTensor) -> Any:
         return SEQUENCES[name](decode_child(each) for each in meta["items"])
     if name in MAPPINGS:
         return MAPPINGS[name]({decode_child(k): decode_child(v) for k, v in meta["items"]})
-    value = meta["value"]
     if name == "state":
-        return decode_child(value)
-    if name == "float" and value in NOT_FINITE:
-        return float(value)
-    if name == "complex":
-        return complex(value)
-    if name == "bytes":
-        return bytes.fromhex(value)
-    # Only what is a dtype: the file must not reach any other attribute of torch.
-    if name == "dtype" and isinstance(getattr(torch, value, None), torch.dtype):
-        return getattr(torch, value)
-    if name == "device":
-        return torch.device(value)
+        return decode_child(meta["value"])
+    if name in FROM_TEXT:
+        return FROM_TEXT[name](meta["value"])
     raise ValueError(f"the checkpoint has a value of unknown kind {name!r:.40}.")
 
 

@@ -43,7 +43,7 @@ from manyhands._tensors.random_state import random_state
 from manyhands._warn import warn
 from manyhands.checkpoint import _format
 from manyhands.checkpoint._folder import DryFolder, Folder, new_token
-from manyhands.checkpoint._format import OWN, RANDOM, Commit, Contents, TensorEntry, file_name
+from manyhands.checkpoint._format import RANDOM, Commit, Contents, TensorEntry, file_name
 from manyhands.checkpoint._model import collect_model, find_names
 from manyhands.checkpoint._optimizer import collect_optimizer
 from manyhands.checkpoint._tensor_parts import (
@@ -55,7 +55,7 @@ from manyhands.checkpoint._tensor_parts import (
     stored_slices,
     table_of,
 )
-from manyhands.checkpoint._values import Run, check_scheduler, check_value, encode, escape
+from manyhands.checkpoint._values import RunObjects, check_scheduler, check_value, encode, escape
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 VISIBLE_AFTER = 3.0  # seconds within which a network file system must show a new file
@@ -68,7 +68,10 @@ LINGER = 0.25  # seconds for the others to read the last answer, if rank 0 has t
 
 
 def begin_save(
-    folder: Folder, run: Run, options: dict[str, Any], process_group: dist.ProcessGroup | None
+    folder: Folder,
+    run: RunObjects,
+    options: dict[str, Any],
+    process_group: dist.ProcessGroup | None,
 ) -> tuple[Path, Callable[[], None]]:
     """Do everything but the writing. Return the checkpoint's path, and the work that is left."""
     # Unless `wait` is True, that work does not look at the model or the optimizer any more.
@@ -113,7 +116,7 @@ class Save:
         self._to_write: list[tuple[TensorEntry, Tensor]] = []
         self._table = Table(grids=[], slices={})
 
-    def collect(self, run: Run) -> None:
+    def collect(self, run: RunObjects) -> None:
         """Find out what this rank contributes to a checkpoint. Tensors are not copied."""
         contents = self._contents
         put = contents.put_of_first
@@ -162,7 +165,7 @@ class Save:
         share = own_share(self._contents.tensors)
         self._table = table_of(share)
         self._facts["tensors"] = self._contents.alike()
-        named = {OWN + name: tensor for name, tensor in self._contents.own.items()}
+        named = dict(self._contents.own)
         for key, parts in share.items():
             for offsets, elements in stored_slices(parts):
                 name = _format.slice_name(key, offsets, elements.shape, parts.shape)

@@ -73,6 +73,7 @@ def match_weights(
     names = find_names(model, on_meta=True)
     match = Match()
     wrong = []
+    empty = []
     stored = _by_plain_name({**weights.tensors, **weights.others}, names)
     rename = name_in_source or str
     received = received_tensors()  # from a crew: later than any file
@@ -82,6 +83,8 @@ def match_weights(
         known = [other for other in map(rename, names.all_of(name)) if other in stored]
         if not known:
             match.missing.append(name)
+            if tensor.is_meta:
+                empty.append(name)
             continue
         weight = stored[known[-1]]  # load_state_dict, too, ends with the last of tied names
         if not isinstance(weight, Weight) or weight.shape != tuple(tensor.shape):
@@ -94,7 +97,6 @@ def match_weights(
             wrong.append(f"{name} is {weight.dtype} in the source and {tensor.dtype} here.")
         elif id(tensor) not in received:
             match.reads.append((tensor, weight))
-    empty = [name for name in match.missing if names.tensors[name].is_meta]
     for name, module in names.extras.items():
         if rename(name) not in stored:
             match.missing.append(name)
@@ -143,12 +145,16 @@ def _by_plain_name(stored: dict[str, Any], names: ModelNames) -> dict[str, Any]:
 def materialize(model: nn.Module) -> None:
     """Give every tensor on meta memory that is not initialized, and keep the object."""
     tensors = [*model.parameters(), *model.buffers()]
-    devices = (tensor.device for tensor in tensors if not tensor.is_meta)
-    default = next(devices, torch.get_default_device())
+    default: torch.device | str = torch.get_default_device()
+    for tensor in reversed(tensors):
+        if not tensor.is_meta:
+            default = tensor.device
     for tensor in tensors:
         if not tensor.is_meta:
             continue
-        device = tensor.device_mesh.device_type if is_dtensor(tensor) else default
+        device = default
+        if is_dtensor(tensor):
+            device = tensor.device_mesh.device_type
         new = torch.empty_like(tensor, device=device)
         if isinstance(tensor, nn.Parameter):
             new = nn.Parameter(new, tensor.requires_grad)

@@ -32,7 +32,9 @@ def split_into_files(entries: Iterable[TensorEntry], max_size: int) -> dict[str,
     groups = list(in_groups(entries, lambda entry: entry.nbytes, max_size)) or [[]]
     files = {}
     for number, group in enumerate(groups, 1):
-        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else SINGLE
+        name = SINGLE
+        if len(groups) > 1:
+            name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         # Aligned, as `checkpoint/_writing.py` does.
         files[name] = sorted(group, key=lambda entry: -entry.dtype.itemsize)
     return files
