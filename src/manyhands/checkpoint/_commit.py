@@ -54,7 +54,7 @@ def parse(raw: bytes, path: object) -> tuple[Commit, dict[str, StoredTensor]]:
         raise ValueError(f"{path} has invalid content: {error!r:.200}. {ADVICE}") from error
 
 
-def check_form(value: object, kind: Any, where: str = "") -> None:
+def check_form(value: object, kind: Any) -> None:
     """Raise ValueError unless JSON is of a type: a TypedDict, list, dict, optional or plain one."""
     origin = get_origin(kind)
     if kind in (Any, object) or (origin in (types.UnionType, Union) and value is None):
@@ -62,18 +62,17 @@ def check_form(value: object, kind: Any, where: str = "") -> None:
     if is_typeddict(kind) or is_dataclass(kind):
         hints = get_type_hints(kind)
         if not isinstance(value, dict) or value.keys() != hints.keys():
-            entries = ", ".join(sorted(hints))
-            raise ValueError(f"{where.lstrip('.')} is {value!r:.80}, and has no entries {entries}")
+            raise ValueError(f"{value!r:.80} has not the entries {', '.join(hints)}")
         for name, each in value.items():
-            check_form(each, hints[name], f"{where}.{name}")
+            check_form(each, hints[name])
     elif origin is list and isinstance(value, list):
-        for number, each in enumerate(value):
-            check_form(each, get_args(kind)[0], f"{where}[{number}]")
+        for each in value:
+            check_form(each, get_args(kind)[0])
     elif origin is dict and isinstance(value, dict):
-        for name, each in value.items():
-            check_form(each, get_args(kind)[1], f"{where}.{name}")
+        for each in value.values():
+            check_form(each, get_args(kind)[1])
     elif origin in (types.UnionType, Union):
-        check_form(value, get_args(kind)[0], where)
+        check_form(value, get_args(kind)[0])
     # The exact type: True is an int to Python. A number of JSON may lack its fraction.
     elif type(value) is not kind and (kind is not float or type(value) is not int):
-        raise ValueError(f"{where.lstrip('.')} is {value!r:.80}, and no {kind!s:.80}")
+        raise ValueError(f"{value!r:.80} is no {kind!s:.80}")

@@ -188,10 +188,11 @@ class Folder:
 
     def _has_ended(self, name: str) -> bool:
         """Return whether the processes that began a checkpoint have certainly ended."""
+        if not self._locked:
+            return False
         # The last part but one of a file's name, `new_token`.
         makers = {file.rpartition("-")[0].rpartition("-")[2] for file in self.sizes(name)}
-        ended = _ended.get(self.path.resolve() / LOCK, ())
-        return self._locked and bool(makers) and makers <= set(ended)
+        return bool(makers) and makers <= set(_ended.get(self.path.resolve() / LOCK, ()))
 
     @staticmethod
     def name_of(number: int, step: int | None) -> str:
@@ -209,8 +210,10 @@ class Folder:
 
     def prune(self, keep: int | None) -> None:
         """Remove all but the newest `keep` checkpoints, except those that are being read."""
+        if keep is None:
+            return
         found = [name for name in self.list_complete() if self._locked or self._is_ours(name)]
-        for old in found[: -keep if keep else 0]:
+        for old in found[:-keep]:
             # Our own errors, as for a link, too: it stays.
             with contextlib.suppress(OSError, ValueError):
                 commit = self.open(old, COMMIT)

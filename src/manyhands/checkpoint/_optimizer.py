@@ -413,7 +413,7 @@ class OptimizerLoader:
         prefix = replica.key_prefix(root)
         if replica.number:  # the first is described by the commit
             of_replica = from_bytes(reader.read_whole(f"{prefix}/meta"))
-            check_form(of_replica, ReplicaMeta, f"{prefix}/meta")
+            check_form(of_replica, ReplicaMeta)
             self._meta = {**self._meta, **of_replica}
         self._other = decode_dict("rest of an optimizer", self._meta["other"], self._get)
         state = saved_state(reader.tensors, prefix, self._meta["groups"], self._get)

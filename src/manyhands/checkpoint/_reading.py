@@ -230,7 +230,7 @@ class RunLoader:
         is_module = isinstance(meta, Mapping) and meta.get("$") == "module"
         prefix = f"value/{escape(name)}"
         if is_module:
-            check_form(meta["value"], ModelMeta, name)
+            check_form(meta["value"], ModelMeta)
         if target is None:
             if is_module:
                 return read_tensors(meta["value"], prefix, self._reader.read_once)
