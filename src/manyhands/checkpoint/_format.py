@@ -43,7 +43,7 @@ import math
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import TypedDict
 
 import torch
@@ -283,9 +283,8 @@ class Commit:
 
     def to_text(self) -> str:
         """Return the text of the commit, with its checksum."""
-        content = {each.name: getattr(self, each.name) for each in fields(self)}
         # NaN is not JSON; `_values.py` has turned such numbers into text.
-        text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+        text = json.dumps(asdict(self), separators=(",", ":"), allow_nan=False)
         return HEAD.format(VERSION, zlib.crc32(text.encode())) + text + "}\n"
 
 

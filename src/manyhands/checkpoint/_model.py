@@ -20,7 +20,7 @@ from manyhands.checkpoint._format import Contents, ModelMeta
 from manyhands.checkpoint._handover import ForeignState
 from manyhands.checkpoint._reader import Reader
 from manyhands.checkpoint._tensor_parts import TensorParts, to_parts
-from manyhands.checkpoint._values import GetTensor, decode, encode
+from manyhands.checkpoint._values import decode, encode
 
 # -- names -----------------------------------------------------------------------------------------
 
@@ -206,8 +206,3 @@ def match_model(
 def can_convert(saved: torch.dtype, here: torch.dtype) -> bool:
     """Return whether numbers of one type may be loaded as the other."""
     return saved == here or (saved.is_floating_point and here.is_floating_point)
-
-
-def read_tensors(meta: ModelMeta, prefix: str, get: GetTensor) -> dict[str, Tensor]:
-    """Return a saved module's tensors by name, for a caller who passes no module to load into."""
-    return {name: get(f"{prefix}/{name}") for name in (*meta["params"], *meta["buffers"])}

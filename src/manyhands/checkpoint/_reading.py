@@ -37,7 +37,6 @@ from manyhands.checkpoint._model import (
     find_names,
     list_names,
     match_model,
-    read_tensors,
 )
 from manyhands.checkpoint._optimizer import (
     OptimizerLoader,
@@ -227,21 +226,23 @@ class RunLoader:
 
     def _add_value(self, name: str, meta: Any, target: object) -> object:
         """Return a value of the user's: `target`, if given, which is then to be loaded in place."""
-        is_module = isinstance(meta, Mapping) and meta.get("$") == "module"
+        get = self._reader.read_once
         prefix = f"value/{escape(name)}"
+        is_module = isinstance(meta, Mapping) and meta.get("$") == "module"
         if is_module:
-            check_form(meta["value"], ModelMeta)
+            meta = meta["value"]
+            check_form(meta, ModelMeta)
         if target is None:
             if is_module:
-                return read_tensors(meta["value"], prefix, self._reader.read_once)
-            return decode(meta, self._reader.read_once)
+                return {each: get(f"{prefix}/{each}") for each in meta["params"] + meta["buffers"]}
+            return decode(meta, get)
         check_value(name, target)
         holder = check_has_state(f"{name}=", target)
         if not is_module:
             self._add_object(f"{name}=", holder, meta)
         elif isinstance(target, nn.Module):
             names = find_names(target)
-            self._add_model(*match_model(names, meta["value"], prefix, self._reader, name))
+            self._add_model(*match_model(names, meta, prefix, self._reader, name))
         else:
             raise ValueError(
                 f"the checkpoint has the state of a module for {name}=, and a "

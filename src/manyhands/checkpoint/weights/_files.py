@@ -46,12 +46,11 @@ class Weights(ExitStack):
         self.tensors: dict[str, Weight] = {}
         self.others: dict[str, object] = {}  # what is no tensor, such as a module's extra state
         self.where = "the source"
-        if not isinstance(source, Mapping):
-            self.where = os.fspath(file_path("source", source, "Or give a dict of tensors."))
         try:
             if isinstance(source, Mapping):
                 self._add_mapping(source, self.where)
             else:
+                self.where = os.fspath(file_path("source", source, "Or give a dict of tensors."))
                 for path in find_files(Path(self.where)):
                     self._add_file(path)
         except BaseException:
