@@ -1,4 +1,4 @@
-"""Checkpoints that load on any number of ranks, under any sharding.
+"""Save and load runs, for any number of ranks and any sharding.
 
 `save` and `load` are here, with the thread of a save. A save meets the other files in this order; a
 load goes through the same stages, from files to objects.
@@ -8,8 +8,8 @@ load goes through the same stages, from files to objects.
     _optimizer.py             an optimizer's state, by parameter name, and the state of blocks
     _values.py                the user's values, as JSON
     _handover.py              states that foreign code loads, or that an optimizer may refuse
-    _format.py                what is in a data file and in the commit, and how it is written
-    _commit.py  _json.py      the commit is read, and compared with what it must be
+    _format.py                the content of data files and of the commit, and the writer
+    _commit.py  _json.py      the commit is read, and compared with the declared types
     _reader.py                slices of tensors are read
     _folder.py                a folder in which nothing is half written and no link is followed
     _cloud.py                 the same in a bucket
@@ -65,7 +65,7 @@ class Saving:
         """Wait until the checkpoint is complete on the disk. Raise on every rank if it failed."""
         global _pending
         futures.wait([self._written])
-        if _pending is self:  # what is raised here does not block later saves
+        if _pending is self:  # an error does not block later saves
             _pending = None
         self._written.result()
         return self.path
@@ -82,7 +82,7 @@ _pending: Saving | None = None
 
 
 def wait_for_pending() -> None:
-    """Wait for the last asynchronous save. Raise its error if nobody has waited for it."""
+    """Wait for the last asynchronous save. Raise the error of a save that was not waited for."""
     if _pending is not None:
         _pending.wait()
 
@@ -112,7 +112,7 @@ def save(
     >>> mh.load("run", model=model, optimizer=optimizer)
     {'step': 100, 'best_loss': 0.25}
 
-    Each rank writes its slices into a file of its own; nothing is gathered. State is saved under
+    Each rank writes its slices into a separate file; nothing is gathered. State is saved under
     the parameters' names, so that `load` works on any number of ranks, under any sharding. A
     checkpoint is complete or it is not there: if a run is killed, or a disk is full, the previous
     checkpoint remains.
@@ -139,7 +139,7 @@ def save(
     """
     global _pending
     wait_for_pending()
-    # Before any collective: a mistake on one rank must not leave the others waiting.
+    # Before any collective: a mistake on one rank must not leave other ranks waiting.
     if keep is not None:
         keep = arguments.whole("keep", keep, 1, "None keeps all.")
     if step is not None:

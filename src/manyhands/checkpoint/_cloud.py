@@ -1,8 +1,8 @@
-"""A folder of checkpoints in a bucket: `s3://`, `gs://`, or any other URL that fsspec opens.
+"""Keep checkpoints in a bucket: `s3://`, `gs://`, or any other URL that fsspec opens.
 
 A bucket has no folders, renames, links or locks. The commit is one request, which either takes
 effect or does not. Two jobs are noticed when they write the same checkpoint, and each removes only
-its own.
+the checkpoints that it made.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Bucket(Folder):
                 f'{path} needs fsspec: pip install "manyhands[cloud]", and the package for this '
                 "kind of URL, such as s3fs or gcsfs."
             ) from error
-        # Without a cache: what other ranks and jobs write must be seen.
+        # Without a cache: files of other ranks and jobs must be seen.
         self._fs, root = url_to_fs(str(path), use_listings_cache=False)
         self._root = root.rstrip("/")
 
@@ -72,7 +72,7 @@ class Bucket(Folder):
         except BaseException:
             new.discard()
             with contextlib.suppress(AttributeError):  # memory has files without a buffer
-                new.closed = True  # or the garbage collector would send what there is
+                new.closed = True  # or the garbage collector would send the incomplete file
             raise
 
     def open(self, name: str, file: str) -> Ranges:  # type: ignore[override]
@@ -91,7 +91,7 @@ class Bucket(Folder):
         try:
             self._fs.pipe_file(self._url(name, COMMIT), commit, mode="create")
         except FileExistsError:
-            self.check_ours(name, token)  # says whose it is
+            self.check_ours(name, token)  # names the other job
             raise
 
 
@@ -102,10 +102,10 @@ class Ranges:
         self._fs = fs
         self._url = url
         self.size = int(fs.info(url)["size"])
-        self._fetched: dict[int, bytes] = {}  # by where they begin
+        self._fetched: dict[int, bytes] = {}  # by the first byte
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Request these ranges together, and keep them in place of those before."""
+        """Request these ranges together. They replace the ranges of the call before."""
         from fsspec.utils import merge_offset_ranges
 
         self._fetched.clear()

@@ -1,4 +1,4 @@
-"""A folder of checkpoints, in which nothing is half written and no link is followed.
+"""Keep checkpoints in a folder, where no checkpoint is half written and no link is followed.
 
     000007-step-1200/           the seventh that was saved
       worker-00000-TOKEN...     a file for each rank; the token is unique to the save
@@ -61,12 +61,12 @@ except ImportError:  # Windows has no such locks
 
 COMMIT = "index.json"  # the last file that is written: a folder without it is not a checkpoint
 PATTERN = re.compile(r"(\d{6,})(?:-step-\d+)?")
-OLD = 2 * 3600.0  # seconds after which nobody completes any more what has no commit
+OLD = 2 * 3600.0  # seconds after which a checkpoint without a commit is not completed any more
 MADE = 60.0  # seconds after which a new folder has a file in it
 LOCK = ".lock"
 LOCK_TIMEOUT = 3.0  # seconds to wait for another process that may be about to end
 TEXT = 2000  # characters of the lock's text, so that a later text covers an earlier one
-RUN_VARIABLE = "MANYHANDS_RUN"  # the run whose workers may take the lock from each other
+RUN_VARIABLE = "MANYHANDS_RUN"  # names the run: the workers of a run share the lock
 # Variables that tell a job from others, also when it is started again.
 JOB_VARIABLES = (RUN_VARIABLE, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 
@@ -98,7 +98,7 @@ def to_path(path: str | os.PathLike[str]) -> Path:
 
 
 def new_token() -> str:
-    """Return what makes the names of a save's files unique."""
+    """Return a text that makes the names of a save's files unique."""
     return f"{job_mark()}-{process_mark()}-{uuid.uuid4().hex[:8]}"
 
 
@@ -133,7 +133,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._locked = False  # whether nobody else saves here
+        self._locked = False  # whether no other job saves here
 
     def list_complete(self) -> list[str]:
         """Return the names of complete checkpoints, oldest first."""
@@ -158,7 +158,7 @@ class Folder:
 
     def begin(self, number: int | None, step: int | None) -> int:
         """Take the lock. Return the number of the next checkpoint, or the one that is given."""
-        # Remove what killed runs have left behind.
+        # Remove the unfinished checkpoints of killed runs.
         if self.has_commit(""):
             raise ValueError(
                 f"{self.path} is one checkpoint. Give the folder around it: {self.path.parent}."
@@ -214,19 +214,19 @@ class Folder:
             return
         found = [name for name in self.list_complete() if self._locked or self._is_ours(name)]
         for old in found[:-keep]:
-            # Our own errors, as for a link, too: it stays.
+            # After an error, also for a link, the checkpoint stays.
             with contextlib.suppress(OSError, ValueError):
                 commit = self.open(old, COMMIT)
                 with contextlib.closing(commit):
                     if not self.is_link(old) and commit.try_lock(shared=False):
                         self.remove(old)
 
-    # -- what a bucket does in another way -----------------------------------
+    # -- replaced by `Bucket` ------------------------------------------------
 
     def lock(self, run: str | None = None) -> bool:
         """Make this run the only one that saves here. Return False if there are no locks.
 
-        `run` is its name, if no variable has it.
+        `run` is the name of the run, if no variable has it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         return take_lock(self.path, os.environ.get(RUN_VARIABLE) or run)
@@ -267,7 +267,7 @@ class Folder:
         return {}
 
     def age(self, name: str) -> float:
-        """Return for how many seconds nothing was written to a checkpoint."""
+        """Return the seconds since the last write to a checkpoint."""
         paths = [self.path / name, *(self.path / name / file for file in self.sizes(name))]
         return time.time() - max(os.lstat(path).st_mtime for path in paths)
 
@@ -303,7 +303,7 @@ class Folder:
         with self.create(name, f".{COMMIT}-{token}") as file:
             file.write(memoryview(commit))
             file.close()
-            # What it names must be on the disk before it is, in case the machine loses power.
+            # The files must be on the disk before the commit, in case the machine loses power.
             sync(folder)
             self.check_ours(name, token)
             file.path.rename(folder / COMMIT)
@@ -404,7 +404,7 @@ def _lock_for(file: int, run: str | None) -> bool:
 
 
 def _read_holder(file: int) -> dict[str, Any]:
-    """Return what the lock's holder has written to it; nothing if it was not one of ours."""
+    """Return the text that the holder has written to the lock; {} if it is not ours."""
     try:
         holder = json.loads(os.pread(file, 2 * TEXT, 0))
     except ValueError:  # not written yet
@@ -415,7 +415,7 @@ def _read_holder(file: int) -> dict[str, Any]:
 
 
 def _become_holder(file: int, path: Path, run: str | None) -> None:
-    """Write to the lock who has it now, and find out who has ended."""
+    """Write this process to the lock, and find the processes that have ended."""
     before = _read_holder(file)
     seen = _kernel_and_device(file)
     ended: list[str] = []
@@ -494,7 +494,7 @@ class OpenFile:
         # They are in the system's page cache then.
 
     def read_into(self, start: int, view: memoryview) -> int:
-        """Fill the view with the bytes from `start` on; return how many there were."""
+        """Fill the view with the bytes from `start` on; return the number of bytes."""
         self._file.seek(start)
         done = 0
         while done < len(view) and (count := self._file.readinto(view[done:])):
@@ -533,6 +533,6 @@ class NewFile:
         self._file.close()
 
     def discard(self) -> None:
-        """Leave nothing behind."""
+        """Close and remove the file."""
         self._file.close()
         self.path.unlink(missing_ok=True)

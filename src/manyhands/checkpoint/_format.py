@@ -1,4 +1,4 @@
-"""What is in the files of a checkpoint, and how they are written.
+"""Write the files of a checkpoint.
 
 **A data file** is a safetensors file, which each rank writes block by block: it never has to fit in
 memory.
@@ -16,13 +16,13 @@ A tensor in a file is called by the key of the whole tensor and, if it is a slic
 
     model/NAME                     a parameter or buffer
     optimizer.0/ENTRY/NAME         an entry of a parameter's state; json.ENTRY if it is no tensor
-    optimizer.0/options.1.lr       an option of its second parameter group
+    optimizer.0/options.1.lr       an option of the second parameter group
     optimizer.0/rule.x.y           the scaling rule's state; likewise `other`
     optimizer.0/blocks.anchor/NAME, optimizer.0/replica.1/...   see `_optimizer.py`
     scheduler.0.x                  a scheduler's state
     value/NAME.x.0.y               in the user's value of that name: value["x"][0]["y"]
     value/NAME/PARAMETER           in a module among the user's values
-    rank/...                       this rank's own: its random generators, its place in blocks
+    rank/...                       of this rank only: random generators, place in blocks
 
 **The commit** is one small file, and makes the others a checkpoint.
 
@@ -65,7 +65,7 @@ from manyhands.checkpoint._values import Json
 BLOCK = 2**24  # bytes that are copied or read at once
 CHECKED = 2**14  # bytes of a tensor that have a checksum in common
 CHECKS = "manyhands.crc32"  # the tensor of checksums in a file
-OWN = "rank/"  # how the names of a rank's own tensors begin: they are in no table
+OWN = "rank/"  # the prefix of tensors of one rank only, which are in no table
 RANDOM = OWN + "random/"
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 VERSION = 2
@@ -190,8 +190,8 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
 def is_stored_as_is(tensor: Tensor) -> bool:
     """Return whether the bytes in memory are the tensor's numbers.
 
-    A lazy conjugate or negative view holds other numbers than its memory does. torch converts them
-    when it reads or writes; code that takes the bytes directly does not.
+    A lazy conjugate or negative view has other numbers than the memory. torch converts them when it
+    reads or writes; code that takes the bytes directly does not.
     """
     return not (tensor.is_conj() or tensor.is_neg())
 
@@ -216,7 +216,7 @@ class ModelMeta(TypedDict):
     params: list[str]
     buffers: list[str]
     aliases: dict[str, str]  # another name of a tied tensor -> the name it is stored under
-    extras: dict[str, Json]  # what `get_extra_state` returned, as JSON
+    extras: dict[str, Json]  # the results of `get_extra_state`, as JSON
     config: str  # the text of the model's config.json; "" if it has none
     left_out: dict[str, list[int]]  # by `save(frozen=False)`: parameters, and their shapes
 
@@ -236,8 +236,8 @@ class ReplicaMeta(TypedDict):
     """The part of an optimizer that each replica has for itself."""
 
     groups: list[GroupMeta]
-    other: Json  # what else is in the optimizer's state dict
-    rule: StateMeta | None  # a scaling rule around it: its averages, progress, scale
+    other: Json  # all other entries of the optimizer's state dict
+    rule: StateMeta | None  # a scaling rule around the optimizer: averages, progress, scale
 
 
 # The class that the user asked for, whether the optimizer is sharded or not.
@@ -247,7 +247,7 @@ _ClassMeta = TypedDict("_ClassMeta", {"class": str})
 class OptimizerMeta(ReplicaMeta, _ClassMeta):
     """An optimizer in the commit, with the first replica's part."""
 
-    blocks: Json  # blocks around it: the counters that all replicas share
+    blocks: Json  # blocks around the optimizer: the counters that all replicas share
     replicas: int  # without blocks there is one
 
 
@@ -292,12 +292,12 @@ def file_name(rank: int, token: str) -> str:
     return f"worker-{rank:05d}-{token}.safetensors"
 
 
-# -- what a rank has -------------------------------------------------------------------------------
+# -- the contents of a rank ------------------------------------------------------------------------
 
 
 @dataclass
 class Contents:
-    """What this rank has of a run: slices of tensors by key, and tensors for no other rank."""
+    """The tensors of this rank: slices by key, and tensors for no other rank by name."""
 
     savers: Savers = ALONE
     tensors: dict[str, TensorParts] = field(default_factory=dict)

@@ -30,8 +30,8 @@ from manyhands._optimizers.state_parts import OptimizerStatePart, options_of, pl
 from manyhands._tensors.trees import tensors_in
 from manyhands.checkpoint._tensor_parts import TensorParts
 
-#: Options that say how a step is computed, not what it computes. They keep the value that the
-#: optimizer was made with: a run saved on a GPU may continue on a CPU, without fused kernels.
+#: Options of the implementation of a step, which do not change the result. They keep the value that
+#: the optimizer was made with: a run saved on a GPU may continue on a CPU, without fused kernels.
 KEPT_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 TORCHS = "torch.optim."  # where the code of torch's optimizers is
 OURS = (TORCHS, "manyhands.")
@@ -40,11 +40,11 @@ Sketch: TypeAlias = dict[str, tuple[list[int], torch.dtype]]
 
 @contextmanager
 def explain_refusal(name: str) -> Iterator[None]:
-    """Turn what foreign code raises for a state into a ValueError that says whose state it is."""
+    """Turn errors of foreign code into a ValueError that names the owner of the state."""
     try:
         yield
     except (OSError, ValueError, MemoryError, torch.OutOfMemoryError):
-        raise  # a ValueError says so itself, and the others are not about the state
+        raise  # a ValueError names the owner, and the other errors are not about the state
     except Exception as error:
         raise ValueError(
             f"{name} has refused its state: {type(error).__name__}: {error}"
@@ -56,7 +56,7 @@ def explain_refusal(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ForeignState:
-    """An object whose own code loads its state: how to read, how to set, and the new state."""
+    """A state that foreign code loads: how to read the present state, how to set the new one."""
 
     name: str
     get: Callable[[], object]
@@ -72,7 +72,7 @@ class ForeignStates:
         self._before: list[tuple[ForeignState, object]] = []
 
     def apply(self) -> None:
-        """Load all states into their objects, and remember what these had before."""
+        """Load all states into their objects, and remember the present ones."""
         for each in self.states:
             before = each.get()
             # deepcopy refuses tensors with a history.
@@ -83,7 +83,7 @@ class ForeignStates:
                 each.set(each.state)
 
     def undo(self) -> None:
-        """Set the earlier states, last first. Raise RuntimeError if an object refuses its own."""
+        """Set the earlier states, last first. Raise RuntimeError if an object refuses that."""
         failed = []
         while self._before:
             each, before = self._before.pop()
@@ -107,7 +107,7 @@ def check_continues(
 ) -> bool:
     """Raise ValueError if torch's optimizer could not go on from a state. Return False if unknown.
 
-    `options` are those of each group, and `entries` a parameter's name, its place, and its state.
+    `options` are those of each group, `entries` are names of parameters, places and states.
     """
     plain: Optimizer | None = plain_optimizer(optimizer)
     if plain is None:  # this rank has no parameters
@@ -200,7 +200,7 @@ def restore_types(held: dict[str, object], entries: Mapping[str, object]) -> Non
 
 
 def has_foreign_loading(optimizer: Optimizer) -> bool:
-    """Return whether code that is neither torch's nor ours runs when its state is loaded."""
+    """Return whether loading the state runs code that is neither torch's nor ours."""
     for each in _that_load(optimizer):
         if each._optimizer_load_state_dict_pre_hooks or each._optimizer_load_state_dict_post_hooks:
             return True

@@ -1,4 +1,4 @@
-"""A model's tensors under their plain names: saved from one wrapper, loaded into any other.
+"""Save a model's tensors under the plain names, and load them under any wrapper.
 
 The tensors have the names of the plain model, without those that wrappers put in between
 (`_optimizers/modules.py`). So a checkpoint fits the model under any other wrapper.
@@ -34,7 +34,7 @@ class ModelNames:
     aliases: dict[str, str] = field(default_factory=dict)  # other name of a tied tensor -> its name
     extras: dict[str, nn.Module] = field(default_factory=dict)
     by_id: dict[int, str] = field(default_factory=dict)  # id of a tensor -> its name
-    left_out: dict[str, list[int]] = field(default_factory=dict)  # what is not saved: shapes
+    left_out: dict[str, list[int]] = field(default_factory=dict)  # shapes of frozen parameters
     config: str = ""  # the model's own description of itself, as a JSON file for transformers
 
     @property
@@ -63,7 +63,7 @@ def find_names(model: object, *, on_meta: bool = False) -> ModelNames:
             f"model must be a torch.nn.Module, got {type(model).__name__}. "
             'Put several into one: nn.ModuleDict({"generator": g, "critic": c}).'
         )
-    # From sys.modules: a program that uses `fully_shard` has imported it; others need not.
+    # From sys.modules: only a program that uses `fully_shard` has imported it.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for each in model.modules():
         if isinstance(each, ModuleWrapper):
@@ -103,7 +103,7 @@ def find_names(model: object, *, on_meta: bool = False) -> ModelNames:
 
 
 def describe_config(model: nn.Module) -> str:
-    """Return what transformers writes to `config.json` for a model; "" if it has no config."""
+    """Return the text of transformers' `config.json` for a model; "" if it has no config."""
     # The last without a prefix is inside of all wrappers.
     plain = [module for prefix, module in plain_modules(model) if not prefix][-1]
     to_text = getattr(getattr(plain, "config", None), "to_json_string", None)
@@ -119,7 +119,7 @@ def describe_config(model: nn.Module) -> str:
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Return the first names, quoted, and the number of the others."""
+    """Return the first names, quoted, and the number of further names."""
     text = ", ".join(map(repr, names[:8]))
     if len(names) > 8:
         text += f" and {len(names) - 8} more"
@@ -131,7 +131,7 @@ def list_names(names: Sequence[str]) -> str:
 
 def collect_model(names: ModelNames, prefix: str, contents: Contents) -> ModelMeta:
     """Add this rank's tensors to the contents; return the model's description as JSON."""
-    # Every rank has the parameters, and writes its share of them. Buffers are taken from rank 0, as
+    # Every rank has the parameters, and writes a share of them. Buffers are taken from rank 0, as
     # under DistributedDataParallel.
     for name, tensor in names.params.items():
         contents.add(f"{prefix}/{name}", to_parts(tensor, contents.savers))

@@ -1,4 +1,4 @@
-"""An optimizer's state under its parameters' names: saved from any of ours, loaded into any other.
+"""Save an optimizer's state under the names of the parameters, and load it under any sharding.
 
 The commit describes an optimizer as `_format.OptimizerMeta` says, without its state: which entries
 a parameter has, the names of the stored tensors say. An entry of the parameter's shape may lie in
@@ -80,7 +80,7 @@ from manyhands.checkpoint._values import (
     unescape,
 )
 
-RESIDUAL = "residual"  # the entry of blocks that each replica has of its own
+RESIDUAL = "residual"  # the entry of blocks that differs between replicas
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ class Replica:
 
     number: int = 0
     count: int = 1
-    leads: bool = True  # whether this rank describes what all ranks of the replica have alike
-    layout: tuple[object, ...] = ()  # how this rank's outer state is laid out
+    leads: bool = True  # whether this rank describes the state that the replica has in common
+    layout: tuple[object, ...] = ()  # of this rank's outer state
 
     @classmethod
     def of(cls, optimizer: Optimizer, savers: Savers) -> Replica:
-        """Find out which replica this rank is in, and how many there are."""
+        """Find the replica of this rank, and the number of replicas."""
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}. Give "
@@ -113,10 +113,10 @@ class Replica:
         return cls(peers.index(own), len(peers), savers.ranks[0] in peers, layout)
 
     def key_prefix(self, key: str) -> str:
-        """Return the prefix of this replica's own tensors.
+        """Return the prefix of tensors that differ between replicas.
 
-        The first replica's are where those of a run without blocks are, so that such a run can load
-        them, and the other way round.
+        The first replica has the prefix of a run without blocks, so that such a run can load them,
+        and the other way round.
         """
         return key if self.number == 0 else f"{key}/replica.{self.number}"
 
@@ -134,7 +134,7 @@ def from_bytes(tensor: Tensor) -> Any:
 def saved_state(
     tensors: Iterable[str], prefix: str, groups: Sequence[GroupMeta], get: GetTensor
 ) -> dict[str, dict[str, Json]]:
-    """Return what is saved of each parameter's state: by name the entries, as JSON."""
+    """Return the saved entries of each parameter's state, as JSON."""
     state: dict[str, dict[str, Json]] = {}
     for group in groups:
         state |= {name: {} for name in group["names"]}
@@ -176,7 +176,7 @@ class SavedOptimizer:
 def match_saved(
     here: Sequence[Optimizer], replicas: Sequence[Replica], saved: Sequence[OptimizerMeta]
 ) -> list[SavedOptimizer] | None:
-    """Return what each optimizer continues from; None if the numbers of optimizers differ.
+    """Return the saved optimizer for each one here; None if their numbers differ.
 
     Optimizers that were saved one by one may be continued as one list in blocks, `DiLoCo([a, b])`,
     and the other way round.
@@ -264,8 +264,8 @@ def _params_of(optimizer: Optimizer) -> list[Tensor]:
 def collect_optimizer(
     optimizer: Optimizer, names: ModelNames | None, number: int, contents: Contents
 ) -> dict[str, Any]:
-    """Add this rank's tensors to the contents; return what it says of the optimizer as JSON."""
-    # One rank of a replica describes what all have alike.
+    """Add this rank's tensors to the contents; return the description of the optimizer."""
+    # One rank describes the state that a replica has in common.
     savers = contents.savers
     replica = Replica.of(optimizer, savers)
     layers = OptimizerLayers.of(optimizer)
@@ -284,7 +284,7 @@ def collect_optimizer(
     for part in parts:
         name = flat_names[part.index]
         if layers.sharded is not None and part.number is not None:
-            # Of a parameter's ranges, the one with the first element has what belongs to all.
+            # The range with the first element has the entries that belong to all ranges.
             _collect_part(part, name, prefix, contents, copies, not part.start, sharded=True)
         else:
             writes = replica.leads or everyone is savers
@@ -350,15 +350,15 @@ def no_put(path: str, _: Tensor) -> str:
 
 
 def _other_state(packed: SavedState, layers: OptimizerLayers) -> dict[str, object]:
-    """Return what a user's own optimizer adds to its state dict, and to its "state"."""
+    """Return the entries that a user's optimizer adds to the state dict, and to "state"."""
     found = dict(packed)
     for ours in ("state", "param_groups", "manyhands"):
         found.pop(ours, None)
     common = common_state(packed)
     if common:
         found["state"] = common
-    # The layers ended at a wrapper with state of its own, and ours is inside: saving that as
-    # "other" would store every rank's state as if it were rank 0's.
+    # The layers ended at a foreign wrapper with state, and ours is inside: saving that as "other"
+    # would store every rank's state as if it were rank 0's.
     inside = ""
     if "manyhands" in packed and layers.rule is None:
         inside = "a scaling rule"
@@ -421,7 +421,7 @@ class OptimizerLoader:
             self._take_part(saved.part)
         groups = group_names(self.inner, names)
         self._flat_names = list(chain.from_iterable(groups))
-        # A tied parameter may have been saved under another of its names.
+        # A tied parameter may have been saved under another name.
         self._aliases: dict[str, str] = {}
         if names is not None:
             for name in self._flat_names:
@@ -600,7 +600,7 @@ class OptimizerLoader:
                     self.targets[key] = slices
 
     def finish(self) -> None:
-        """Hand their states to the rule and the blocks around the optimizer."""
+        """Let the rule and the blocks around the optimizer continue."""
         layers = self._layers
         if self._to_begin is not None and self._to_begin.received_steps is None:
             self._to_begin.begin()
@@ -635,7 +635,7 @@ def _outer_slices(
 def collect_blocks(
     blocks: BlocksParts, names: Mapping[int, str], root: str, replica: Replica, contents: Contents
 ) -> Json:
-    """Add this rank's slices of the outer state; return what all replicas have alike, as JSON."""
+    """Add this rank's slices of the outer state; return the common counters, as JSON."""
     for part in blocks.outer_parts():
         for entry, key, slices in _outer_slices(part, names[id(part.param)], root, replica):
             if entry != RESIDUAL:

@@ -1,4 +1,4 @@
-"""Read a checkpoint: its commit, and slices of the tensors in its files.
+"""Read a checkpoint: the commit, and slices of tensors.
 
 No file is read as a whole: of the commit a reader learns which files have what it needs, and reads
 the heads of these, then ranges of bytes. A range is first compared with its checksums, one for
@@ -50,8 +50,8 @@ LARGE = 2**20  # bytes of a tensor that is compared before there is room for it
 class SafetensorsFile:
     """A safetensors file, of a checkpoint or of any other writer.
 
-    `expected` is what the commit says of a file: the bytes of the file and of its head, and the
-    checksum. A file of another writer has no checksums, and is read without `verify`.
+    `expected` comes from the commit: the bytes of the file and of the head, and the checksum. A
+    file of another writer has no checksums, and is read without `verify`.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SafetensorsFile:
             raise self.damaged(f"its header cannot be read ({error})") from error
 
     def _parse_header(self, head: bytes) -> None:
-        """Find each tensor's entry, and where its bytes begin."""
+        """Find the entry and the first byte of each tensor."""
         room = self._source.size - len(head)
         count = 0
         try:
@@ -144,7 +144,7 @@ class SafetensorsFile:
         ranges = []
         for name, offsets, sizes in slices:
             entry = self.entries[name]
-            # A number (no dimensions) is one row of one element.
+            # A number (no dimensions) is a row of one element.
             row_bytes = entry.nbytes // max(1, (*entry.shape, 1)[0])
             first = (*offsets, 0)[0]
             count = (*sizes, 1)[0]
@@ -196,7 +196,7 @@ class SafetensorsFile:
             rows.copy_(block)  # also converts the type, and copies to a GPU
 
 
-# A tensor's key, a stored slice of it, and where a slice of that begins, and its sizes.
+# A tensor's key, a stored slice, and offsets and sizes inside of that.
 SliceToVerify: TypeAlias = tuple[str, StoredSlice, Sequence[int], Sequence[int]]
 
 
@@ -221,7 +221,7 @@ class Reader(ExitStack):
             ) from error
         self.callback(source.close)
         try:
-            source.try_lock(shared=True)  # what is read is not pruned
+            source.try_lock(shared=True)  # against pruning
             raw = read_text(source, 0, source.size)
             self.crc32 = zlib.crc32(raw)
             self.commit, self.tensors = parse(raw, path)
@@ -236,7 +236,7 @@ class Reader(ExitStack):
 
     @contextmanager
     def explain(self) -> Iterator[None]:
-        """Raise a ValueError that names the checkpoint for content that makes no sense."""
+        """Raise a ValueError that names the checkpoint for invalid content."""
         try:
             yield
         except (LookupError, AttributeError, RecursionError) as error:  # it has another form
@@ -261,7 +261,7 @@ class Reader(ExitStack):
         file.read(name, offsets, target)
 
     def _find(self, key: str, stored: StoredSlice) -> tuple[SafetensorsFile, str]:
-        """Return the file that a stored slice is in, and its name there."""
+        """Return the file of a stored slice, and the name of the slice there."""
         tensor = self.tensors[key]
         file = self._open(stored.file)
         name = slice_name(key, stored.offsets, stored.sizes, tensor.shape)
@@ -307,7 +307,7 @@ class Reader(ExitStack):
         self._taken.add(key)
 
     def read_own(self, rank: int) -> dict[str, Tensor]:
-        """Return what a rank has saved for itself, by name in its file."""
+        """Return the tensors that a rank has saved for no other rank, by name."""
         result: dict[str, Tensor] = {}
         file = self._open(rank)
         own = [entry for name, entry in file.entries.items() if name.startswith(OWN)]
@@ -319,7 +319,7 @@ class Reader(ExitStack):
         return result
 
     def find_damage(self, rank: int) -> str:
-        """Read all of a rank's file; return what is wrong with it, or what the index has more."""
+        """Read a rank's file; return what is damaged or missing, or ""."""
         try:
             file = self._open(rank)
             for key, stored in self._slices_by_file[rank]:

@@ -1,4 +1,4 @@
-"""A load, step by step: first compare everything with its checksums, then change something.
+"""Load a run: compare everything with the checksums, then change the objects.
 
     open        the newest complete checkpoint, the same on all ranks
     compare     the objects of the run with the commit, and its slices with their checksums
@@ -6,7 +6,7 @@
     read        the slices, into the memory of the model and the optimizer
     finish      what follows from them: the rule, the blocks, the random generators
 
-If a step fails on any rank, every rank raises, and what had been handed over is undone.
+If a step fails on any rank, every rank raises, and states that were handed over are undone.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from manyhands.checkpoint._values import (
 DISK_TIMEOUT = timedelta(hours=2)  # for the slowest rank's disk
 
 
-# A tensor's key, a stored slice of it, where in that to read, and the memory to read into.
+# A tensor's key, a stored slice, offsets inside of that, and the memory to read into.
 SliceToRead: TypeAlias = tuple[str, StoredSlice, tuple[int, ...], Tensor]
 
 
@@ -98,8 +98,8 @@ def _find_newest(folder: Folder, ranks: RankGroup) -> str:
 
 def _join(process_group: dist.ProcessGroup | None) -> RankGroup:
     """Return the ranks, in a group of their own, once each has called."""
-    # From then on no rank is late by mistake: the slowest disk has hours, and a worker that dies is
-    # noticed when its connections close.
+    # From then on no rank is late by mistake: the slowest disk has hours, and closed connections
+    # show that a worker has died.
     ranks = RankGroup.of(process_group)
     try:
         return replace(ranks.with_cpu_group(), patience=DISK_TIMEOUT)
@@ -155,7 +155,7 @@ class RunLoader:
         self._snapshot: OptimizerSnapshot | None = None
         self._random: dict[str, Tensor] = {}
         commit = reader.commit
-        own: dict[str, Tensor] = {}  # what the saved rank of this number had for itself
+        own: dict[str, Tensor] = {}  # of the saved rank with this number
         if run.optimizers:
             # A run that continues wants all of the checkpoint sound, also what no rank here uses.
             for number in range(ranks.rank, commit.workers, ranks.size):
@@ -251,7 +251,7 @@ class RunLoader:
         return target
 
     def load_foreign_states(self) -> None:
-        """Load what only foreign code can load, while the model and optimizer are unchanged."""
+        """Load the states that need foreign code, while model and optimizer are unchanged."""
         self._foreign_states.apply()
         # The copies cost memory, so they are made only if an optimizer may refuse its state.
         if not all(each.is_sure for each in self._optimizers):

@@ -1,4 +1,4 @@
-"""The slices of tensors that this rank holds, and where slices are stored.
+"""Find the slices of tensors that this rank holds, and the files of stored slices.
 
 A *slice* is rectangular: offsets and sizes, one for each dimension. A plain tensor is one slice,
 and so is a shard of a DTensor. A flat range of a parameter (`_optimizers/state_parts.py`) is a few:
@@ -126,7 +126,7 @@ class Savers:
         return Holders(self.size, self.rank, self.kind)
 
     def copies(self, members: Sequence[int]) -> Savers:
-        """Return the ranks with this one's place in groups that hold the same, as `members`."""
+        """Return the ranks that hold the same slices as this one, in groups such as `members`."""
         # The groups are the rows of a grid of ranks, or its columns, as in a mesh of ranks.
         members = sorted(members)
         if not set(members) <= set(self.ranks) or self.size % len(members):
@@ -243,7 +243,7 @@ def _locate_local(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Ten
 
 
 def own_share(tensors: Mapping[str, TensorParts]) -> dict[str, TensorParts]:
-    """Return what this rank writes, of all that it holds."""
+    """Return the tensors that this rank writes, of all that it holds."""
     totals: dict[Holders, int] = defaultdict(int)
     for parts in tensors.values():
         totals[parts.holders] += parts.nbytes
@@ -271,7 +271,7 @@ def stored_slices(parts: TensorParts) -> Iterator[tuple[tuple[int, ...], Tensor]
 def find_reads(
     key: str, target: TensorParts, stored: StoredTensor
 ) -> list[tuple[StoredSlice, tuple[int, ...], Tensor]]:
-    """Return what to read to fill a target: stored slices, offsets in them, and the memory."""
+    """Return the reads that fill a target: stored slices, offsets in them, and the memory."""
     if target.shape != stored.shape:
         raise ValueError(f"{key!r} is {stored.shape} in the checkpoint and {target.shape} here.")
     reads = []
@@ -295,7 +295,7 @@ def find_reads(
 class Table(TypedDict):
     """Where tensors are: those in grids, and the slices of all others.
 
-    A rank describes its own file so, with itself as file 0, and the commit all files.
+    A rank describes its file as file 0, and the commit describes all files.
     """
 
     # For each grid how many pieces it has, the file of each piece and, by key, shape, dtype and the

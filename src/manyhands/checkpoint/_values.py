@@ -45,7 +45,7 @@ def _dtype_of(text: str) -> torch.dtype:
     return found
 
 
-# What becomes text: how, and how it comes back.
+# Types of values that become text: the way there, and the way back.
 PLAIN: dict[type, tuple[Callable[[Any], str], Callable[[str], object]]] = {
     float: (str, float),  # NaN and the infinities, which JSON does not have
     complex: (str, complex),
@@ -137,7 +137,7 @@ def has_state(value: object) -> TypeGuard[HasState]:
 
 
 def check_has_state(what: str, value: object) -> HasState:
-    """Return the value, or raise TypeError if it has no state that could be loaded in place."""
+    """Return the value, or raise TypeError if no state could be loaded in place."""
     if has_state(value):
         return value
     raise TypeError(
@@ -146,7 +146,7 @@ def check_has_state(what: str, value: object) -> HasState:
 
 
 def check_scheduler(value: object) -> HasState:
-    """Return the value, or raise TypeError if it is something else that has a state."""
+    """Return the value, or raise TypeError if it is no scheduler."""
     if isinstance(value, Optimizer | nn.Module):
         raise TypeError(
             f"scheduler must be a scheduler, got {type(value).__name__}. Give a model as model=, "
@@ -156,7 +156,7 @@ def check_scheduler(value: object) -> HasState:
 
 
 def check_value(name: str, value: object) -> None:
-    """Raise for a value of the user's that `save` would take for something else."""
+    """Raise for a name or an object that belongs to another argument."""
     if name == "step":
         raise TypeError(f"{name}= has a meaning of its own. Give this value another name.")
     if isinstance(value, Optimizer):

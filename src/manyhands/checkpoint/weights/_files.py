@@ -1,4 +1,4 @@
-"""The tensors of safetensors files, state dict files and mappings, to be read slice by slice.
+"""Read safetensors files, state dict files and mappings of tensors, slice by slice.
 
 A folder is one as transformers writes it. Files may be links, as in Hugging Face's cache. No file
 is unpickled: state dicts are read with `weights_only=True`, and mapped into memory.

@@ -1,4 +1,4 @@
-"""Fill a model with weights: compare names and shapes on every rank, then read what it holds.
+"""Fill a model with weights: compare names and shapes on every rank, then read the slices.
 
 A parameter on the meta device gets memory in place, so that optimizers and wrappers keep it.
 """
@@ -55,7 +55,7 @@ def fill_model(
 
 @dataclass
 class Match:
-    """Which weight goes to which tensor of the model."""
+    """The weight for each tensor of a model, and the names that have no partner."""
 
     reads: list[tuple[Tensor, Weight]] = field(default_factory=list)
     extras: ForeignStates = field(default_factory=ForeignStates)
