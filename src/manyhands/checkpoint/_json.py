@@ -8,8 +8,7 @@ further than to the first zero. The memory for it is bounded by what is really t
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from manyhands.checkpoint._folder import OpenFile
 
@@ -31,23 +30,7 @@ def read_text(source: OpenFile, start: int, length: int) -> bytes:
 
 def parse_json(text: bytes | memoryview) -> Any:
     """Return the value of a JSON text, or raise ValueError."""
-    # Strictly: Python also takes NaN, and the last of two entries that have the same name.
     try:
-        return json.loads(
-            str(text, "utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique
-        )
+        return json.loads(str(text, "utf-8"))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in result:
-            raise ValueError(f"the name {name!r:.80} is there twice")
-        result[name] = value
-    return result
