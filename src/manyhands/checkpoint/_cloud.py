@@ -58,8 +58,9 @@ class Bucket(Folder):
             )
 
     def age(self, name: str) -> float:
-        times = [self._fs.modified(self._url(name, file)) for file in self.sizes(name)]
-        return time.time() - max((each.timestamp() for each in times), default=time.time())
+        now = time.time()
+        urls = [self._url(name, file) for file in self.sizes(name)]
+        return now - max([self._fs.modified(url).timestamp() for url in urls], default=now)
 
     def lock(self, run: str | None = None) -> bool:
         return False

@@ -140,17 +140,17 @@ class SafetensorsFile:
         return bytes(self._read(start, length))
 
     def verify(self, slices: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
-        """Compare rectangular slices of tensors with their checksums: the rows that they are in."""
+        """Compare the rows of slices with their checksums. Without offsets: a whole tensor."""
         ranges = []
         for name, offsets, sizes in slices:
             entry = self.entries[name]
-            # A number (no dimensions) is a row of one element.
-            row_bytes = entry.nbytes // max(1, (*entry.shape, 1)[0])
-            first = (*offsets, 0)[0]
-            count = (*sizes, 1)[0]
-            # All of each block in which the slice begins or ends.
-            begin = first * row_bytes // CHECKED * CHECKED
-            end = min(entry.nbytes, -(-(first + count) * row_bytes // CHECKED) * CHECKED)
+            begin = 0
+            end = entry.nbytes
+            if offsets:
+                row_bytes = entry.nbytes // max(1, entry.shape[0])
+                # All of each block in which the rows begin or end.
+                begin = offsets[0] * row_bytes // CHECKED * CHECKED
+                end = min(end, -(-(offsets[0] + sizes[0]) * row_bytes // CHECKED) * CHECKED)
             ranges.append((name, begin, end))
         starts = self._starts
         self._source.fetch(
@@ -283,7 +283,7 @@ class Reader(ExitStack):
 
     def _verify_whole(self, key: str) -> None:
         slices = self.tensors[key].slices
-        self.verify((key, each, (0,) * len(each.sizes), each.sizes) for each in slices)
+        self.verify((key, each, (), each.sizes) for each in slices)
 
     def read_whole(self, key: str, result: Tensor | None = None) -> Tensor:
         """Return a whole tensor, compared with its checksums; in `result`, if it is given."""
