@@ -96,7 +96,7 @@ def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Jso
         if isinstance(state, OrderedDict):
             state = dict(state)
         encoded = encode(state, path, put, depth - 1)
-        return {"$": "state", "of": kind.__name__, "value": encoded}
+        return {"$": "state", "value": encoded}
     # Subclasses of numbers and text, such as numpy's numbers, become Python's own.
     for plain in (bool, int, float, str):
         if isinstance(value, plain):
