@@ -8,7 +8,7 @@ earlier state back.
 An optimizer gets its state last, when its tensors and the model are filled. By then torch's
 optimizers must not fail, so `check_continues` tries the state before, on a copy of the optimizer
 that has a few elements. For other optimizers than torch's, everything that is about to be filled is
-copied first (`OptimizerSnapshot`).
+copied first (`take_snapshot`).
 """
 
 from __future__ import annotations
@@ -220,32 +220,32 @@ def _that_load(optimizer: Optimizer) -> list[Optimizer]:
     return optimizers_in(optimizer) if plain is optimizer else [optimizer, plain]
 
 
-class OptimizerSnapshot:
-    """A copy of optimizers, and of the tensors that are about to be filled."""
-
-    def __init__(self, optimizers: Iterable[Optimizer], targets: Iterable[TensorParts]) -> None:
-        self._tensors = []
-        for target in targets:
-            for _, tensor in target.slices:
-                self._tensors.append((tensor, tensor.clone()))
-        dicts: list[Any] = []
-        for optimizer in optimizers:
-            for each in _that_load(optimizer):
-                dicts += [vars(each), each.state, *each.param_groups]
-                for entries in each.state.values():
-                    if isinstance(entries, dict):
-                        dicts.append(entries)
-                for value in vars(each).values():
-                    if is_dataclass(value):
-                        dicts.append(vars(value))
-        self._dicts = [(held, dict(held)) for held in dicts]
+def take_snapshot(
+    optimizers: Iterable[Optimizer], targets: Iterable[TensorParts]
+) -> Callable[[], None]:
+    """Copy optimizers, and the tensors that are about to be filled. Return how to restore them."""
+    tensors = []
+    for target in targets:
+        tensors += [(tensor, tensor.clone()) for _, tensor in target.slices]
+    dicts: list[dict[Any, Any]] = []
+    for optimizer in optimizers:
+        for each in _that_load(optimizer):
+            dicts += [vars(each), each.state, *each.param_groups]
+            for entries in each.state.values():
+                if isinstance(entries, dict):
+                    dicts.append(entries)
+            for value in vars(each).values():
+                if is_dataclass(value):
+                    dicts.append(vars(value))
+    copies = [(held, dict(held)) for held in dicts]
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Put the optimizers back as they were, after a load that failed halfway."""
-        for tensor, before in self._tensors:
+    def restore() -> None:
+        for tensor, before in tensors:
             tensor.copy_(before)
         # The same dicts are refilled: schedulers and wrappers hold references to them.
-        for held, entries in self._dicts:
+        for held, entries in copies:
             held.clear()
             held.update(entries)
+
+    return restore

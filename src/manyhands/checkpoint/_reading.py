@@ -11,7 +11,7 @@ If a step fails on any rank, every rank raises, and states that were handed over
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -31,7 +31,7 @@ from manyhands.checkpoint._format import RANDOM, ModelMeta, StateMeta
 from manyhands.checkpoint._handover import (
     ForeignState,
     ForeignStates,
-    OptimizerSnapshot,
+    take_snapshot,
 )
 from manyhands.checkpoint._model import (
     find_names,
@@ -152,7 +152,7 @@ class RunLoader:
         self._targets: dict[str, TensorParts] = {}
         self._foreign_states = ForeignStates()
         self._optimizers: list[OptimizerLoader] = []
-        self._snapshot: OptimizerSnapshot | None = None
+        self._restore_optimizers: Callable[[], None] | None = None
         self._random: dict[str, Tensor] = {}
         commit = reader.commit
         own: dict[str, Tensor] = {}  # of the saved rank with this number
@@ -256,7 +256,7 @@ class RunLoader:
         # The copies cost memory, so they are made only if an optimizer may refuse its state.
         if not all(each.is_sure for each in self._optimizers):
             inner = [each.inner for each in self._optimizers]
-            self._snapshot = OptimizerSnapshot(inner, self._targets.values())
+            self._restore_optimizers = take_snapshot(inner, self._targets.values())
 
     def fill(self) -> None:
         """Read the slices, and hand the filled state to the optimizers, which may be the user's."""
@@ -282,8 +282,8 @@ class RunLoader:
 
     def undo(self) -> None:
         """Put everything back as it was, after some rank could not load."""
-        if self._snapshot is not None:
-            self._snapshot.restore()
+        if self._restore_optimizers is not None:
+            self._restore_optimizers()
         self._foreign_states.undo()
 
 

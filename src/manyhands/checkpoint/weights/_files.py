@@ -72,7 +72,9 @@ class Weights(ExitStack):
             if not isinstance(name, str):
                 raise ValueError(f"{where} has the name {name!r:.80}, and names must be strings.")
             if isinstance(value, Tensor):
-                _check_is_dense(value, name, where)
+                if value.layout != torch.strided or value.is_quantized or value.is_meta:
+                    kind = f"{value.dtype} {value.layout} tensor on {value.device}"
+                    raise ValueError(f"{where}: {name!r} is a {kind}, and must be dense.")
                 shape = tuple(value.shape)
                 self.tensors[name] = Weight(shape, value.dtype, partial(_copy_slice, value))
             else:
@@ -97,13 +99,6 @@ def _load_state_dict(path: Path) -> Mapping[str, object]:
     if not isinstance(state, Mapping):
         raise ValueError(f"{path} holds a {type(state).__name__}, and a state dict is needed.")
     return state
-
-
-def _check_is_dense(value: Tensor, name: str, where: str) -> None:
-    """Raise ValueError for a tensor of which no slice can be copied."""
-    if value.layout != torch.strided or value.is_quantized or value.is_meta:
-        kind = f"{value.dtype} {value.layout} tensor on {value.device}"
-        raise ValueError(f"{where}: {name!r} is a {kind}, and a dense one is needed.")
 
 
 @torch.no_grad()
