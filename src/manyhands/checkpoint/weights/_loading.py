@@ -87,12 +87,10 @@ def match_weights(
                 empty.append(name)
             continue
         weight = stored[known[-1]]  # load_state_dict, too, ends with the last of tied names
-        if not isinstance(weight, Weight) or weight.shape != tuple(tensor.shape):
+        here = tuple(tensor.shape)
+        if not isinstance(weight, Weight) or weight.shape != here:
             shape = getattr(weight, "shape", type(weight).__name__)
-            wrong.append(
-                f"size mismatch for {name}: the source has {shape}, and the model "
-                f"{tuple(tensor.shape)}."
-            )
+            wrong.append(f"size mismatch for {name}: the source has {shape}, and the model {here}.")
         elif not can_convert(weight.dtype, tensor.dtype):
             wrong.append(f"{name} is {weight.dtype} in the source and {tensor.dtype} here.")
         elif id(tensor) not in received:
