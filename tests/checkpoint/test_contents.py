@@ -12,6 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
@@ -327,6 +334,7 @@ def test_large_tensors_are_written_and_read_in_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(_format, "CHECKED", 16)
     monkeypatch.setattr(_reader, "CHECKED", 16)
     monkeypatch.setattr(_format, "BLOCK", 96)
+    monkeypatch.setattr(_reader, "BLOCK", 96)
     monkeypatch.setattr(_reader, "SCANNED", 96)
     test_the_files_are_safetensors(tmp_path)
     setup = Setup("plain", seed=3).train(1)
@@ -416,6 +424,27 @@ def test_parameters_that_a_forward_has_left_whole_are_saved_and_loaded_sharded(t
         assert_equal(other.held(), expected)
 
     run_ranks(2, go)
+
+
+def test_layers_that_are_cut_twice_along_one_dimension_are_saved_once(tmp_path):
+    """The first layer's rows are cut by tensor parallelism, and each part by `fully_shard`."""
+
+    def build(seed):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4))
+
+    def go():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "tensors"))
+        model = build(0)
+        parallelize_module(model, mesh["tensors"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["shards"])
+        mh.save(tmp_path, model=model)
+
+    run_ranks(4, go)
+    model = build(1)
+    mh.load(tmp_path, model=model)
+    for mine, expected in zip(model.parameters(), build(0).parameters(), strict=True):
+        assert torch.equal(mine, expected)
 
 
 def test_state_of_a_frozen_parameter_waits_until_it_thaws(tmp_path):

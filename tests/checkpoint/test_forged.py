@@ -113,11 +113,12 @@ def cut(tmp_path_factory):
 
 
 def double_a_piece(meta):
-    meta["table"]["pieces"][1] = meta["table"]["pieces"][0]
+    holders = meta["table"]["grids"][0][1]
+    holders[1] = holders[0]
 
 
 def leave_out_a_piece(meta):
-    meta["table"]["pieces"][1] = []
+    del meta["table"]["grids"][0][1][1]
 
 
 def more_pieces(meta):
@@ -125,16 +126,16 @@ def more_pieces(meta):
 
 
 def another_dimension(meta):
-    meta["table"]["grids"][0][1]["model/first.weight"][2] = 2
+    meta["table"]["grids"][0][2]["model/first.weight"][2] = 2
 
 
-def another_grid(meta):
-    meta["table"]["pieces"][1][0][0] = 1
+def another_file(meta):
+    meta["table"]["grids"][0][1][1] = 2
 
 
 @pytest.mark.parametrize(
     "change",
-    [double_a_piece, leave_out_a_piece, more_pieces, another_dimension, another_grid],
+    [double_a_piece, leave_out_a_piece, more_pieces, another_dimension, another_file],
 )
 def test_pieces_that_are_not_there_once_are_refused(cut, tmp_path, change):
     target = forged(cut, tmp_path, change)
@@ -257,7 +258,7 @@ def test_a_grid_that_claims_any_number_of_pieces_is_refused_at_once(tmp_path, co
     mh.save(tmp_path, value=1)
     checkpoint = only(tmp_path)
     meta = content(checkpoint)
-    meta["table"] |= {"grids": [[count, members]], "pieces": [[[0, 0]]]}
+    meta["table"]["grids"] = [[count, [0], members]]
     sign(checkpoint, meta)
     assert (checkpoint / _folder.COMMIT).stat().st_size < 600
     with little_memory(2**24), pytest.raises(ValueError, match=r"index\.json has invalid content"):
@@ -349,7 +350,7 @@ def test_a_state_that_lacks_an_entry_of_one_parameter_is_refused(way, entry, tmp
     checkpoint = only(tmp_path / "run")
     meta = content(checkpoint)
     key = f"optimizer.0/{entry}/last.bias"
-    for members in (meta["table"]["slices"], *(grid for _, grid in meta["table"]["grids"])):
+    for members in (meta["table"]["slices"], *(grid for _, _, grid in meta["table"]["grids"])):
         members.pop(key, None)
     sign(checkpoint, meta)
 
@@ -367,10 +368,3 @@ def test_a_state_that_lacks_an_entry_of_one_parameter_is_refused(way, entry, tmp
         assert "'last.bias'" in message and str(checkpoint) in message
     with pytest.raises(ValueError, match=r"state of 'last.bias': KeyError"):
         load("plain")
-
-
-@given(st.lists(st.integers(0, 7), min_size=1, max_size=3), st.integers(1, 9), st.data())
-def test_slices_are_counted_without_looking_at_each(shape, pieces, data):
-    cut = data.draw(st.integers(0, len(shape) - 1))
-    tensor = tensor_parts.StoredTensor(tuple(shape), "float32", cut, list(range(pieces)))
-    assert tensor.slice_count == len(list(tensor.slices))

@@ -224,15 +224,13 @@ def change_grid(checkpoint, dice):
     table = meta["table"]
     if not table["grids"] or dice.random() < 0.3:
         members = dice.choice(({}, {"extra": [[4, 2], "float32", 0]}, [], 5))
-        table["grids"].append([len(table["pieces"]), members])
-        for rank, pieces in enumerate(table["pieces"]):
-            pieces.append([len(table["grids"]) - 1, rank])
+        files = list(range(len(meta["files"])))
+        table["grids"].append([len(files), files, members])
     grid = dice.choice(table["grids"])
     grid[0] = dice.choice((grid[0], -1, 0, 1, 3, 10**8, 10**12, 2**70, 2.0, True, None, "2"))
     if dice.random() < 0.5:
-        pieces = dice.choice(table["pieces"])
-        pieces.append([0, dice.choice((0, 1, 2, -1, 10**9, 2**70, 1.0, True, None))])
-    words = f"{grid[0]} pieces, {table['pieces']!r:.60}"
+        grid[1].append(dice.choice((0, 1, 2, -1, 10**9, 2**70, 1.0, True, None)))
+    words = f"{grid[0]} pieces in the files {grid[1]!r:.60}"
     sign(checkpoint, dump(meta))
     return f"index: grid of {words}"
 
@@ -402,17 +400,11 @@ def read_plainly(checkpoint):
     for path in checkpoint.glob("worker-*"):
         files[int(path.name.split("-")[1])] = {name: rest for name, *rest in tensors_of(path)}
     slices = {key: (shape, several) for key, (shape, _, several) in table["slices"].items()}
-    for number, (count, members) in enumerate(table["grids"]):
-        owners = {
-            piece: file
-            for file, pieces in enumerate(table["pieces"])
-            for grid, piece in pieces
-            if grid == number
-        }
+    for count, holders, members in table["grids"]:
         for key, (shape, _, dim) in members.items():
             each = -(-shape[dim] // count)
             slices[key] = (shape, [])
-            for piece, file in owners.items():
+            for piece, file in enumerate(holders):
                 start, stop = min(shape[dim], piece * each), min(shape[dim], (piece + 1) * each)
                 offsets, sizes = [0] * len(shape), list(shape)
                 offsets[dim], sizes[dim] = start, stop - start

@@ -1,4 +1,4 @@
-"""Checkpoints that load on any number of ranks, under any sharding.
+"""Save and load runs, for any number of ranks and any sharding.
 
 `save` and `load` are here, with the thread of a save. A save meets the other files in this order; a
 load goes through the same stages, from files to objects.
@@ -8,8 +8,8 @@ load goes through the same stages, from files to objects.
     _optimizer.py             an optimizer's state, by parameter name, and the state of blocks
     _values.py                the user's values, as JSON
     _handover.py              states that foreign code loads, or that an optimizer may refuse
-    _format.py                what is in a data file and in the commit, and how it is written
-    _commit.py  _json.py      the commit is read, and compared with what it must be
+    _format.py                the content of data files and of the commit, and the writer
+    _commit.py  _json.py      the commit is read, and compared with the declared types
     _reader.py                slices of tensors are read
     _folder.py                a folder in which nothing is half written and no link is followed
     _cloud.py                 the same in a bucket
@@ -20,8 +20,8 @@ load goes through the same stages, from files to objects.
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -33,7 +33,7 @@ from manyhands import _arguments as arguments
 from manyhands.checkpoint._cloud import Bucket
 from manyhands.checkpoint._folder import Folder, UrlPath, to_path
 from manyhands.checkpoint._reading import load_newest
-from manyhands.checkpoint._values import HasState
+from manyhands.checkpoint._values import HasState, RunObjects
 from manyhands.checkpoint._writing import begin_save
 
 __all__ = ["Saving", "load", "save"]
@@ -52,42 +52,28 @@ class Saving:
     True
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, written: futures.Future[None]) -> None:
         self.path = path
-        self._thread: threading.Thread | None = None
-        self._problem: BaseException | None = None
+        self._written = written
 
     @property
     def done(self) -> bool:
         """Whether the checkpoint is complete, or has failed."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._written.done()
 
     def wait(self) -> Path:
         """Wait until the checkpoint is complete on the disk. Raise on every rank if it failed."""
         global _pending
-        if self._thread is not None:
-            self._thread.join()
-        if _pending is self:  # what is raised here does not block later saves
+        futures.wait([self._written])
+        if _pending is self:  # an error does not block later saves
             _pending = None
-        if self._problem is not None:
-            raise self._problem
+        self._written.result()
         return self.path
 
-    def _start(self, work: Callable[[], None]) -> None:
-        """Do the writing in a thread, and keep what it raises for `wait`."""
-
-        def run() -> None:
-            try:
-                work()
-            except BaseException as problem:  # kept for the thread that calls `wait`
-                self._problem = problem
-
-        # Not a daemon: a program that ends finishes its checkpoint first.
-        self._thread = threading.Thread(target=run, name="manyhands checkpoint")
-        self._thread.start()
-
     def __repr__(self) -> str:
-        state = "failed" if self._problem else "complete" if self.done else "being written"
+        state = "being written"
+        if self.done:
+            state = "failed" if self._written.exception() else "complete"
         return f"Saving({str(self.path)!r}, {state})"
 
 
@@ -96,7 +82,7 @@ _pending: Saving | None = None
 
 
 def wait_for_pending() -> None:
-    """Wait for the last asynchronous save. Raise its error if nobody has waited for it."""
+    """Wait for the last asynchronous save. Raise the error of a save that was not waited for."""
     if _pending is not None:
         _pending.wait()
 
@@ -126,7 +112,7 @@ def save(
     >>> mh.load("run", model=model, optimizer=optimizer)
     {'step': 100, 'best_loss': 0.25}
 
-    Each rank writes its slices into a file of its own; nothing is gathered. State is saved under
+    Each rank writes its slices into a separate file; nothing is gathered. State is saved under
     the parameters' names, so that `load` works on any number of ranks, under any sharding. A
     checkpoint is complete or it is not there: if a run is killed, or a disk is full, the previous
     checkpoint remains.
@@ -153,28 +139,25 @@ def save(
     """
     global _pending
     wait_for_pending()
-    # Before any collective: a mistake on one rank must not leave the others waiting.
-    keep = None if keep is None else arguments.whole("keep", keep, 1, "None keeps all.")
-    step = None if step is None else arguments.whole("step", step)
+    # Before any collective: a mistake on one rank must not leave other ranks waiting.
+    if keep is not None:
+        keep = arguments.whole("keep", keep, 1, "None keeps all.")
+    if step is not None:
+        step = arguments.whole("step", step)
     arguments.flag("frozen", frozen)
-    optimizers = _as_list(optimizer)
-    schedulers = _as_list(scheduler)
-    final, work = begin_save(
-        folder_at(path),
-        model,
-        optimizers,
-        schedulers,
-        values,
-        {"step": step, "keep": keep, "wait": wait, "frozen": frozen},
-        process_group,
-    )
-    saving = Saving(final)
+    options = {"step": step, "keep": keep, "wait": wait, "frozen": frozen}
+    run = RunObjects(model, _as_list(optimizer), _as_list(scheduler), values)
+    final, work = begin_save(folder_at(path), run, options, process_group)
+    written = futures.Future[None]()
     if wait:
         work()
-    else:
-        saving._start(work)
-        _pending = saving
-    return saving
+        written.set_result(None)
+        return Saving(final, written)
+    # The thread is no daemon: a program that ends finishes its checkpoint first.
+    writer = futures.ThreadPoolExecutor(1, "manyhands checkpoint")
+    _pending = Saving(final, writer.submit(work))
+    writer.shutdown(wait=False)
+    return _pending
 
 
 @arguments.explained
@@ -225,19 +208,22 @@ def load(
         **values: objects to load into, under the names they were saved by.
     """
     wait_for_pending()
-    optimizers = _as_list(optimizer)
-    schedulers = _as_list(scheduler)
-    return load_newest(folder_at(path), model, optimizers, schedulers, values, process_group)
+    run = RunObjects(model, _as_list(optimizer), _as_list(scheduler), values)
+    return load_newest(folder_at(path), run, process_group)
 
 
 def folder_at(path: str | os.PathLike[str]) -> Folder:
     """Return the folder of checkpoints at a path or URL."""
     path = to_path(path)
-    return Bucket(path) if isinstance(path, UrlPath) else Folder(path)
+    if isinstance(path, UrlPath):
+        return Bucket(path)
+    return Folder(path)
 
 
 def _as_list(argument: Item | Sequence[Item] | None) -> list[Item]:
     """Return an argument that may be one object, several, or None, as a list."""
     if argument is None:
         return []
-    return list(argument) if isinstance(argument, list | tuple) else [cast(Item, argument)]
+    if isinstance(argument, list | tuple):
+        return list(argument)
+    return [cast(Item, argument)]

@@ -1,8 +1,8 @@
-"""A folder of checkpoints in a bucket: `s3://`, `gs://`, or any other URL that fsspec opens.
+"""Keep checkpoints in a bucket: `s3://`, `gs://`, or any other URL that fsspec opens.
 
 A bucket has no folders, renames, links or locks. The commit is one request, which either takes
 effect or does not. Two jobs are noticed when they write the same checkpoint, and each removes only
-its own.
+the checkpoints that it made.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Bucket(Folder):
                 f'{path} needs fsspec: pip install "manyhands[cloud]", and the package for this '
                 "kind of URL, such as s3fs or gcsfs."
             ) from error
-        # Without a cache: what other ranks and jobs write must be seen.
+        # Without a cache: files of other ranks and jobs must be seen.
         self._fs, root = url_to_fs(str(path), use_listings_cache=False)
         self._root = root.rstrip("/")
 
@@ -58,8 +58,9 @@ class Bucket(Folder):
             )
 
     def age(self, name: str) -> float:
-        times = [self._fs.modified(self._url(name, file)) for file in self.sizes(name)]
-        return time.time() - max((each.timestamp() for each in times), default=time.time())
+        now = time.time()
+        urls = [self._url(name, file) for file in self.sizes(name)]
+        return now - max([self._fs.modified(url).timestamp() for url in urls], default=now)
 
     def lock(self, run: str | None = None) -> bool:
         return False
@@ -72,7 +73,7 @@ class Bucket(Folder):
         except BaseException:
             new.discard()
             with contextlib.suppress(AttributeError):  # memory has files without a buffer
-                new.closed = True  # or the garbage collector would send what there is
+                new.closed = True  # or the garbage collector would send the incomplete file
             raise
 
     def open(self, name: str, file: str) -> Ranges:  # type: ignore[override]
@@ -91,7 +92,7 @@ class Bucket(Folder):
         try:
             self._fs.pipe_file(self._url(name, COMMIT), commit, mode="create")
         except FileExistsError:
-            self.check_ours(name, token)  # says whose it is
+            self.check_ours(name, token)  # names the other job
             raise
 
 
@@ -102,20 +103,17 @@ class Ranges:
         self._fs = fs
         self._url = url
         self.size = int(fs.info(url)["size"])
-        self._fetched: dict[int, bytes] = {}  # by where they begin
+        self._fetched: dict[int, bytes] = {}  # by the first byte
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Request these ranges together, and keep them in place of those before."""
-        joined: list[list[int]] = []
-        for begin, end in sorted(ranges):
-            if joined and begin <= joined[-1][1]:
-                joined[-1][1] = max(end, joined[-1][1])
-            else:
-                joined.append([begin, end])
+        """Request these ranges together. They replace the ranges of the call before."""
+        from fsspec.utils import merge_offset_ranges
+
         self._fetched.clear()
-        starts = [each[0] for each in joined]
-        ends = [each[1] for each in joined]
-        found = self._fs.cat_ranges([self._url] * len(joined), starts, ends, on_error="raise")
+        starts = [start for start, _ in ranges]
+        ends = [end for _, end in ranges]
+        urls, starts, ends = merge_offset_ranges([self._url] * len(ranges), starts, ends)
+        found = self._fs.cat_ranges(urls, starts, ends, on_error="raise")
         self._fetched.update(zip(starts, found, strict=True))
 
     def read_into(self, start: int, view: memoryview) -> int:

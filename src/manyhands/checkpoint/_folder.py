@@ -1,4 +1,4 @@
-"""A folder of checkpoints, in which nothing is half written and no link is followed.
+"""Keep checkpoints in a folder, where no checkpoint is half written and no link is followed.
 
     000007-step-1200/           the seventh that was saved
       worker-00000-TOKEN...     a file for each rank; the token is unique to the save
@@ -60,22 +60,20 @@ except ImportError:  # Windows has no such locks
     fcntl = None  # type: ignore[assignment]
 
 COMMIT = "index.json"  # the last file that is written: a folder without it is not a checkpoint
-PATTERN = re.compile(r"(\d{6,})(?:-step-(\d+))?")
-OLD = 2 * 3600.0  # seconds after which nobody completes any more what has no commit
+PATTERN = re.compile(r"(\d{6,})(?:-step-\d+)?")
+OLD = 2 * 3600.0  # seconds after which a checkpoint without a commit is not completed any more
 MADE = 60.0  # seconds after which a new folder has a file in it
 LOCK = ".lock"
 LOCK_TIMEOUT = 3.0  # seconds to wait for another process that may be about to end
 TEXT = 2000  # characters of the lock's text, so that a later text covers an earlier one
-RUN_VARIABLE = "MANYHANDS_RUN"  # the run whose workers may take the lock from each other
+RUN_VARIABLE = "MANYHANDS_RUN"  # names the run: the workers of a run share the lock
 # Variables that tell a job from others, also when it is started again.
 JOB_VARIABLES = (RUN_VARIABLE, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 
-MADE_BY = re.compile(r".+-[0-9a-f]{8}-([0-9a-f]{8})-[0-9a-f]{8}(\.safetensors)?")  # a file's name
 REMEMBERED = 100  # processes that have ended: the last ones
 
 _process = uuid.uuid4().hex
 _pauses = random.Random()  # not the global generator, which belongs to the script
-_marked = (0, "")  # the process that has a mark, and its mark
 
 
 class UrlPath(PurePosixPath):
@@ -100,22 +98,34 @@ def to_path(path: str | os.PathLike[str]) -> Path:
 
 
 def new_token() -> str:
-    """Return what makes the names of a save's files unique."""
+    """Return a text that makes the names of a save's files unique."""
     return f"{job_mark()}-{process_mark()}-{uuid.uuid4().hex[:8]}"
 
 
 def process_mark() -> str:
     """Return the mark of this process. A fork has another one."""
-    global _marked
-    if _marked[0] != os.getpid():
-        _marked = (os.getpid(), uuid.uuid4().hex[:8])
-    return _marked[1]
+    return _digest(f"{_process} {os.getpid()}")
 
 
 def job_mark() -> str:
-    values = [os.environ.get(name, "none") for name in JOB_VARIABLES]
-    known = [value for value in values if value not in ("", "none")]
-    return hashlib.sha256("/".join(known or [_process]).encode()).hexdigest()[:8]
+    known = []
+    for name in JOB_VARIABLES:
+        value = os.environ.get(name, "none")
+        if value not in ("", "none"):
+            known.append(value)
+    return _digest("/".join(known or [_process]))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def number_of(name: str) -> int:
+    """Return the number of a checkpoint; 0 for a name that no checkpoint has."""
+    found = PATTERN.fullmatch(name)
+    if found is None:
+        return 0
+    return int(found[1])
 
 
 class Folder:
@@ -123,13 +133,13 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._locked = False  # whether nobody else saves here
+        self._locked = False  # whether no other job saves here
 
     def list_complete(self) -> list[str]:
         """Return the names of complete checkpoints, oldest first."""
         # By the number at the beginning, not by step: a run may go back to an earlier step.
-        found = [(int(m[1]), m[0]) for m in map(PATTERN.fullmatch, self.names()) if m]
-        return [name for _, name in sorted(found) if self.has_commit(name)]
+        names = [name for name in self.names() if number_of(name) and self.has_commit(name)]
+        return sorted(names, key=lambda name: (number_of(name), name))
 
     def find_newest(self) -> str:
         """Return the newest complete checkpoint, or "" if the folder itself is a checkpoint."""
@@ -141,47 +151,54 @@ class Folder:
             raise FileNotFoundError(
                 f"{self.path} has no complete checkpoint. Give the folder that mh.save was given."
             )
-        if self.is_link(newest := found[-1]):
+        newest = found[-1]
+        if self.is_link(newest):
             raise ValueError(f"the newest checkpoint in {self.path}, {newest}, is a link. Name it.")
         return newest
 
     def begin(self, number: int | None, step: int | None) -> int:
         """Take the lock. Return the number of the next checkpoint, or the one that is given."""
-        # Remove what killed runs have left behind.
+        # Remove the unfinished checkpoints of killed runs.
         if self.has_commit(""):
             raise ValueError(
                 f"{self.path} is one checkpoint. Give the folder around it: {self.path.parent}."
             )
         self._locked = self.lock()
-        begun = "" if number is None else self.name_of(number, step)  # by other ranks, perhaps
+        begun = ""  # by other ranks, perhaps
+        if number is not None:
+            begun = self.name_of(number, step)
         last = 0
         for name in self.names():
-            if not (match := PATTERN.fullmatch(name)):
-                continue
-            if name != begun and not self.has_commit(name) and self._may_remove(name):
+            if number_of(name) and name != begun and self._may_remove(name):
                 self.remove(name)
             else:
-                last = max(last, int(match[1]))
+                last = max(last, number_of(name))
         return number or last + 1
 
     def _may_remove(self, name: str) -> bool:
         """Return whether a folder without a commit is ours, of a process that ended, or old."""
-        old = self.age(name) > (OLD if self.sizes(name) else MADE)
-        removable = old or self._is_ours(name) or self._has_ended(name)
-        return not self.is_link(name) and removable
+        if self.has_commit(name) or self.is_link(name):
+            return False
+        if self.age(name) > (OLD if self.sizes(name) else MADE):
+            return True
+        return self._is_ours(name) or self._has_ended(name)
 
     def _is_ours(self, name: str) -> bool:
         return any(f"-{job_mark()}-" in file for file in self.sizes(name))
 
     def _has_ended(self, name: str) -> bool:
         """Return whether the processes that began a checkpoint have certainly ended."""
-        makers = [MADE_BY.fullmatch(file) for file in self.sizes(name)]
-        ended = _ended.get(self.path.resolve() / LOCK, ()) if self._locked else ()
-        return bool(makers) and all(maker and maker[1] in ended for maker in makers)
+        if not self._locked:
+            return False
+        # The last part but one of a file's name, `new_token`.
+        makers = {file.rpartition("-")[0].rpartition("-")[2] for file in self.sizes(name)}
+        return bool(makers) and makers <= set(_ended.get(self.path.resolve() / LOCK, ()))
 
     @staticmethod
     def name_of(number: int, step: int | None) -> str:
-        return f"{number:06d}" + ("" if step is None else f"-step-{step}")
+        if step is None:
+            return f"{number:06d}"
+        return f"{number:06d}-step-{step}"
 
     def check_ours(self, name: str, token: str) -> None:
         """Raise if another save has made this checkpoint, or removed our files."""
@@ -193,21 +210,23 @@ class Folder:
 
     def prune(self, keep: int | None) -> None:
         """Remove all but the newest `keep` checkpoints, except those that are being read."""
+        if keep is None:
+            return
         found = [name for name in self.list_complete() if self._locked or self._is_ours(name)]
-        for old in found[: -keep if keep else 0]:
-            # Our own errors, as for a link, too: it stays.
+        for old in found[:-keep]:
+            # After an error, also for a link, the checkpoint stays.
             with contextlib.suppress(OSError, ValueError):
                 commit = self.open(old, COMMIT)
                 with contextlib.closing(commit):
                     if not self.is_link(old) and commit.try_lock(shared=False):
                         self.remove(old)
 
-    # -- what a bucket does in another way -----------------------------------
+    # -- replaced by `Bucket` ------------------------------------------------
 
     def lock(self, run: str | None = None) -> bool:
         """Make this run the only one that saves here. Return False if there are no locks.
 
-        `run` is its name, if no variable has it.
+        `run` is the name of the run, if no variable has it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         return take_lock(self.path, os.environ.get(RUN_VARIABLE) or run)
@@ -228,7 +247,9 @@ class Folder:
 
     def behind_link(self) -> Folder:
         """Return the same folder: the user may name a link, but nothing inside may be one."""
-        return Folder(Path(os.path.realpath(self.path))) if self.is_link("") else self
+        if self.is_link(""):
+            return Folder(Path(os.path.realpath(self.path)))
+        return self
 
     def check_is_folder(self) -> None:
         """Raise an error that says why there is no folder; nothing if there is one."""
@@ -246,7 +267,7 @@ class Folder:
         return {}
 
     def age(self, name: str) -> float:
-        """Return for how many seconds nothing was written to a checkpoint."""
+        """Return the seconds since the last write to a checkpoint."""
         paths = [self.path / name, *(self.path / name / file for file in self.sizes(name))]
         return time.time() - max(os.lstat(path).st_mtime for path in paths)
 
@@ -282,7 +303,7 @@ class Folder:
         with self.create(name, f".{COMMIT}-{token}") as file:
             file.write(memoryview(commit))
             file.close()
-            # What it names must be on the disk before it is, in case the machine loses power.
+            # The files must be on the disk before the commit, in case the machine loses power.
             sync(folder)
             self.check_ours(name, token)
             file.path.rename(folder / COMMIT)
@@ -328,35 +349,35 @@ def take_lock(folder: Path, run: str | None) -> bool:
     if fcntl is None:
         return False
     path = folder.resolve() / LOCK
-    if _holds_lock(path):
-        _become_holder(_held[os.getpid(), path], path, run)  # another may have ended meanwhile
-        return True
-    file = open_descriptor(path, os.O_RDWR | os.O_CREAT)
-    deadline = time.monotonic() + LOCK_TIMEOUT
-    try:
-        while not _lock_for(file, run):
-            if time.monotonic() > deadline:
-                holder = _name_holder(file)
-                os.close(file)
-                raise RuntimeError(
-                    f"another job saves to {folder}: {holder}. Give each job a path of its own, or "
-                    "start this one when the other has ended."
-                )
-            time.sleep(_pauses.uniform(0.05, 0.15))
-    except OSError:  # the file system has no locks
-        os.close(file)
-        return False
-    # Stays open: closing any descriptor of the file would release a POSIX lock.
-    _held[os.getpid(), path] = file
-    _become_holder(file, path, run)
+    file = _held.get((os.getpid(), path))
+    if file is None or not _is_file_at(file, path):
+        file = open_descriptor(path, os.O_RDWR | os.O_CREAT)
+        deadline = time.monotonic() + LOCK_TIMEOUT
+        try:
+            while not _lock_for(file, run):
+                if time.monotonic() > deadline:
+                    holder = _read_holder(file)
+                    os.close(file)
+                    name = "another process"
+                    if holder:
+                        name = f"process {holder['pid']} on {holder['host']}"
+                    raise RuntimeError(
+                        f"another job saves to {folder}: {name}. Give each job a path of its own, "
+                        "or start this one when the other has ended."
+                    )
+                time.sleep(_pauses.uniform(0.05, 0.15))
+        except OSError:  # the file system has no locks
+            os.close(file)
+            return False
+        # Stays open: closing any descriptor of the file would release a POSIX lock.
+        _held[os.getpid(), path] = file
+    _become_holder(file, path, run)  # each time: another process may have ended meanwhile
     return True
 
 
-def _holds_lock(path: Path) -> bool:
-    """Return whether this process has locked the file that is there now."""
-    held = _held.get((os.getpid(), path))
+def _is_file_at(file: int, path: Path) -> bool:
     try:
-        return held is not None and os.path.samestat(path.lstat(), os.fstat(held))
+        return os.path.samestat(path.lstat(), os.fstat(file))
     except OSError:  # the folder was removed
         return False
 
@@ -382,54 +403,42 @@ def _lock_for(file: int, run: str | None) -> bool:
     return True
 
 
-def _name_holder(file: int) -> str:
-    """Return the process that took the lock last, according to the file."""
-    holder = _read_holder(file)
-    if not holder:
-        return "another process"
-    return f"process {holder['pid']} on {holder['host']}"
-
-
 def _read_holder(file: int) -> dict[str, Any]:
-    """Return what the lock's holder has written to it; nothing if it was not one of ours."""
+    """Return the text that the holder has written to the lock; {} if it is not ours."""
     try:
         holder = json.loads(os.pread(file, 2 * TEXT, 0))
     except ValueError:  # not written yet
         return {}
-    named = isinstance(holder, dict) and {"host", "pid", "run"} <= holder.keys()
-    return holder if named else {}
+    if isinstance(holder, dict) and {"host", "pid"} <= holder.keys():
+        return holder
+    return {}
 
 
 def _become_holder(file: int, path: Path, run: str | None) -> None:
-    """Write to the lock who has it now, and find out who has ended."""
+    """Write this process to the lock, and find the processes that have ended."""
     before = _read_holder(file)
     seen = _kernel_and_device(file)
     ended: list[str] = []
     if seen and before.get("seen") == seen:
         marks = [*before.get("ended", []), before.get("process")]
-        ended = [mark for mark in marks if mark is not None and mark != process_mark()]
-    # A child of the one before may still have this lock, which a fork inherits.
-    both = _has_no_other_flock(file)
+        ended = [mark for mark in marks if mark not in (None, process_mark())]
     holder = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "run": run,
         "seen": seen,
-        "process": process_mark() if both else None,
+        "process": None,
         "ended": ended[-REMEMBERED:],
     }
+    _ended[path] = ()
+    # The second lock. A child of the holder before may still have it, which a fork inherits. Or
+    # there are none, or it is in the way of the first, as on NFS.
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        holder["process"] = process_mark()
+        _ended[path] = ended
     # In one call, and padded: other processes of a crew may write as well.
     os.pwrite(file, f"{json.dumps(holder):<{TEXT}}\n".encode(), 0)
-    _ended[path] = ended if both else ()
-
-
-def _has_no_other_flock(file: int) -> bool:
-    """Take the second lock, until this process ends. Return False if another has it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # or there are none, or it is in the way of the first, as on NFS
-        return False
-    return True
 
 
 def _kernel_and_device(file: int) -> str:
@@ -485,7 +494,7 @@ class OpenFile:
         # They are in the system's page cache then.
 
     def read_into(self, start: int, view: memoryview) -> int:
-        """Fill the view with the bytes from `start` on; return how many there were."""
+        """Fill the view with the bytes from `start` on; return the number of bytes."""
         self._file.seek(start)
         done = 0
         while done < len(view) and (count := self._file.readinto(view[done:])):
@@ -524,6 +533,6 @@ class NewFile:
         self._file.close()
 
     def discard(self) -> None:
-        """Leave nothing behind."""
+        """Close and remove the file."""
         self._file.close()
         self.path.unlink(missing_ok=True)

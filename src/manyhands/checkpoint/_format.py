@@ -1,4 +1,4 @@
-"""What is in the files of a checkpoint, and how they are written.
+"""Write the files of a checkpoint.
 
 **A data file** is a safetensors file, which each rank writes block by block: it never has to fit in
 memory.
@@ -16,13 +16,13 @@ A tensor in a file is called by the key of the whole tensor and, if it is a slic
 
     model/NAME                     a parameter or buffer
     optimizer.0/ENTRY/NAME         an entry of a parameter's state; json.ENTRY if it is no tensor
-    optimizer.0/options.1.lr       an option of its second parameter group
+    optimizer.0/options.1.lr       an option of the second parameter group
     optimizer.0/rule.x.y           the scaling rule's state; likewise `other`
     optimizer.0/blocks.anchor/NAME, optimizer.0/replica.1/...   see `_optimizer.py`
     scheduler.0.x                  a scheduler's state
     value/NAME.x.0.y               in the user's value of that name: value["x"][0]["y"]
     value/NAME/PARAMETER           in a module among the user's values
-    rank/...                       this rank's own: its random generators, its place in blocks
+    rank/...                       of this rank only: random generators, place in blocks
 
 **The commit** is one small file, and makes the others a checkpoint.
 
@@ -30,8 +30,8 @@ A tensor in a file is called by the key of the whole tensor and, if it is a slic
      "content": {...}}
 
 It says where each tensor is. A tensor that is cut into equal parts along one dimension, as
-`fully_shard` does, is in a *grid*: one description for all tensors that are cut alike, and for each
-file which piece of the grid it has. So the commit grows with the tensors plus the ranks, and not
+`fully_shard` does, is in a *grid*: one description for all tensors that are cut alike, and the file
+of each piece. So the commit grows with the tensors plus the ranks, and not
 with their product. All other slices are listed one by one.
 """
 
@@ -42,8 +42,8 @@ import json
 import math
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TypedDict
 
 import torch
@@ -65,7 +65,8 @@ from manyhands.checkpoint._values import Json
 BLOCK = 2**24  # bytes that are copied or read at once
 CHECKED = 2**14  # bytes of a tensor that have a checksum in common
 CHECKS = "manyhands.crc32"  # the tensor of checksums in a file
-OWN = "rank/"  # how the names of a rank's own tensors begin: they are in no table
+OWN = "rank/"  # the prefix of tensors of one rank only, which are in no table
+RANDOM = OWN + "random/"
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 VERSION = 2
 HEAD = '{{"manyhands checkpoint": {}, "crc32": "{:08x}",\n"content": '
@@ -91,48 +92,51 @@ def slice_name(key: str, offsets: Sequence[int], sizes: Sequence[int], shape: Se
     """Return a slice's name in its file: the tensor's key and, unless it is whole, its offsets."""
     # An @ in the key is doubled, so that no key can look like a key with offsets.
     key = key.replace("@", "@@")
-    return key if tuple(sizes) == tuple(shape) else f"{key}@{','.join(map(str, offsets))}"
+    if tuple(sizes) == tuple(shape):
+        return key
+    return f"{key}@{','.join(map(str, offsets))}"
 
 
 def write(
     sink: NewFile,
     entries: Sequence[TensorEntry],
-    get_tensor: Callable[[int], Tensor],
-    metadata: Mapping[str, str] | None = None,
+    get_tensor: Callable[[TensorEntry], Tensor],
     *,
     checked: bool = True,
 ) -> list[int]:
     """Write a new file, and return once it is on the disk.
 
-    `get_tensor(i)` is called for one tensor after the other, so that only one is in memory. Return
-    the sizes of the file and of its head, and the checksum of the head and of `CHECKS`.
+    `get_tensor` is called for one entry after the other, so that only one is in memory. Return the
+    sizes of the file and of its head, and the checksum of the head and of `CHECKS`.
     """
     if sys.byteorder != "little":  # as the format is, and tensors are written as they are
         raise RuntimeError("checkpoints are written on little-endian machines only.")
-    blocks = sum(-(-entry.nbytes // CHECKED) for entry in entries)
-    checks = [TensorEntry(CHECKS, torch.uint8, (4 * blocks,))] if checked else []
-    header: dict[str, dict[str, object]] = (
-        {} if metadata is None else {"__metadata__": dict(metadata)}
-    )
+    header: dict[str, object] = {}
+    described = list(entries)
+    if checked:
+        blocks = sum(-(-entry.nbytes // CHECKED) for entry in entries)
+        described.append(TensorEntry(CHECKS, torch.uint8, (4 * blocks,)))
+    else:
+        header["__metadata__"] = {"format": "pt"}  # transformers refuses a file without it
     end = 0
-    for entry in (*entries, *checks):
+    for entry in described:
         check_can_hold(entry.name, entry.dtype)
         if entry.name in header or entry.name == "__metadata__":
             raise ValueError(f"the name {entry.name!r} is used twice, or reserved. Rename it.")
-        data_offsets = [end, end := end + entry.nbytes]
         header[entry.name] = {
             "dtype": DTYPE_NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": data_offsets,
+            "shape": entry.shape,
+            "data_offsets": [end, end + entry.nbytes],
         }
+        end += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     # The format asks for spaces here: the first tensor then begins at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     sums = Checksums()
     sink.write(memoryview(head))
-    for number in range(len(entries)):
-        for block in _blocks(get_tensor(number)):
+    for entry in entries:
+        for block in _blocks(get_tensor(entry)):
             view = memory_of(block)
             if checked:
                 sums.add(view)
@@ -150,27 +154,23 @@ class Checksums:
     def __init__(self) -> None:
         self.found = bytearray()
         self._crc32 = 0
-        self._room = 0
+        self._length = 0  # bytes in the current checksum
 
     def add(self, view: memoryview) -> None:
         while len(view):
-            self._room = self._room or CHECKED
-            part = view[: self._room]
-            view = view[self._room :]
+            part = view[: CHECKED - self._length]
+            view = view[len(part) :]
             self._crc32 = zlib.crc32(part, self._crc32)
-            self._room -= len(part)
-            if not self._room:
-                self._put()
+            self._length += len(part)
+            if self._length == CHECKED:
+                self.end()
 
     def end(self) -> None:
-        """Begin anew: the next bytes are another tensor's."""
-        if self._room:
-            self._put()
-
-    def _put(self) -> None:
-        self.found += self._crc32.to_bytes(4, "little")
-        self._crc32 = 0
-        self._room = 0
+        """Complete a checksum: the next bytes have another."""
+        if self._length:
+            self.found += self._crc32.to_bytes(4, "little")
+            self._crc32 = 0
+            self._length = 0
 
 
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:
@@ -178,56 +178,47 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
     tensor = tensor.detach()
     if tensor.numel() == 0:
         return
-    if tensor.dim() == 0 or (
-        tensor.device.type == "cpu" and tensor.is_contiguous() and is_stored_as_is(tensor)
-    ):
-        # No copy: the bytes of the tensor's own memory are written.
-        yield tensor.cpu().resolve_conj().resolve_neg()
-        return
-    # Everything else is copied some rows at a time, at least one.
-    row_bytes = tensor.itemsize * tensor.numel() // tensor.shape[0]
-    for rows in tensor.split(max(1, BLOCK // row_bytes)):
-        yield rows.resolve_conj().resolve_neg().contiguous().cpu()
+    blocks: Sequence[Tensor] = [tensor]
+    in_memory = tensor.device.type == "cpu" and tensor.is_contiguous() and is_stored_as_is(tensor)
+    if tensor.dim() > 0 and not in_memory:  # copied some rows at a time, at least one
+        row_bytes = tensor.nbytes // tensor.shape[0]
+        blocks = tensor.split(max(1, BLOCK // row_bytes))
+    for block in blocks:
+        yield block.resolve_conj().resolve_neg().contiguous().cpu()
 
 
 def is_stored_as_is(tensor: Tensor) -> bool:
     """Return whether the bytes in memory are the tensor's numbers.
 
-    A lazy conjugate or negative view holds other numbers than its memory does. torch converts them
-    when it reads or writes; code that takes the bytes directly does not.
+    A lazy conjugate or negative view has other numbers than the memory. torch converts them when it
+    reads or writes; code that takes the bytes directly does not.
     """
     return not (tensor.is_conj() or tensor.is_neg())
 
 
 def memory_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor. Keep the tensor alive while you use them."""
-    nbytes = tensor.numel() * tensor.itemsize
-    if nbytes == 0:
-        return memoryview(b"")
     assert tensor.is_contiguous() and is_stored_as_is(tensor)
     # Through ctypes, not numpy: `import manyhands` needs only torch, and numpy has no bfloat16.
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
+    memory = ctypes.c_ubyte * tensor.nbytes
+    return memoryview(memory.from_address(tensor.data_ptr())).cast("B")
 
 
 # -- the commit ------------------------------------------------------------------------------------
 
 
-# A class without `total` has the entries that a checkpoint of an earlier release may lack.
 # `_commit.py` compares every commit with these types.
 
 
-class _LaterModelMeta(TypedDict, total=False):
-    config: str  # the text of the model's config.json, if it has one
-    left_out: dict[str, list[int]]  # by `save(frozen=False)`: parameters, and their shapes
-
-
-class ModelMeta(_LaterModelMeta):
+class ModelMeta(TypedDict):
     """A model in the commit. Its tensors are stored under their names."""
 
     params: list[str]
     buffers: list[str]
     aliases: dict[str, str]  # another name of a tied tensor -> the name it is stored under
-    extras: dict[str, Json]  # what `get_extra_state` returned, as JSON
+    extras: dict[str, Json]  # the results of `get_extra_state`, as JSON
+    config: str  # the text of the model's config.json; "" if it has none
+    left_out: dict[str, list[int]]  # by `save(frozen=False)`: parameters, and their shapes
 
 
 # In the functional form, because `class` cannot be a field's name in a class statement.
@@ -245,31 +236,35 @@ class ReplicaMeta(TypedDict):
     """The part of an optimizer that each replica has for itself."""
 
     groups: list[GroupMeta]
-    other: Json  # what else is in the optimizer's state dict
-    rule: StateMeta | None  # a scaling rule around it: its averages, progress, scale
-
-
-class _LaterOptimizerMeta(ReplicaMeta, total=False):
-    blocks: Json  # blocks around it: the counters that all replicas share
+    other: Json  # all other entries of the optimizer's state dict
+    rule: StateMeta | None  # a scaling rule around the optimizer: averages, progress, scale
 
 
 # The class that the user asked for, whether the optimizer is sharded or not.
 _ClassMeta = TypedDict("_ClassMeta", {"class": str})
 
 
-class OptimizerMeta(_LaterOptimizerMeta, _ClassMeta):
+class OptimizerMeta(ReplicaMeta, _ClassMeta):
     """An optimizer in the commit, with the first replica's part."""
 
+    blocks: Json  # blocks around the optimizer: the counters that all replicas share
     replicas: int  # without blocks there is one
+
+
+class Versions(TypedDict):
+    """The versions that have written a checkpoint."""
+
+    manyhands: str
+    torch: str
 
 
 @dataclass(frozen=True)
 class Commit:
-    """Everything in a checkpoint except the elements of its tensors."""
+    """Everything in a checkpoint except the elements of tensors."""
 
     step: int | None
     token: str  # unique to the save: it is in the names of the files
-    versions: dict[str, str]
+    versions: Versions
     time: float
     files: list[list[int]]  # for each rank: bytes of the file, of its head, and the CRC-32
     table: Table
@@ -288,10 +283,8 @@ class Commit:
 
     def to_text(self) -> str:
         """Return the text of the commit, with its checksum."""
-        content = {each.name: getattr(self, each.name) for each in fields(self)}
-        content["table"] = vars(self.table)
         # NaN is not JSON; `_values.py` has turned such numbers into text.
-        text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+        text = json.dumps(asdict(self), separators=(",", ":"), allow_nan=False)
         return HEAD.format(VERSION, zlib.crc32(text.encode())) + text + "}\n"
 
 
@@ -299,12 +292,12 @@ def file_name(rank: int, token: str) -> str:
     return f"worker-{rank:05d}-{token}.safetensors"
 
 
-# -- what a rank has -------------------------------------------------------------------------------
+# -- the contents of a rank ------------------------------------------------------------------------
 
 
 @dataclass
 class Contents:
-    """What this rank has of a run: slices of tensors by key, and tensors for no other rank."""
+    """The tensors of this rank: slices by key, and tensors for no other rank by name."""
 
     savers: Savers = ALONE
     tensors: dict[str, TensorParts] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""A model's tensors under their plain names: saved from one wrapper, loaded into any other.
+"""Save a model's tensors under the plain names, and load them under any wrapper.
 
 The tensors have the names of the plain model, without those that wrappers put in between
 (`_optimizers/modules.py`). So a checkpoint fits the model under any other wrapper.
@@ -20,7 +20,7 @@ from manyhands.checkpoint._format import Contents, ModelMeta
 from manyhands.checkpoint._handover import ForeignState
 from manyhands.checkpoint._reader import Reader
 from manyhands.checkpoint._tensor_parts import TensorParts, to_parts
-from manyhands.checkpoint._values import GetTensor, decode, encode
+from manyhands.checkpoint._values import decode, encode
 
 # -- names -----------------------------------------------------------------------------------------
 
@@ -34,7 +34,7 @@ class ModelNames:
     aliases: dict[str, str] = field(default_factory=dict)  # other name of a tied tensor -> its name
     extras: dict[str, nn.Module] = field(default_factory=dict)
     by_id: dict[int, str] = field(default_factory=dict)  # id of a tensor -> its name
-    left_out: dict[str, list[int]] = field(default_factory=dict)  # what is not saved: shapes
+    left_out: dict[str, list[int]] = field(default_factory=dict)  # shapes of frozen parameters
     config: str = ""  # the model's own description of itself, as a JSON file for transformers
 
     @property
@@ -49,9 +49,10 @@ class ModelNames:
         """Leave the parameters out that are not trained."""
         for name, param in list(self.params.items()):
             if not param.requires_grad:
-                self.left_out |= {each: list(param.shape) for each in self.all_of(name)}
+                for each in self.all_of(name):
+                    self.left_out[each] = list(param.shape)
+                    self.aliases.pop(each, None)
                 del self.params[name]
-        self.aliases = {k: v for k, v in self.aliases.items() if k not in self.left_out}
 
 
 def find_names(model: object, *, on_meta: bool = False) -> ModelNames:
@@ -62,18 +63,33 @@ def find_names(model: object, *, on_meta: bool = False) -> ModelNames:
             f"model must be a torch.nn.Module, got {type(model).__name__}. "
             'Put several into one: nn.ModuleDict({"generator": g, "critic": c}).'
         )
+    # From sys.modules: only a program that uses `fully_shard` has imported it.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     for each in model.modules():
         if isinstance(each, ModuleWrapper):
             each.check_can_save(model)
-    _reshard(model)
+        if fsdp is not None and isinstance(each, fsdp.FullyShardedDataParallel):
+            raise TypeError(
+                "torch's FullyShardedDataParallel shows only this rank's shard of the model, "
+                "without its place. Use mh.FSDP or torch's fully_shard."
+            )
+        if fsdp is not None and isinstance(each, fsdp.FSDPModule):
+            each.reshard()  # after a forward, parameters are still gathered
     names = ModelNames(config=describe_config(model))
     # Not `named_parameters`, which leaves out the second name of a tied tensor.
     for prefix, module in plain_modules(model):
-        for name, param in module._parameters.items():
-            _add_tensor(names, names.params, prefix + name, param)
-        for name, buffer in module._buffers.items():
-            if name not in module._non_persistent_buffers_set:
-                _add_tensor(names, names.buffers, prefix + name, buffer)
+        buffers = dict(module._buffers)
+        for name in module._non_persistent_buffers_set:
+            buffers.pop(name, None)
+        for target, tensors in ((names.params, module._parameters), (names.buffers, buffers)):
+            for name, tensor in tensors.items():
+                if tensor is None:  # such as `register_parameter("bias", None)`
+                    continue
+                first = names.by_id.setdefault(id(tensor), prefix + name)
+                if first == prefix + name:
+                    target[first] = tensor
+                else:
+                    names.aliases[prefix + name] = first
         # torch's default `get_extra_state` raises; a class that overrides it has extra state.
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             names.extras[prefix + "_extra_state"] = module
@@ -87,11 +103,9 @@ def find_names(model: object, *, on_meta: bool = False) -> ModelNames:
 
 
 def describe_config(model: nn.Module) -> str:
-    """Return what transformers writes to `config.json` for a model; "" if it has no config."""
-    for prefix, module in plain_modules(model):
-        if prefix:
-            break
-        plain = module  # the last without a prefix is inside of all wrappers
+    """Return the text of transformers' `config.json` for a model; "" if it has no config."""
+    # The last without a prefix is inside of all wrappers.
+    plain = [module for prefix, module in plain_modules(model) if not prefix][-1]
     to_text = getattr(getattr(plain, "config", None), "to_json_string", None)
     if to_text is None:
         return ""
@@ -104,38 +118,12 @@ def describe_config(model: nn.Module) -> str:
     return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
 
-def _add_tensor(
-    names: ModelNames, target: dict[str, Tensor], name: str, tensor: Tensor | None
-) -> None:
-    """Add a tensor under its name; of a tied one, note its other names as aliases."""
-    if tensor is None:  # such as `register_parameter("bias", None)`
-        return
-    first = names.by_id.setdefault(id(tensor), name)
-    if first == name:
-        target[name] = tensor
-    else:
-        names.aliases[name] = first
-
-
-def _reshard(model: nn.Module) -> None:
-    """Free gathered parameters: after a forward, `fully_shard` still shows the whole ones."""
-    # From sys.modules: a program that uses `fully_shard` has imported it; others need not.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None:
-        for module in model.modules():
-            if isinstance(module, fsdp.FullyShardedDataParallel):
-                raise TypeError(
-                    "torch's FullyShardedDataParallel shows only this rank's shard of the model, "
-                    "without its place. Use mh.FSDP or torch's fully_shard."
-                )
-            if isinstance(module, fsdp.FSDPModule):
-                module.reshard()
-
-
-def list_names(names: Sequence[str], most: int = 8) -> str:
-    """Return the first names, quoted, and the number of the others."""
-    more = len(names) - most
-    return ", ".join(map(repr, names[:most])) + (f" and {more} more" if more > 0 else "")
+def list_names(names: Sequence[str]) -> str:
+    """Return the first names, quoted, and the number of further names."""
+    text = ", ".join(map(repr, names[:8]))
+    if len(names) > 8:
+        text += f" and {len(names) - 8} more"
+    return text
 
 
 # -- save and load ---------------------------------------------------------------------------------
@@ -143,93 +131,78 @@ def list_names(names: Sequence[str], most: int = 8) -> str:
 
 def collect_model(names: ModelNames, prefix: str, contents: Contents) -> ModelMeta:
     """Add this rank's tensors to the contents; return the model's description as JSON."""
-    # Every rank has the parameters, and writes its share of them. Buffers are taken from rank 0, as
+    # Every rank has the parameters, and writes a share of them. Buffers are taken from rank 0, as
     # under DistributedDataParallel.
     for name, tensor in names.params.items():
         contents.add(f"{prefix}/{name}", to_parts(tensor, contents.savers))
     for name, tensor in names.buffers.items():
         contents.put_of_first(f"{prefix}/{name}", tensor)
-    # On every rank, even if only rank 0's is saved: a module may use collectives there.
-    extras = {name: module.get_extra_state() for name, module in names.extras.items()}
+    extras = {}
+    for name, module in names.extras.items():
+        # On every rank, even if only rank 0's is saved: a module may use collectives there.
+        state = module.get_extra_state()
+        extras[name] = encode(state, f"{prefix}/{name}", contents.put_of_first)
     return {
         "params": list(names.params),
         "buffers": list(names.buffers),
         "aliases": names.aliases,
         "config": names.config,
         "left_out": names.left_out,
-        "extras": {
-            name: encode(state, f"{prefix}/{name}", contents.put_of_first)
-            for name, state in extras.items()
-        },
+        "extras": extras,
     }
 
 
-class ModelLoader:
-    """Loads a saved model. Creating a loader checks that the model fits, and changes nothing.
-
-    `targets` are then to be filled, by key. They are the model's own memory.
-    """
-
-    def __init__(
-        self, names: ModelNames, meta: ModelMeta, prefix: str, reader: Reader, what: str = "model"
-    ) -> None:
-        self.targets: dict[str, TensorParts] = {}
-        saved = {name: name for name in (*meta["params"], *meta["buffers"])} | meta["aliases"]
-        left_out = meta.get("left_out", {})  # by `save(frozen=False)`: they stay as they are
-        missing = []
-        wrong = []
-        received = received_tensors()  # from a crew: later than any checkpoint
-        for name, tensor in names.tensors.items():
-            # Any of a tied tensor's names will do: another class may register them in other order.
-            known = [other for other in names.all_of(name) if other in saved]
-            shape = tuple(left_out.get(name, ()))
-            if not known and name not in left_out:
+def match_model(
+    names: ModelNames, meta: ModelMeta, prefix: str, reader: Reader, what: str = "model"
+) -> tuple[dict[str, TensorParts], list[ForeignState]]:
+    """Check that a saved model fits. Return the memory to fill, by key, and the extra states."""
+    targets: dict[str, TensorParts] = {}
+    saved = {name: name for name in (*meta["params"], *meta["buffers"])} | meta["aliases"]
+    left_out = meta["left_out"]  # by `save(frozen=False)`: they stay as they are
+    missing = []
+    wrong = []
+    received = received_tensors()  # from a crew: later than any checkpoint
+    for name, tensor in names.tensors.items():
+        shape = tuple(tensor.shape)
+        # Any of a tied tensor's names will do: another class may register them in other order.
+        known = [other for other in names.all_of(name) if other in saved]
+        if not known:
+            before = left_out.get(name)
+            if before is None:
                 missing.append(name)
-            elif not known and shape != tuple(tensor.shape):
-                wrong.append(f"{name!r} was {shape} at the save, and is {tuple(tensor.shape)} here")
-            if not known:
-                continue
-            key = f"{prefix}/{saved[known[0]]}"
-            stored = reader.tensors[key]
-            if tuple(tensor.shape) != stored.shape:
-                wrong.append(
-                    f"{name!r} is {stored.shape} in the checkpoint and {tuple(tensor.shape)} here"
-                )
-            elif not can_convert(stored.torch_dtype, tensor.dtype):
-                wrong.append(
-                    f"{name!r} is {stored.dtype} in the checkpoint and {tensor.dtype} here"
-                )
-            elif id(tensor) not in received:
-                # Several may have been tied in the checkpoint, and not be here.
-                self.targets[key] = to_parts(tensor).merge(self.targets.get(key))
-        here = {*names.tensors, *names.aliases}
-        unexpected = sorted({*saved, *left_out} - here)
-        missing += sorted(set(names.extras) - set(meta["extras"]))
-        unexpected += sorted(set(meta["extras"]) - set(names.extras))
-        # All problems in one message: they often have one cause.
-        problems = [
-            *([f"only the {what} here has {list_names(sorted(missing))}"] if missing else []),
-            *([f"only the checkpoint has {list_names(unexpected)}"] if unexpected else []),
-            *wrong[:8],
-        ]
-        if problems:
-            raise ValueError(
-                f"the checkpoint's {what} is a different one: {'; '.join(problems)}. Build the "
-                "model that was saved."
-            )
-        get = reader.read_once
-        self.foreign_states = [
-            ForeignState(name, module.get_extra_state, module.set_extra_state, decode(state, get))
-            for name, state in meta["extras"].items()
-            for module in [names.extras[name]]
-        ]
+            elif tuple(before) != shape:
+                wrong.append(f"{name!r} was {tuple(before)} at the save, and is {shape} here")
+            continue
+        key = f"{prefix}/{saved[known[0]]}"
+        stored = reader.tensors[key]
+        if shape != stored.shape:
+            wrong.append(f"{name!r} is {stored.shape} in the checkpoint and {shape} here")
+        elif not can_convert(stored.torch_dtype, tensor.dtype):
+            wrong.append(f"{name!r} is {stored.dtype} in the checkpoint and {tensor.dtype} here")
+        elif id(tensor) not in received:
+            # Several may have been tied in the checkpoint, and not be here.
+            targets[key] = to_parts(tensor).merge(targets.get(key))
+    unexpected = {*saved, *left_out} - {*names.tensors, *names.aliases}
+    missing += names.extras.keys() - meta["extras"].keys()
+    unexpected |= meta["extras"].keys() - names.extras.keys()
+    # All problems in one message: they often have one cause.
+    problems = wrong[:8]
+    if unexpected:
+        problems.insert(0, f"only the checkpoint has {list_names(sorted(unexpected))}")
+    if missing:
+        problems.insert(0, f"only the {what} here has {list_names(sorted(missing))}")
+    if problems:
+        raise ValueError(
+            f"the checkpoint's {what} is a different one: {'; '.join(problems)}. Build the model "
+            "that was saved."
+        )
+    states = []
+    for name, module in names.extras.items():
+        state = decode(meta["extras"][name], reader.read_once)
+        states.append(ForeignState(name, module.get_extra_state, module.set_extra_state, state))
+    return targets, states
 
 
 def can_convert(saved: torch.dtype, here: torch.dtype) -> bool:
     """Return whether numbers of one type may be loaded as the other."""
     return saved == here or (saved.is_floating_point and here.is_floating_point)
-
-
-def read_tensors(meta: ModelMeta, prefix: str, get: GetTensor) -> dict[str, Tensor]:
-    """Return a saved module's tensors by name, for a caller who passes no module to load into."""
-    return {name: get(f"{prefix}/{name}") for name in (*meta["params"], *meta["buffers"])}

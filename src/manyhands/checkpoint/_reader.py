@@ -1,4 +1,4 @@
-"""Read a checkpoint: its commit, and slices of the tensors in its files.
+"""Read a checkpoint: the commit, and slices of tensors.
 
 No file is read as a whole: of the commit a reader learns which files have what it needs, and reads
 the heads of these, then ranges of bytes. A range is first compared with its checksums, one for
@@ -16,7 +16,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
@@ -24,12 +23,22 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from manyhands.checkpoint import _format
 from manyhands.checkpoint._commit import parse
 from manyhands.checkpoint._folder import COMMIT, Folder, OpenFile
-from manyhands.checkpoint._format import BLOCK, CHECKED, CHECKS, OWN
+from manyhands.checkpoint._format import (
+    BLOCK,
+    CHECKED,
+    CHECKS,
+    DTYPES,
+    OWN,
+    TensorEntry,
+    file_name,
+    is_stored_as_is,
+    memory_of,
+    slice_name,
+)
 from manyhands.checkpoint._json import FIRST, parse_json, read_text
-from manyhands.checkpoint._tensor_parts import StoredSlice, StoredTensor
+from manyhands.checkpoint._tensor_parts import StoredSlice, TensorParts, find_reads
 
 SCANNED = 2**18  # bytes that are compared with their checksums at a time
 LARGE = 2**20  # bytes of a tensor that is compared before there is room for it
@@ -38,123 +47,126 @@ LARGE = 2**20  # bytes of a tensor that is compared before there is room for it
 # -- the files -------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
 class SafetensorsFile:
-    """A file of tensors; `expected` are its sizes and its checksum, if they are known."""
+    """A safetensors file, of a checkpoint or of any other writer.
 
-    source: OpenFile
-    path: object
-    expected: Sequence[int] = ()
-    entries: dict[str, _format.TensorEntry] = field(default_factory=dict)
-    starts: dict[str, int] = field(default_factory=dict)  # of each tensor's bytes in the file
+    `expected` comes from the commit: the bytes of the file and of the head, and the checksum. A
+    file of another writer has no checksums, and is read without `verify`.
+    """
 
-    def __post_init__(self) -> None:
-        if self.expected and self.source.size != self.expected[0]:
-            sizes = f"{self.source.size:,} bytes and should have {self.expected[0]:,}"
-            raise self.damaged(f"it has {sizes}")
-        raw = self._read_header()
-        self._parse_header(raw[8:], len(raw))
-        self._sums = self._read_sums(zlib.crc32(raw))
+    def __init__(
+        self, source: OpenFile, path: object, expected: Sequence[int] | None = None
+    ) -> None:
+        self.path = path
+        self.entries: dict[str, TensorEntry] = {}
+        self._source = source
+        self._starts: dict[str, int] = {}  # of each tensor's bytes in the file
+        self._first_sums: dict[str, int] = {}  # the number of each tensor's first checksum
+        self._sums = b""
+        if expected is None:
+            self._parse_header(self._read_header())
+            return
+        if source.size != expected[0]:
+            raise self.damaged(f"it has {source.size:,} bytes and should have {expected[0]:,}")
+        # From a bucket the length of the header and the text come together.
+        source.fetch([(0, min(expected[1], 8 + FIRST))])
+        head = self._read_header()
+        self._parse_header(head)
+        if CHECKS not in self.entries:
+            raise self.damaged("it has no checksums")
+        self._sums = self._read_sums(zlib.crc32(head), expected[2])
 
     def damaged(self, why: str) -> ValueError:
         return ValueError(
             f"{self.path} is damaged: {why}. Restore the file, or load another checkpoint."
         )
 
-    def _read(self, start: int, length: int) -> bytes:
+    def _read(self, start: int, length: int) -> bytearray:
         buffer = bytearray(length)
         self._fill(start, memoryview(buffer))
-        return bytes(buffer)
+        return buffer
 
     def _fill(self, start: int, view: memoryview) -> None:
-        if self.source.read_into(start, view) != len(view):
+        if self._source.read_into(start, view) != len(view):
             raise self.damaged("it ends too early")
 
     def _read_header(self) -> bytes:
         """Return the header, and before it the 8 bytes of its length."""
-        if self.expected:  # from a bucket the length and the text come together
-            self.source.fetch([(0, min(self.expected[1], 8 + FIRST))])
         length = self._read(0, 8)
-        head = 8 + int.from_bytes(length, "little")
-        if head > self.source.size:
+        nbytes = int.from_bytes(length, "little")
+        if 8 + nbytes > self._source.size:
             raise self.damaged("its header is longer than the file")
-        if self.expected and head != self.expected[1]:
-            raise self.damaged("its header is not the one that was saved")
         try:
-            return length + read_text(self._read, 8, head - 8)
+            return bytes(length) + read_text(self._source, 8, nbytes)
         except ValueError as error:
             raise self.damaged(f"its header cannot be read ({error})") from error
 
-    def _parse_header(self, text: bytes, end: int) -> None:
-        """Find each tensor's entry, and where its bytes begin."""
+    def _parse_header(self, head: bytes) -> None:
+        """Find the entry and the first byte of each tensor."""
+        room = self._source.size - len(head)
+        count = 0
         try:
-            first = end
-            for name, meta in parse_json(text).items():
+            for name, meta in parse_json(head[8:]).items():
                 if name == "__metadata__":
                     continue
-                dtype = _format.DTYPES[meta["dtype"]]
-                entry = _format.TensorEntry(name, dtype, tuple(meta["shape"]))
+                if meta["dtype"] not in DTYPES:
+                    raise ValueError(f"{name!r} has the unknown type {meta['dtype']!r:.20}")
+                entry = TensorEntry(name, DTYPES[meta["dtype"]], tuple(meta["shape"]))
                 start, stop = meta["data_offsets"]
                 # The exact type: JSON's true and 1.0 would pass as numbers.
-                sizes = all(type(n) is int and n >= 0 for n in (*entry.shape, start, stop))
-                if not sizes or start + first != end or stop - start != entry.nbytes:
+                if any(type(n) is not int or n < 0 for n in (*entry.shape, start, stop)):
+                    raise ValueError(f"{name!r} has an impossible shape or place")
+                room -= entry.nbytes  # no byte is in two tensors
+                end = len(head) + stop
+                if stop - start != entry.nbytes or end > self._source.size or room < 0:
                     raise ValueError(f"{name!r} is not where it should be")
                 self.entries[name] = entry
-                self.starts[name] = end
-                end = stop + first
-            blocks = sum(-(-e.nbytes // CHECKED) for name, e in self.entries.items())
-            sums = self.entries[CHECKS].nbytes
-            if sums != 4 * (blocks - -(-sums // CHECKED)):
-                raise ValueError("there is not a checksum for each block")
+                self._starts[name] = len(head) + start
+                self._first_sums[name] = count
+                count += -(-entry.nbytes // CHECKED)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise self.damaged(f"its header cannot be read ({error!r:.200})") from error
-        if end != self.source.size:
-            raise self.damaged(f"it has {self.source.size:,} bytes and should have {end:,}")
 
-    def _read_sums(self, crc32: int) -> bytes:
-        """Return all checksums; `crc32` is the header's."""
-        start = self.starts[CHECKS]
+    def _read_sums(self, crc32: int, expected: int) -> bytes:
+        """Return all checksums; `crc32` is the header's, `expected` that of both."""
+        start = self._starts[CHECKS]
         length = self.entries[CHECKS].nbytes
-        block = b""
         for done in range(0, length, BLOCK):
-            block = self._read(start + done, min(BLOCK, length - done))
-            crc32 = zlib.crc32(block, crc32)
+            crc32 = zlib.crc32(self._read(start + done, min(BLOCK, length - done)), crc32)
         # The checksum also tells this file from one of another checkpoint.
-        if self.expected and crc32 != self.expected[2]:
+        if crc32 != expected:
             raise self.damaged("its header is not the one that was saved")
         # Those of a sparse file that claims to be huge are compared before they are kept.
-        return block if length <= BLOCK else self._read(start, length)
-
-    @cached_property
-    def _first_sums(self) -> dict[str, int]:
-        """Where the checksums of each tensor begin."""
-        result = {}
-        count = 0
-        for name, entry in self.entries.items():
-            result[name] = count
-            count = count + -(-entry.nbytes // CHECKED)
-        return result
+        return bytes(self._read(start, length))
 
     def verify(self, slices: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
-        """Compare rectangular slices of tensors with their checksums: the rows that they are in."""
+        """Compare the rows of slices with their checksums. Without offsets: a whole tensor."""
         ranges = []
         for name, offsets, sizes in slices:
             entry = self.entries[name]
-            # A number (no dimensions) is one row of one element.
-            row_bytes = entry.nbytes // max(1, (*entry.shape, 1)[0])
-            first = (*offsets, 0)[0]
-            count = (*sizes, 1)[0]
-            # All of each block in which the slice begins or ends.
-            begin = first * row_bytes // CHECKED * CHECKED
-            end = min(entry.nbytes, -(-(first + count) * row_bytes // CHECKED) * CHECKED)
+            begin = 0
+            end = entry.nbytes
+            if offsets:
+                row_bytes = entry.nbytes // max(1, entry.shape[0])
+                # All of each block in which the rows begin or end.
+                begin = offsets[0] * row_bytes // CHECKED * CHECKED
+                end = min(end, -(-(offsets[0] + sizes[0]) * row_bytes // CHECKED) * CHECKED)
             ranges.append((name, begin, end))
-        self.source.fetch([(self.starts[name] + a, self.starts[name] + b) for name, a, b in ranges])
+        starts = self._starts
+        self._source.fetch(
+            [(starts[name] + begin, starts[name] + end) for name, begin, end in ranges]
+        )
         for name, begin, end in ranges:
             buffer = memoryview(bytearray(min(SCANNED, end - begin)))
+            place = 4 * (self._first_sums[name] + begin // CHECKED)
             for start in range(begin, end, SCANNED):
                 block = buffer[: end - start]
-                self._fill(self.starts[name] + start, block)
-                self._compare(name, start, block)
+                self._fill(starts[name] + start, block)
+                for at in range(0, len(block), CHECKED):
+                    crc32 = zlib.crc32(block[at : at + CHECKED]).to_bytes(4, "little")
+                    if crc32 != self._sums[place : place + 4]:
+                        raise self.damaged(f"the checksum of {name!r} does not match")
+                    place += 4
 
     @torch.no_grad()
     def read(self, name: str, offsets: Sequence[int], target: Tensor) -> None:
@@ -166,52 +178,26 @@ class SafetensorsFile:
         offsets = tuple(offsets) or (0,)
         target = target if entry.shape else target.view(1)
         row_bytes = entry.nbytes // shape[0]
-        direct = target.device.type == "cpu" and target.dtype == entry.dtype
-        direct = direct and _format.is_stored_as_is(target) and target.is_contiguous()
-        direct = direct and target.shape[1:] == shape[1:]
-        at_once = len(target) if direct else max(1, _format.BLOCK // row_bytes)
-        for first, rows in enumerate(target.split(at_once)):
-            start = self.starts[name] + (offsets[0] + first * at_once) * row_bytes
-            if direct:  # whole rows go straight into the target's memory
-                self._fill(start, _format.memory_of(rows))
-                increment_version(target)  # torch has not seen the change
-                continue
-            # Otherwise read whole rows into a block, and copy the wanted columns out of it.
+        same_numbers = target.dtype == entry.dtype and is_stored_as_is(target)
+        same_rows = target.shape[1:] == shape[1:] and target.is_contiguous()
+        if target.device.type == "cpu" and same_numbers and same_rows:
+            # Whole rows go straight into the target's memory.
+            self._fill(self._starts[name] + offsets[0] * row_bytes, memory_of(target))
+            increment_version(target)  # torch has not seen the change
+            return
+        # Otherwise read whole rows into a block, and copy the wanted columns out of it.
+        start = self._starts[name] + offsets[0] * row_bytes
+        for rows in target.split(max(1, BLOCK // row_bytes)):
             block = torch.empty((len(rows), *shape[1:]), dtype=entry.dtype, device="cpu")
-            self._fill(start, _format.memory_of(block))
+            self._fill(start, memory_of(block))
+            start += block.nbytes
             for dim in range(1, len(shape)):
                 block = block.narrow(dim, offsets[dim], rows.shape[dim])
             rows.copy_(block)  # also converts the type, and copies to a GPU
 
-    def _compare(self, name: str, begin: int, block: memoryview) -> None:
-        """Compare some bytes of a tensor, from a multiple of `CHECKED` on, with their checksums."""
-        place = 4 * (self._first_sums[name] + begin // CHECKED)
-        for at in range(0, len(block), CHECKED):
-            crc32 = zlib.crc32(block[at : at + CHECKED]).to_bytes(4, "little")
-            if crc32 != self._sums[place : place + 4]:
-                raise self.damaged(f"the checksum of {name!r} does not match")
-            place += 4
 
-
-def read_file(source: OpenFile) -> bytes:
-    """Return the content of a file of text; ValueError if it is none."""
-
-    def read(start: int, length: int) -> bytes:
-        buffer = bytearray(length)
-        found = source.read_into(start, memoryview(buffer))
-        return bytes(buffer[:found])
-
-    return read_text(read, 0, source.size)
-
-
-# A tensor's key, a stored slice of it, and where a slice of that begins, and its sizes.
+# A tensor's key, a stored slice, and offsets and sizes inside of that.
 SliceToVerify: TypeAlias = tuple[str, StoredSlice, Sequence[int], Sequence[int]]
-
-
-def _all_slices(key: str, tensor: StoredTensor) -> Iterator[SliceToVerify]:
-    """Yield all slices of a tensor, each whole."""
-    for stored in tensor.slices:
-        yield key, stored, (0,) * len(stored.sizes), stored.sizes
 
 
 class Reader(ExitStack):
@@ -219,10 +205,14 @@ class Reader(ExitStack):
 
     def __init__(self, folder: Folder, name: str) -> None:
         super().__init__()
-        self.folder, self.name = (folder, name) if name else (folder.behind_link(), name)
+        self.folder = folder
+        if not name:
+            self.folder = folder.behind_link()
+        self.name = name
         self.path = self.folder.path / name
         self._files: dict[int, SafetensorsFile] = {}
         self._taken: set[str] = set()  # the keys of tensors that have a place in a value
+        path = self.path / COMMIT
         try:
             source = self.folder.open(name, COMMIT)
         except FileNotFoundError as error:
@@ -230,26 +220,23 @@ class Reader(ExitStack):
                 f"{self.path} cannot be found on this rank. Give a path that all ranks share."
             ) from error
         self.callback(source.close)
-        source.try_lock(shared=True)  # what is read is not pruned
         try:
-            raw = self._read_commit(source)
+            source.try_lock(shared=True)  # against pruning
+            raw = read_text(source, 0, source.size)
             self.crc32 = zlib.crc32(raw)
-            self.commit, self.tensors = parse(raw, self.path / COMMIT)
+            self.commit, self.tensors = parse(raw, path)
+        except ValueError as error:
+            self.close()
+            if str(path) in str(error):
+                raise
+            raise ValueError(f"{path} is damaged: {error}. Load another checkpoint.") from error
         except BaseException:
             self.close()
             raise
 
-    def _read_commit(self, source: OpenFile) -> bytes:
-        try:
-            return read_file(source)
-        except ValueError as error:
-            raise ValueError(
-                f"{self.path / COMMIT} is damaged: {error}. Load another checkpoint."
-            ) from error
-
     @contextmanager
     def explain(self) -> Iterator[None]:
-        """Raise a ValueError that names the checkpoint for content that makes no sense."""
+        """Raise a ValueError that names the checkpoint for invalid content."""
         try:
             yield
         except (LookupError, AttributeError, RecursionError) as error:  # it has another form
@@ -274,10 +261,10 @@ class Reader(ExitStack):
         file.read(name, offsets, target)
 
     def _find(self, key: str, stored: StoredSlice) -> tuple[SafetensorsFile, str]:
-        """Return the file that a stored slice is in, and its name there."""
+        """Return the file of a stored slice, and the name of the slice there."""
         tensor = self.tensors[key]
         file = self._open(stored.file)
-        name = _format.slice_name(key, stored.offsets, stored.sizes, tensor.shape)
+        name = slice_name(key, stored.offsets, stored.sizes, tensor.shape)
         entry = file.entries.get(name)
         if entry is None or (entry.shape, entry.dtype) != (stored.sizes, tensor.torch_dtype):
             raise file.damaged(f"it has no {name!r} of {stored.sizes} {tensor.torch_dtype}")
@@ -292,19 +279,20 @@ class Reader(ExitStack):
         for stored in tensor.slices:
             self._find(key, stored)
         if tensor.nbytes > LARGE:
-            self.verify(_all_slices(key, tensor))
+            self._verify_whole(key)
+
+    def _verify_whole(self, key: str) -> None:
+        slices = self.tensors[key].slices
+        self.verify((key, each, (), each.sizes) for each in slices)
 
     def read_whole(self, key: str, result: Tensor | None = None) -> Tensor:
         """Return a whole tensor, compared with its checksums; in `result`, if it is given."""
         tensor = self.tensors[key]
-        self.verify(_all_slices(key, tensor))
+        self._verify_whole(key)
         if result is None:
             result = torch.empty(tensor.shape, dtype=tensor.torch_dtype, device="cpu")
-        for _, stored, offsets, sizes in _all_slices(key, tensor):
-            target = result
-            for dim, (start, size) in enumerate(zip(stored.offsets, sizes, strict=True)):
-                target = target.narrow(dim, start, size)
-            self.read(key, stored, offsets, target)
+        for read in find_reads(key, TensorParts.whole(result), tensor):
+            self.read(key, *read)
         return result
 
     def read_once(self, key: str) -> Tensor:
@@ -319,24 +307,22 @@ class Reader(ExitStack):
         self._taken.add(key)
 
     def read_own(self, rank: int) -> dict[str, Tensor]:
-        """Return what a rank has saved for itself; nothing if there was no such rank."""
+        """Return the tensors that a rank has saved for no other rank, by name."""
         result: dict[str, Tensor] = {}
-        if rank >= self.commit.workers:
-            return result
         file = self._open(rank)
-        own = [(name, (), e.shape) for name, e in file.entries.items() if name.startswith(OWN)]
-        file.verify(own)
-        for name, _, shape in own:
-            tensor = torch.empty(shape, dtype=file.entries[name].dtype, device="cpu")
-            file.read(name, (), tensor)
-            result[name.removeprefix(OWN)] = tensor
+        own = [entry for name, entry in file.entries.items() if name.startswith(OWN)]
+        file.verify([(entry.name, (), entry.shape) for entry in own])
+        for entry in own:
+            tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+            file.read(entry.name, (), tensor)
+            result[entry.name] = tensor
         return result
 
     def find_damage(self, rank: int) -> str:
-        """Read all of a rank's file; return what is wrong with it, or what the index has more."""
+        """Read a rank's file; return what is damaged or missing, or ""."""
         try:
             file = self._open(rank)
-            for key, stored in self._slices_in(rank):
+            for key, stored in self._slices_by_file[rank]:
                 self._find(key, stored)
             for name in set(file.entries) - {CHECKS}:
                 file.verify([(name, (), file.entries[name].shape)])
@@ -344,29 +330,18 @@ class Reader(ExitStack):
             return str(error)
         return ""
 
-    def _slices_in(self, number: int) -> Iterator[tuple[str, StoredSlice]]:
-        """Yield the slices that are in a file, with the keys of their tensors."""
-        for grid, piece in self.commit.table.pieces[number]:
-            for key in self.commit.table.grids[grid][1]:
-                stored = self.tensors[key].piece(piece)
-                if 0 not in stored.sizes:
-                    yield key, stored
-        yield from self._listed[number]
-
     @cached_property
-    def _listed(self) -> dict[int, list[tuple[str, StoredSlice]]]:
-        """The slices that are not pieces of a grid, by the number of their file."""
+    def _slices_by_file(self) -> dict[int, list[tuple[str, StoredSlice]]]:
         result = defaultdict[int, list[tuple[str, StoredSlice]]](list)
         for key, tensor in self.tensors.items():
-            for stored in tensor.listed:
+            for stored in tensor.slices:
                 result[stored.file].append((key, stored))
         return result
 
     def _open(self, number: int) -> SafetensorsFile:
         """Return an open file. Raise ValueError if its header is not the one that was saved."""
-        file = self._files.get(number)
-        if file is None:
-            name = _format.file_name(number, self.commit.token)
+        if number not in self._files:
+            name = file_name(number, self.commit.token)
             try:
                 source = self.folder.open(self.name, name)
             except FileNotFoundError as error:
@@ -381,6 +356,6 @@ class Reader(ExitStack):
                     "checkpoint."
                 ) from error
             self.callback(source.close)
-            file = SafetensorsFile(source, self.path / name, self.commit.files[number])
-            self._files[number] = file
-        return file
+            expected = self.commit.files[number]
+            self._files[number] = SafetensorsFile(source, self.path / name, expected)
+        return self._files[number]

@@ -1,4 +1,4 @@
-"""A load, step by step: first compare everything with its checksums, then change something.
+"""Load a run: compare everything with the checksums, then change the objects.
 
     open        the newest complete checkpoint, the same on all ranks
     compare     the objects of the run with the commit, and its slices with their checksums
@@ -6,42 +6,49 @@
     read        the slices, into the memory of the model and the optimizer
     finish      what follows from them: the rule, the blocks, the random generators
 
-If a step fails on any rank, every rank raises, and what had been handed over is undone.
+If a step fails on any rank, every rank raises, and states that were handed over are undone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.optim import Optimizer
 
 from manyhands._ranks.agreement import agree, run_on_all
 from manyhands._ranks.dry_run import dry_group
 from manyhands._ranks.presence import KILLED, Presence, explained, have_ended
 from manyhands._ranks.ranks import RankGroup
 from manyhands._tensors.random_state import check_random_state, set_random_state
-from manyhands.checkpoint import _optimizer
+from manyhands.checkpoint._commit import check_form
 from manyhands.checkpoint._folder import Folder
-from manyhands.checkpoint._format import StateMeta
+from manyhands.checkpoint._format import RANDOM, ModelMeta, StateMeta
 from manyhands.checkpoint._handover import (
     ForeignState,
     ForeignStates,
-    OptimizerSnapshot,
-    check_kinds,
+    take_snapshot,
 )
-from manyhands.checkpoint._model import ModelLoader, find_names, list_names, read_tensors
-from manyhands.checkpoint._optimizer import OptimizerLoader, Replica, match_saved
+from manyhands.checkpoint._model import (
+    find_names,
+    list_names,
+    match_model,
+)
+from manyhands.checkpoint._optimizer import (
+    OptimizerLoader,
+    Replica,
+    match_saved,
+    prepare_to_load,
+)
 from manyhands.checkpoint._reader import Reader
 from manyhands.checkpoint._tensor_parts import Savers, StoredSlice, TensorParts, find_reads
 from manyhands.checkpoint._values import (
-    GetTensor,
     HasState,
+    RunObjects,
     check_has_state,
     check_scheduler,
     check_value,
@@ -52,64 +59,47 @@ from manyhands.checkpoint._values import (
 DISK_TIMEOUT = timedelta(hours=2)  # for the slowest rank's disk
 
 
-# A tensor's key, a stored slice of it, where in that to read, and the memory to read into.
+# A tensor's key, a stored slice, offsets inside of that, and the memory to read into.
 SliceToRead: TypeAlias = tuple[str, StoredSlice, tuple[int, ...], Tensor]
 
 
 def load_newest(
-    folder: Folder,
-    model: nn.Module | None,
-    optimizers: Sequence[Optimizer],
-    schedulers: Sequence[HasState],
-    values: Mapping[str, object],
-    process_group: dist.ProcessGroup | None,
-) -> dict[str, Any]:
+    folder: Folder, run: RunObjects, process_group: dist.ProcessGroup | None
+) -> dict[str, object]:
     """Load the newest checkpoint; if it is removed meanwhile for a newer one, load that."""
     ranks = _join(process_group)
     with explained(ranks, f"while it loaded a checkpoint. {KILLED}"):
-        return _load_newest(folder, model, optimizers, schedulers, values, ranks)
+        prepare_to_load(run.optimizers)
+        savers = Savers.of(ranks)
+        replicas = run_on_all(ranks, lambda: [Replica.of(each, savers) for each in run.optimizers])
+        before = None
+        while True:
+            name = _find_newest(folder, ranks)
+            try:
+                return _load_checkpoint(folder, name, ranks, run, replicas)
+            except FileNotFoundError:
+                if name == before:  # not removed for a newer one: really missing
+                    raise
+                before = name
 
 
-def _load_newest(
-    folder: Folder,
-    model: nn.Module | None,
-    optimizers: Sequence[Optimizer],
-    schedulers: Sequence[HasState],
-    values: Mapping[str, object],
-    ranks: RankGroup,
-) -> dict[str, Any]:
-    _optimizer.prepare_to_load(optimizers)
-    savers = Savers.of(ranks)
-    replicas = run_on_all(ranks, lambda: [Replica.of(each, savers) for each in optimizers])
-    run = Goal(model, optimizers, schedulers, values, replicas)
-    first = ranks.rank == 0 or dry_group() is not None
-    path = folder.path
-    before = None
-    problem = None
-    while True:
-        # Rank 0 decides: a checkpoint may be completed between two ranks' looks.
-        found = run_on_all(ranks, lambda: folder.find_newest() if first else "")
-        # Its name only, as this rank may have the folder under another path. An empty name means
-        # that `path` itself is the checkpoint.
-        name = ranks.all_gather_text(found)[0]
-        if name == before:  # not removed for a newer one: really missing
-            assert problem is not None
-            raise problem
-        try:
-            return _load_checkpoint(folder, name, ranks, run)
-        except FileNotFoundError as error:
-            before = name
-            problem = error
-        except ValueError as error:
-            if str(path / name) in str(error):
-                raise
-            raise ValueError(f"{path / name} cannot be loaded: {error}") from error
+def _find_newest(folder: Folder, ranks: RankGroup) -> str:
+    """Return the name of the newest checkpoint. An empty name stands for the folder itself."""
+    # Rank 0 decides: a checkpoint may be completed between two ranks' looks. Its name only, as
+    # this rank may have the folder under another path.
+
+    def find() -> str:
+        if ranks.rank == 0 or dry_group() is not None:
+            return folder.find_newest()
+        return ""
+
+    return ranks.all_gather_text(run_on_all(ranks, find))[0]
 
 
 def _join(process_group: dist.ProcessGroup | None) -> RankGroup:
     """Return the ranks, in a group of their own, once each has called."""
-    # From then on no rank is late by mistake: the slowest disk has hours, and a worker that dies is
-    # noticed when its connections close.
+    # From then on no rank is late by mistake: the slowest disk has hours, and closed connections
+    # show that a worker has died.
     ranks = RankGroup.of(process_group)
     try:
         return replace(ranks.with_cpu_group(), patience=DISK_TIMEOUT)
@@ -123,212 +113,178 @@ def _join(process_group: dist.ProcessGroup | None) -> RankGroup:
         ) from error
 
 
-@dataclass
-class Goal:
-    """The objects to load into."""
-
-    model: nn.Module | None
-    optimizers: Sequence[Optimizer]
-    schedulers: Sequence[HasState]
-    values: Mapping[str, object]
-    replicas: Sequence[Replica]  # for each optimizer
-    own: Mapping[str, Tensor] = field(default_factory=dict)  # the saved rank's of this number
-
-
-def _load_checkpoint(folder: Folder, name: str, ranks: RankGroup, run: Goal) -> dict[str, Any]:
-    with run_on_all(ranks, lambda: Reader(folder, name)) as reader:
+def _load_checkpoint(
+    folder: Folder, name: str, ranks: RankGroup, run: RunObjects, replicas: Sequence[Replica]
+) -> dict[str, object]:
+    with run_on_all(ranks, lambda: Reader(folder, name)) as reader, reader.explain():
         advice = f"Give a path that they share, not {reader.path}."
         agree(ranks, {"checkpoints": reader.crc32}, advice)
-        random: dict[str, Tensor] = {}
 
-        def prepare() -> tuple[RunLoader, list[SliceToRead]]:
-            """Compare everything, and change nothing; return the loader and what it will read."""
-            run.own = _read_own(reader, ranks) if run.optimizers else {}
-            found = {key.partition("random/")[2]: state for key, state in run.own.items()}
-            random.update({key: state for key, state in found.items() if key})
-            if run.optimizers and ranks.rank < reader.commit.workers:
-                check_random_state(random)
+        def compare() -> RunLoader:
             with reader.explain():
-                loader = RunLoader(reader, run)
-            slices = [
-                (key, *each)
-                for key, target in loader.targets.items()
-                for each in find_reads(key, target, reader.tensors[key])
-            ]
-            reader.verify((key, stored, at, target.shape) for key, stored, at, target in slices)
-            return loader, slices
+                return RunLoader(reader, run, replicas, ranks)
 
-        loader, slices = run_on_all(ranks, prepare)
-
-        def fill() -> None:
-            try:
-                for each in slices:
-                    reader.read(*each)
-            except (OSError, ValueError) as error:
-                # The one failure that cannot be undone without a copy of the whole model.
-                raise RuntimeError(
-                    f"{reader.path} was verified, and could then not be read again: {error} The "
-                    "model and the optimizer are loaded in part now."
-                ) from error
-            loader.load_optimizers()
-
-        def finish() -> None:
-            """Continue from what is filled on all ranks. None of this can be refused."""
-            loader.finish()
-            if random:
-                set_random_state(random)
-
+        loader = run_on_all(ranks, compare)
         # From here on things change. Each `run_on_all` ends with an exchange of errors, so that
         # either every rank goes on or every rank undoes.
         try:
-            run_on_all(ranks, loader.load_foreign_states)
-            run_on_all(ranks, fill)
-            run_on_all(ranks, finish)
+            for step in (loader.load_foreign_states, loader.fill, loader.finish):
+                run_on_all(ranks, step)
         except BaseException:
             loader.undo()
             raise
         return loader.result
 
 
-def _read_own(reader: Reader, ranks: RankGroup) -> dict[str, Tensor]:
-    """Return what the saved rank of this rank's number had for itself."""
-    # A run that continues wants the whole checkpoint sound, also what has no successor here.
-    for other in range(ranks.rank + ranks.size, reader.commit.workers, ranks.size):
-        reader.read_own(other)
-    return reader.read_own(ranks.rank)
-
-
-# -- the objects of a run --------------------------------------------------------------------------
-
-
 class RunLoader:
     """Loads a checkpoint into the objects of a run.
 
-    Creating a loader compares everything with the commit and reads small values, but changes
-    nothing. The next steps are `load_foreign_states`, filling the `targets`, `load_optimizers` and
-    `finish`; if any of them fails on any rank, `undo`.
+    Creating a loader compares everything with the commit, and all that will be read with the
+    checksums, but changes nothing. The next steps are `load_foreign_states`, `fill` and `finish`;
+    if any of them fails on any rank, `undo`.
     """
 
-    def __init__(self, reader: Reader, run: Goal) -> None:
-        commit = reader.commit
-        get = reader.read_once
-        self.targets: dict[str, TensorParts] = {}
-        self.result: dict[str, object] = {} if commit.step is None else {"step": commit.step}
+    def __init__(
+        self, reader: Reader, run: RunObjects, replicas: Sequence[Replica], ranks: RankGroup
+    ) -> None:
+        self.result: dict[str, object] = {}
+        self._reader = reader
+        self._targets: dict[str, TensorParts] = {}
         self._foreign_states = ForeignStates()
         self._optimizers: list[OptimizerLoader] = []
-        self._snapshot: OptimizerSnapshot | None = None
-        model = run.model
-        optimizers = run.optimizers
-        values = run.values
+        self._restore_optimizers: Callable[[], None] | None = None
+        self._random: dict[str, Tensor] = {}
+        commit = reader.commit
+        own: dict[str, Tensor] = {}  # of the saved rank with this number
+        if run.optimizers:
+            # A run that continues wants all of the checkpoint sound, also what no rank here uses.
+            for number in range(ranks.rank, commit.workers, ranks.size):
+                found = reader.read_own(number)
+                if number == ranks.rank:
+                    own = found
+                    for key, state in own.items():
+                        if key.startswith(RANDOM):
+                            self._random[key.removeprefix(RANDOM)] = state
+                    check_random_state(self._random)
+        if commit.step is not None:
+            self.result["step"] = commit.step
         names = None
         # The model first: the optimizer's state is found by the model's names.
-        if model is not None:
-            names = find_names(model)
+        if run.model is not None:
+            names = find_names(run.model)
             if commit.model is None:
                 raise ValueError("the checkpoint was saved without model=. Load it without model=.")
-            self._add_model(ModelLoader(names, commit.model, "model", reader))
-        matches = match_saved(optimizers, commit.optimizers) if optimizers else []
-        if matches is None:
-            raise _wrong_number("optimizer", len(optimizers), len(commit.optimizers))
-        for each, replica, match in zip(optimizers, run.replicas, matches, strict=True):
-            layout = run.own.get(f"layout.{match.numbers.start}")
-            own_layout = _optimizer.to_bytes(replica.layout)
-            same = layout is not None and layout.tolist() == own_layout.tolist()
-            loader = OptimizerLoader(each, match, names, reader, replica, same)
-            self.targets |= loader.targets
-            self._optimizers.append(loader)
+            self._add_model(*match_model(names, commit.model, "model", reader))
+        if run.optimizers:
+            matches = match_saved(run.optimizers, replicas, commit.optimizers)
+            if matches is None:
+                raise _wrong_number("optimizer", len(run.optimizers), len(commit.optimizers))
+            for match in matches:
+                self._optimizers.append(OptimizerLoader(match, names, reader, own))
+        for loader in self._optimizers:
+            self._targets |= loader.targets
             if commit.step is not None:
                 self.result["step"] = loader.step_of_run(commit.step)
-        self._add_schedulers(run.schedulers, commit.schedulers, get)
-        missing = sorted(set(values) - set(commit.values))
+        if run.schedulers:
+            self._add_schedulers(run.schedulers, commit.schedulers)
+        missing = sorted(set(run.values) - set(commit.values))
         if missing:
-            saved = list_names(sorted(commit.values))
-            others = f"but {saved}" if saved else "and no other value"
+            others = "and no other value"
+            if commit.values:
+                others = f"but {list_names(sorted(commit.values))}"
             raise ValueError(f"the checkpoint has no {list_names(missing)}, {others}.")
         for name, value in commit.values.items():
-            self._add_value(name, value, values.get(name), reader)
+            self.result[name] = self._add_value(name, value, run.values.get(name))
+        self._slices: list[SliceToRead] = []
+        for key, target in self._targets.items():
+            for stored, at, memory in find_reads(key, target, reader.tensors[key]):
+                self._slices.append((key, stored, at, memory))
+        reader.verify((key, stored, at, memory.shape) for key, stored, at, memory in self._slices)
 
-    def _add_model(self, loader: ModelLoader) -> None:
-        self.targets |= loader.targets
-        self._foreign_states.add(*loader.foreign_states)
+    def _add_model(self, targets: dict[str, TensorParts], states: list[ForeignState]) -> None:
+        self._targets |= targets
+        self._foreign_states.states += states
 
-    def _add_schedulers(
-        self, here: Sequence[HasState], saved: Sequence[StateMeta], get: GetTensor
-    ) -> None:
+    def _add_schedulers(self, here: Sequence[HasState], saved: Sequence[StateMeta]) -> None:
         """Prepare to load the schedulers, in the order in which they were saved."""
-        if here and len(here) != len(saved):
+        if len(here) != len(saved):
             raise _wrong_number("scheduler", len(here), len(saved))
-        # Not strict: with no scheduler here, the saved ones are left out.
-        for each, meta in zip(here, saved, strict=False):
+        for each, meta in zip(here, saved, strict=True):
             check_scheduler(each)
             if type(each).__name__ != meta["class"]:
                 raise ValueError(
                     f"the checkpoint has the state of a {meta['class']}, and the scheduler here is "
                     f"a {type(each).__name__}."
                 )
-            state = decode(meta["state"], get)
-            self._add_object("the scheduler", each, state)
+            self._add_object("the scheduler", each, meta["state"])
 
-    def _add_object(self, name: str, each: HasState, state: object) -> None:
+    def _add_object(self, name: str, each: HasState, meta: object) -> None:
         """Prepare to load the state of an object, in place."""
-        check_kinds(name, each, state)
-        self._foreign_states.add(ForeignState(name, each.state_dict, each.load_state_dict, state))
+        state = decode(meta, self._reader.read_once)
+        foreign = ForeignState(name, each.state_dict, each.load_state_dict, state)
+        self._foreign_states.states.append(foreign)
 
-    def _add_value(self, name: str, meta: object, target: object, reader: Reader) -> None:
-        """Prepare one of the user's values; `target`, if not None, is the object to load into."""
-        holder = None
-        if target is not None:
-            check_value(name, target)
-            holder = check_has_state(f"{name}=", target)
-        if isinstance(meta, Mapping) and meta.get("$") == "module":
-            prefix = f"value/{escape(name)}"
-            if holder is None:
-                self.result[name] = read_tensors(meta["value"], prefix, reader.read_once)
-                return
-            if not isinstance(target, nn.Module):
-                raise ValueError(
-                    f"the checkpoint has the state of a module for {name}=, and a "
-                    f"{type(target).__name__} was given."
-                )
+    def _add_value(self, name: str, meta: Any, target: object) -> object:
+        """Return a value of the user's: `target`, if given, which is then to be loaded in place."""
+        get = self._reader.read_once
+        prefix = f"value/{escape(name)}"
+        is_module = isinstance(meta, Mapping) and meta.get("$") == "module"
+        if is_module:
+            meta = meta["value"]
+            check_form(meta, ModelMeta)
+        if target is None:
+            if is_module:
+                return {each: get(f"{prefix}/{each}") for each in meta["params"] + meta["buffers"]}
+            return decode(meta, get)
+        check_value(name, target)
+        holder = check_has_state(f"{name}=", target)
+        if not is_module:
+            self._add_object(f"{name}=", holder, meta)
+        elif isinstance(target, nn.Module):
             names = find_names(target)
-            self._add_model(ModelLoader(names, meta["value"], prefix, reader, what=name))
-            self.result[name] = target
-            return
-        value = decode(meta, reader.read_once)
-        if holder is None:
-            self.result[name] = value
-            return
-        self._add_object(f"{name}=", holder, value)
-        self.result[name] = target
+            self._add_model(*match_model(names, meta, prefix, self._reader, name))
+        else:
+            raise ValueError(
+                f"the checkpoint has the state of a module for {name}=, and a "
+                f"{type(target).__name__} was given."
+            )
+        return target
 
     def load_foreign_states(self) -> None:
-        """Load what only foreign code can load, while the model and optimizer are unchanged."""
+        """Load the states that need foreign code, while model and optimizer are unchanged."""
         self._foreign_states.apply()
         # The copies cost memory, so they are made only if an optimizer may refuse its state.
         if not all(each.is_sure for each in self._optimizers):
             inner = [each.inner for each in self._optimizers]
-            self._snapshot = OptimizerSnapshot(inner, self.targets.values())
+            self._restore_optimizers = take_snapshot(inner, self._targets.values())
 
-    def load_optimizers(self) -> None:
-        """Hand the filled targets to the optimizers, which may run the user's code."""
+    def fill(self) -> None:
+        """Read the slices, and hand the filled state to the optimizers, which may be the user's."""
+        try:
+            for each in self._slices:
+                self._reader.read(*each)
+        except (OSError, ValueError) as error:
+            # The one failure that cannot be undone without a copy of the whole model.
+            raise RuntimeError(
+                f"{self._reader.path} was verified, and could then not be read again: {error} The "
+                "model and the optimizer are loaded in part now."
+            ) from error
         for optimizer in self._optimizers:
             optimizer.load()
 
     def finish(self) -> None:
-        """Let rules and blocks continue."""
+        """Continue from what is filled on all ranks. None of this can be refused."""
         # Blocks need the model complete: a new anchor begins at the parameters.
         for optimizer in self._optimizers:
             optimizer.finish()
+        if self._random:
+            set_random_state(self._random)
 
     def undo(self) -> None:
         """Put everything back as it was, after some rank could not load."""
-        if self._snapshot is not None:
-            self._snapshot.restore()
-        failed = self._foreign_states.undo()
-        if failed:
-            raise RuntimeError(
-                f"the load failed, and {', '.join(failed)} did not take its earlier state back."
-            )
+        if self._restore_optimizers is not None:
+            self._restore_optimizers()
+        self._foreign_states.undo()
 
 
 def _wrong_number(what: str, here: int, saved: int) -> ValueError:

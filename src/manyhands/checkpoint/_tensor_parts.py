@@ -1,4 +1,4 @@
-"""The slices of tensors that this rank holds, and where slices are stored.
+"""Find the slices of tensors that this rank holds, and the files of stored slices.
 
 A *slice* is rectangular: offsets and sizes, one for each dimension. A plain tensor is one slice,
 and so is a shard of a DTensor. A flat range of a parameter (`_optimizers/state_parts.py`) is a few:
@@ -16,13 +16,15 @@ stored slices overlap it.
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from operator import add
-from typing import TYPE_CHECKING, Any, TypeGuard
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -71,30 +73,22 @@ def slices_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[B
     >>> list(slices_of_range((4, 5), 3, 16))
     [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 1))]
     """
-    if start >= stop:
-        return
-    if not shape:
+    if not shape and start < stop:
         yield (), ()
         return
-    row_shape = shape[1:]
     row_size = math.prod(shape[1:])
-    first, skipped = divmod(start, row_size)
-    last, rest = divmod(stop, row_size)
-    if first == last:  # begins and ends within one row
-        yield from _slices_of_row(first, row_shape, skipped, rest)
-        return
-    if skipped:  # the end of the first row
-        yield from _slices_of_row(first, row_shape, skipped, row_size)
-        first += 1
-    if first < last:  # whole rows
-        yield (first, *(0 for _ in row_shape)), (last - first, *row_shape)
-    if rest:  # the beginning of the last row
-        yield from _slices_of_row(last, row_shape, 0, rest)
-
-
-def _slices_of_row(row: int, shape: tuple[int, ...], start: int, stop: int) -> Iterator[Bounds]:
-    for offsets, sizes in slices_of_range(shape, start, stop):
-        yield (row, *offsets), (1, *sizes)
+    while start < stop:
+        row, skipped = divmod(start, row_size)
+        rows = (stop - start) // row_size
+        if rows and not skipped:  # whole rows
+            yield (row,) + (0,) * len(shape[1:]), (rows, *shape[1:])
+            start += rows * row_size
+            continue
+        # The end of the first row, the beginning of the last, or a part of the only one.
+        end = min(row_size, skipped + stop - start)
+        for offsets, sizes in slices_of_range(shape[1:], skipped, end):
+            yield (row, *offsets), (1, *sizes)
+        start += end - skipped
 
 
 @dataclass(frozen=True)
@@ -111,41 +105,41 @@ class Holders:
         return Holders(outer.count * self.count, place, self.kind + outer.kind)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Savers:
     """The ranks that save together: their ranks among all processes, and this rank's place."""
 
     size: int = 1
     rank: int = 0
     ranks: Sequence[int] = (0,)
-    kind: str = "all"
-    _copies: dict[tuple[int, ...], Savers] = field(default_factory=dict)  # by the members
+    kind: str = ""
 
     @classmethod
     def of(cls, ranks: RankGroup) -> Savers:
-        return cls(ranks.size, ranks.rank, tuple(ranks.ranks)) if ranks.size > 1 else cls()
+        if ranks.size == 1:
+            return cls()
+        return cls(ranks.size, ranks.rank, tuple(ranks.ranks), "all")
 
     @property
     def everyone(self) -> Holders:
         """The holders of what every rank has alike."""
-        return Holders(self.size, self.rank, self.kind if self.size > 1 else "")
+        return Holders(self.size, self.rank, self.kind)
 
     def copies(self, members: Sequence[int]) -> Savers:
-        """Return the ranks with this one's place in groups that hold the same, as `members`."""
+        """Return the ranks that hold the same slices as this one, in groups such as `members`."""
         # The groups are the rows of a grid of ranks, or its columns, as in a mesh of ranks.
-        key = tuple(sorted(members))
-        if key not in self._copies:
-            if not set(key) <= set(self.ranks) or self.size % len(key):
-                raise ValueError(
-                    f"the run is sharded over ranks {list(key)}, and {list(self.ranks)} save. Call "
-                    "mh.save on all ranks of one or more such groups: give process_group= for that."
-                )
-            places = [self.ranks.index(rank) for rank in key]
-            step = places[1] - places[0] if len(places) > 1 else 1
-            row, column = divmod(places[0], step * len(places))
-            count = self.size // len(places)
-            self._copies[key] = Savers(count, row * step + column % step, kind="copies")
-        return self._copies[key]
+        members = sorted(members)
+        if not set(members) <= set(self.ranks) or self.size % len(members):
+            raise ValueError(
+                f"the run is sharded over ranks {members}, and {list(self.ranks)} save. Call "
+                "mh.save on all ranks of one or more such groups: give process_group= for that."
+            )
+        first = self.ranks.index(members[0])
+        step = 1
+        if len(members) > 1:
+            step = self.ranks.index(members[1]) - first
+        row, column = divmod(first, step * len(members))
+        return Savers(self.size // len(members), row * step + column % step, kind="copies")
 
 
 ALONE = Savers()
@@ -172,19 +166,22 @@ class TensorParts:
         """Return this rank's shard. Ranks along a dimension that is not sharded hold the same."""
         shape, corner, here = _locate_local(tensor)
         mesh = tensor.device_mesh
-        own = tensor.device_mesh.get_coordinate()
+        own = mesh.get_coordinate()
         assert own is not None
         holders = Holders(kind="mesh")
-        grid = None
+        grids = []
         placements: Any = tensor.placements
         for dim, placement in enumerate(placements):
-            if not placement.is_shard():
+            if placement.is_replicate():
                 holders = holders.times(Holders(mesh.size(dim), own[dim]))
-            elif _is_cut(here, shape, corner, placement.dim, mesh.size(dim), own[dim]):
-                grid = (placement.dim, mesh.size(dim), own[dim])
+            else:
+                grids.append((placement.dim, mesh.size(dim), own[dim]))
         if 1 < savers.size != mesh.size():
             holders = holders.times(savers.copies(mesh.mesh.flatten().tolist()).everyone)
-        return cls(shape, here.dtype, [(corner, here)], holders, grid)
+        result = cls(shape, here.dtype, [(corner, here)], holders)
+        if len(grids) == 1:
+            (result.grid,) = grids
+        return result
 
     @classmethod
     def from_flat(
@@ -205,13 +202,14 @@ class TensorParts:
         # permuted shape, and permute each slice back.
         order = order_of_dims(like)
         back = [order.index(dim) for dim in range(like.dim())]
-        slices = []
-        done = 0
         permuted = tuple(like.shape[dim] for dim in order)
+        slices = []
+        rest = flat
         for offsets, sizes in slices_of_range(permuted, start, start + flat.numel()):
-            elements = flat[done : (done := done + torch.Size(sizes).numel())].view(sizes)
+            count = math.prod(sizes)
             begin = tuple(offsets[i] + first for i, first in zip(back, corner, strict=True))
-            slices.append((begin, elements.permute(back)))
+            slices.append((begin, rest[:count].view(sizes).permute(back)))
+            rest = rest[count:]
         return cls(shape, flat.dtype, slices, holders)
 
     @property
@@ -221,68 +219,45 @@ class TensorParts:
 
     def merge(self, before: TensorParts | None) -> TensorParts:
         """Return the slices of both, for a rank that holds several ranges of one tensor."""
-        slices = self.slices if before is None else [*before.slices, *self.slices]
-        return replace(self, slices=slices)
+        if before is None:
+            return self
+        return replace(self, slices=[*before.slices, *self.slices])
 
 
 def _locate_local(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
     """Return the whole tensor's shape, the offsets of the local tensor in it, and the latter."""
     here = local_shard(tensor).detach()
-    corner = (0,) * tensor.dim()
     # The local tensor may be the result of a collective that is still under way.
-    here = here.wait() if hasattr(here, "wait") else here
+    if hasattr(here, "wait"):
+        here = here.wait()
+    corner = (0,) * tensor.dim()
     if is_dtensor(tensor):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        placed = tensor.device_mesh, tensor.placements
-        _, corner = compute_local_shape_and_global_offset(tensor.shape, *placed)
+        sizes, corner = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+        if tuple(sizes) != tuple(here.shape):
+            raise ValueError(f"a shard has the shape {tuple(here.shape)} in place of {sizes}.")
     return tuple(tensor.shape), tuple(corner), here
 
 
-def _is_cut(
-    here: Tensor, shape: Sequence[int], corner: Sequence[int], dim: int, pieces: int, piece: int
-) -> bool:
-    """Return whether a shard is one piece of the tensor, cut along `dim` only."""
-    start, stop = piece_range(shape[dim], pieces, piece)
-    cut = (*shape[:dim], stop - start, *shape[dim + 1 :])
-    return tuple(here.shape) == cut and (start == stop or corner[dim] == start)
-
-
 def own_share(tensors: Mapping[str, TensorParts]) -> dict[str, TensorParts]:
-    """Return what this rank writes, of all that it holds."""
+    """Return the tensors that this rank writes, of all that it holds."""
     totals: dict[Holders, int] = defaultdict(int)
     for parts in tensors.values():
         totals[parts.holders] += parts.nbytes
     result = {}
-    done = dict.fromkeys(totals, 0)
+    done: dict[Holders, int] = defaultdict(int)
     for key, parts in tensors.items():
         holders = parts.holders
-        total = max(1, totals[parts.holders])
+        total = max(1, totals[holders])
         writers = min(holders.count, -(-total // LEAST))
-        if done[holders] * writers // total == holders.place or holders.count == 1:
+        writer = done[holders] * writers // total
+        if holders.place == min(writer, writers - 1):  # empty tensors may follow the last byte
             result[key] = parts
         done[holders] += parts.nbytes
     return result
-
-
-def table_of(tensors: Mapping[str, TensorParts]) -> Table:
-    """Return where these tensors are, as the table of one file."""
-    table = Table(pieces=[[]])
-    grids: dict[tuple[int, int], dict[str, list[object]]] = {}
-    for key, parts in tensors.items():
-        shape = list(parts.shape)
-        dtype = str(parts.dtype).removeprefix("torch.")
-        if parts.grid is None:
-            slices = [[0, list(offsets), list(e.shape)] for offsets, e in stored_slices(parts)]
-            if slices:
-                table.slices[key] = [shape, dtype, slices]
-            continue
-        dim, pieces, piece = parts.grid
-        grids.setdefault((pieces, piece), {})[key] = [shape, dtype, dim]
-    for number, ((pieces, piece), members) in enumerate(grids.items()):
-        table.grids.append([pieces, members])
-        table.pieces[0].append([number, piece])
-    return table
 
 
 def stored_slices(parts: TensorParts) -> Iterator[tuple[tuple[int, ...], Tensor]]:
@@ -296,30 +271,89 @@ def stored_slices(parts: TensorParts) -> Iterator[tuple[tuple[int, ...], Tensor]
 def find_reads(
     key: str, target: TensorParts, stored: StoredTensor
 ) -> list[tuple[StoredSlice, tuple[int, ...], Tensor]]:
-    """Return what to read to fill a target: stored slices, offsets in them, and the memory."""
-    # Raise ValueError unless that is all of it.
+    """Return the reads that fill a target: stored slices, offsets in them, and the memory."""
+    if target.shape != stored.shape:
+        raise ValueError(f"{key!r} is {stored.shape} in the checkpoint and {target.shape} here.")
     reads = []
-    found = 0
     for start, elements in target.slices:
-        sizes = tuple(elements.shape)
-        for each in stored.overlapping(start, sizes):
-            # From the beginning to the end that both have, in each dimension.
-            first = tuple(map(max, start, each.offsets))
-            last = tuple(map(min, map(add, start, sizes), map(add, each.offsets, each.sizes)))
+        for each in stored.overlapping(start, elements.shape):
             view = elements
-            for dim, (a, b, begin) in enumerate(zip(first, last, start, strict=True)):
-                view = view.narrow(dim, a - begin, b - a)
-            inside = tuple(a - b for a, b in zip(first, each.offsets, strict=True))
-            reads.append((each, inside, view))
-            found += view.numel()
-    needed = sum(elements.numel() for _, elements in target.slices)
-    # Counting is enough: stored slices do not overlap.
-    if found != needed:
-        raise ValueError(f"the checkpoint has {found:,} of {needed:,} elements of {key!r}.")
-    return reads
+            inside = []
+            for dim, begin in enumerate(start):
+                # From the beginning to the end that both have.
+                first = max(begin, each.offsets[dim])
+                last = min(begin + elements.shape[dim], each.offsets[dim] + each.sizes[dim])
+                view = view.narrow(dim, first - begin, last - first)
+                inside.append(first - each.offsets[dim])
+            reads.append((each, tuple(inside), view))
+    return reads  # of all elements: `find_tensors`
 
 
 # -- where tensors are ----------------------------------------------------------------------------
+
+
+class Table(TypedDict):
+    """Where tensors are: those in grids, and the slices of all others.
+
+    A rank describes its file as file 0, and the commit describes all files.
+    """
+
+    # For each grid how many pieces it has, the file of each piece and, by key, shape, dtype and the
+    # dimension that is cut. In a rank's own table: the number of its piece instead of the files.
+    grids: list[list[Any]]
+    # By key: shape, dtype, and a list of (file, offsets, sizes).
+    slices: dict[str, list[Any]]
+
+
+def table_of(tensors: Mapping[str, TensorParts]) -> Table:
+    """Return where these tensors are, as the table of one file."""
+    slices: dict[str, list[Any]] = {}
+    grids: dict[tuple[int, int], dict[str, list[Any]]] = {}
+    for key, parts in tensors.items():
+        described: list[Any] = [list(parts.shape), str(parts.dtype).removeprefix("torch.")]
+        if parts.grid is not None:
+            dim, count, piece = parts.grid
+            grids.setdefault((count, piece), {})[key] = [*described, dim]
+            continue
+        stored = [[0, list(start), list(each.shape)] for start, each in stored_slices(parts)]
+        if stored:
+            slices[key] = [*described, stored]
+    table = Table(grids=[], slices=slices)
+    for (count, piece), members in grids.items():
+        # Only one rank spells out a grid: the others have the same, and say which by its checksum.
+        spelled: object = members
+        if piece > 0:
+            spelled = checksum(members)
+        table["grids"].append([count, piece, spelled])
+    return table
+
+
+def checksum(members: object) -> int:
+    return zlib.crc32(json.dumps(members).encode())
+
+
+def merge_tables(tables: Sequence[Table]) -> Table:
+    """Return the table of all files from the tables that ranks have sent of their own."""
+    grids: dict[tuple[int, int], list[Any]] = {}
+    all_slices: dict[str, list[Any]] = {}
+    for file, table in enumerate(tables):
+        for count, piece, members in table["grids"]:
+            crc32 = members
+            if piece == 0:
+                crc32 = checksum(members)
+            # Pieces that no rank has are refused by `find_tensors`.
+            grid = grids.setdefault((count, crc32), [count, [None] * count, {}])
+            grid[1][piece] = file
+            if piece == 0:
+                grid[2] = members
+        for key, (shape, dtype, slices) in table["slices"].items():
+            known = all_slices.setdefault(key, [shape, dtype, []])
+            if known[:2] != [shape, dtype]:
+                raise ValueError(
+                    f"ranks have different tensors for {key!r}: {known[:2]} and {[shape, dtype]}."
+                )
+            known[2] += [[file, offsets, sizes] for _, offsets, sizes in slices]
+    return Table(grids=list(grids.values()), slices=all_slices)
 
 
 @dataclass(frozen=True)
@@ -329,27 +363,6 @@ class StoredSlice:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: int
-
-
-@dataclass
-class Table:
-    """Where tensors are: those in grids, and the slices of all others.
-
-    A rank describes its own file so, with itself as file 0, and the commit all files.
-    """
-
-    # For each grid how many pieces it has and, by key, shape, dtype and the dimension that is cut.
-    grids: list[list[Any]] = field(default_factory=list)
-    # For each file the pieces that it has: pairs of a grid's number and a piece's.
-    pieces: list[list[list[int]]] = field(default_factory=list)
-    # By key: shape, dtype, and a list of (file, offsets, sizes).
-    slices: dict[str, list[Any]] = field(default_factory=dict)
-
-
-def piece_range(size: int, pieces: int, piece: int) -> tuple[int, int]:
-    """Return where a piece of a dimension begins and ends, cut as `torch.chunk` does."""
-    each = -(-size // pieces)
-    return min(size, each * piece), min(size, each * (piece + 1))
 
 
 @dataclass(frozen=True)
@@ -377,53 +390,51 @@ class StoredTensor:
 
     @property
     def slice_count(self) -> int:
-        """The number of slices that are not empty."""
-        if 0 in self.shape:
-            return 0
-        if not self.holders:
-            return sum(1 for each in self.listed if 0 not in each.sizes)
-        size = self.shape[self.cut]
-        return -(-size // -(-size // len(self.holders)))
+        return len(list(self.slices))
 
     def overlapping(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[StoredSlice]:
         """Yield the slices that have elements of this one."""
-        candidates: Iterable[StoredSlice] = self.listed
-        if count := len(self.holders):
-            each = max(1, -(-self.shape[self.cut] // count))
+        candidates = self.listed
+        if self.holders:
             start = offsets[self.cut]
-            size = sizes[self.cut]
-            candidates = map(
-                self.piece, range(start // each, min(count, -(-(start + size) // each)))
-            )
+            each = max(1, self._piece_size)
+            end = min(len(self.holders), -(-(start + sizes[self.cut]) // each))
+            candidates = list(map(self._piece, range(start // each, end)))
         for found in candidates:
             bounds = zip(offsets, sizes, found.offsets, found.sizes, strict=True)
             if all(a < c + d and c < a + b for a, b, c, d in bounds):
                 yield found
 
-    def piece(self, piece: int) -> StoredSlice:
-        """Return a piece of a tensor that is cut; it may be empty."""
-        start, stop = piece_range(self.shape[self.cut], len(self.holders), piece)
+    @property
+    def _piece_size(self) -> int:
+        """The size of a piece, cut as `torch.chunk` does: the last ones may be smaller or empty."""
+        return -(-self.shape[self.cut] // len(self.holders))
+
+    def _piece(self, number: int) -> StoredSlice:
         offsets = [0] * len(self.shape)
         sizes = list(self.shape)
+        start = min(sizes[self.cut], number * self._piece_size)
         offsets[self.cut] = start
-        sizes[self.cut] = stop - start
-        return StoredSlice(tuple(offsets), tuple(sizes), self.holders[piece])
+        sizes[self.cut] = min(sizes[self.cut] - start, self._piece_size)
+        return StoredSlice(tuple(offsets), tuple(sizes), self.holders[number])
 
 
 def find_tensors(table: Table, files: int) -> dict[str, StoredTensor]:
-    """Return all tensors of a table. Raise ValueError unless each element is in it exactly once."""
+    """Return all tensors of a table. Raise an error unless each element is in it exactly once."""
+    _check_counts([table["grids"], table["slices"]])
     tensors: dict[str, StoredTensor] = {}
-    for (_, members), holders in zip(table.grids, _find_holders(table, files), strict=True):
+    for count, holders, members in table["grids"]:
+        # Counted before anything of that size is made: a damaged count may be any number.
+        if count != len(set(holders)) or max(holders) >= files:
+            raise ValueError(f"{count} pieces of a grid are not there once each")
         for key, (shape, dtype, dim) in members.items():
-            _check_numbers(key, dtype, shape, [dim])
+            _check_shape(key, shape, dtype)
             if dim >= len(shape) or key in tensors:
                 raise ValueError(f"tensor {key!r} is cut in an impossible way")
             tensors[key] = StoredTensor(tuple(shape), dtype, dim, holders)
-    for key, (shape, dtype, several) in table.slices.items():
+    for key, (shape, dtype, several) in table["slices"].items():
+        _check_shape(key, shape, dtype)
         slices = [StoredSlice(tuple(o), tuple(s), file) for file, o, s in several]
-        _check_numbers(
-            key, dtype, shape, [n for s in slices for n in (*s.offsets, *s.sizes, s.file)]
-        )
         bounds = [(each.offsets, each.sizes) for each in slices]
         once = covers_once(shape, bounds) and key not in tensors
         if not once or any(each.file >= files for each in slices):
@@ -432,40 +443,27 @@ def find_tensors(table: Table, files: int) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _find_holders(table: Table, files: int) -> list[list[int]]:
-    """Return for each grid the file of each piece. Raise ValueError unless each is there once."""
-    found: list[dict[int, int]] = [{} for _ in table.grids]
-    if len(table.pieces) != files:
-        raise ValueError(f"there are the pieces of {len(table.pieces)} files, and {files} files")
-    for file, pieces in enumerate(table.pieces):
-        for grid, piece in pieces:
-            if not (_is_count(grid) and _is_count(piece) and grid < len(found)):
-                raise ValueError(f"file {file} has an impossible piece of a grid")
-            if found[grid].setdefault(piece, file) != file:
-                raise ValueError(f"files {found[grid][piece]} and {file} have the same piece")
-    result = []
-    for number, ((count, _), holders) in enumerate(zip(table.grids, found, strict=True)):
-        # Counted before anything of that size is made: a damaged count may be any number.
-        if not _is_count(count) or count != len(holders) or max(holders, default=-1) >= count:
-            raise ValueError(f"of grid {number}, {len(holders)} of {count} pieces are there")
-        result.append([holders[piece] for piece in range(count)])
-    return result
-
-
-def _is_count(value: object) -> bool:
+def _check_counts(value: object) -> None:
+    """Raise ValueError unless all numbers in JSON are counts."""
+    children: Iterable[object] = ()
+    if isinstance(value, list):
+        children = value
+    elif isinstance(value, dict):
+        children = value.values()
     # The exact type: True is an int to Python.
-    return type(value) is int and 0 <= value < MOST
+    elif type(value) is not str and not (type(value) is int and 0 <= value < MOST):
+        raise ValueError(f"{value!r:.80} is no number of elements, pieces or files")
+    for each in children:
+        _check_counts(each)
 
 
-def _check_numbers(key: str, dtype: Any, shape: Sequence[Any], numbers: Sequence[Any]) -> None:
-    """Raise ValueError unless numbers are counts, and a shape is one that torch can have."""
-    counts = all(map(_is_count, shape)) and all(map(_is_count, numbers))
-    if not counts or len(shape) > MOST_DIMENSIONS or dtype not in DTYPE_TEXTS:
-        raise ValueError(f"tensor {key!r} has an impossible shape, type or place")
+def _check_shape(key: str, shape: Sequence[int], dtype: str) -> None:
+    """Raise ValueError unless torch can have a tensor of this shape and type."""
     # Strides are computed as if no dimension were empty.
     elements = math.prod(max(1, size) for size in shape)
-    if elements * DTYPE_TEXTS[dtype].itemsize >= MOST:
-        raise ValueError(f"tensor {key!r} has an impossible shape")
+    known = dtype in DTYPE_TEXTS and len(shape) <= MOST_DIMENSIONS
+    if not known or elements * DTYPE_TEXTS[dtype].itemsize >= MOST:
+        raise ValueError(f"tensor {key!r} has an impossible shape or type")
 
 
 def covers_once(
@@ -482,24 +480,22 @@ def covers_once(
     sides are compared at random values modulo a prime of 61 bits: one step for each slice and
     dimension, where comparing slices in pairs takes the square.
     """
-    for offsets, sizes in slices:
-        ends = zip(offsets, sizes, shape, strict=True)
-        if any(start + size > whole for start, size, whole in ends):
-            return False
     # Its own generator: the program's are saved and restored, and must not advance.
     draw = random.SystemRandom().randrange
-    values: dict[tuple[int, int], int] = {}
+    values: dict[tuple[int, int], int] = defaultdict(partial(draw, PRIME))
 
     def product(offsets: Sequence[int], sizes: Sequence[int]) -> int:
         result = 1
         for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
-            for x in (start, start + size):
-                if (dim, x) not in values:
-                    values[dim, x] = draw(PRIME)
             result = result * (values[dim, start] - values[dim, start + size]) % PRIME
         return result
 
-    total = sum(product(offsets, sizes) for offsets, sizes in slices)
+    total = 0
+    for offsets, sizes in slices:
+        ends = zip(offsets, sizes, shape, strict=True)
+        if any(start + size > whole for start, size, whole in ends):
+            return False
+        total += product(offsets, sizes)
     return total % PRIME == product([0] * len(shape), shape)
 
 
@@ -539,7 +535,7 @@ def to_parts(tensor: Tensor, savers: Savers = ALONE) -> TensorParts:
 
 
 def allocate_target(
-    part: OptimizerStatePart, name: str, entry: str, stored: StoredTensor, own: StoredTensor | None
+    part: OptimizerStatePart, entry: str, stored: StoredTensor, own: StoredTensor | None
 ) -> tuple[Tensor, TensorParts]:
     """Return a tensor to fill with a saved entry, and its slices.
 
@@ -548,43 +544,28 @@ def allocate_target(
     """
     param = part.param
     like = part.like
-    shape = stored.shape
+    shape = torch.Size(stored.shape)
     dtype = stored.torch_dtype
-    elementwise = shape == tuple(param.shape) and (len(shape) > 0 or entry != "step")
-    # State in the parameter's type follows it into another, as torch's loading does.
-    if elementwise and own is not None and dtype == own.torch_dtype:
-        dtype = like.dtype
-    same = own is not None and own.shape == tuple(param.shape) and part.start is None
-    # As many elements as a parameter that may be another model's: surely it is.
-    if not (elementwise or same) and torch.Size(shape).numel() == param.numel() > 1:
-        raise ValueError(
-            f"the state {entry!r} of {name!r} has the shape {shape} in the checkpoint, and "
-            f"the parameter {tuple(param.shape)}."
-        )
     now = part.entries.get(entry)
-    if not elementwise:
-        if _has_shape_and_type(now, torch.Size(shape), dtype):
-            return now, to_parts(now)
-        # torch's optimizers keep `step` on the CPU: reading it must not wait for the GPU.
-        device = "cpu" if entry == "step" else param.device
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        return tensor, to_parts(tensor)
-    if _has_shape_and_type(now, like.shape, dtype) and _has_same_layout(now, like):
-        tensor = now
-    else:
-        tensor = torch.empty_like(like, dtype=dtype, requires_grad=False).detach()
+    if shape != param.shape or (shape == () and entry == "step"):
+        if not (isinstance(now, Tensor) and (now.shape, now.dtype) == (shape, dtype)):
+            # torch's optimizers keep `step` on the CPU: reading it must not wait for the GPU.
+            device = "cpu" if entry == "step" else param.device
+            now = torch.empty(shape, dtype=dtype, device=device)
+        return now, to_parts(now)
+    # State in the parameter's type follows it into another, as torch's loading does.
+    if own is not None and dtype == own.torch_dtype:
+        dtype = like.dtype
+    if not (isinstance(now, Tensor) and now.dtype == dtype and _has_same_layout(now, like)):
+        now = torch.empty_like(like.detach(), dtype=dtype)
     if part.start is not None:
-        return tensor, TensorParts.from_flat(tensor, param, part.start)
-    return tensor, to_parts(tensor)
-
-
-def _has_shape_and_type(now: object, shape: torch.Size, dtype: torch.dtype) -> TypeGuard[Tensor]:
-    return isinstance(now, Tensor) and now.shape == shape and now.dtype == dtype
+        return now, TensorParts.from_flat(now, param, part.start)
+    return now, to_parts(now)
 
 
 def _has_same_layout(now: Tensor, like: Tensor) -> bool:
-    """Return whether one tensor can be filled in place of another: device, strides, sharding."""
-    if is_dtensor(now) != is_dtensor(like):
+    """Return whether one tensor can be filled in place of another: shape, strides, sharding."""
+    if now.shape != like.shape or is_dtensor(now) != is_dtensor(like):
         return False
     if is_dtensor(now):
         return now.placements == like.placements  # type: ignore[attr-defined]

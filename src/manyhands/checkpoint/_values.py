@@ -17,39 +17,43 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# What `json` reads and writes.
-Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+Json: TypeAlias = object  # what `json` reads and writes
 PutTensor = Callable[[str, Tensor], str]  # stores a tensor under a path, and returns its key
 GetTensor = Callable[[str], Tensor]  # returns the tensor of a key
 
 SEQUENCES: dict[str, Callable[[Iterable[Any]], object]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": deque,
-    "torch.Size": torch.Size,
+    kind.__name__: kind for kind in (tuple, set, frozenset, deque, torch.Size)
 }
 MAPPINGS: dict[str, Callable[[dict[Any, Any]], object]] = {
-    "dict": dict,
-    "OrderedDict": OrderedDict,
-    "Counter": Counter,
+    kind.__name__: kind for kind in (dict, OrderedDict, Counter)
 }
-# What becomes text: the name of its kind, and how it becomes text.
-PLAIN: dict[type, tuple[str, Callable[[Any], str]]] = {
-    complex: ("complex", str),
-    bytes: ("bytes", bytes.hex),
-    torch.dtype: ("dtype", lambda dtype: str(dtype).removeprefix("torch.")),
-    torch.device: ("device", str),
+
+
+def _dtype_of(text: str) -> torch.dtype:
+    # Only what is a dtype: the file must not reach any other attribute of torch.
+    found = getattr(torch, text)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{text} is no dtype")
+    return found
+
+
+# Types of values that become text: the way there, and the way back.
+PLAIN: dict[type, tuple[Callable[[Any], str], Callable[[str], object]]] = {
+    float: (str, float),  # NaN and the infinities, which JSON does not have
+    complex: (str, complex),
+    bytes: (bytes.hex, bytes.fromhex),
+    torch.dtype: (lambda dtype: str(dtype).removeprefix("torch."), _dtype_of),
+    torch.device: (str, torch.device),
 }
-RESERVED = ("step",)  # names with a meaning of their own in the result of `load`
-NOT_FINITE = ("nan", "inf", "-inf")
+FROM_TEXT = {kind.__name__: from_text for kind, (_, from_text) in PLAIN.items()}
 MAX_DEPTH = 100  # containers inside each other; so many always fit on Python's stack
 
 
@@ -67,28 +71,32 @@ def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Jso
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
-    if kind is float:
-        return value if math.isfinite(value) else {"$": "float", "value": str(value)}
+    if kind is float and math.isfinite(value):
+        return value
+    if kind in PLAIN:
+        to_text, _ = PLAIN[kind]
+        return {"$": kind.__name__, "value": to_text(value)}
     if kind is list:
         return [encode_child(each, i) for i, each in enumerate(value)]
     # JSON would turn other keys into strings, and a key "$" has a meaning of ours.
     if kind is dict and all(type(key) is str and key != "$" for key in value):
         return {key: encode_child(each, key) for key, each in value.items()}
-    for name, sequence in SEQUENCES.items():
-        if kind is sequence:
-            return {"$": name, "items": [encode_child(each, i) for i, each in enumerate(value)]}
-    for name, mapping in MAPPINGS.items():
+    if kind in SEQUENCES.values():
+        items = [encode_child(each, i) for i, each in enumerate(value)]
+        return {"$": kind.__name__, "items": items}
+    if kind in (*MAPPINGS.values(), defaultdict):
+        pairs = []
+        for i, (k, v) in enumerate(value.items()):
+            pairs.append([encode_child(k, f"{i}, the key"), encode_child(v, i)])
         # A defaultdict comes back as a dict: its factory is code.
-        if kind is mapping or (name == "dict" and kind is defaultdict):
-            pairs = enumerate(value.items())
-            items: list[Json] = [
-                [encode_child(k, f"{i}, the key"), encode_child(v, i)] for i, (k, v) in pairs
-            ]
-            return {"$": name, "items": items}
-    if kind in PLAIN:
-        return {"$": PLAIN[kind][0], "value": PLAIN[kind][1](value)}
+        name = "dict" if kind is defaultdict else kind.__name__
+        return {"$": name, "items": pairs}
     if has_state(value):
-        return {"$": "state", "of": kind.__name__, "value": _encode_state(value, path, put, depth)}
+        state = value.state_dict()
+        if isinstance(state, OrderedDict):
+            state = dict(state)
+        encoded = encode(state, path, put, depth - 1)
+        return {"$": "state", "value": encoded}
     # Subclasses of numbers and text, such as numpy's numbers, become Python's own.
     for plain in (bool, int, float, str):
         if isinstance(value, plain):
@@ -101,12 +109,6 @@ def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Jso
     )
 
 
-def _encode_state(value: HasState, path: str, put: PutTensor, depth: int) -> Json:
-    state = value.state_dict()
-    state = dict(state) if isinstance(state, OrderedDict) else state
-    return encode(state, path, put, depth - 1)
-
-
 class HasState(Protocol):
     """An object whose state is saved, and loaded in place."""
 
@@ -117,6 +119,16 @@ class HasState(Protocol):
         """Continue from a state."""
 
 
+@dataclass(frozen=True)
+class RunObjects:
+    """The objects of a run, to save or to load into."""
+
+    model: nn.Module | None
+    optimizers: Sequence[Optimizer]
+    schedulers: Sequence[HasState]
+    values: Mapping[str, object]  # the user's, by name
+
+
 def has_state(value: object) -> TypeGuard[HasState]:
     """Return whether the value is an object with a state of its own."""
     return callable(getattr(value, "state_dict", None)) and callable(
@@ -125,7 +137,7 @@ def has_state(value: object) -> TypeGuard[HasState]:
 
 
 def check_has_state(what: str, value: object) -> HasState:
-    """Return the value, or raise TypeError if it has no state that could be loaded in place."""
+    """Return the value, or raise TypeError if no state could be loaded in place."""
     if has_state(value):
         return value
     raise TypeError(
@@ -134,7 +146,7 @@ def check_has_state(what: str, value: object) -> HasState:
 
 
 def check_scheduler(value: object) -> HasState:
-    """Return the value, or raise TypeError if it is something else that has a state."""
+    """Return the value, or raise TypeError if it is no scheduler."""
     if isinstance(value, Optimizer | nn.Module):
         raise TypeError(
             f"scheduler must be a scheduler, got {type(value).__name__}. Give a model as model=, "
@@ -144,8 +156,8 @@ def check_scheduler(value: object) -> HasState:
 
 
 def check_value(name: str, value: object) -> None:
-    """Raise for a value of the user's that `save` would take for something else."""
-    if name in RESERVED:
+    """Raise for a name or an object that belongs to another argument."""
+    if name == "step":
         raise TypeError(f"{name}= has a meaning of its own. Give this value another name.")
     if isinstance(value, Optimizer):
         raise TypeError(f"{name}= is an optimizer. Give all of them: optimizer=[first, second].")
@@ -180,39 +192,18 @@ def _decode(meta: object, get: GetTensor) -> Any:
         return SEQUENCES[name](decode_child(each) for each in meta["items"])
     if name in MAPPINGS:
         return MAPPINGS[name]({decode_child(k): decode_child(v) for k, v in meta["items"]})
-    value = meta["value"]
     if name == "state":
-        return decode_child(value)
-    if name == "float" and value in NOT_FINITE:
-        return float(value)
-    if name == "complex":
-        return complex(value)
-    if name == "bytes":
-        return bytes.fromhex(value)
-    # Only what is a dtype: the file must not reach any other attribute of torch.
-    if name == "dtype" and isinstance(getattr(torch, value, None), torch.dtype):
-        return getattr(torch, value)
-    if name == "device":
-        return torch.device(value)
+        return decode_child(meta["value"])
+    if name in FROM_TEXT:
+        return FROM_TEXT[name](meta["value"])
     raise ValueError(f"the checkpoint has a value of unknown kind {name!r:.40}.")
 
 
 def tensor_key(meta: object) -> str | None:
     """Return the key of the tensor that was encoded as this, or None if it was no tensor."""
-    return meta["key"] if isinstance(meta, Mapping) and meta.get("$") == "tensor" else None
-
-
-def tensor_keys(meta: object) -> Iterator[str]:
-    """Yield the keys of all tensors in a value that was encoded as this."""
-    children: Iterable[object] = ()
-    if isinstance(meta, list):
-        children = meta
-    elif isinstance(meta, dict):
-        children = meta.values()
-        if meta.get("$") == "tensor":
-            yield str(meta.get("key"))
-    for each in children:
-        yield from tensor_keys(each)
+    if isinstance(meta, dict) and meta.get("$") == "tensor":
+        return str(meta["key"])
+    return None
 
 
 # -- keys ------------------------------------------------------------------------------------------
@@ -228,8 +219,3 @@ def escape(key: str) -> str:
 def unescape(text: str) -> str:
     """Return the key that `escape` was given."""
     return text.replace("%2F", "/").replace("%2E", ".").replace("%25", "%")
-
-
-def state_key(prefix: str, entry: str, name: str) -> str:
-    """Return the key of one entry of a parameter's state."""
-    return f"{prefix}/{escape(entry)}/{name}"

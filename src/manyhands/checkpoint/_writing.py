@@ -22,10 +22,8 @@ import json
 import threading
 import time
 import weakref
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from hashlib import sha256
@@ -36,7 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store, _get_default_store
-from torch.optim import Optimizer
 
 from manyhands._ranks.agreement import NAMED, describe_error, raise_if_different, to_error
 from manyhands._ranks.dry_run import DryGroup, dry_group
@@ -46,18 +43,19 @@ from manyhands._tensors.random_state import random_state
 from manyhands._warn import warn
 from manyhands.checkpoint import _format
 from manyhands.checkpoint._folder import DryFolder, Folder, new_token
-from manyhands.checkpoint._format import OWN, Commit, Contents, TensorEntry, file_name
+from manyhands.checkpoint._format import RANDOM, Commit, Contents, TensorEntry, file_name
 from manyhands.checkpoint._model import collect_model, find_names
 from manyhands.checkpoint._optimizer import collect_optimizer
 from manyhands.checkpoint._tensor_parts import (
     Savers,
     Table,
     find_tensors,
+    merge_tables,
     own_share,
     stored_slices,
     table_of,
 )
-from manyhands.checkpoint._values import HasState, check_scheduler, check_value, encode, escape
+from manyhands.checkpoint._values import RunObjects, check_scheduler, check_value, encode, escape
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 VISIBLE_AFTER = 3.0  # seconds within which a network file system must show a new file
@@ -71,10 +69,7 @@ LINGER = 0.25  # seconds for the others to read the last answer, if rank 0 has t
 
 def begin_save(
     folder: Folder,
-    model: nn.Module | None,
-    optimizers: Sequence[Optimizer],
-    schedulers: Sequence[HasState],
-    values: Mapping[str, object],
+    run: RunObjects,
     options: dict[str, Any],
     process_group: dist.ProcessGroup | None,
 ) -> tuple[Path, Callable[[], None]]:
@@ -82,10 +77,11 @@ def begin_save(
     # Unless `wait` is True, that work does not look at the model or the optimizer any more.
     # `options` are `save`'s step, keep, wait and frozen.
     post = Post.of(RankGroup.of(process_group))
-    folder = DryFolder(folder.path) if isinstance(dist.group.WORLD, DryGroup) else folder
-    save = Save(folder, post, options["keep"], options)
+    if isinstance(dist.group.WORLD, DryGroup):
+        folder = DryFolder(folder.path)
+    save = Save(folder, post, options)
     try:
-        save.collect(model, optimizers, schedulers, values)
+        save.collect(run)
     except Exception as error:
         if post.size == 1:
             raise
@@ -104,63 +100,60 @@ def begin_save(
     return folder.path / save.name, save.finish
 
 
-@dataclass
 class Save:
     """One save, on one rank."""
 
-    folder: Folder
-    post: Post
-    keep: int | None
-    facts: dict[str, Any]  # what all ranks must have alike
-    name: str = ""
-    token: str = ""
-    problem: Exception | None = None
-    contents: Contents = field(default_factory=Contents)
-    described: dict[str, Any] = field(default_factory=dict)  # the model and so on, as JSON
-    _tensors: list[tuple[TensorEntry, Tensor]] = field(default_factory=list)
-    _table: Table = field(default_factory=Table)
+    def __init__(self, folder: Folder, post: Post, options: dict[str, Any]) -> None:
+        self.folder = folder
+        self.post = post
+        self.options = options
+        self.name = ""
+        self.token = ""
+        self.problem: Exception | None = None
+        self._facts: dict[str, Any] = dict(options)  # what all ranks must have alike
+        self._contents = Contents(post.savers)
+        self._described: dict[str, Any] = {}  # the model and so on, as JSON
+        self._to_write: list[tuple[TensorEntry, Tensor]] = []
+        self._table = Table(grids=[], slices={})
 
-    def collect(
-        self,
-        model: nn.Module | None,
-        optimizers: Sequence[Optimizer],
-        schedulers: Sequence[HasState],
-        values: Mapping[str, object],
-    ) -> None:
+    def collect(self, run: RunObjects) -> None:
         """Find out what this rank contributes to a checkpoint. Tensors are not copied."""
-        contents = Contents(self.post.savers)
-        self.contents = contents
-        names = None if model is None else find_names(model)
-        if names is not None and not self.facts["frozen"]:
-            names.leave_out_frozen()
+        contents = self._contents
         put = contents.put_of_first
-        saved = dict[str, object]()
-        self.described = {
-            "model": None if names is None else collect_model(names, "model", contents),
-            "optimizers": [
-                collect_optimizer(each, names, number, contents)
-                for number, each in enumerate(optimizers)
-            ],
-            "schedulers": [
-                {
-                    "class": type(check_scheduler(each)).__name__,
-                    "state": encode(dict(each.state_dict()), f"scheduler.{number}", put),
-                }
-                for number, each in enumerate(schedulers)
-            ],
-            "values": saved,
-        }
-        for name, value in values.items():
+        names = None
+        model = None
+        if run.model is not None:
+            names = find_names(run.model)
+            if not self.options["frozen"]:
+                names.leave_out_frozen()
+            model = collect_model(names, "model", contents)
+        optimizers = []
+        for number, optimizer in enumerate(run.optimizers):
+            optimizers.append(collect_optimizer(optimizer, names, number, contents))
+        schedulers = []
+        for number, scheduler in enumerate(run.schedulers):
+            kind = type(check_scheduler(scheduler)).__name__
+            state = encode(dict(scheduler.state_dict()), f"scheduler.{number}", put)
+            schedulers.append({"class": kind, "state": state})
+        values: dict[str, object] = {}
+        for name, value in run.values.items():
             check_value(name, value)
             key = f"value/{escape(name)}"
             if isinstance(value, nn.Module):
                 module = collect_model(find_names(value), key, contents)
-                saved[name] = {"$": "module", "value": module}
+                values[name] = {"$": "module", "value": module}
             else:
-                saved[name] = encode(value, key, put)
-        contents.own |= {f"random/{name}": state for name, state in random_state().items()}
+                values[name] = encode(value, key, put)
+        for name, state in random_state().items():
+            contents.own[RANDOM + name] = state
+        self._described = {
+            "model": model,
+            "optimizers": optimizers,
+            "schedulers": schedulers,
+            "values": values,
+        }
         # Objects themselves cannot be compared.
-        self.facts |= {
+        self._facts |= {
             "model": model is not None,
             "number of optimizers": len(optimizers),
             "number of schedulers": len(schedulers),
@@ -169,30 +162,30 @@ class Save:
 
     def prepare(self, *, copy: bool) -> None:
         """Decide what this rank writes, and copy it if training goes on meanwhile."""
-        share = own_share(self.contents.tensors)
+        share = own_share(self._contents.tensors)
         self._table = table_of(share)
-        self.facts["tensors"] = self.contents.alike()
-        named = {OWN + name: tensor for name, tensor in self.contents.own.items()}
+        self._facts["tensors"] = self._contents.alike()
+        named = dict(self._contents.own)
         for key, parts in share.items():
             for offsets, elements in stored_slices(parts):
                 name = _format.slice_name(key, offsets, elements.shape, parts.shape)
                 named[name] = elements.detach()
-        self.contents.tensors.clear()
+        self._contents.tensors.clear()
         for name, tensor in named.items():
             entry = TensorEntry(name, tensor.dtype, tuple(tensor.shape))
             if copy:  # on the CPU even for a GPU
                 tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu").copy_(tensor)
-            self._tensors.append((entry, tensor))
+            self._to_write.append((entry, tensor))
         # Wide types first: each tensor then begins at a multiple of its element size. Written from
         # the end, so that each copy is freed then.
-        self._tensors.sort(key=lambda each: each[0].dtype.itemsize)
+        self._to_write.sort(key=lambda each: each[0].dtype.itemsize)
 
     def finish(self) -> None:
         """Write, and wait until the checkpoint is complete; raise if any rank has failed."""
-        receipt: dict[str, Any] = {"facts": self.facts}
+        receipt: dict[str, Any] = {"facts": self._facts, "table": self._table}
         try:
             if self.problem is None:
-                receipt |= self._write_file()
+                receipt["file"] = self._write_file()
         except Exception as error:
             self.problem = error
         if self.problem is not None:
@@ -207,26 +200,18 @@ class Save:
                 failed = self.post.wait_for_end(self._is_published)
         finally:
             if self.name and failed:
-                self.folder.drop(self.name, self._file(self.post.rank))
+                self.folder.drop(self.name, file_name(self.post.rank, self.token))
         if self.problem is not None:
             raise self.problem
         if failed:
             raise to_error(*failed)
 
-    def _file(self, rank: int) -> str:
-        return file_name(rank, self.token)
-
-    def _write_file(self) -> dict[str, Any]:
-        """Write this rank's file; return what rank 0 has to know of it."""
-        entries = [entry for entry, _ in reversed(self._tensors)]
-        nbytes = sum(entry.nbytes for entry in entries)
-        sink = self.folder.create(self.name, self._file(self.post.rank))
-        with self._explain_no_room(nbytes), sink as file:
-            written = _format.write(file, entries, lambda _: self._tensors.pop()[1])
-        # Only one rank spells out a grid: the others have the same, and say which by its checksum.
-        for grid, (_, piece) in zip(self._table.grids, self._table.pieces[0], strict=True):
-            grid[1] = _checksum(grid[1]) if piece else grid[1]
-        return {"file": written, "table": vars(self._table)}
+    def _write_file(self) -> list[int]:
+        """Write this rank's file; return what the commit says of it."""
+        entries = [entry for entry, _ in reversed(self._to_write)]
+        sink = self.folder.create(self.name, file_name(self.post.rank, self.token))
+        with self._explain_no_room(sum(entry.nbytes for entry in entries)), sink as file:
+            return _format.write(file, entries, lambda _: self._to_write.pop()[1])
 
     @contextmanager
     def _explain_no_room(self, needed: int) -> Iterator[None]:
@@ -246,37 +231,32 @@ class Save:
         """Make the files a checkpoint, on rank 0; return the error if that cannot be done."""
         try:
             receipts = self.post.gather(receipt)
-            if failed := [rank for rank, each in enumerate(receipts) if "error" in each]:
+            failed = [rank for rank, each in enumerate(receipts) if "error" in each]
+            if failed:
                 name, message = receipts[failed[0]]["error"]
                 return [name, f"rank {', '.join(map(str, failed[:NAMED]))}: {message}"]
-            self._compare([each["facts"] for each in receipts])
+            advice = "Call mh.save on every rank with the same arguments and the same model."
+            facts = [each["facts"] for each in receipts]
+            if facts.count(facts[0]) < len(facts):
+                raise_if_different(facts, advice)
             if isinstance(self.folder, DryFolder):  # which slices the others have is not known
                 return []
-            files = [each["file"] for each in receipts]
-            table = merge_tables([Table(**each["table"]) for each in receipts])
-            find_tensors(table, len(files))  # raises unless every element is there once
-            self._wait_for_files({self._file(rank): file[0] for rank, file in enumerate(files)})
-            text = self._to_commit(files, table).to_text().encode()
-            with self._explain_no_room(len(text)):
-                self.folder.publish(self.name, self.token, text)
+            self._commit([each["file"] for each in receipts], [each["table"] for each in receipts])
         except Exception as error:
             self.problem = self.problem or error
             return describe_error(error)
-        self.folder.prune(self.keep)  # last: the old ones stay until the new one is complete
+        self.folder.prune(self.options["keep"])  # last: the old ones stay until the new is complete
         return []
 
-    def _compare(self, everyone: list[dict[str, Any]]) -> None:
-        """Raise `RanksDisagree` unless all ranks have called with the same."""
-        if any(facts != everyone[0] for facts in everyone):
-            advice = "Call mh.save on every rank with the same arguments and the same model."
-            tensors = [{"tensors": facts.pop("tensors")} for facts in everyone]
-            raise_if_different([{"arguments of mh.save": facts} for facts in everyone], advice)
-            raise_if_different(tensors, advice)
+    def _commit(self, files: list[list[int]], tables: list[Table]) -> None:
+        """Write the commit, once rank 0 sees the file of every rank."""
+        from manyhands._version import __version__
 
-    def _wait_for_files(self, files: dict[str, int]) -> None:
-        """Raise ValueError unless rank 0 sees the file of every rank."""
+        table = merge_tables(tables)
+        find_tensors(table, len(files))  # raises unless every element is there once
+        expected = {file_name(rank, self.token): file[0] for rank, file in enumerate(files)}
         deadline = time.monotonic() + VISIBLE_AFTER
-        while missing := files.items() - self.folder.sizes(self.name).items():
+        while missing := expected.items() - self.folder.sizes(self.name).items():
             if time.monotonic() > deadline:
                 self.folder.check_ours(self.name, self.token)
                 raise ValueError(
@@ -284,53 +264,23 @@ class Save:
                     f"{self.folder.path / self.name} on rank 0. Give a path that all ranks share."
                 )
             time.sleep(0.05)
-
-    def _to_commit(self, files: list[list[int]], table: Table) -> Commit:
-        """Describe the whole checkpoint."""
-        from manyhands._version import __version__
-
-        return Commit(
-            step=self.facts["step"],
+        commit = Commit(
+            step=self.options["step"],
             token=self.token,
             versions={"manyhands": __version__, "torch": str(torch.__version__)},
             time=time.time(),
             files=files,
             table=table,
-            **self.described,
+            **self._described,
         )
+        text = commit.to_text().encode()
+        with self._explain_no_room(len(text)):
+            self.folder.publish(self.name, self.token, text)
 
     def _is_published(self) -> bool:
         """Return whether the files of this save are a checkpoint, as far as this rank can see."""
-        return self.folder.has_commit(self.name) and self._file(0) in self.folder.sizes(self.name)
-
-
-def _checksum(members: object) -> int:
-    return zlib.crc32(json.dumps(members).encode())
-
-
-def merge_tables(tables: Sequence[Table]) -> Table:
-    """Return the table of all files from the tables that ranks have sent of their own."""
-    merged = Table()
-    numbers = dict[tuple[int, int], int]()
-    for file, table in enumerate(tables):
-        pieces = []
-        for (count, members), (_, piece) in zip(table.grids, table.pieces[0], strict=True):
-            crc32 = members if isinstance(members, int) else _checksum(members)
-            number = numbers.setdefault((count, crc32), len(numbers))
-            if number == len(merged.grids):
-                merged.grids.append([count, {}])
-            if crc32 is not members:
-                merged.grids[number][1] = members
-            pieces.append([number, piece])
-        merged.pieces.append(pieces)
-        for key, (shape, dtype, slices) in table.slices.items():
-            known = merged.slices.setdefault(key, [shape, dtype, []])
-            if known[:2] != [shape, dtype]:
-                raise ValueError(
-                    f"ranks have different tensors for {key!r}: {known[:2]} and {[shape, dtype]}."
-                )
-            known[2] += [[file, offsets, sizes] for _, offsets, sizes in slices]
-    return merged
+        first = file_name(0, self.token)
+        return self.folder.has_commit(self.name) and first in self.folder.sizes(self.name)
 
 
 # -- messages --------------------------------------------------------------------------------------

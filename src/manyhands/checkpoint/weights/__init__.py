@@ -87,7 +87,7 @@ def save_weights(
 
     Names are the plain model's. A larger model becomes `model-00001-of-00003.safetensors` and so
     on, with their index. A `config.json` is written if the model has a config that can write one,
-    and transformers' `from_pretrained` reads the folder. Ranks write the files in turn, and sharded
+    and transformers' `from_pretrained` reads the folder. Rank 0 writes the files. Sharded
     tensors are gathered one at a time. A tied tensor is written once.
 
     Returns the paths of the tensors' files. If a rank fails, every rank raises, and earlier files
@@ -95,8 +95,7 @@ def save_weights(
 
     Args:
         model: the model to write.
-        folder: a folder that all ranks share; it is made, and files of an earlier call in it are
-            replaced.
+        folder: a folder of rank 0; it is made, and files of an earlier call in it are replaced.
         max_shard_size: the bytes of tensors in a file, as a number or such as "2GB". A larger
             tensor has a file of its own.
         process_group: the ranks that share the run; all, by default.

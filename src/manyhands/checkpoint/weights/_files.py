@@ -1,4 +1,4 @@
-"""The tensors of safetensors files, state dict files and mappings, to be read slice by slice.
+"""Read safetensors files, state dict files and mappings of tensors, slice by slice.
 
 A folder is one as transformers writes it. Files may be links, as in Hugging Face's cache. No file
 is unpickled: state dicts are read with `weights_only=True`, and mapped into memory.
@@ -20,9 +20,8 @@ from torch import Tensor
 
 from manyhands._arguments import file_path
 from manyhands.checkpoint._folder import OpenFile
-from manyhands.checkpoint._format import DTYPES, TensorEntry
-from manyhands.checkpoint._json import parse_json
-from manyhands.checkpoint._reader import SafetensorsFile, read_file
+from manyhands.checkpoint._json import parse_json, read_text
+from manyhands.checkpoint._reader import SafetensorsFile
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -39,29 +38,6 @@ class Weight:
     read: Callable[[Sequence[int], Tensor], None]
 
 
-class PlainSafetensorsFile(SafetensorsFile):
-    """A safetensors file of any writer: without our checksums, with its tensors in any order."""
-
-    def __post_init__(self) -> None:
-        raw = self._read_header()
-        head = len(raw)
-        try:
-            header = parse_json(raw[8:])
-            header.pop("__metadata__", None)
-            for name, meta in header.items():
-                if meta["dtype"] not in DTYPES:
-                    raise ValueError(f"{name!r} has the unknown type {meta['dtype']!r:.20}")
-                entry = TensorEntry(name, DTYPES[meta["dtype"]], tuple(meta["shape"]))
-                start, stop = meta["data_offsets"]
-                whole = all(type(n) is int and n >= 0 for n in (*entry.shape, start, stop))
-                if not whole or stop - start != entry.nbytes or head + stop > self.source.size:
-                    raise ValueError(f"{name!r} is not where it should be")
-                self.entries[name] = entry
-                self.starts[name] = head + start
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise self.damaged(f"its header cannot be read ({error!r:.200})") from error
-
-
 class Weights(ExitStack):
     """The tensors of a source, by name. Files stay open until `close`."""
 
@@ -70,12 +46,11 @@ class Weights(ExitStack):
         self.tensors: dict[str, Weight] = {}
         self.others: dict[str, object] = {}  # what is no tensor, such as a module's extra state
         self.where = "the source"
-        if not isinstance(source, Mapping):
-            self.where = os.fspath(file_path("source", source, "Or give a dict of tensors."))
         try:
             if isinstance(source, Mapping):
                 self._add_mapping(source, self.where)
             else:
+                self.where = os.fspath(file_path("source", source, "Or give a dict of tensors."))
                 for path in find_files(Path(self.where)):
                     self._add_file(path)
         except BaseException:
@@ -83,15 +58,12 @@ class Weights(ExitStack):
             raise
 
     def _add_file(self, path: Path) -> None:
-        opened = OpenFile(Path(os.path.realpath(path)))
-        self.callback(opened.close)
-        start = bytearray(9)
-        opened.read_into(0, memoryview(start))
-        # A length of 8 bytes and the header's brace; a state dict's is a zip file or a pickle.
-        if path.suffix != ".safetensors" and start[8:] != b"{":
+        if path.suffix != ".safetensors":
             self._add_mapping(_load_state_dict(path), str(path))
             return
-        plain = PlainSafetensorsFile(opened, path)
+        opened = OpenFile(Path(os.path.realpath(path)))
+        self.callback(opened.close)
+        plain = SafetensorsFile(opened, path)
         for name, entry in plain.entries.items():
             self.tensors[name] = Weight(entry.shape, entry.dtype, partial(plain.read, name))
 
@@ -100,7 +72,9 @@ class Weights(ExitStack):
             if not isinstance(name, str):
                 raise ValueError(f"{where} has the name {name!r:.80}, and names must be strings.")
             if isinstance(value, Tensor):
-                _check_is_dense(value, name, where)
+                if value.layout != torch.strided or value.is_quantized or value.is_meta:
+                    kind = f"{value.dtype} {value.layout} tensor on {value.device}"
+                    raise ValueError(f"{where}: {name!r} is a {kind}, and must be dense.")
                 shape = tuple(value.shape)
                 self.tensors[name] = Weight(shape, value.dtype, partial(_copy_slice, value))
             else:
@@ -125,13 +99,6 @@ def _load_state_dict(path: Path) -> Mapping[str, object]:
     if not isinstance(state, Mapping):
         raise ValueError(f"{path} holds a {type(state).__name__}, and a state dict is needed.")
     return state
-
-
-def _check_is_dense(value: Tensor, name: str, where: str) -> None:
-    """Raise ValueError for a tensor of which no slice can be copied."""
-    if value.layout != torch.strided or value.is_quantized or value.is_meta:
-        kind = "meta" if value.is_meta else "quantized" if value.is_quantized else value.layout
-        raise ValueError(f"{where}: {name!r} is a {kind} tensor, and a dense one is needed.")
 
 
 @torch.no_grad()
@@ -159,11 +126,10 @@ def find_files(path: Path) -> list[Path]:
         return [found]
     try:
         with contextlib.closing(OpenFile(Path(os.path.realpath(found)))) as opened:
-            names = sorted(set(parse_json(read_file(opened))["weight_map"].values()))
-        for name in names:
-            raw = os.fsencode(name)  # raises for what cannot be a file's name
-            if Path(name).name != name or name in ("", "..") or b"\0" in raw:
-                raise ValueError("a file outside of the folder")
+            index = parse_json(read_text(opened, 0, opened.size))
+        names = sorted(set(index["weight_map"].values()))
+        if not set(names) <= set(os.listdir(found.parent)):
+            raise ValueError("it names files that are not in the folder")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{found} is no index of weights: {error!r:.200}.") from error
     return [found.parent / name for name in names]

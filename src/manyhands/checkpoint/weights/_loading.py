@@ -1,11 +1,10 @@
-"""Fill a model with weights: compare names and shapes on every rank, then read what it holds.
+"""Fill a model with weights: compare names and shapes on every rank, then read the slices.
 
 A parameter on the meta device gets memory in place, so that optimizers and wrappers keep it.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,10 +34,9 @@ def fill_model(
 ) -> tuple[list[str], list[str]]:
     """Load the source into the model; return the missing and the unexpected names."""
     with run_on_all(ranks, lambda: Weights(source)) as weights:
-        listed = sorted((name, w.shape, str(w.dtype)) for name, w in weights.tensors.items())
-        facts = {"weights": f"checksum {zlib.crc32(repr(listed).encode()):08x}"}
-        agree(ranks, facts, "Give each rank the same source.")
-        match = run_on_all(ranks, lambda: Match.of(model, weights, strict, name_in_source))
+        listed = sorted(f"{name} {w.shape} {w.dtype}" for name, w in weights.tensors.items())
+        agree(ranks, {"weights": listed}, "Give each rank the same source.")
+        match = run_on_all(ranks, lambda: match_weights(model, weights, strict, name_in_source))
 
         def fill() -> None:
             materialize(model)
@@ -57,80 +55,75 @@ def fill_model(
 
 @dataclass
 class Match:
-    """Which weight goes to which tensor of the model."""
+    """The weight for each tensor of a model, and the names that have no partner."""
 
     reads: list[tuple[Tensor, Weight]] = field(default_factory=list)
     extras: ForeignStates = field(default_factory=ForeignStates)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        weights: Weights,
-        strict: bool,
-        name_in_source: Callable[[str], str] | None,
-    ) -> Match:
-        """Compare a model with weights. Raise a RuntimeError if they do not fit."""
-        names = find_names(model, on_meta=True)
-        match = cls()
-        wrong = []
-        stored = _by_plain_name({**weights.tensors, **weights.others}, names)
-        rename = name_in_source or (lambda name: name)
-        received = received_tensors()  # from a crew: later than any file
-        used = {rename(name) for name in (*names.tensors, *names.aliases, *names.extras)}
-        for name, tensor in names.tensors.items():
-            known = [other for other in map(rename, names.all_of(name)) if other in stored]
-            if not known:
-                match.missing.append(name)
-                continue
-            weight = stored[known[-1]]  # load_state_dict, too, ends with the last of tied names
-            if not isinstance(weight, Weight) or weight.shape != tuple(tensor.shape):
-                shape = getattr(weight, "shape", type(weight).__name__)
-                wrong.append(
-                    f"size mismatch for {name}: the source has {shape}, and the model "
-                    f"{tuple(tensor.shape)}."
-                )
-            elif not can_convert(weight.dtype, tensor.dtype):
-                wrong.append(f"{name} is {weight.dtype} in the source and {tensor.dtype} here.")
-            elif id(tensor) not in received:
-                match.reads.append((tensor, weight))
-        match.missing += [name for name in names.extras if rename(name) not in stored]
-        for name, module in names.extras.items():
-            if rename(name) in stored:
-                get = module.get_extra_state
-                put = module.set_extra_state
-                where = f"{name!r} of {weights.where}"
-                match.extras.add(ForeignState(where, get, put, stored[rename(name)]))
-        match.unexpected = sorted(set(stored) - used)
-        match._check(model, names, wrong, strict)
-        return match
 
-    def _check(self, model: nn.Module, names: ModelNames, wrong: list[str], strict: bool) -> None:
-        """Raise the error of torch's `load_state_dict`, or one for what would stay on meta."""
-        problems = wrong
-        if strict:
-            for words, keys in (("Unexpected", self.unexpected), ("Missing", self.missing)):
-                if keys:
-                    quoted = ", ".join(f'"{key}"' for key in keys)
-                    problems = [f"{words} key(s) in state_dict: {quoted}. ", *problems]
-        if problems:
-            text = "\n\t".join(problems)
-            raise RuntimeError(
-                f"Error(s) in loading state_dict for {type(model).__name__}:\n\t{text}"
-            )
-        empty = [n for n in self.missing if n in names.tensors and names.tensors[n].is_meta]
-        for prefix, module in plain_modules(model):
-            for name in module._non_persistent_buffers_set:
-                buffer = module._buffers.get(name)
-                empty += [prefix + name] if buffer is not None and buffer.is_meta else []
-        if empty:
-            raise RuntimeError(
-                f"{list_names(empty)} of the model: on the meta device, and not in the source. "
-                "Build the model so that only what the source has is on meta, as "
-                "accelerate.init_empty_weights() does."
-            )
+def match_weights(
+    model: nn.Module,
+    weights: Weights,
+    strict: bool,
+    name_in_source: Callable[[str], str] | None,
+) -> Match:
+    """Compare a model with weights. Raise a RuntimeError if they do not fit."""
+    names = find_names(model, on_meta=True)
+    match = Match()
+    wrong = []
+    empty = []
+    stored = _by_plain_name({**weights.tensors, **weights.others}, names)
+    rename = name_in_source or str
+    received = received_tensors()  # from a crew: later than any file
+    used = {rename(name) for name in (*names.tensors, *names.aliases, *names.extras)}
+    match.unexpected = sorted(set(stored) - used)
+    for name, tensor in names.tensors.items():
+        known = [other for other in map(rename, names.all_of(name)) if other in stored]
+        if not known:
+            match.missing.append(name)
+            if tensor.is_meta:
+                empty.append(name)
+            continue
+        weight = stored[known[-1]]  # load_state_dict, too, ends with the last of tied names
+        here = tuple(tensor.shape)
+        if not isinstance(weight, Weight) or weight.shape != here:
+            shape = getattr(weight, "shape", type(weight).__name__)
+            wrong.append(f"size mismatch for {name}: the source has {shape}, and the model {here}.")
+        elif not can_convert(weight.dtype, tensor.dtype):
+            wrong.append(f"{name} is {weight.dtype} in the source and {tensor.dtype} here.")
+        elif id(tensor) not in received:
+            match.reads.append((tensor, weight))
+    for name, module in names.extras.items():
+        if rename(name) not in stored:
+            match.missing.append(name)
+            continue
+        where = f"{name!r} of {weights.where}"
+        get = module.get_extra_state
+        put = module.set_extra_state
+        match.extras.states.append(ForeignState(where, get, put, stored[rename(name)]))
+    # The error of torch's `load_state_dict`.
+    if strict:
+        for words, keys in (("Unexpected", match.unexpected), ("Missing", match.missing)):
+            if keys:
+                quoted = ", ".join(f'"{key}"' for key in keys)
+                wrong.insert(0, f"{words} key(s) in state_dict: {quoted}. ")
+    if wrong:
+        text = "\n\t".join(wrong)
+        raise RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t{text}")
+    for prefix, module in plain_modules(model):
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.is_meta:
+                empty.append(prefix + name)
+    if empty:
+        raise RuntimeError(
+            f"{list_names(empty)} of the model: on the meta device, and not in the source. Build "
+            "the model so that only what the source has is on meta, as "
+            "accelerate.init_empty_weights() does."
+        )
+    return match
 
 
 def _by_plain_name(stored: dict[str, Any], names: ModelNames) -> dict[str, Any]:
@@ -150,12 +143,16 @@ def _by_plain_name(stored: dict[str, Any], names: ModelNames) -> dict[str, Any]:
 def materialize(model: nn.Module) -> None:
     """Give every tensor on meta memory that is not initialized, and keep the object."""
     tensors = [*model.parameters(), *model.buffers()]
-    devices = (tensor.device for tensor in tensors if not tensor.is_meta)
-    default = next(devices, torch.get_default_device())
+    default: torch.device | str = torch.get_default_device()
+    for tensor in reversed(tensors):
+        if not tensor.is_meta:
+            default = tensor.device
     for tensor in tensors:
         if not tensor.is_meta:
             continue
-        device = tensor.device_mesh.device_type if is_dtensor(tensor) else default
+        device = default
+        if is_dtensor(tensor):
+            device = tensor.device_mesh.device_type
         new = torch.empty_like(tensor, device=device)
         if isinstance(tensor, nn.Parameter):
             new = nn.Parameter(new, tensor.requires_grad)
