@@ -124,48 +124,37 @@ def estimate(sums: NormSums) -> Estimate:
     return Estimate(tuple(sqr), tuple(var))
 
 
-def noise_over_limit(
+def limit_noise(
     new: Estimate, sqr: Sequence[float], var: Sequence[float], small_batches: float
-) -> tuple[float, ...]:
-    """Return a step's noise over the limit that the averages `sqr` and `var` set, per group.
+) -> Estimate:
+    """Return a step's estimate with its noise at the limit that the averages set, or below it.
 
     The noise of n gradients deviates by about 1 / sqrt(n - 1) of itself, with a longer tail if n is
     small. If |true gradient|^2 is larger than its average as well, all gradients have grown: the
     limit grows by the same factor, up to `MOST_GROWTH`. The signal itself is not limited, because a
-    gain that is too small for some steps does no harm. Without a signal in the average there is no
-    limit; the gain is at its maximum then.
+    gain that is too small for some steps does no harm. But a negative estimate of the signal comes
+    from the same noise, and shrinks with it. Without a signal in the average there is no limit; the
+    gain is at its maximum then.
 
-    >>> noise_over_limit(Estimate(sqr=(1.0,), var=(700.0,)), [1.0], [5.0], small_batches=5)
-    (40.0,)
-    >>> noise_over_limit(Estimate(sqr=(4.0,), var=(700.0,)), [1.0], [5.0], small_batches=5)
-    (10.0,)
+    >>> limit_noise(Estimate(sqr=(1.0,), var=(700.0,)), [1.0], [5.0], small_batches=5)
+    Estimate(sqr=(1.0,), var=(17.5,))
+    >>> limit_noise(Estimate(sqr=(4.0,), var=(700.0,)), [1.0], [5.0], small_batches=5)
+    Estimate(sqr=(4.0,), var=(70.0,))
     """
     deviation = small_batches / (small_batches - 1.0) ** 1.5
     limit = 1.0 + max(OUTLIER_DEVIATIONS * deviation, LEAST_EXCESS)
-    over_limit = []
+    limited_sqr = []
+    limited_var = []
     for s, v, old_s, old_v in zip(new.sqr, new.var, sqr, var, strict=True):
-        over = 0.0
+        over = 1.0
         if old_s > 0.0 and old_v > 0.0:
             growth = min(max(s / old_s, 1.0), MOST_GROWTH)
-            over = v / (limit * old_v * growth)
-        over_limit.append(over)
-    return tuple(over_limit)
-
-
-def limit_noise(new: Estimate, over_limit: Sequence[float]) -> Estimate:
-    """Return a step's estimate with its noise at the limit, where it is over the limit.
-
-    A negative estimate of the signal comes from the same noise, and shrinks with it.
-    """
-    sqr = []
-    var = []
-    for s, v, over in zip(new.sqr, new.var, over_limit, strict=True):
-        cut = max(1.0, over)
+            over = max(v / (limit * old_v * growth), 1.0)
         if s < 0.0:
-            s /= cut
-        sqr.append(s)
-        var.append(v / cut)
-    return Estimate(tuple(sqr), tuple(var))
+            s /= over
+        limited_sqr.append(s)
+        limited_var.append(v / over)
+    return Estimate(tuple(limited_sqr), tuple(limited_var))
 
 
 def gain(sqr: float, var: float, scale: float) -> float:
@@ -375,7 +364,11 @@ class NoiseAverage:
     def add(self, sums: NormSums, smoothing: float) -> NoiseAverage:
         """Return the average with one more step, whose norms must be finite."""
         old = self._before(sums)
-        new = limit_noise(estimate(sums), self.over_limit(sums, smoothing))
+        new = estimate(sums)
+        # adaptdl lets preconditioned norms join an average of plain ones, of another size
+        mixed = self.mix_norm_kinds and sums.norm_kind == "preconditioned"
+        if not mixed and old.steps_held(smoothing) >= STEPS_BEFORE_LIMIT:
+            new = limit_noise(new, old.raw_sqr, old.raw_var, sums.small_batches)
         return replace(
             self,
             sqr=old.sqr.add(new.sqr, smoothing, sums.steps),
@@ -396,15 +389,6 @@ class NoiseAverage:
         if kind_changed or (self.consecutive and not sums.consecutive):
             return self.restarted()
         return self
-
-    def over_limit(self, sums: NormSums, smoothing: float) -> tuple[float, ...]:
-        """Return a step's noise over the limit that `add` sets it, per group; 0 without a limit."""
-        old = self._before(sums)
-        # adaptdl lets preconditioned norms join an average of plain ones, of another size
-        mixed = self.mix_norm_kinds and sums.norm_kind == "preconditioned"
-        if mixed or old.steps_held(smoothing) < STEPS_BEFORE_LIMIT:
-            return (0.0,) * len(sums.mean_square)
-        return noise_over_limit(estimate(sums), old.raw_sqr, old.raw_var, sums.small_batches)
 
     def with_settings(
         self, *, debiased: bool, smoothing: float, mix_norm_kinds: bool, var_floor: float

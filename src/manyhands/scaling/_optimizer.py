@@ -39,7 +39,6 @@ from manyhands._optimizers.wrappers import (
 from manyhands._ranks.presence import count_step
 from manyhands._ranks.ranks import RankGroup
 from manyhands._ranks.stop_notice import stop_notice
-from manyhands._warn import warn
 from manyhands.scaling._binding import Binding
 from manyhands.scaling._hooks import PlainNorm, params_of
 from manyhands.scaling._noise import History, NoiseAverage, NormSums, steps_between
@@ -48,9 +47,6 @@ from manyhands.scaling._settings import Options, ShortStep
 from manyhands.scaling._step import Batch, Measurement, call_weakly
 
 NONFINITE_LIMIT = 10
-EXPLODED = 10.0  # a step's noise over the limit of its average, of which the user should know
-EQUAL_STEPS = 5  # measured steps in a row whose small batches all had the same gradient
-EQUAL = 1e-6  # a part of the sum of squares: how far rounding may move it
 
 
 class Preview(NamedTuple):
@@ -87,8 +83,6 @@ class RuleCore:
         self.reports: Sequence[RankReport] = ()  # of the last step that has sent them
         self._preview: Preview | None = None
         self._last_sent: SentStep | None = None
-        self._warned = False
-        self._equal_steps = 0  # measured steps in a row; it stays at `EQUAL_STEPS`
 
     def start(self, inner: Optimizer, norms: PlainNorm, average: NoiseAverage) -> None:
         """Begin to measure this optimizer, and keep its own methods (`Binding`)."""
@@ -266,9 +260,6 @@ class RuleCore:
         if self.loss_scale.at_step(signals) is not None:
             sums = self._unscale(sums, extras[1])
         self.reports = sent.reports
-        if not skipped:
-            self._warn_if_exploded(sums)
-            self._warn_if_equal(sums)
         self.history.add(sums, self._weight(sums), skipped=skipped)
         self._preview = None
         self._last_sent = sent
@@ -306,38 +297,6 @@ class RuleCore:
         if self.history.nonfinite_in_a_row >= NONFINITE_LIMIT:
             raise RuntimeError(
                 f"{NONFINITE_LIMIT} steps were not finite. Use a GradScaler with AMP."
-            )
-
-    def _warn_if_exploded(self, sums: NormSums | None) -> None:
-        """Warn, once in a run, of a gradient whose noise is far above all that came before."""
-        if sums is None or self._warned or not sums.all_finite:
-            return
-        over = max(self.history.average.over_limit(sums, self._weight(sums)))
-        if over < EXPLODED:
-            return
-        self._warned = True
-        warn(
-            f"a gradient has exploded: its noise was {over:.0f} times the most that counts. "
-            "The gain stays what it was. If the loss rises, clip the gradients or lower the rate. "
-            "(Said once.)",
-        )
-
-    def _warn_if_equal(self, sums: NormSums | None) -> None:
-        """Warn, once in a run, if the ranks' gradients are equal: they seem to draw alike."""
-        if sums is None or self.ranks.size == 1 or self._equal_steps == EQUAL_STEPS:
-            return
-        small = sum(sums.small_squares)
-        mean = sums.small_batches * sum(sums.mean_square)
-        equal = small > 0.0 and abs(small - mean) <= EQUAL * small  # not if they are not finite
-        if equal:
-            self._equal_steps += 1
-        else:
-            self._equal_steps = 0
-        if self._equal_steps == EQUAL_STEPS and self.ranks.rank == 0:
-            warn(
-                f"the ranks have computed the same gradients in {EQUAL_STEPS} measured steps, so "
-                "that a larger batch gains nothing. Do they draw the same samples? Give each rank "
-                "its own: a DistributedSampler, a mh.Cursor, or another seed. (Said once.)"
             )
 
 
