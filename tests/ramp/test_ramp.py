@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import manyhands as mh
 from helpers.ranks import run_ranks
-from manyhands import adaptdl
 from manyhands.blocks import _optimizer
 from manyhands.ramp import _observed
 from manyhands.ramp._decision import Noise, StepTime, goodput
@@ -590,34 +589,6 @@ def test_two_loops_at_the_same_time_are_an_error(clock, kind):
         next(outer)
     if kind == "cursor":
         assert data.epoch == 0
-
-
-@pytest.mark.parametrize("given", ["the wrapper", "nothing", "adaptdl's module"])
-def test_batch_normalisation_sees_a_growing_micro_batch_only_with_a_warning(given):
-    def make(max_local_batch_size):
-        data = torch.utils.data.TensorDataset(torch.randn(64, 4))
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if given == "adaptdl's module":
-            loader = adaptdl.AdaptiveDataLoader(data, 4)
-            loader.autoscale_batch_size(32, local_bsz_bounds=(None, max_local_batch_size))
-            model = adaptdl.AdaptiveDataParallel(model, optimizer)
-            for (inputs,) in loader:
-                model(inputs)
-                break
-            return
-        loader = adaptdl.AdaptiveDataLoader(data, 4, max_local_batch_size=max_local_batch_size)
-        model.no_sync = contextlib.nullcontext  # as a wrapper's
-        mh.Ramp(
-            mh.AdaScale(optimizer),
-            8,
-            model=model if given == "the wrapper" else None,
-            loader=loader,
-        )
-
-    with pytest.warns(UserWarning, match=r"\(1 layer.* grow from 4 to 16 samples"):
-        make(max_local_batch_size=16)
-    make(max_local_batch_size=4)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Mistakes that people make: each gets an error that says what to do, on every worker."""
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -572,41 +570,3 @@ def test_an_unknown_argument_names_the_class_and_the_argument_that_was_meant(kin
     assert str(raised.value) == message
     with pytest.raises(TypeError, match=rf"^{kind.__name__} has no argument quux. See help\("):
         kind(quux=4)
-
-
-# -- ranks that draw the same samples --------------------------------------------------------------
-
-SAME = "the ranks have computed the same gradients in 5 measured steps"
-
-
-def warnings_of_ranks(world, rule, inputs, own_samples):
-    """What each rank warns of in twelve steps; in those of `own_samples` the ranks draw apart."""
-
-    def train():
-        model = DistributedDataParallel(torch.nn.Linear(inputs, 2))
-        optimizer = rule(torch.optim.AdamW(model.parameters()))
-        common, own = (torch.Generator().manual_seed(seed) for seed in (0, 1 + dist.get_rank()))
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            for step in range(12):
-                x = torch.randn(4, inputs, generator=own if step in own_samples else common)
-                optimizer.zero_grad()
-                model(x).square().mean().backward()
-                optimizer.step()
-        return [str(each.message)[: len(SAME)] for each in warned]
-
-    return run_ranks(world, train)
-
-
-@pytest.mark.parametrize(
-    ("world", "rule", "inputs"),
-    [(2, mh.AdaScale, 3), (3, mh.AdaScale, 3_000), (2, mh.AdamScale, 3)],
-)
-def test_ranks_that_draw_the_same_samples_are_told_once(world, rule, inputs):
-    expected = [[SAME], *[[]] * (world - 1)]  # rank 0 says it
-    assert warnings_of_ranks(world, rule, inputs, own_samples=()) == expected
-
-
-@pytest.mark.parametrize("own_samples", [range(12), (4, 9)], ids=["all steps", "one in five"])
-def test_ranks_that_draw_other_samples_are_told_nothing(own_samples):
-    assert warnings_of_ranks(2, mh.AdaScale, 3, own_samples) == [[], []]

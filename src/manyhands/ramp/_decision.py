@@ -1,4 +1,4 @@
-"""How many passes should the next step have? Pure functions of what was measured.
+"""Decide how many passes the next step has, by pure functions of the measurements.
 
 All ranks know the same numbers, and so they decide the same. This file counts in passes. With an
 `AdaptiveDataLoader`, "pass" means one of its units here: a rank's part of the small batch

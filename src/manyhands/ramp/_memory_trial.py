@@ -1,4 +1,4 @@
-"""How large may a micro-batch be? Try it, before training.
+"""Find the largest micro-batch that fits into memory, by trying.
 
 Sizes double until one does not fit, and then close in on the largest that does. All ranks try the
 same sizes, and agree after each. The model must be the plain one: its passes have no collectives,
@@ -109,10 +109,16 @@ def _largest_pass_that_fits(fits: Callable[[int], bool], least: int, most: int) 
     low = least  # fits
     high = most + 1  # does not fit
     while low * 2 < high:
-        low, high = (low * 2, high) if fits(low * 2) else (low, low * 2)
+        if fits(low * 2):
+            low *= 2
+        else:
+            high = low * 2
     while high - low > max(1, low // PRECISION):
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
     return low
 
 

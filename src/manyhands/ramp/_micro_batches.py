@@ -36,7 +36,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -50,6 +50,7 @@ from manyhands._ranks.ranks import RankGroup
 from manyhands.data._ledger import Ledger
 from manyhands.data._order import Order
 from manyhands.data._rules import EpochOrder, check_dataset, check_state, describe_order
+from manyhands.scaling._hooks import params_of
 from manyhands.scaling._optimizer import ScaledOptimizer
 from manyhands.scaling._payload import RankReport
 from manyhands.scaling._weighted_mean import WeightedMean
@@ -83,7 +84,7 @@ def step_size(units: int, most_per_pass: int, fewest_passes: int = 1) -> StepSiz
     if units < fewest_passes:
         return StepSize(units, 1)
     if units < most_per_pass * fewest_passes:
-        fitting = (size for size in sizes(most_per_pass) if size * fewest_passes <= units)
+        fitting = takewhile(lambda size: size * fewest_passes <= units, sizes(most_per_pass))
         return StepSize(fewest_passes, max(fitting))
     return StepSize(units // most_per_pass, most_per_pass)
 
@@ -94,26 +95,26 @@ def sizes(most_per_pass: int) -> list[int]:
     >>> sizes(20)
     [1, 2, 3, 4, 6, 8, 12, 16, 20]
     """
-    doublings = range(most_per_pass.bit_length())
-    grid = {2**k for k in doublings} | {3 * 2**k for k in doublings} | {most_per_pass}
-    return sorted(size for size in grid if size <= most_per_pass)
+    found = []
+    size = 1
+    while size < most_per_pass:
+        found.append(size)
+        if 2 < size + size // 2 < most_per_pass:
+            found.append(size + size // 2)
+        size *= 2
+    return [*found, most_per_pass]
 
 
+@dataclass(eq=False)
 class MicroBatches(Generic[Batch]):
     """The micro-batches of one step: a sequence.
 
     A loop over it runs all but the last inside the model's `no_sync()`, if the model has one.
     """
 
-    def __init__(
-        self,
-        batches: Sequence[Batch],
-        no_sync: Callable[[], AbstractContextManager[object]],
-        mean: WeightedMean | None,
-    ) -> None:
-        self._batches = batches
-        self._no_sync = no_sync
-        self._mean = mean
+    _batches: Sequence[Batch]
+    _no_sync: Callable[[], AbstractContextManager[object]]
+    _mean: WeightedMean | None
 
     def mean(self, loss_sum: Tensor) -> Tensor:
         """Return this micro-batch's part of the step's mean loss, over all that `count` counted.
@@ -142,19 +143,18 @@ class MicroBatches(Generic[Batch]):
         yield last
 
 
+@dataclass
 class Supply:
     """Hands out a loader's micro-batches by steps, so that all ranks take equally many."""
 
-    def __init__(self, optimizer: ScaledOptimizer) -> None:
-        self._optimizer = optimizer
-        self._steps = 0  # steps of the optimizer so far
-        self._ready = 0  # micro-batches that this rank has ready
-        self._left = 0  # micro-batches that every rank has left, by the last reports
-        # Micro-batches handed out so far: now, at the last report, and at the report before it.
-        self._handed_out = 0
-        self._reported_at = 0
-        self._loops = 0  # that have begun
-        self.hands_out = False  # whether a loop is under way
+    _optimizer: ScaledOptimizer
+    _steps: int = 0  # steps of the optimizer so far
+    _ready: int = 0  # micro-batches that this rank has ready
+    _left: int = 0  # micro-batches that every rank has left, by the last reports
+    _handed_out: int = 0  # micro-batches handed out so far
+    _reported_at: int = 0  # micro-batches handed out at the last report
+    _loops: int = 0  # that have begun
+    hands_out: bool = False  # whether a loop is under way
 
     def steps(
         self, loader: Iterable[Batch], passes: Callable[[], int], look_ahead: Callable[[], int]
@@ -214,8 +214,8 @@ class Supply:
         ranks: RankGroup = self._optimizer.gradient_ranks
         if ranks.size == 1:
             return ready
-        param = next(p for group in self._optimizer.param_groups for p in group["params"])
-        return int(min(number for (number,) in ranks.all_gather([float(ready)], param.device)))
+        device = params_of(self._optimizer.param_groups)[0].device
+        return int(min(ranks.all_gather([float(ready)], device))[0])
 
 
 class StepLoader(DataLoader[Any]):
@@ -248,7 +248,6 @@ class StepLoader(DataLoader[Any]):
         self._unit = math.ceil(batch_size / self._ranks.size)
         self._most_per_pass = self._units_within(max_local_batch_size)
         self._ledger = Ledger(self._samples)
-        self._plan: Callable[[], StepSize] = lambda: StepSize(1, 1)
         self._ordered: deque[StepSize] = deque()  # sizes of steps whose samples were ordered
         self.size = StepSize(1, 1)  # of the step that was handed out last
         super().__init__(dataset, batch_sampler=_Order(self), **options)
@@ -269,11 +268,6 @@ class StepLoader(DataLoader[Any]):
         return self._unit * self._ranks.size
 
     @property
-    def local_batch_sizes(self) -> tuple[int, int]:
-        """The smallest and the largest micro-batch on each rank, in samples."""
-        return self._unit, self._unit * self._most_per_pass
-
-    @property
     def scale_per_unit(self) -> float:
         """How many small batches a unit on every rank makes: 1, but for rounding."""
         return self.samples_per_unit / self._small_batch
@@ -283,15 +277,17 @@ class StepLoader(DataLoader[Any]):
 
         A single rank compares its own passes to measure the noise, so it takes at least two.
         """
-        return step_size(units, self._most_per_pass, 2 if self._ranks.size == 1 else 1)
+        fewest_passes = 2 if self._ranks.size == 1 else 1
+        return step_size(units, self._most_per_pass, fewest_passes)
 
     def __len__(self) -> int:
         """Return how many micro-batches of the present size an epoch has."""
         return math.ceil(self._whole_units(self._samples) / self.size.per_pass)
 
     def _whole_units(self, samples: int) -> int:
-        units = samples / self.samples_per_unit
-        return math.floor(units) if self._drop_last else math.ceil(units)
+        if self._drop_last:
+            return samples // self.samples_per_unit
+        return math.ceil(samples / self.samples_per_unit)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -300,12 +296,11 @@ class StepLoader(DataLoader[Any]):
 
         `plan` is asked for a size whenever a step's samples are ordered.
         """
-        for micro_batches in self._ordered_steps(plan):
-            yield list(micro_batches)
+        yield from map(list, self._ordered_steps(plan))
 
     def _ordered_steps(self, plan: Callable[[], StepSize]) -> Iterator[Iterator[Any]]:
         """Yield each step as an iterator over its micro-batches."""
-        self._plan = plan
+        self._plan: Callable[[], StepSize] = plan
         self._ordered.clear()
         batches = super().__iter__()
         while True:
@@ -328,7 +323,10 @@ class StepLoader(DataLoader[Any]):
         order = Order(rules["samples"], rules["seed"], ledger.epoch, rules["shuffle"])
         samples = order.indices(ledger.hand_out({0: ledger.left}).held_by(0))
         position = 0
-        while units := self._whole_units(len(samples) - position):
+        while True:
+            units = self._whole_units(len(samples) - position)
+            if not units:
+                return
             size = self._plan()
             if size.units > units:
                 size = step_size(units, size.per_pass)
@@ -360,17 +358,17 @@ class StepLoader(DataLoader[Any]):
         return Ledger.of_saved(self._samples, state_dict)
 
 
+@dataclass
 class _Order:
     """The batch sampler that torch's loader asks for the indices of each micro-batch."""
 
-    def __init__(self, loader: StepLoader) -> None:
-        self._loader = loader
+    loader: StepLoader
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._loader.indices()
+        return self.loader.indices()
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self.loader)
 
 
 class StepPasses(int):

@@ -310,22 +310,21 @@ class StepTimes:
         by_passes: dict[int, list[float]] = {}
         for passes, seconds in self.steps:
             by_passes.setdefault(passes, []).append(seconds)
-        return {
-            passes: (robust_mean(values), len(values))
-            for passes, values in sorted(by_passes.items())
-            if len(values) >= ENOUGH
-        }
+        usual = {}
+        for passes, times in sorted(by_passes.items()):
+            if len(times) >= ENOUGH:
+                usual[passes] = robust_mean(times), len(times)
+        return usual
 
     def fit(self) -> StepTime | None:
         """Return the fitted time of a step; None until two numbers of passes were seen."""
         levels = self.seconds_by_passes()
         if len(levels) < 2:
             return None
-        slopes = [
+        slopes = []
+        for (p1, (t1, n1)), (p2, (t2, n2)) in combinations(levels.items(), 2):
             # Numbers of passes that are far apart, and seen often, have more weight.
-            ((t2 - t1) / (p2 - p1), (p2 - p1) * min(n1, n2))
-            for (p1, (t1, n1)), (p2, (t2, n2)) in combinations(levels.items(), 2)
-        ]
+            slopes.append(((t2 - t1) / (p2 - p1), (p2 - p1) * min(n1, n2)))
         shortest = min(seconds / passes for passes, (seconds, _) in levels.items())
         # A pass takes some time, and at most its part of a whole step. Else noise in the levels
         # could make `fixed` negative.

@@ -1,4 +1,4 @@
-"""`Ramp`: how many micro-batches shall the next step have?
+"""Choose the number of micro-batches of each step while training: `Ramp`.
 
 After each step every rank knows the same three things, because they travel in the one small
 collective that a scaling rule has anyway (`scaling/_payload.py`):
@@ -21,17 +21,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, repeat
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from manyhands._arguments import explained, one_of, real, whole
-from manyhands._optimizers.modules import modules_holding
 from manyhands._optimizers.state_parts import SavedEntries, SavedState
-from manyhands._warn import warn
 from manyhands.data._cursor import Cursor
 from manyhands.ramp._decision import GROWTH, Decision, Goal, Limits, StepTime, decide, efficiency
 from manyhands.ramp._micro_batches import MicroBatches, StepLoader, StepSize, Supply
@@ -103,22 +101,26 @@ class Ramp:
         model: nn.Module | None = None,
         loader: StepLoader | None = None,
     ) -> None:
-        limits = Limits(goal=goal, efficiency=efficiency)
         self.max_scale = real("max_scale", max_scale, above=0.0)
         one_of("goal", goal, GOALS)
         if efficiency is not None:
             one_of("goal", goal, ["samples"], "efficiency= is for this goal.")
             real("efficiency", efficiency, above=0.0, below=1.0)
-        optimizer = _check_rule(optimizer)
+        if not isinstance(optimizer, ScalingRuleBase):
+            raise TypeError(
+                f"Ramp needs an optimizer under a scaling rule, got {type(optimizer).__name__}. "
+                "Write mh.AdaScale(optimizer) for SGD, mh.AdamScale(optimizer) for Adam and AdamW."
+            )
+        if optimizer.port.observer is not None:
+            raise ValueError("this optimizer has a Ramp already: use that one.")
         self.optimizer = optimizer
         self._port = optimizer.port
-        self._model = model
         self._no_sync = _no_sync_of(model)
         self._loader: StepLoader | None = None
         batch = self._port.batch
         if batch.scale is not None:  # of the whole batch; from now on the batch changes
             optimizer.set_scale_per_pass(batch.scale / batch.passes)
-        self._limits = limits
+        self._limits = Limits(goal=goal, efficiency=efficiency)
         self._set_units(batch.passes)
         self._timer = StepTimer()
         self._noise = NoiseWatch(optimizer)
@@ -153,23 +155,20 @@ class Ramp:
 
     def _bind(self, loader: StepLoader) -> None:
         """Count in the units of this loader from now on."""
-        if self._loader is None:
-            before = self.scale
-            self._loader = loader
-            # a continued run has a batch already
-            if self._steps:
-                self._set_units(max(1, round(before / loader.scale_per_unit)))
-            else:
-                self._set_units(1)
-                self._moments_scale = self.scale
-            optimizer = self.optimizer
-            model = self._port.model if self._model is None else self._model
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            _warn_of_batch_norm(model, params, *loader.local_batch_sizes)
-        elif self._loader is not loader:
+        if self._loader is loader:
+            return
+        if self._loader is not None:
             raise ValueError(
                 "this Ramp has another AdaptiveDataLoader already: make one of each for a run."
             )
+        before = self.scale
+        self._loader = loader
+        # a continued run has a batch already
+        if self._steps:
+            self._set_units(max(1, round(before / loader.scale_per_unit)))
+        else:
+            self._set_units(1)
+            self._moments_scale = self.scale
 
     # -- what a loop asks for ------------------------------------------------------------------
 
@@ -191,10 +190,9 @@ class Ramp:
     @property
     def _size(self) -> StepSize:
         """The size of the next step, as the loader divides its units into passes."""
-        loader = self._loader
-        if loader is None:
+        if self._loader is None:
             return StepSize(self._units, 1)
-        return loader.size_of(self._units)
+        return self._loader.size_of(self._units)
 
     @property
     def _scale_per_unit(self) -> float:
@@ -221,39 +219,56 @@ class Ramp:
         """
         if isinstance(loader, StepLoader):
             self._bind(loader)
-            self._timer.skip()  # the time between two epochs is not a step's
-            for step in loader.steps(lambda: self._size):
+        self._timer.skip()  # the time between two epochs is not a step's
+        if isinstance(loader, StepLoader):
+            for step in loader.steps(self._next_size):
                 self._begin_step(loader.size)
                 yield self._micro_batches(step, count)
             return
-        self._timer.skip()  # the time between two epochs is not a step's
         if isinstance(loader, Cursor):
             yield from self._over_cursor(loader, count)
         else:
-            for step in self._supply.steps(loader, lambda: self._units, self._look_ahead):
+            for step in self._supply.steps(loader, self._next_units, self._look_ahead):
                 self._begin_step(StepSize(len(step), 1))
                 yield self._micro_batches(step, count)
         self._begin_step(StepSize(self._units, 1))  # the last one may have been short
+
+    def _next_size(self) -> StepSize:
+        return self._size
+
+    def _next_units(self) -> int:
+        return self._units
 
     def _over_cursor(
         self, cursor: Cursor, count: Callable[[Any], int | float | Tensor] | None
     ) -> Iterator[MicroBatches[Any]]:
         """Yield steps of a cursor's batches, each counted when it is handed out."""
         with cursor.ahead() as batches:
-            for step in self._supply.steps(batches, lambda: self._units, self._look_ahead):
-                passes = [cursor.begin_batch() for _ in step]
+            for step in self._supply.steps(batches, self._next_units, self._look_ahead):
+                counts: list[int | float | Tensor] = []
+                step_samples = 0
+                not_empty = 0
+                for batch in step:
+                    samples = cursor.begin_batch()
+                    ranks = samples.ranks
+                    step_samples += samples.step_samples
+                    not_empty += samples.not_empty
+                    if count is None:
+                        counts.append(samples.samples)
+                    elif samples.samples:
+                        counts.append(count(batch))
+                    else:
+                        counts.append(0)  # the sample of a filler counts elsewhere
                 self._begin_step(StepSize(len(step), 1))
                 if count is None:
                     mean = WeightedMean.of_known(
-                        [each.samples for each in passes],
+                        counts,
                         self.optimizer,
-                        ranks=passes[0].ranks,
-                        total=sum(each.step_samples for each in passes),
-                        not_empty=sum(each.not_empty for each in passes),
+                        ranks=ranks,
+                        total=step_samples,
+                        not_empty=not_empty,
                     )
-                else:  # the sample of a filler counts elsewhere
-                    pairs = zip(step, passes, strict=True)
-                    counts = [count(batch) if each.samples else 0 for batch, each in pairs]
+                else:
                     mean = WeightedMean(counts, self.optimizer)
                 yield MicroBatches(step, self._no_sync, mean)
 
@@ -261,7 +276,9 @@ class Ramp:
         self, step: list[Batch], count: Callable[[Batch], int | float | Tensor] | None
     ) -> MicroBatches[Batch]:
         """Return a step for the loop; with `count`, its losses are weighted by tokens."""
-        mean = None if count is None else WeightedMean(list(map(count, step)), self.optimizer)
+        mean = None
+        if count is not None:
+            mean = WeightedMean(list(map(count, step)), self.optimizer)
         return MicroBatches(step, self._no_sync, mean)
 
     def _look_ahead(self) -> int:
@@ -278,7 +295,9 @@ class Ramp:
 
     def after_step(self, reports: Sequence[RankReport]) -> None:
         """As the optimizer has stepped: take the step's time, and decide about the next steps."""
-        units = self.optimizer.passes * (1 if self._loader is None else self._loader.size.per_pass)
+        units = self.optimizer.passes
+        if self._loader is not None:
+            units *= self._loader.size.per_pass
         self._timer.step_ended(units, counts=self._steps >= SKIPPED)
         self._steps += 1
         self._saved = None
@@ -358,8 +377,9 @@ class Ramp:
             self._moments_scale = scale
 
     def _expect(self, size: StepSize) -> None:
-        per_unit = None if self._loader is None else self._loader.scale_per_unit
-        scale_per_pass = None if per_unit is None else per_unit * size.per_pass
+        scale_per_pass = None
+        if self._loader is not None:
+            scale_per_pass = self._loader.scale_per_unit * size.per_pass
         self._port.begin_step(size.passes, scale_per_pass=scale_per_pass)
 
     # -- seeing, saving ------------------------------------------------------------------------
@@ -371,21 +391,29 @@ class Ramp:
 
     def snapshot(self) -> dict[str, object]:
         """Return the state in plain values, for logs and `Record`."""
-        noise = self._noise.measured()
-        times = self._timer.times
-        fit = times.fit()
-        seconds, passes = times.steps[-1][::-1] if times.steps else (None, None)
-        return {
+        snapshot: dict[str, object] = {
             "batch_scale": self.scale,
             "batch_passes": self.passes,
             "target_scale": self._scale_per_unit * self._decision.target,
             "batch_reason": self._decision.reason,
-            "efficiency": None if noise is None else efficiency(noise, self.scale),
-            "fixed_seconds": None if fit is None else fit.fixed,
-            "pass_seconds": None if fit is None else fit.per_pass,
-            "step_seconds": seconds,
-            "predicted_seconds": None if fit is None or passes is None else fit.seconds(passes),
+            "efficiency": None,
+            "fixed_seconds": None,
+            "pass_seconds": None,
+            "step_seconds": None,
+            "predicted_seconds": None,
         }
+        noise = self._noise.measured()
+        if noise is not None:
+            snapshot["efficiency"] = efficiency(noise, self.scale)
+        steps = self._timer.times.steps
+        if steps:
+            snapshot["step_seconds"] = steps[-1][1]
+        fit = self._timer.times.fit()
+        if fit is not None:
+            snapshot["fixed_seconds"] = fit.fixed
+            snapshot["pass_seconds"] = fit.per_pass
+            snapshot["predicted_seconds"] = fit.seconds(steps[-1][0])
+        return snapshot
 
     def state_dict(self) -> StateDict:
         """Return what a continued run needs: the batch, and the times that were measured."""
@@ -411,9 +439,10 @@ class Ramp:
         self._steps = saved.steps
         self._moments_scale = saved.moments_scale
         self._noise.load(saved.memory, saved.unmeasured, saved.evidence)
+        self._timer = StepTimer()
         ranks = self.optimizer.gradient_ranks.size
-        same = saved.workers == self._port.batch.workers and saved.timer.fits(ranks)
-        self._timer = saved.timer if same else StepTimer()
+        if saved.workers == self._port.batch.workers and saved.timer.fits(ranks):
+            self._timer = saved.timer
         self.after_load()
 
     def after_load(self) -> None:
@@ -474,9 +503,11 @@ def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[
             f"model={type(model).__name__} has no no_sync(). Give the module that averages the "
             "gradients, such as DistributedDataParallel, or leave it out if none does."
         )
-    # DDP records a static graph in its first pass, which must not be inside `no_sync()`.
-    before = iter([nullcontext] if getattr(model, "static_graph", False) else [])
-    return lambda: next(before, no_sync)()
+    contexts: Iterator[Callable[[], AbstractContextManager[object]]] = repeat(no_sync)
+    if getattr(model, "static_graph", False):
+        # DDP records the graph in its first pass, which must not be inside `no_sync()`.
+        contexts = chain([nullcontext], contexts)
+    return lambda: next(contexts)()
 
 
 @contextmanager
@@ -487,36 +518,3 @@ def _without_sync(set_sync: Callable[[bool], object]) -> Iterator[None]:
         yield
     finally:
         set_sync(True)
-
-
-def _check_rule(optimizer: Optimizer) -> ScalingRuleBase:
-    """Return the optimizer. Raise if it is no scaling rule, or if another `Ramp` has it."""
-    if not isinstance(optimizer, ScalingRuleBase):
-        raise TypeError(
-            f"Ramp needs an optimizer under a scaling rule, got {type(optimizer).__name__}. Write "
-            "mh.AdaScale(optimizer) for SGD, mh.AdamScale(optimizer) for Adam and AdamW."
-        )
-    if optimizer.port.observer is not None:
-        raise ValueError("this optimizer has a Ramp already: use that one.")
-    return optimizer
-
-
-def _warn_of_batch_norm(
-    model: nn.Module | None, params: Sequence[Tensor], smallest: int, largest: int
-) -> None:
-    """Warn if a model's normalisation would see micro-batches of several sizes."""
-    # Without the model its layers are found by their parameters.
-    if largest <= smallest:
-        return
-    if model is None:
-        found = modules_holding(params, lambda module: isinstance(module, _BatchNorm))
-        names = [type(module).__name__ for module, _ in found]
-    else:
-        names = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
-    if names:
-        warn(
-            f"the statistics of {names[0] or type(model).__name__} "
-            f"({len(names)} layer(s) of batch normalisation) are those of a micro-batch, which may "
-            f"grow from {smallest} to {largest} samples on each rank. Leave max_local_batch_size "
-            "out to keep micro-batches as they are: then only their number grows.",
-        )

@@ -1,4 +1,4 @@
-"""How far to step: scaling rules, and the noise of the gradient that they need.
+"""Scaling rules, and the noise of the gradient that they need.
 
 To understand AdaScale, read five files in this order:
 

@@ -1,4 +1,4 @@
-"""How a rule is tied to an optimizer, and what that changes on the optimizer.
+"""Bind a rule to an optimizer, and replace methods of the optimizer.
 
 A bound rule is an optimizer around another one (`_optimizers/wrappers.py`). It calls the
 optimizer's own methods, which are kept here: `patch` replaces them on the instance.
@@ -7,6 +7,7 @@ optimizer's own methods, which are kept here: `patch` replaces them on the insta
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -24,21 +25,14 @@ KEY = "manyhands"  # of the rule's entry in the optimizer's state dict
 MARK = "_manyhands_rule"  # the optimizer's attribute that refers to the rule
 AMP = "_step_supports_amp_scaling"
 PATCHED = ("step", "zero_grad", "state_dict", "load_state_dict", AMP)
-MISSING = object()
-
-
-def own_attribute(optimizer: Optimizer, name: str) -> Any:
-    """Return an attribute of the instance, or MISSING.
-
-    `getattr` would also find methods of the class, and attributes of an optimizer inside.
-    """
-    return optimizer.__dict__.get(name, MISSING)
 
 
 def claimed_by(optimizer: Optimizer) -> Optimizer | None:
     """Return the rule that `Binding.claim` marked the optimizer with, while the rule exists."""
-    mark = own_attribute(optimizer, MARK)
-    rule: Optimizer | None = None if mark is MISSING else mark()
+    mark = optimizer.__dict__.get(MARK)  # not that of an optimizer inside
+    if mark is None:
+        return None
+    rule: Optimizer | None = mark()
     return rule
 
 
@@ -52,7 +46,8 @@ class Binding:
         self.state_dict = optimizer.state_dict
         self.load_state_dict = optimizer.load_state_dict
         self.supports_amp = supports_amp(optimizer)
-        self._before: dict[str, object] = {}  # what `patch` has replaced; empty if not called
+        self.patched = False
+        self._before: dict[str, object] = {}  # attributes of the instance that `patch` has replaced
 
     def claim(self, rule: Optimizer) -> None:
         """Mark the optimizer as this rule's: `rule_of` finds it, and a second rule is refused."""
@@ -66,15 +61,11 @@ class Binding:
         progress belong to what is saved.
         """
 
-        # They become bound methods below: schedulers wrap `optimizer.step.__func__`.
-        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return rule.step(*args, **kwargs)
+        def forward(name: str) -> Callable[..., Any]:
+            def call(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+                return getattr(rule, name)(*args, **kwargs)
 
-        def zero_grad(_: Optimizer, *args: Any, **kwargs: Any) -> None:
-            rule.zero_grad(*args, **kwargs)
-
-        def state_dict(_: Optimizer, *args: Any, **kwargs: Any) -> StateDict:
-            return rule.state_dict(*args, **kwargs)
+            return call
 
         def load_state_dict(_: Optimizer, state_dict: StateDict) -> None:
             # Without our entry (of a bare run, or from torch.distributed.checkpoint) it is the
@@ -84,25 +75,26 @@ class Binding:
             else:
                 self.load_state_dict(dict(state_dict))
 
+        functions = {name: forward(name) for name in ("step", "zero_grad", "state_dict")}
+        functions["load_state_dict"] = load_state_dict
+        self.patched = True
+        attributes = self.optimizer.__dict__
         # a scheduler may have put another `step` on the optimizer before
-        self._before = {name: own_attribute(self.optimizer, name) for name in PATCHED}
-        for function in (step, zero_grad, state_dict, load_state_dict):
-            setattr(self.optimizer, function.__name__, MethodType(function, self.optimizer))
+        self._before = {name: attributes[name] for name in PATCHED if name in attributes}
+        for name, function in functions.items():
+            # bound methods: schedulers wrap `optimizer.step.__func__`
+            setattr(self.optimizer, name, MethodType(function, self.optimizer))
         setattr(self.optimizer, AMP, True)
-
-    @property
-    def patched(self) -> bool:
-        """Whether the optimizer's methods are the rule's."""
-        return bool(self._before)
 
     def release(self) -> None:
         """Give the optimizer its own methods back, and remove the mark: the rule was unhooked."""
-        for name, before in [(MARK, MISSING), *self._before.items()]:
-            if before is not MISSING:
-                setattr(self.optimizer, name, before)
-            elif own_attribute(self.optimizer, name) is not MISSING:
-                delattr(self.optimizer, name)
-        self._before = {}
+        attributes = self.optimizer.__dict__
+        attributes.pop(MARK, None)
+        if self.patched:
+            for name in PATCHED:
+                attributes.pop(name, None)
+            attributes.update(self._before)
+        self.patched = False
 
     def is_initializing_state(self) -> bool:
         """Return whether torch.distributed.checkpoint is making the optimizer create its state.

@@ -1,4 +1,4 @@
-"""|g| of every parameter in one backward pass, from hooks where autograd adds to `param.grad`.
+"""Measure |g| of every parameter in a backward pass, where autograd adds to `param.grad`.
 
 `PlainNorm` takes the norm, or Adam's in `_preconditioned.py`.
 
@@ -43,10 +43,8 @@ import gc
 import math
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import compress
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -97,10 +95,6 @@ class PlainNorm:
 
     columns = 0  # numbers in a row of `to_state`; none may be below 0
 
-    def is_plain(self, index: int) -> bool:
-        """Return whether a parameter's norms are always the Euclidean ones of whole gradients."""
-        return True
-
     def one(self, index: int, grad: Tensor) -> Norm:
         """Return the norm of one whole gradient."""
         return norm(grad)
@@ -110,16 +104,20 @@ class PlainNorm:
 
         Short dense float32 gradients are taken in one call, and the others one by one.
         """
-        simple = [
-            grad.dtype is float32
-            and grad.layout is strided
-            and (grad.numel() <= SHORT or grad.device.type != "cpu")
-            for grad in grads
-        ]
-        together = list(compress(grads, simple))
-        lengths = iter(torch._foreach_norm(together) if together else [])
-        pairs = zip(grads, simple, strict=True)
-        return [next(lengths) if is_simple else norm(grad) for grad, is_simple in pairs]
+        norms: list[Norm] = []
+        together = {}
+        for position, grad in enumerate(grads):
+            dense = grad.dtype is float32 and grad.layout is strided
+            if dense and (grad.numel() <= SHORT or grad.device.type != "cpu"):
+                together[position] = grad
+                norms.append(0.0)
+            else:
+                norms.append(norm(grad))
+        if together:
+            lengths = torch._foreach_norm([*together.values()])
+            for position, length in zip(together, lengths, strict=True):
+                norms[position] = length
+        return norms
 
     def slices(self, slices: Sequence[GradientSlice]) -> Sequence[Norm]:
         """Return the norm of each slice."""
@@ -172,7 +170,7 @@ class GradientHooks:
         self._repeated: set[int] = set()
         self._elements = 0  # of the gradients that are held
         self._at_once: set[int] = set()  # parameters whose gradients others change within the pass
-        self._handles: list[tuple[RemovableHandle, Node]] = []
+        self._handles: list[tuple[RemovableHandle, Tensor, Node]] = []
 
     def attach(self, params: Sequence[Tensor], unsharded: dict[int, Tensor]) -> None:
         """Measure the gradients of these parameters, and no others.
@@ -184,14 +182,17 @@ class GradientHooks:
         self._on_cpu = all(param.device.type == "cpu" for param in params)
         self._params = [unsharded.get(i, p) for i, p in enumerate(params)]
         self.trainable = [i for i, p in enumerate(self._params) if p.requires_grad]
-        short = (i for i, param in enumerate(self._params) if param.numel() <= SHORT)
-        self._plain_and_short = set(filter(self._kind.is_plain, short))
+        plain = type(self._kind).one is PlainNorm.one
+        self._plain_and_short: set[int] = set()
         receive = partial(_on_gradient, weakref.ref(self))
         self._handles = []  # with its node, which is compared in `parameters_moved`
         for index, param in enumerate(self._params):
-            if _can_have_gradient(param):
+            if plain and param.numel() <= SHORT:
+                self._plain_and_short.add(index)
+            if param.is_floating_point() or param.is_complex():
                 node = _accumulator(param)
-                self._handles.append((node.register_prehook(partial(receive, index)), node))
+                handle = node.register_prehook(partial(receive, index))
+                self._handles.append((handle, param, node))
         # The list is the finalizer's argument, not `self`, which could then never be dropped.
         weakref.finalize(self, _remove_hooks, self._handles)
 
@@ -207,20 +208,7 @@ class GradientHooks:
     @property
     def parameters_moved(self) -> bool:
         """Whether parameters were moved or converted since, which takes their hooks away."""
-        if not self.active:
-            return False
-        nodes = [node for _, node in self._handles]
-        params = filter(_can_have_gradient, self._params)
-        return any(_accumulator(p) is not node for p, node in zip(params, nodes, strict=True))
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not measure the backward passes inside, as their samples were measured before."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
+        return any(_accumulator(param) is not node for _, param, node in self._handles)
 
     def replay(self, result: object, closure: Callable[[], object]) -> Callable[[], object]:
         """Return a closure that has run already, with this result; further calls are not measured.
@@ -232,8 +220,11 @@ class GradientHooks:
         def replayed() -> object:
             if results:
                 return results.pop()
-            with self.paused():
+            self._paused = True
+            try:
                 return closure()
+            finally:
+                self._paused = False
 
         return replayed
 
@@ -245,16 +236,13 @@ class GradientHooks:
         self.valid = True
         self._elements = 0
 
-    def finish_pass(self) -> dict[int, Norm]:
-        """Return the norms of the pass, those of summed gradients included."""
+    def finish_pass(self, factor: float) -> dict[int, Norm]:
+        """Return the norms of the pass, those of summed gradients included, times a factor."""
         self.measure_held()
         for index, partial_sum in self.partial_sums.items():
             self.norms[index] = self._kind.one(index, partial_sum)
-        return self.norms
-
-    def multiply_norms(self, factor: float) -> dict[int, Norm]:
-        """Multiply the pass's norms by its weight in a `WeightedMean`, and return them."""
-        self.norms = {index: each * factor for index, each in self.norms.items()}
+        if factor != 1.0:
+            self.norms = {index: each * factor for index, each in self.norms.items()}
         return self.norms
 
     def enter(self, index: int, task: int) -> None:
@@ -341,10 +329,6 @@ def _on_gradient(
     hooks.norms[index] = float(measured)
 
 
-def _can_have_gradient(param: Tensor) -> bool:
-    return param.is_floating_point() or param.is_complex()
-
-
 def _accumulator(param: Tensor) -> Node:
     """Return the node that adds to `param.grad`."""
     # A frozen parameter gets one too, so that it is measured once it is unfrozen.
@@ -357,8 +341,8 @@ def _accumulator(param: Tensor) -> Node:
     return node
 
 
-def _remove_hooks(handles: list[tuple[RemovableHandle, Node]]) -> None:
-    for handle, _ in handles:
+def _remove_hooks(handles: list[tuple[RemovableHandle, Tensor, Node]]) -> None:
+    for handle, *_ in handles:
         handle.remove()
     handles.clear()
 
@@ -406,9 +390,6 @@ def _has_values(grad: Tensor) -> bool:
 # -- under `fully_shard` --------------------------------------------------------------------------
 
 
-ParameterName = tuple[nn.Module, str]  # a module, and the name of a parameter in it
-
-
 def unsharded_parameters(
     params: Sequence[Tensor], model: nn.Module | None = None
 ) -> dict[int, Tensor]:
@@ -424,22 +405,29 @@ def unsharded_parameters(
     if not index_of:
         return {}
     modules = fsdp_modules(model)
-    owned = _names_by_module(modules, index_of)
-    if _missing(owned, index_of):
+    owned, missing = _names_by_module(modules, index_of)
+    if missing:
         # After a forward without backward the outermost module is still unsharded.
         for module in modules:
             module.reshard()
-        owned = _names_by_module(modules, index_of)
-    _check_found(params, _missing(owned, index_of), len(index_of))
+        owned, missing = _names_by_module(modules, index_of)
+    if missing:
+        first = params[min(missing.values())]
+        raise ValueError(
+            f"{len(missing)} of {len(index_of)} sharded parameters (the first has shape "
+            f"{tuple(first.shape)}) are in no module that fully_shard was called on. "
+            "Make the optimizer after fully_shard, or pass the rule model=..."
+        )
     found: dict[int, Tensor] = {}
     # Each unshard() is a collective, so the order must be the same on every rank. The garbage
     # collector's is not; the parameters' is.
-    for module, names in sorted(owned.items(), key=lambda item: min(item[1])):
-        if found.keys() >= names.keys():  # several modules may form one group of fully_shard
-            continue
+    for module, names in sorted(owned, key=lambda item: min(item[1])):
         module.unshard()
         for i, (holder, name) in names.items():
-            found[i] = _unsharded(params[i], holder._parameters[name])
+            replacement = holder._parameters[name]
+            if replacement is None or is_dtensor(replacement):
+                raise ValueError("scaling works over fully_shard, not over tensor parallelism.")
+            found[i] = replacement
         module.reshard()
     return found
 
@@ -486,51 +474,21 @@ def _with_subclasses(cls: type) -> set[type]:
 
 def _names_by_module(
     modules: Sequence[FSDPModule], index_of: dict[int, int]
-) -> dict[FSDPModule, dict[int, ParameterName]]:
-    """Return, for each module that `fully_shard` was called on, the parameters that it shards."""
-    # These are our parameters in the module itself, and not in a sharded module further inside.
-    stops = set(map(id, modules))
-    owned: dict[FSDPModule, dict[int, ParameterName]] = {}
-    for fsdp_module in modules:
-        names = {
-            index_of[id(param)]: (module, name)
-            for module in _walk(cast(nn.Module, fsdp_module), stops)
-            for name, param in module._parameters.items()
-            if id(param) in index_of
-        }
+) -> tuple[list[tuple[FSDPModule, dict[int, tuple[nn.Module, str]]]], dict[int, int]]:
+    """Return each `fully_shard` module's parameters, with holder and name; and those missing."""
+    missing = dict(index_of)
+    owned = []
+    # The innermost modules first: each shards the parameters that no module inside it shards.
+    for fsdp_module in sorted(modules, key=_count_modules):
+        names = {}
+        for module in cast(nn.Module, fsdp_module).modules():
+            for name, param in module._parameters.items():
+                if id(param) in missing:
+                    names[missing.pop(id(param))] = module, name
         if names:
-            owned[fsdp_module] = names
-    return owned
+            owned.append((fsdp_module, names))
+    return owned, missing
 
 
-def _walk(module: nn.Module, stops: set[int]) -> Iterator[nn.Module]:
-    """Yield the module and those inside it, without descending into `stops`."""
-    yield module
-    for child in module.children():
-        if id(child) not in stops:
-            yield from _walk(child, stops)
-
-
-def _missing(
-    owned: dict[FSDPModule, dict[int, ParameterName]], index_of: dict[int, int]
-) -> list[int]:
-    """Return the indices of the sharded parameters that no module of `fully_shard` holds."""
-    found = {i for names in owned.values() for i in names}
-    return [i for i in index_of.values() if i not in found]
-
-
-def _check_found(params: Sequence[Tensor], missing: Sequence[int], number: int) -> None:
-    """Raise if parameters are missing: their gradients would not be measured."""
-    if missing:
-        raise ValueError(
-            f"{len(missing)} of {number} sharded parameters (the first has shape "
-            f"{tuple(params[missing[0]].shape)}) are in no module that fully_shard was called on. "
-            "Make the optimizer after fully_shard, or pass the rule model=..."
-        )
-
-
-def _unsharded(param: Tensor, replacement: Tensor | None) -> Tensor:
-    """Return the parameter that `unshard()` has put in; raise if it is still a DTensor."""
-    if replacement is None or replacement is param or is_dtensor(replacement):
-        raise ValueError("scaling works over fully_shard, not over tensor parallelism.")
-    return replacement
+def _count_modules(module: FSDPModule) -> int:
+    return len(list(cast(nn.Module, module).modules()))

@@ -1,8 +1,8 @@
-"""The norm of the mean gradient, once a step.
+"""Measure the norm of the mean gradient, once a step.
 
 Under DDP every rank holds all of the mean gradient. Long parameters are divided among the ranks,
 and each rank reads only its own. Short ones are measured by every rank: their squared norm is
-equal on all ranks only if the gradients were averaged at all (`RankClaims.shared_square`). If
+equal on all ranks only if the gradients were averaged at all (`RankReport.shared_square`). If
 gradients are sharded, each rank measures the slices that it holds.
 
 With one rank and one pass, a step has a single gradient a, and nothing to compare it with but the
@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,29 +38,17 @@ from manyhands.scaling._payload import LocalNumbers, Numbers, to_tensor
 UNDIVIDED = 4_096  # elements of a parameter that every rank measures
 
 
-@dataclass(frozen=True)
-class StepFacts:
-    """What is known about a step when its last backward pass is over.
-
-    The small batches' gradients were divided by `small_batch_divided_by` when they were measured,
-    and `.grad` is the mean times `mean_multiplied_by`: it depends on who divides by the passes.
-    `small_batches` is how many were compared on all ranks, if not one in each pass.
-    """
+class StepFacts(NamedTuple):
+    """What is known about a step when its last backward pass is over."""
 
     passes: int
     scale: float
     loss_scale: Tensor | float
-    small_batch_divided_by: int
-    mean_multiplied_by: int
+    # What squares of small batches, and the mean's, are multiplied by: it depends on the loss scale
+    # and on who divides by the passes. None: they are right.
+    corrections: tuple[Tensor | float, Tensor | float] | None
     valid: bool
-    small_batches: float | None = None
-
-    @property
-    def needs_no_correction(self) -> bool:
-        """Whether the norms can be used as they were measured."""
-        divided = self.small_batch_divided_by != 1 or self.mean_multiplied_by != 1
-        scaled = isinstance(self.loss_scale, Tensor) or self.loss_scale != 1.0
-        return self.valid and not divided and not scaled
+    small_batches: float | None  # compared on all ranks; None: one in each pass
 
 
 class MeanGradient:
@@ -139,35 +127,36 @@ class MeanGradient:
         small_batches: float = facts.passes * self._ranks.size
         if small_batches == 1:
             return self._compare_with_previous(facts)
-        self._previous.grads = []  # no longer needed: free the copy
+        self._previous.grads = {}  # no longer needed: free the copy
+        groups = self._groups
         numbers, shared_square = self._local_squares_and_mean(norms)
-        if squares is not None or not facts.needs_no_correction:
-            numbers = self._correct(to_tensor(numbers, self._device), squares, facts)
+        if squares is not None:
+            numbers = to_tensor(numbers, self._device)
+            numbers[:groups] += squares
+        if facts.corrections is not None:
+            numbers = to_tensor(numbers, self._device)
+            numbers[:groups] *= facts.corrections[0]
+            numbers[groups:] *= facts.corrections[1]
         if facts.small_batches is not None:
             small_batches = facts.small_batches
         return LocalNumbers(numbers, small_batches, shared_square)
-
-    def _correct(self, numbers: Tensor, squares: Tensor | None, facts: StepFacts) -> Tensor:
-        """Add the squares of the passes before, and undo loss scale and division by passes."""
-        groups = self._groups
-        if squares is not None:
-            numbers[:groups] += squares
-        numbers[:groups] *= facts.small_batch_divided_by**2
-        numbers[groups:] /= facts.mean_multiplied_by**2
-        numbers /= facts.loss_scale**2
-        if not facts.valid:  # `History` leaves out what is not finite
-            numbers *= torch.nan
-        return numbers
 
     def _local_squares_and_mean(self, norms: Mapping[int, Norm]) -> tuple[Numbers, Norm]:
         """Return local squares and this rank's part of |G|^2, per group; and the shared square."""
         # `norms` are those of this rank's last pass. All squares are summed in one call, because
         # operations on small tensors cost the same whatever their size.
         grads = [param.grad for param in self._params]
-        whole = self._whole_gradients(grads)
+        whole = {}  # the gradients that this rank holds whole
+        for i, grad in enumerate(grads):
+            sharded = type(grad) is ShardedGradient or i in self._shares
+            if grad is not None and not sharded:
+                whole[i] = grad
         common = {i: whole[i] for i in self._common_indices if i in whole}
         own = {i: whole[i] for i in self._own_indices if i in whole}
-        compared = common or self._shortest_of(whole)
+        compared = common
+        if whole and not common and self._ranks.size > 1:  # then one gradient is compared
+            shortest = min(whole, key=lambda i: self._params[i].numel())
+            compared = {shortest: whole[shortest]}
         measured = {**compared, **own}
         mean_norms = self._norms.many(list(measured), list(measured.values()))
         slices = self._sharded_slices(grads)
@@ -200,15 +189,6 @@ class MeanGradient:
             self.not_averaged = False
         return self._sum_by_group(squares, sum_into, uncounted + 1)[:uncounted], shared_square
 
-    def _whole_gradients(self, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
-        """Return the gradients that this rank holds whole, by parameter index."""
-        whole = {}
-        for i, grad in enumerate(grads):
-            sharded = type(grad) is ShardedGradient or i in self._shares
-            if grad is not None and not sharded:
-                whole[i] = grad
-        return whole
-
     def _sharded_slices(self, grads: Sequence[Tensor | None]) -> list[GradientSlice]:
         """Return the slices of sharded gradients that this rank holds."""
         slices: list[GradientSlice] = []
@@ -223,21 +203,15 @@ class MeanGradient:
                 slices.append((i, local_shard(grad), share.own.narrow))
         return slices
 
-    def _shortest_of(self, whole: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Return one gradient to compare over the ranks, if no short parameter has one."""
-        if self._ranks.size == 1 or not whole:
-            return {}
-        shortest = min(whole, key=lambda i: self._params[i].numel())
-        return {shortest: whole[shortest]}
-
     def _compare_with_previous(self, facts: StepFacts) -> LocalNumbers:
         """Compare the only gradient with the one before, if the result is of any use."""
-        measured = []
-        if facts.scale != 1.0 or self._compare_at_scale_1:
-            grads: list[Tensor | None] = []
-            for param in self._params:
-                grads.append(None if param.grad is None else local_shard(param.grad))
-            measured = self._previous.measure(grads, facts.loss_scale)
+        if facts.scale == 1.0 and not self._compare_at_scale_1:
+            return self.empty_numbers()
+        grads = {}
+        for i, param in enumerate(self._params):
+            if param.grad is not None:
+                grads[i] = local_shard(param.grad)
+        measured = self._previous.measure(grads, facts.loss_scale)
         if not measured or not facts.valid:
             return self.empty_numbers()
         groups = self._groups
@@ -298,39 +272,36 @@ class PreviousGradient:
 
     def __init__(self, norms: PlainNorm) -> None:
         self._norms = norms
-        self.grads: list[Tensor | None] = []
-        self.candidates: list[tuple[int, Tensor]] = []
+        self.grads: dict[int, Tensor] = {}
+        self.candidates: dict[int, Tensor] = {}
         self._finite: list[Tensor] = []  # for each candidate, on its device
 
     def measure(
-        self, grads: Sequence[Tensor | None], loss_scale: Tensor | float = 1.0
+        self, grads: Mapping[int, Tensor], loss_scale: Tensor | float = 1.0
     ) -> list[tuple[int, Tensor, Tensor]]:
         """Return (index, |a|^2 + |b|^2, |(a + b) / 2|^2) for each parameter with a gradient.
 
         The result is empty the first time. A missing gradient counts as zero.
         """
-        first = not self.grads
-        previous = [*self.grads, *[None] * (len(grads) - len(self.grads))]
         result: list[tuple[int, Tensor, Tensor]] = []
         self.forget()
-        for index, (grad, before) in enumerate(zip(grads, previous, strict=True)):
-            if grad is not None:
+        for index in sorted(grads.keys() | self.grads.keys()):
+            before = self.grads.get(index)
+            if index in grads:
                 # divided by the loss scale now, as it may be another one at the next step
-                now = _to_dense_float(grad) / loss_scale
-            elif before is not None:
-                now = torch.zeros_like(before)
+                now = _to_dense_float(grads[index]) / loss_scale
             else:
-                continue
+                now = torch.zeros_like(self.grads[index])
             square = self._square(index, now)
             self._finite.append(square.isfinite())
-            self.candidates.append((index, now))
+            self.candidates[index] = now
             if before is None:
                 result.append((index, square, square / 4))
             else:
                 squares = square + self._square(index, before)
                 difference = self._square(index, now - before)
                 result.append((index, squares, squares / 2 - difference / 4))
-        if first:
+        if not self.grads:
             return []
         return result
 
@@ -340,10 +311,8 @@ class PreviousGradient:
             return
         # torch.where instead of `if`: reading the flag would wait for a GPU
         usable = torch.stack(self._finite).all()
-        missing = 1 + self.candidates[-1][0] - len(self.grads)
-        self.grads += [None] * missing
-        for index, now in self.candidates:
-            otherwise = self.grads[index]
+        for index, now in self.candidates.items():
+            otherwise = self.grads.get(index)
             if otherwise is None:
                 otherwise = torch.full_like(now, torch.nan)
             self.grads[index] = torch.where(usable, now, otherwise)
@@ -351,7 +320,7 @@ class PreviousGradient:
 
     def forget(self) -> None:
         """Drop the measured gradient: no step was made along it."""
-        self.candidates = []
+        self.candidates = {}
         self._finite = []
 
     def _square(self, index: int, tensor: Tensor) -> Tensor:
@@ -363,26 +332,21 @@ class PreviousGradient:
 
     def to_state(self) -> list[Tensor | None]:
         """Return the last step's gradient for a state dict."""
-        return list(self.grads)
-
-    def load_state(self, grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> None:
-        """Continue from what `parse_previous` returned."""
-        # a loaded state dict may be on another device
-        self.grads = []
-        for grad, param in zip(grads, params, strict=False):
-            self.grads.append(None if grad is None else grad.to(param.device))
+        return [self.grads.get(index) for index in range(max(self.grads, default=-1) + 1)]
 
 
-def parse_previous(saved: SavedEntries, params: Sequence[Tensor]) -> list[Tensor | None]:
+def parse_previous(saved: SavedEntries, params: Sequence[Tensor]) -> dict[int, Tensor]:
     """Return a copy of a saved gradient; raise if its shapes are not the parameters'."""
     previous = saved.each("previous")
     if len(saved["previous"]) > len(params):
         raise saved.wrong("previous", f"a list of at most {len(params)}", saved["previous"])
-    for grad, param in zip(previous, params, strict=False):
-        if previous.has(grad):
-            previous.check_tensor(grad, param, finite=False)
-    # a copy, because the gradient is later written to in place and the dict is the caller's
-    return [None if grad is None else torch.clone(grad) for grad in saved["previous"]]
+    grads = {}
+    for index, (name, param) in enumerate(zip(previous, params, strict=False)):
+        if previous.has(name):
+            previous.check_tensor(name, param, finite=False)
+            # a copy: the gradient is later written to in place, and the dict is the caller's
+            grads[index] = torch.clone(previous[name]).to(param.device)
+    return grads
 
 
 def _to_dense_float(grad: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How noisy is a gradient? Norms in, unbiased estimates out, smoothed over steps, and a gain.
+"""Estimate the noise of a gradient from norms, smooth it over steps, and compute the gain.
 
 n small batches give gradients g_1 ... g_n; their mean is G. Then
 
@@ -46,11 +46,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from manyhands._arguments import one_of
-from manyhands._optimizers.state_parts import SQUARES, SavedEntries
+from manyhands._optimizers.state_parts import BELOW, SQUARES, SavedEntries
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # The noise has a positive floor, as in fairscale and adaptdl, so that a gain is defined even if
 # no noise was seen. The squared signal can only be cut off at zero.
@@ -124,48 +127,37 @@ def estimate(sums: NormSums) -> Estimate:
     return Estimate(tuple(sqr), tuple(var))
 
 
-def noise_over_limit(
+def limit_noise(
     new: Estimate, sqr: Sequence[float], var: Sequence[float], small_batches: float
-) -> tuple[float, ...]:
-    """Return a step's noise over the limit that the averages `sqr` and `var` set, per group.
+) -> Estimate:
+    """Return a step's estimate with its noise at the limit that the averages set, or below it.
 
     The noise of n gradients deviates by about 1 / sqrt(n - 1) of itself, with a longer tail if n is
     small. If |true gradient|^2 is larger than its average as well, all gradients have grown: the
     limit grows by the same factor, up to `MOST_GROWTH`. The signal itself is not limited, because a
-    gain that is too small for some steps does no harm. Without a signal in the average there is no
-    limit; the gain is at its maximum then.
+    gain that is too small for some steps does no harm. But a negative estimate of the signal comes
+    from the same noise, and shrinks with it. Without a signal in the average there is no limit; the
+    gain is at its maximum then.
 
-    >>> noise_over_limit(Estimate(sqr=(1.0,), var=(700.0,)), [1.0], [5.0], small_batches=5)
-    (40.0,)
-    >>> noise_over_limit(Estimate(sqr=(4.0,), var=(700.0,)), [1.0], [5.0], small_batches=5)
-    (10.0,)
+    >>> limit_noise(Estimate(sqr=(1.0,), var=(700.0,)), [1.0], [5.0], small_batches=5)
+    Estimate(sqr=(1.0,), var=(17.5,))
+    >>> limit_noise(Estimate(sqr=(4.0,), var=(700.0,)), [1.0], [5.0], small_batches=5)
+    Estimate(sqr=(4.0,), var=(70.0,))
     """
     deviation = small_batches / (small_batches - 1.0) ** 1.5
     limit = 1.0 + max(OUTLIER_DEVIATIONS * deviation, LEAST_EXCESS)
-    over_limit = []
+    limited_sqr = []
+    limited_var = []
     for s, v, old_s, old_v in zip(new.sqr, new.var, sqr, var, strict=True):
-        over = 0.0
+        over = 1.0
         if old_s > 0.0 and old_v > 0.0:
             growth = min(max(s / old_s, 1.0), MOST_GROWTH)
-            over = v / (limit * old_v * growth)
-        over_limit.append(over)
-    return tuple(over_limit)
-
-
-def limit_noise(new: Estimate, over_limit: Sequence[float]) -> Estimate:
-    """Return a step's estimate with its noise at the limit, where it is over the limit.
-
-    A negative estimate of the signal comes from the same noise, and shrinks with it.
-    """
-    sqr = []
-    var = []
-    for s, v, over in zip(new.sqr, new.var, over_limit, strict=True):
-        cut = max(1.0, over)
+            over = max(v / (limit * old_v * growth), 1.0)
         if s < 0.0:
-            s /= cut
-        sqr.append(s)
-        var.append(v / cut)
-    return Estimate(tuple(sqr), tuple(var))
+            s /= over
+        limited_sqr.append(s)
+        limited_var.append(v / over)
+    return Estimate(tuple(limited_sqr), tuple(limited_var))
 
 
 def gain(sqr: float, var: float, scale: float) -> float:
@@ -212,127 +204,102 @@ def extend(values: tuple[float, ...], start: float, groups: int) -> tuple[float,
 
 
 @dataclass(frozen=True)
-class DebiasedAverage:
-    """A moving average without the pull towards its starting value."""
-
-    total: tuple[float, ...] = ()
-    weight: tuple[float, ...] = ()
-
-    def value(self, start: float, groups: int) -> tuple[float, ...]:
-        """Return the average per group, and `start` for groups without any value yet."""
-        values = []
-        for total, weight in zip(self.total, self.weight, strict=True):
-            values.append(total / weight if weight else start)
-        return extend(tuple(values), start, groups)
-
-    def add(self, values: Sequence[float], smoothing: float, steps: int = 1) -> DebiasedAverage:
-        """Return the average with one more value per group, which stands for so many steps."""
-        smoothing **= steps
-        new = 1.0 - smoothing
-        totals = []
-        weights = []
-        old_totals = extend(self.total, 0.0, len(values))
-        old_weights = extend(self.weight, 0.0, len(values))
-        for total, weight, value in zip(old_totals, old_weights, values, strict=True):
-            totals.append(smoothing * total + new * value)
-            weights.append(smoothing * weight + new)
-        return DebiasedAverage(tuple(totals), tuple(weights))
-
-    def steps_held(self, smoothing: float, groups: int) -> float:
-        """Return how many steps it has seen, of the group that has seen the fewest."""
-        return _steps_of_weight(min(extend(self.weight, 0.0, groups)), smoothing)
-
-
-@dataclass(frozen=True)
-class PaperAverage:
-    """Appendix B.3: the mean of all values at first, a moving average later."""
+class MovingAverage:
+    """An average of values per parameter group."""
 
     mean: tuple[float, ...] = ()
-    count: tuple[int, ...] = ()
+    seen: tuple[float, ...] = ()  # weights of all values so far, or their number
 
     def value(self, start: float, groups: int) -> tuple[float, ...]:
         """Return the average per group, and `start` for groups without any value yet."""
         return extend(self.mean, start, groups)
 
-    def add(self, values: Sequence[float], smoothing: float, steps: int = 1) -> PaperAverage:
+    def add(self, values: Sequence[float], smoothing: float, steps: int = 1) -> Self:
         """Return the average with one more value per group, which stands for so many steps."""
-        old_means = extend(self.mean, 0.0, len(values))
-        old_counts = self.count + (0,) * (len(values) - len(self.count))
-        past = smoothing**steps
         means = []
-        counts = []
-        for mean, count, value in zip(old_means, old_counts, values, strict=True):
-            seen = count + steps
-            if seen < 1 / (1 - smoothing) or count == 0:
-                means.append(mean + steps * (value - mean) / seen)
-            else:
-                means.append(past * mean + (1 - past) * value)
-            counts.append(seen)
-        return PaperAverage(tuple(means), tuple(counts))
+        seen = []
+        old_means = extend(self.mean, 0.0, len(values))
+        old_seen = extend(self.seen, 0.0, len(values))
+        for mean, before, value in zip(old_means, old_seen, values, strict=True):
+            now, share = self._count(before, smoothing, steps)
+            means.append(mean + share * (value - mean))
+            seen.append(now)
+        return type(self)(tuple(means), tuple(seen))
+
+    def _count(self, seen: float, smoothing: float, steps: int) -> tuple[float, float]:
+        """Return `seen` after one more value, and that value's share of the average."""
+        raise NotImplementedError
+
+    def steps_of(self, seen: float, smoothing: float) -> float:
+        """Return how many steps `seen` stands for."""
+        raise NotImplementedError
 
     def steps_held(self, smoothing: float, groups: int) -> float:
         """Return how many steps it has seen, of the group that has seen the fewest."""
-        if len(self.count) < groups:
-            return 0
-        return min(self.count)
+        return self.steps_of(min(extend(self.seen, 0.0, groups)), smoothing)
 
 
-AnyAverage = DebiasedAverage | PaperAverage
+class DebiasedAverage(MovingAverage):
+    """A moving average without the pull towards its starting value."""
+
+    def _count(self, seen: float, smoothing: float, steps: int) -> tuple[float, float]:
+        new = 1.0 - smoothing**steps
+        weight = (1.0 - new) * seen + new
+        return weight, new / weight
+
+    def steps_of(self, seen: float, smoothing: float) -> float:
+        """Solve seen = 1 - smoothing ** steps for the number of steps."""
+        if seen == 0.0:
+            return 0.0
+        if seen >= 1.0 or smoothing == 0.0:
+            return math.inf
+        return math.log1p(-seen) / math.log(smoothing)
 
 
-def _steps_of_weight(weight: float, smoothing: float) -> float:
-    """Solve weight = 1 - smoothing ** steps for the number of steps."""
-    if weight == 0.0:
-        return 0.0
-    if weight >= 1.0 or smoothing == 0.0:
-        return math.inf
-    return math.log1p(-weight) / math.log(smoothing)
+class PaperAverage(MovingAverage):
+    """Appendix B.3: the mean of all values at first, a moving average later."""
+
+    def _count(self, seen: float, smoothing: float, steps: int) -> tuple[float, float]:
+        count = seen + steps
+        if count < 1 / (1 - smoothing) or seen == 0:
+            return count, steps / count
+        return count, 1 - smoothing**steps
+
+    def steps_of(self, seen: float, smoothing: float) -> float:
+        return seen
 
 
 def convert_average(
-    average: AnyAverage, kind: type[DebiasedAverage] | type[PaperAverage], smoothing: float
-) -> AnyAverage:
+    average: MovingAverage, kind: type[MovingAverage], smoothing: float
+) -> MovingAverage:
     """Return an average of the other kind with the same values, after the same number of steps."""
     if isinstance(average, kind):
         return average
-    if isinstance(average, PaperAverage):
-        totals = []
-        weights = []
-        for mean, count in zip(average.mean, average.count, strict=True):
-            weight = 1.0 - smoothing**count
-            totals.append(mean * weight)
-            weights.append(weight)
-        return DebiasedAverage(tuple(totals), tuple(weights))
-    # `most` is where PaperAverage becomes a moving average for good; a larger count would make no
-    # difference.
-    most = math.ceil(1 / (1 - smoothing))
-    counts = []
-    for weight in average.weight:
-        steps = min(_steps_of_weight(weight, smoothing), most)
-        counts.append(max(1, round(steps)))
-    return PaperAverage(average.value(0.0, len(average.weight)), tuple(counts))
+    seen: list[float] = []
+    for each in average.seen:
+        steps = average.steps_of(each, smoothing)
+        if kind is DebiasedAverage:
+            seen.append(1.0 - smoothing**steps)
+        else:
+            # where it becomes a moving average for good; more steps would make no difference
+            most = math.ceil(1 / (1 - smoothing))
+            seen.append(max(1, round(min(steps, most))))
+    return kind(average.mean, tuple(seen))
 
 
-def save_average(average: AnyAverage) -> dict[str, list[float]]:
+def save_average(average: MovingAverage) -> dict[str, list[float]]:
     """Return an average as lists of numbers, for a state dict."""
-    return {name: list(values) for name, values in asdict(average).items()}
+    return {"mean": list(average.mean), "seen": list(average.seen)}
 
 
-def load_average(
-    kind: type[DebiasedAverage] | type[PaperAverage], state: SavedEntries, groups: int
-) -> AnyAverage:
+def load_average(kind: type[MovingAverage], state: SavedEntries, groups: int) -> MovingAverage:
     """Return the average that `save_average` wrote, of at most so many parameter groups."""
-    name = "total"
-    if kind is PaperAverage:
-        name = "mean"
-    value = state.reals(name, least=-SQUARES, below=SQUARES)
-    if len(value) > groups:
-        raise state.wrong(name, f"of at most {groups} parameter groups", value)
-    if kind is PaperAverage:
-        return PaperAverage(tuple(value), tuple(state.wholes("count", len(value))))
-    # rounding may lead above 1, and no step adds less than the smallest 1 - smoothing
-    weight = state.reals("weight", len(value), least=1e-16, below=1.001)
-    return DebiasedAverage(tuple(value), tuple(weight))
+    mean = state.reals("mean", least=-SQUARES, below=SQUARES)
+    if len(mean) > groups:
+        raise state.wrong("mean", f"of at most {groups} parameter groups", mean)
+    # Rounding may lead a weight above 1, and no step adds less than the smallest 1 - smoothing.
+    most = BELOW if kind is PaperAverage else 1.001
+    return kind(tuple(mean), tuple(state.reals("seen", len(mean), least=1e-16, below=most)))
 
 
 def _of_group(values: Sequence[float], floor: float, group: int | None) -> float:
@@ -365,8 +332,8 @@ class NoiseAverage:
     """
 
     groups: int
-    sqr: AnyAverage = DebiasedAverage()
-    var: AnyAverage = DebiasedAverage()
+    sqr: MovingAverage = DebiasedAverage()
+    var: MovingAverage = DebiasedAverage()
     consecutive: bool = False
     norm_kind: str = "plain"
     mix_norm_kinds: bool = False
@@ -375,7 +342,11 @@ class NoiseAverage:
     def add(self, sums: NormSums, smoothing: float) -> NoiseAverage:
         """Return the average with one more step, whose norms must be finite."""
         old = self._before(sums)
-        new = limit_noise(estimate(sums), self.over_limit(sums, smoothing))
+        new = estimate(sums)
+        # adaptdl lets preconditioned norms join an average of plain ones, of another size
+        mixed = self.mix_norm_kinds and sums.norm_kind == "preconditioned"
+        if not mixed and old.steps_held(smoothing) >= STEPS_BEFORE_LIMIT:
+            new = limit_noise(new, old.raw_sqr, old.raw_var, sums.small_batches)
         return replace(
             self,
             sqr=old.sqr.add(new.sqr, smoothing, sums.steps),
@@ -396,15 +367,6 @@ class NoiseAverage:
         if kind_changed or (self.consecutive and not sums.consecutive):
             return self.restarted()
         return self
-
-    def over_limit(self, sums: NormSums, smoothing: float) -> tuple[float, ...]:
-        """Return a step's noise over the limit that `add` sets it, per group; 0 without a limit."""
-        old = self._before(sums)
-        # adaptdl lets preconditioned norms join an average of plain ones, of another size
-        mixed = self.mix_norm_kinds and sums.norm_kind == "preconditioned"
-        if mixed or old.steps_held(smoothing) < STEPS_BEFORE_LIMIT:
-            return (0.0,) * len(sums.mean_square)
-        return noise_over_limit(estimate(sums), old.raw_sqr, old.raw_var, sums.small_batches)
 
     def with_settings(
         self, *, debiased: bool, smoothing: float, mix_norm_kinds: bool, var_floor: float
@@ -654,6 +616,13 @@ class History:
             "progress": self.progress,
             **{name: getattr(self, name) for name in COUNTS},
         }
+
+    def load(self, saved: History) -> None:
+        """Continue a parsed history, in place."""
+        self.average = saved.average
+        self.progress = saved.progress
+        for name in COUNTS:
+            setattr(self, name, getattr(saved, name))
 
     def parse_state(self, entry: SavedEntries) -> History:
         """Return the saved history, with this one's settings, or raise; nothing is changed."""

@@ -13,19 +13,21 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
+from typing import ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._arguments import explained, instance, real, whole
-from manyhands._optimizers.foreign import PreparedOptimizer, find_prepared
+from manyhands._optimizers.foreign import find_prepared
 from manyhands._optimizers.state_parts import BELOW, SavedEntries, SavedState
-from manyhands._optimizers.wrappers import LossScale, LossScaler, unwrap
+from manyhands._optimizers.wrappers import LossScale, LossScaler, ParamGroup, unwrap
 from manyhands._ranks.agreement import agree, describe_tensors
 from manyhands._ranks.ranks import RankGroup, rank_group_of
 from manyhands._warn import warn
-from manyhands.scaling._hooks import PlainNorm
+from manyhands.scaling._hooks import PlainNorm, params_of
 from manyhands.scaling._noise import NoiseMoments, estimate
 from manyhands.scaling._payload import SentStep
 from manyhands.scaling._settings import (
@@ -39,16 +41,27 @@ from manyhands.scaling._settings import (
     load_options,
     save_options,
 )
-from manyhands.scaling._step import (
-    Batch,
-    Measurement,
-    call_weakly,
-    passes_and_loop,
-    prepared_loop,
-)
+from manyhands.scaling._step import Batch, Measurement, passes_and_loop, prepared_loop
 
 VERSION = 2  # of the state dict
-_SIZE = partial(real, "batch_size", above=0.0, below=BELOW)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def call_weakly(method: Callable[P, T]) -> Callable[P, T | None]:
+    """Return a function that calls a bound method without keeping its object alive.
+
+    The function returns None after the object is gone.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        alive = reference()
+        if alive is None:
+            return None
+        return alive(*args, **kwargs)
+
+    return call
 
 
 class NoiseScale:
@@ -108,36 +121,37 @@ class NoiseScale:
         grad_scaler: LossScaler | None = None,
         model: nn.Module | None = None,
     ) -> None:
+        check_size = partial(real, "batch_size", above=0.0, below=BELOW)
         self._options: Options = {
-            "batch_size": Option(None, batch_size, check=_SIZE),
+            "batch_size": Option(None, batch_size, check=check_size),
             "smoothing": Option(0.99, smoothing, check=check_smoothing),
         }
         passes, loop = passes_and_loop(num_gradients_to_accumulate)
-        optimizer = parameters if isinstance(parameters, Optimizer) else None
-        prepared = None if optimizer is None else find_prepared(optimizer)
-        if prepared is not None:
-            loop = prepared_loop(prepared, passes) or loop
-            grad_scaler = grad_scaler or prepared.scaler
-        given = list(parameters) if isinstance(parameters, Iterable) else [parameters]
-        groups = optimizer.param_groups if optimizer else [{"params": given}]
-        why = "Give the optimizer, or model.parameters()."
-        params: list[Tensor] = []
-        for group in groups:
-            for param in group["params"]:
-                params.append(instance("each parameter", param, Tensor, "a tensor", why))
-        self._params = params
-        if not params:
-            raise ValueError("no parameters to measure: the iterable was empty.")
+        loss_scale = LossScale(grad_scaler)
+        self._optimizer: Optimizer | None = None  # if none, a step is assumed to follow its passes
         self._moments = NoiseMoments()
         self._consecutive = False  # whether the moments are of consecutive gradients
         self._in_flight: SentStep | None = None  # the last step's, on their way to the host
         self._steps = 0
         self._nonfinite = 0
         self._warned = False
-        self._stop_watching: Callable[[], object] | None = None
-        ranks = rank_group_of(params, process_group or getattr(optimizer, "group", None))
+        if isinstance(parameters, Optimizer):
+            self._optimizer = parameters
+            groups = parameters.param_groups
+            prepared = find_prepared(parameters)
+            watched = parameters
+            if prepared is not None:
+                loop = prepared_loop(prepared, passes) or loop
+                loss_scale.scaler = grad_scaler or prepared.scaler
+                # it may have no hooks: the one inside is stepped once for all passes of a step
+                watched = unwrap(prepared.optimizer, every_layer=True)[-1]
+        else:
+            groups = _group_of(parameters)
+        params = params_of(groups)
+        if not params:
+            raise ValueError("no parameters to measure: the iterable was empty.")
+        ranks = rank_group_of(params, process_group or getattr(self._optimizer, "group", None))
         _check_ranks_agree(ranks, passes, params)
-        self._optimizer = optimizer
         batch = Batch(ranks.size, passes, None, loop, loss_is_divided=is_scaled_loss)
         batch.short_step = "count" if loop.decides else "error"
         batch.smoothing = self._options["smoothing"].number
@@ -146,55 +160,37 @@ class NoiseScale:
             ranks.with_own_group(params[0].device),
             PlainNorm(),
             batch,
-            LossScale(grad_scaler),
+            loss_scale,
             call_weakly(self.end_passes),
             changes_gradients=False,
             model=model,
         )
-        if optimizer is not None:  # a backward that no step follows then leaves no trace
-            self._watch(optimizer, prepared)
-
-    def _watch(self, optimizer: Optimizer, prepared: PreparedOptimizer | None) -> None:
-        """Register a hook, by which this object learns of every `step` of the optimizer."""
-        if prepared is not None:
-            # it may have no hooks: the one inside is stepped once for all passes of a step
-            optimizer = unwrap(prepared.optimizer, every_layer=True)[-1]
-        hook = optimizer.register_step_pre_hook(call_weakly(self._before_step))
-        self._stop_watching = weakref.finalize(self, hook.remove)
+        self._origin = {"version": VERSION, "shapes": [list(param.shape) for param in params]}
+        if self._optimizer is not None:  # a backward that no step follows then leaves no trace
+            hook = watched.register_step_pre_hook(call_weakly(self._before_step))
+            self._stop_watching = weakref.finalize(self, hook.remove)
 
     def _before_step(
         self, _: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         """React to `optimizer.step(*args, **kwargs)`; the optimizer itself is `args[0]`."""
-        # With a closure, the gradients are computed inside `step`. The closure is replaced by one
-        # that also measures them.
         closure = kwargs.get("closure")
         if callable(closure):
-            return args, {**kwargs, "closure": self._watch_closure(closure)}
+            return args, {**kwargs, "closure": self._run_once(closure)}
         if len(args) > 1 and callable(args[1]):
-            return (args[0], self._watch_closure(args[1]), *args[2:]), kwargs
+            return (args[0], self._run_once(args[1]), *args[2:]), kwargs
         self._finish_step()
         return None
 
-    def _watch_closure(self, closure: Callable[[], object]) -> Callable[[], object]:
-        """Return the closure, with the gradients of its first call measured."""
-        first = True
+    def _run_once(self, closure: Callable[[], object]) -> Callable[[], object]:
+        """Run the closure, which computes the gradients, and return one to call in its place."""
+        with torch.enable_grad():
+            result = closure()
+        self._finish_step()
+        return self._measurement.hooks.replay(result, closure)
 
-        def watched() -> object:
-            nonlocal first
-            if first:
-                first = False
-                result = closure()
-                self._finish_step()
-                return result
-            with self._measurement.hooks.paused():  # LBFGS evaluates the same samples again
-                return closure()
-
-        return watched
-
-    def end_passes(self) -> None:
+    def end_passes(self, measurement: Measurement) -> None:
         """React to the last backward pass of a step, or to one that is too many."""
-        measurement = self._measurement
         if measurement.step.too_many:
             self._leave_out_step(measurement.describe_excess())
             return
@@ -209,17 +205,18 @@ class NoiseScale:
         """Take in the measured gradients: the optimizer is about to step along them."""
         measurement = self._measurement
         step = measurement.step
-        if step.sent is None and measurement.ranks.size > 1 and measurement.hooks.active:
-            # other ranks may have used parameters that this rank did not
-            measurement.complete_early(self._optimizer)
-        elif step.sent is None and step.passes > 0:
-            self._warn(_too_few_passes(step.passes, measurement.batch.passes))
-        if step.passes == 0 and not self._warned and measurement.hooks.parameters_moved:
-            self._warn("parameters were moved or converted. Make a NoiseScale after that.")
+        if step.sent is None:
+            if measurement.ranks.size > 1 and measurement.hooks.active:
+                # other ranks may have used parameters that this rank did not
+                measurement.complete_early(self._optimizer)
+            elif step.passes > 0:
+                step.problem = _too_few_passes(step.passes, measurement.batch.passes)
+            if step.passes == 0 and not self._warned and measurement.hooks.parameters_moved:
+                self._warn("parameters were moved or converted. Make a NoiseScale after that.")
         if step.problem is not None:
             self._leave_out_step(step.problem)
-        if measurement.step.sent is not None:
-            self._receive(measurement.step.sent)
+        elif step.sent is not None:
+            self._receive(step.sent)
         measurement.finish_step()
 
     def _leave_out_step(self, problem: str) -> None:
@@ -247,7 +244,8 @@ class NoiseScale:
         self._in_flight = None
         if sent is None:
             return
-        sums, _ = sent.read()
+        sent.read()
+        sums = sent.sums
         does_not_count = sent.is_short and sent.share == 1.0
         if does_not_count and sent.most_passes_seen:
             self._warn(_too_few_passes(int(sent.most_passes_seen), int(sent.claims.passes)))
@@ -331,21 +329,17 @@ class NoiseScale:
         self._measurement.exchange.announce(passes, batch.scale_for(passes))
         batch.set_passes(passes)
 
-    def _origin(self) -> dict[str, object]:
-        return {"version": VERSION, "shapes": [list(param.shape) for param in self._params]}
-
     def state_dict(self) -> dict[str, object]:
         """Return the measurement so far, for `load_state_dict` or `mh.save(path, noise=noise)`."""
         self._add_in_flight()
         return {
-            **self._origin(),
+            **self._origin,
             "options": save_options(self._options),
             "moments": asdict(self._moments),
             "consecutive": self._consecutive,
             "steps": self._steps,
             "nonfinite": self._nonfinite,
-            # plain norms have no state
-            **{k: v for k, v in self._measurement.to_state().items() if k != "norms"},
+            **self._measurement.to_state(),
         }
 
     def load_state_dict(self, state_dict: SavedState) -> None:
@@ -355,8 +349,8 @@ class NoiseScale:
         differ, a warning says so.
         """
         self._measurement.check_between_steps("load_state_dict()")
-        entries = SavedEntries({"norms": [], **state_dict}, "a NoiseScale")
-        entries.expect(self._origin())
+        entries = SavedEntries(state_dict, "a NoiseScale")
+        entries.expect(self._origin)
         options, mismatches = load_options(self._options, entries.part("options").plain)
         consecutive = entries.flag("consecutive")
         steps = entries.whole("steps")
@@ -379,17 +373,16 @@ class NoiseScale:
 
     def snapshot(self) -> dict[str, float | None]:
         """Return the measurement in plain numbers, for `Record`."""
-        scale = self.noise_scale
-        error = self.standard_error
-        return {
-            "simple_noise_scale": scale if math.isfinite(scale) else None,
-            "simple_noise_scale_error": error if math.isfinite(error) else None,
+        values = {
+            "simple_noise_scale": self.noise_scale,
+            "simple_noise_scale_error": self.standard_error,
         }
+        return {name: v if math.isfinite(v) else None for name, v in values.items()}
 
     def unhook(self) -> None:
         """Stop measuring."""
-        self._measurement.unhook()
-        if self._stop_watching is not None:
+        self._measurement.hooks.remove()
+        if self._optimizer is not None:
             self._stop_watching()
 
     def __repr__(self) -> str:
@@ -409,6 +402,15 @@ def _check_ranks_agree(ranks: RankGroup, passes: int, params: Sequence[Tensor]) 
         "parameters": describe_tensors(params),
     }
     agree(ranks, facts, "Build the same model and NoiseScale on every rank.")
+
+
+def _group_of(parameters: Iterable[Tensor]) -> list[ParamGroup]:
+    """Return the parameters as a parameter group; raise if there are other things among them."""
+    given = list(parameters) if isinstance(parameters, Iterable) else [parameters]
+    for param in given:
+        why = "Give the optimizer, or model.parameters()."
+        instance("each parameter", param, Tensor, "a tensor", why)
+    return [{"params": given}]
 
 
 def _too_few_passes(passes: int, declared: int) -> str:

@@ -1,4 +1,4 @@
-"""An optimizer around another one: it multiplies the learning rates in every step.
+"""Step an optimizer with its learning rates multiplied by a rule's factors.
 
 One step, in order
     backward    `Measurement` measures gradients and sends one small payload (`_step.py`)
@@ -19,8 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,60 +39,68 @@ from manyhands._optimizers.wrappers import (
 from manyhands._ranks.presence import count_step
 from manyhands._ranks.ranks import RankGroup
 from manyhands._ranks.stop_notice import stop_notice
-from manyhands._warn import warn
 from manyhands.scaling._binding import Binding
 from manyhands.scaling._hooks import PlainNorm, params_of
 from manyhands.scaling._noise import History, NoiseAverage, NormSums, steps_between
 from manyhands.scaling._payload import RankReport, SentStep, StepObserver
 from manyhands.scaling._settings import Options, ShortStep
-from manyhands.scaling._step import Batch, Measurement, call_weakly
+from manyhands.scaling._step import Batch, Measurement
 
 NONFINITE_LIMIT = 10
-EXPLODED = 10.0  # a step's noise over the limit of its average, of which the user should know
-EQUAL_STEPS = 5  # measured steps in a row whose small batches all had the same gradient
-EQUAL = 1e-6  # a part of the sum of squares: how far rounding may move it
 
 
-class Preview(NamedTuple):
-    """A step's norms that were looked at before the step."""
+@dataclass
+class StepReporter:
+    """Sends a rule's step: after its last pass, `Measurement` calls `end_passes`."""
 
-    sent: SentStep
-    sums: NormSums | None
-    average: NoiseAverage
+    batch: Batch
+    history: History
+    inner: Optimizer | None = None
+    observer: StepObserver | None = None
+
+    def end_passes(self, measurement: Measurement) -> None:
+        """Send the step's numbers: this rank has run its backward passes."""
+        if measurement.step.too_many:
+            raise RuntimeError(measurement.describe_excess())
+        report = RankReport()
+        if self.observer is not None:
+            report = self.observer.report()
+        assert self.inner is not None
+        rates = [group.get("lr", 0.0) for group in self.inner.param_groups]
+        # (a tensor may be on a device, and would have to be waited for)
+        known = math.fsum(rate for rate in rates if isinstance(rate, int | float))
+        report = report._replace(
+            micro_batch=float(getattr(self.batch.loop.module, "leading_dimension", None) or 0),
+            stop=float(stop_notice.received),
+            checksum=self.history.checksum,
+            rates=known,
+        )
+        measurement.complete(report)
 
 
+@dataclass(eq=False)
 class RuleCore:
     """All that a rule holds: what was set, what it is bound to, and what its steps have come to."""
 
-    def __init__(
-        self,
-        batch: Batch,
-        options: Options,
-        *,
-        world_size: int | None,
-        process_group: dist.ProcessGroup | None,
-        loss_scale: LossScale,
-        model: nn.Module | None,
-    ) -> None:
-        self.batch = batch
-        self.options = options
-        self.world_size = world_size
-        self.process_group = process_group
-        self.loss_scale = loss_scale
-        self.model = model
-        self.ranks = RankGroup()
-        self.history = History(NoiseAverage(0))
-        self.inner: Optimizer | None = None
-        self.observer: StepObserver | None = None
-        self.reports: Sequence[RankReport] = ()  # of the last step that has sent them
-        self._preview: Preview | None = None
-        self._last_sent: SentStep | None = None
-        self._warned = False
-        self._equal_steps = 0  # measured steps in a row; it stays at `EQUAL_STEPS`
+    batch: Batch
+    options: Options
+    world_size: int | None
+    process_group: dist.ProcessGroup | None
+    loss_scale: LossScale
+    model: nn.Module | None
+    ranks: RankGroup = field(default_factory=RankGroup)
+    history: History = field(default_factory=lambda: History(NoiseAverage(0)))
+    inner: Optimizer | None = None
+    reports: Sequence[RankReport] = ()  # of the last step that has sent them
+    _previewed: SentStep | None = None  # if `current` has read the step under way
+
+    def __post_init__(self) -> None:
+        self.reporter = StepReporter(self.batch, self.history)
 
     def start(self, inner: Optimizer, norms: PlainNorm, average: NoiseAverage) -> None:
         """Begin to measure this optimizer, and keep its own methods (`Binding`)."""
         self.inner = inner
+        self.reporter.inner = inner
         groups = inner.param_groups
         device = params_of(groups)[0].device
         self.measurement = Measurement(
@@ -101,7 +109,7 @@ class RuleCore:
             norms,
             self.batch,
             self.loss_scale,
-            call_weakly(self.end_passes),
+            self.reporter.end_passes,
             compare_at_scale_1=self.batch.loop.counts,
             model=self.model,
         )
@@ -123,26 +131,19 @@ class RuleCore:
     def continue_from(self, history: History) -> None:
         """Continue a saved history; numbers under way are dropped."""
         self.forget()
-        self._last_sent = None
-        self.history = replace(history, factors=self.history.factors)
+        self.history.load(history)
         self.configure(history.average)
 
     # -- between backward and step -----------------------------------------------------------
 
-    def end_passes(self) -> None:
-        """Send the step's numbers: this rank has run its backward passes."""
-        if self.measurement.step.too_many:
-            raise RuntimeError(self.measurement.describe_excess())
-        report = RankReport()
-        if self.observer is not None:
-            report = self.observer.report()
-        micro_batch = float(getattr(self.batch.loop.module, "leading_dimension", None) or 0)
-        report = replace(report, micro_batch=micro_batch, stop=float(stop_notice.received))
-        assert self.inner is not None
-        rates = [group.get("lr", 0.0) for group in self.inner.param_groups]
-        # (a tensor may be on a device, and would have to be waited for)
-        known = math.fsum(rate for rate in rates if isinstance(rate, int | float))
-        self.measurement.complete(self.history.checksum, known, report)
+    @property
+    def observer(self) -> StepObserver | None:
+        """Who reports and learns something at every step, such as a `Ramp`."""
+        return self.reporter.observer
+
+    @observer.setter
+    def observer(self, observer: StepObserver) -> None:
+        self.reporter.observer = observer
 
     @property
     def current(self) -> NoiseAverage:
@@ -153,27 +154,13 @@ class RuleCore:
         sent = self.measurement.step.sent
         if sent is None:
             return self.history.average
-        # read once: reading waits for the device
-        if self._preview is None or self._preview.sent is not sent:
-            sums, _ = sent.read()
-            self._preview = Preview(sent, sums, self.history.average_with(sums, self._weight(sums)))
-        return self._preview.average
-
-    @property
-    def micro_batch(self) -> float:
-        """Samples in a rank's first training input, averaged over the ranks; 0 if unknown.
-
-        The number comes with those of the step under way or the last one.
-        """
-        sent = self.measurement.step.sent or self._last_sent
-        if sent is None:
-            return 0.0
         sent.read()
-        return sent.micro_batch
+        self._previewed = sent
+        return self.history.average_with(sent.sums, self._weight(sent.sums))
 
     def forget(self) -> None:
         """Drop the numbers of the step under way: gradients were cleared."""
-        self._preview = None
+        self._previewed = None
         self.measurement.clear()
 
     @property
@@ -225,53 +212,54 @@ class RuleCore:
         if sent.most_passes_seen and not self.batch.loop.counts:
             return sent  # a short step, for `complete`
         self.forget()
-        if passes == 0:
-            self._raise_no_backward(inner)
-        raise RuntimeError(f"step() inside no_sync(): run the last of {passes} passes outside it.")
-
-    def _raise_no_backward(self, inner: Optimizer) -> NoReturn:
-        """Raise the error of a `step` that no measured gradient came before; it names the cause."""
-        if not self.measurement.measures(inner.param_groups):
-            raise RuntimeError(
+        if passes > 0:
+            text = f"step() inside no_sync(): run the last of {passes} passes outside it."
+        elif not measurement.measures(inner.param_groups):
+            text = (
                 "the optimizer's parameters were replaced after it was wrapped. Wrap the one that "
                 f"has the new ones.{advice('replaced parameters')}"
             )
-        moved = " Parameters were moved or converted: wrap after that."
-        raise RuntimeError(
-            "step() without a backward() before it that reached a parameter of this optimizer."
-            + (moved if self.measurement.hooks.parameters_moved else "")
-        )
+        else:
+            text = (
+                "step() without a backward() before it that reached a parameter of this optimizer."
+            )
+            if measurement.hooks.parameters_moved:
+                text += " Parameters were moved or converted: wrap after that."
+        raise RuntimeError(text)
 
     def finish_step(self, signals: ScalerSignals) -> bool:
         """Add the step to the history; return whether the gradient scaler skips it."""
         step = self.measurement.step
-        preview = self._preview
         sent = step.sent
         assert sent is not None
         if step.problem is not None:
             raise RuntimeError(step.problem)
-        previewed = preview is not None and preview.sent is sent
         if signals.present and not self.loss_scale.known:
-            _check_loss_scale_known(signals, previewed)
+            advice = "Pass it when wrapping: grad_scaler=scaler."
+            if signals.grad_scale is None:
+                raise RuntimeError(
+                    f"scaler.unscale_() came before the loss scale was known. {advice}"
+                )
+            if self._previewed is sent:
+                raise RuntimeError(
+                    f"gain() was read before scaler.step(), so it was wrong. {advice}"
+                )
         # the scaler's one-element tensors come along, in the same copy from the device
         tensors = [x for x in (signals.found_inf, signals.grad_scale) if x is not None]
-        if preview is not None and previewed:
-            sums = preview.sums
-            extras = [float(tensor) for tensor in tensors]
-        else:
-            sums, extras = sent.read(tensors)
+        extras = sent.read(tensors)
         if self.ranks.size > 1:
             count_step(self)
         skipped = bool(extras and extras[0])
-        if self.loss_scale.at_step(signals) is not None:
-            sums = self._unscale(sums, extras[1])
+        sums = sent.sums
+        if self.loss_scale.at_step(signals) is not None and sums is not None:
+            changed = self.loss_scale.update(extras[1])
+            if changed and sums.consecutive:
+                sums = None  # the two gradients that were compared have different loss scales
+            else:
+                sums = sums.unscale(extras[1])
         self.reports = sent.reports
-        if not skipped:
-            self._warn_if_exploded(sums)
-            self._warn_if_equal(sums)
         self.history.add(sums, self._weight(sums), skipped=skipped)
-        self._preview = None
-        self._last_sent = sent
+        self._previewed = None
         self.measurement.finish_step(self._period())
         return skipped
 
@@ -280,14 +268,6 @@ class RuleCore:
         if sums is None:
             return 0.0
         return self.batch.smoothing_for(sums.scale)
-
-    def _unscale(self, sums: NormSums | None, loss_scale: float) -> NormSums | None:
-        """Return norms without the loss scale, known only now; None if they mix two of them."""
-        if sums is None:
-            return None
-        if self.loss_scale.update(loss_scale) and sums.consecutive:
-            return None  # the two gradients that were compared have different loss scales
-        return sums.unscale(loss_scale)
 
     def _period(self) -> int:
         """Return how many steps the next measured one is to stand for; the same on all ranks."""
@@ -298,56 +278,9 @@ class RuleCore:
         passes = batch.passes * batch.workers
         if self.observer is not None or history.nonfinite_in_a_row or passes == 1:
             return 1
-        held = history.average.steps_held(batch.smoothing_for(batch.scale_for(batch.passes)))
-        return steps_between(self.measure_every, batch.memory_in_steps, held, passes)
-
-    def check_not_stuck(self) -> None:
-        """Raise if the last steps were all not finite: such a run would go on for nothing."""
-        if self.history.nonfinite_in_a_row >= NONFINITE_LIMIT:
-            raise RuntimeError(
-                f"{NONFINITE_LIMIT} steps were not finite. Use a GradScaler with AMP."
-            )
-
-    def _warn_if_exploded(self, sums: NormSums | None) -> None:
-        """Warn, once in a run, of a gradient whose noise is far above all that came before."""
-        if sums is None or self._warned or not sums.all_finite:
-            return
-        over = max(self.history.average.over_limit(sums, self._weight(sums)))
-        if over < EXPLODED:
-            return
-        self._warned = True
-        warn(
-            f"a gradient has exploded: its noise was {over:.0f} times the most that counts. "
-            "The gain stays what it was. If the loss rises, clip the gradients or lower the rate. "
-            "(Said once.)",
-        )
-
-    def _warn_if_equal(self, sums: NormSums | None) -> None:
-        """Warn, once in a run, if the ranks' gradients are equal: they seem to draw alike."""
-        if sums is None or self.ranks.size == 1 or self._equal_steps == EQUAL_STEPS:
-            return
-        small = sum(sums.small_squares)
-        mean = sums.small_batches * sum(sums.mean_square)
-        equal = small > 0.0 and abs(small - mean) <= EQUAL * small  # not if they are not finite
-        if equal:
-            self._equal_steps += 1
-        else:
-            self._equal_steps = 0
-        if self._equal_steps == EQUAL_STEPS and self.ranks.rank == 0:
-            warn(
-                f"the ranks have computed the same gradients in {EQUAL_STEPS} measured steps, so "
-                "that a larger batch gains nothing. Do they draw the same samples? Give each rank "
-                "its own: a DistributedSampler, a mh.Cursor, or another seed. (Said once.)"
-            )
-
-
-def _check_loss_scale_known(signals: ScalerSignals, previewed: bool) -> None:
-    """Raise if the norms contain a loss scale that cannot be divided out any more."""
-    advice = "Pass it when wrapping: grad_scaler=scaler."
-    if signals.grad_scale is None:
-        raise RuntimeError(f"scaler.unscale_() came before the loss scale was known. {advice}")
-    if previewed:
-        raise RuntimeError(f"gain() was read before scaler.step(), so it was wrong. {advice}")
+        smoothing = batch.smoothing_for(batch.scale_for(batch.passes))
+        held = history.average.steps_held(smoothing)
+        return steps_between(self.measure_every, 1.0 / (1.0 - smoothing), held, passes)
 
 
 class ScaledOptimizer(OptimizerWrapper):
@@ -473,19 +406,22 @@ class ScaledOptimizer(OptimizerWrapper):
         self._complete(inner)
         skipped = core.finish_step(signals)
         self._before_factors(skipped)
-        if not (signals.present or core.loss_scale.known):
-            core.check_not_stuck()  # a scaler skips steps that overflow, and they do no harm
+        # a scaler skips steps that overflow, and they do no harm
+        unscaled = not (signals.present or core.loss_scale.known)
+        if unscaled and core.history.nonfinite_in_a_row >= NONFINITE_LIMIT:
+            raise RuntimeError(
+                f"{NONFINITE_LIMIT} steps were not finite. Use a GradScaler with AMP."
+            )
         if skipped:
             report_skip(self)
             return self._end_step(None)
         gain = core.history.average.gain(self.scale)
         factors = parse_factors(self.scale_lr(self.scale), len(inner.param_groups), self)
         core.history.factors = factors
-        overrides = [
-            self._overrides(*pair) for pair in zip(inner.param_groups, factors, strict=True)
-        ]
-        unscaled = apply_signals(signals, inner, core.binding.supports_amp)
-        with overridden(inner.param_groups, overrides), unscaled:
+        pairs = zip(inner.param_groups, factors, strict=True)
+        overrides = [self._overrides(group, factor) for group, factor in pairs]
+        scaler = apply_signals(signals, inner, core.binding.supports_amp)
+        with overridden(inner.param_groups, overrides), scaler:
             result = core.binding.step(*args, **kwargs)
         self._count_progress(inner, gain)
         return self._end_step(result)

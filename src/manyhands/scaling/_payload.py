@@ -1,12 +1,12 @@
-"""What a rank sends at the end of a step, and what comes back: one small collective for each step.
+"""Exchange a step's numbers between the ranks, in one small collective.
 
 Each rank sends one vector, its *payload*:
 
     small_squares[group]   sum of |g_i|^2 over this rank's small batches
     mean_square[group]     |G|^2 over the parameters that this rank measures (`_mean_gradient.py`)
-    claims                 what this rank believes about the step: see `RankClaims`
+    report                 what this rank says of itself and of the step: see `RankReport`
 
-The first two come back summed over the ranks, for the estimate. The claims come back as a table
+The first two come back summed over the ranks, for the estimate. The reports come back as a table
 with one row per rank. If ranks disagree, all of them notice it in the same step and raise the same
 error. No further collective is needed, in which one of them could be left waiting.
 
@@ -23,8 +23,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -48,15 +48,31 @@ RATES_TOLERANCE = 1e-6  # hosts may round a schedule differently
 # -- what a rank says -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """What one rank says about itself. Each rank may say something else."""
+class RankReport(NamedTuple):
+    """What one rank says about itself, and what it believes about a step."""
 
+    # Each rank may say something else.
     micro_batch: float = 0.0  # samples in its first training input, or 0 if unknown
     seconds: float = 0.0  # that the step before took, or 0 if unknown (`ramp/_ramp.py`)
     timed_passes: float = 0.0  # backward passes of that step
     batches: float = 0.0  # micro-batches that it has ready for the next steps
     stop: float = 0.0  # 1 if it was asked to stop (`_ranks/stop_notice.py`)
+    # All ranks must agree about the rest.
+    is_announcement: float = 0.0  # 1 in a payload that only announces a new number of passes
+    passes: float = 0.0  # backward passes of a whole step
+    # Passes that this rank has seen; fewer if its losses in the other passes used none of the
+    # parameters, which is allowed on some ranks, but not on all.
+    passes_seen: float = 0.0
+    scale: float = 0.0  # size of the whole batch in small batches
+    checksum: float = 0.0  # of the progress, the averages so far and the last factors
+    rates: float = 0.0  # the sum of the parameter groups' learning rates
+    unmeasured_left: float = 0.0  # steps until the next one that is measured; 0: this one is
+    # Squared norm of some averaged gradients that every rank holds whole: equal on all ranks,
+    # unless the gradients were not averaged. The last, because it may be on a device.
+    shared_square: float = 0.0
+
+
+CLAIMS = RankReport._fields
 
 
 class StepObserver(Protocol):
@@ -78,110 +94,74 @@ class StepObserver(Protocol):
         """Take note that blocks around the rule took so many seconds for a sync after its step."""
 
 
-@dataclass(frozen=True)
-class RankClaims(RankReport):
-    """What one rank says about itself and believes about a step. All must agree about the step."""
-
-    is_announcement: float = 0.0  # 1 in a payload that only announces a new number of passes
-    passes: float = 0.0  # backward passes of a whole step
-    # Passes that this rank has seen; fewer if its losses in the other passes used none of the
-    # parameters, which is allowed on some ranks, but not on all.
-    passes_seen: float = 0.0
-    scale: float = 0.0  # size of the whole batch in small batches
-    checksum: float = 0.0  # of the progress, the averages so far and the last factors
-    rates: float = 0.0  # the sum of the parameter groups' learning rates
-    unmeasured_left: float = 0.0  # steps until the next one that is measured; 0: this one is
-    # Squared norm of some averaged gradients that every rank holds whole: equal on all ranks,
-    # unless the gradients were not averaged. The last, because it may be on a device.
-    shared_square: float = 0.0
-
-    @classmethod
-    def table(cls, numbers: Sequence[float]) -> list[RankClaims]:
-        """Return every rank's claims, in rank order, from the numbers of all ranks."""
-        made = dict[tuple[float, ...], RankClaims]()  # most ranks claim the same
-        table = []
-        for start in range(0, len(numbers), len(CLAIMS)):
-            row = tuple(numbers[start : start + len(CLAIMS)])
-            if row not in made:
-                made[row] = cls(*row)
-            table.append(made[row])
-        return table
-
-
-CLAIMS = tuple(field.name for field in fields(RankClaims))
+def parse_reports(numbers: Sequence[float]) -> list[RankReport]:
+    """Return every rank's report, in rank order, from the numbers of all ranks."""
+    table = []
+    for start in range(0, len(numbers), len(CLAIMS)):
+        table.append(RankReport(*numbers[start : start + len(CLAIMS)]))
+    return table
 
 
 def check_claims(
-    table: Sequence[RankClaims], *, short_allowed: bool = False, same_passes: bool = False
-) -> bool:
-    """Return whether any rank has seen all passes. Raise if the ranks disagree.
+    table: Sequence[RankReport], *, short_allowed: bool = False, same_passes: bool = False
+) -> None:
+    """Raise if the ranks disagree about a step.
 
     A step that is short on all ranks has no numbers, unless that is allowed. The gradients of such
     a step must have been averaged too, over ranks that have seen equally many passes.
     """
     # The order of the checks matters: an announcement leaves most other entries at zero.
-    first = table[0]
-    announces = _column(table, "is_announcement")
+    columns = dict(zip(CLAIMS, zip(*table, strict=True), strict=True))
+    announces = columns["is_announcement"]
     if min(announces) != max(announces):
         calls = {0.0: "step()", 1.0: ANNOUNCES}
         rows = [{"calls": calls[value]} for value in announces]
         raise_if_different(rows, "Call it on every worker.")
-    if any((claims.passes, claims.scale) != (first.passes, first.scale) for claims in table):
+    passes = columns["passes"]
+    if len(set(zip(passes, columns["scale"], strict=True))) > 1:
         raise_if_different(
             [{"backward passes per step": c.passes, "scale": c.scale} for c in table],
             "Set the same on every worker.",
         )
-    seen = _column(table, "passes_seen")
-    complete = max(seen) >= first.passes
-    if not complete and not (short_allowed and max(seen)):
-        return False  # the caller of `step` knows why, and raises or leaves the step out
-    if same_passes or not complete:
+    seen = columns["passes_seen"]
+    short = max(seen) < passes[0]
+    if short and not (short_allowed and max(seen)):
+        return  # the caller of `step` knows why, and raises or leaves the step out
+    if same_passes or short:
         _check_equal(
             "numbers of backward passes in a step",
             seen,
-            f"Give all workers as many batches; a whole step has {first.passes:g} passes.",
+            f"Give all workers as many batches; a whole step has {passes[0]:g} passes.",
         )
-    _check_close(
+    _check_equal(
         "statistics, progress or factors (checksums)",
-        _column(table, "checksum"),
+        columns["checksum"],
         "Load the state dict on every worker, and let scale_lr() depend only on what all "
         "workers know.",
         CHECKSUM_TOLERANCE,
     )
-    _check_close(
+    _check_equal(
         "learning rates (sum over parameter groups)",
-        _column(table, "rates"),
+        columns["rates"],
         "Give ReduceLROnPlateau, and any other schedule, the same values on every worker.",
         RATES_TOLERANCE,
     )
     _check_equal(
         "numbers of steps until the next measured one",
-        _column(table, "unmeasured_left"),
+        columns["unmeasured_left"],
         "Is there a Ramp on some workers only?",
     )
-    _check_averaged(_column(table, "shared_square"))
-    return complete
+    _check_averaged(columns["shared_square"])
 
 
-def _column(table: Sequence[RankClaims], name: str) -> list[float]:
-    """Return one claim of every rank."""
-    return [getattr(claims, name) for claims in table]
-
-
-def _check_equal(name: str, values: list[float], remedy: str) -> None:
-    """Raise if the ranks' values differ."""
-    if len(set(values)) > 1:
-        raise_if_different([{name: value} for value in values], remedy)
-
-
-def _check_close(name: str, values: list[float], remedy: str, tolerance: float) -> None:
+def _check_equal(name: str, values: Sequence[float], remedy: str, tolerance: float = 0.0) -> None:
     """Raise if the ranks' values differ by more than `tolerance` times the largest."""
     largest = max(values)
     if largest - min(values) > tolerance * abs(largest):
         raise_if_different([{name: value} for value in values], remedy)
 
 
-def _check_averaged(shared_squares: list[float]) -> None:
+def _check_averaged(shared_squares: Sequence[float]) -> None:
     """Raise if a gradient that all ranks hold is not the same on all of them."""
     largest = max(shared_squares)
     smallest = min(shared_squares)
@@ -197,13 +177,13 @@ def _check_averaged(shared_squares: list[float]) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class LocalNumbers:
     """What this rank has measured in a step."""
 
     numbers: Numbers  # `small_squares`, then `mean_square`
     small_batches: float  # on all ranks; 1 if there was nothing to compare the gradient with
-    shared_square: Norm = 0.0  # see `RankClaims`
+    shared_square: Norm = 0.0  # see `RankReport`
     consecutive: bool = False  # whether two steps' gradients were compared
     norm_kind: str = "plain"
     steps: int = 1  # that this one stands for (`MeasuredSteps`)
@@ -225,34 +205,32 @@ class StepExchange:
         self._device = device
 
     def send(
-        self, local: LocalNumbers, claims: RankClaims, *, short_allowed: bool, same_passes: bool
+        self, local: LocalNumbers, claims: RankReport, *, short_allowed: bool, same_passes: bool
     ) -> SentStep:
         """Start the step's collective, and return what its result is read from."""
-        payload = self._payload(local.numbers, claims, local.shared_square)
         # Kept until the next step's has begun: see `PendingSums`.
-        self._last_sent = self.ranks.sum_and_gather(payload, 2 * self._groups)
+        self._last_sent = self._start(local.numbers, claims, local.shared_square)
         return SentStep(
-            pending=self._last_sent,
-            groups=self._groups,
-            ranks=self.ranks.size,
-            local=local,
-            claims=claims,
+            self._last_sent,
+            self._groups,
+            self.ranks.size,
+            local,
+            claims,
             short_allowed=short_allowed,
             same_passes=same_passes,
         )
 
-    def _payload(self, numbers: Numbers, claims: RankClaims, shared_square: Norm) -> Tensor:
-        """Return what this rank sends, as one vector."""
+    def _start(self, numbers: Numbers, claims: RankReport, shared_square: Norm) -> PendingSums:
+        """Start a collective with this rank's payload, one vector."""
         if self.ranks.size == 1:  # numbers of the host stay there: reading them waits for nothing
-            return to_tensor(numbers, torch.device("cpu"))
-        *claimed, _ = (float(getattr(claims, name)) for name in CLAIMS)
-        if isinstance(numbers, list) and isinstance(shared_square, float):
-            return to_tensor([*numbers, *claimed, shared_square], self._device)
-        payload = torch.cat(
-            [to_tensor(numbers, self._device), to_tensor([*claimed, 0.0], self._device)]
-        )
-        payload[-1] = shared_square  # on the device, without a copy to the host and back
-        return payload
+            payload = to_tensor(numbers, torch.device("cpu"))
+        elif isinstance(numbers, list) and isinstance(shared_square, float):
+            payload = to_tensor([*numbers, *claims[:-1], shared_square], self._device)
+        else:
+            parts = [to_tensor(numbers, self._device), to_tensor(list(claims), self._device)]
+            payload = torch.cat(parts)
+            payload[-1] = shared_square  # on the device, without a copy to the host and back
+        return self.ranks.sum_and_gather(payload, 2 * self._groups)
 
     def announce(self, passes: int, scale: float, checksum: float = 0.0) -> None:
         """Announce to the other ranks that steps have so many passes from now on.
@@ -262,26 +240,24 @@ class StepExchange:
         paired with whatever the other ranks send next.
         """
         if self.ranks.own_group:
-            claims = RankClaims(
+            claims = RankReport(
                 is_announcement=1.0,
                 passes=passes,
                 passes_seen=passes,
                 scale=scale,
                 checksum=checksum,
             )
-            payload = self._payload([0.0] * (2 * self._groups), claims, 0.0)
-            self._announcements.append(self.ranks.sum_and_gather(payload, 2 * self._groups))
+            self._announcements.append(self._start([0.0] * (2 * self._groups), claims, 0.0))
 
     def check_announcements(self, patience: float = math.inf) -> None:
         """Raise if other ranks announced something else. Wait for them, but at most `patience`."""
         deadline = time.monotonic() + patience
         while self._announcements:
-            if patience < math.inf and not self._announcements[0].done_within(
-                deadline - time.monotonic()
-            ):
+            left = deadline - time.monotonic()
+            if patience < math.inf and not self._announcements[0].done_within(left):
                 return
             numbers = self._announcements.pop(0).read()
-            check_claims(RankClaims.table(numbers[2 * self._groups :]))
+            check_claims(parse_reports(numbers[2 * self._groups :]))
 
 
 @dataclass
@@ -292,12 +268,15 @@ class SentStep:
     groups: int
     ranks: int
     local: LocalNumbers
-    claims: RankClaims  # this rank's
+    claims: RankReport  # this rank's
     short_allowed: bool  # whether a step that is short on all ranks counts
     same_passes: bool  # whether all ranks must have seen equally many passes
     anomaly: GradientAnomaly | None = None  # if any, an error instead of waiting forever
-    reports: Sequence[RankReport] = ()  # after `read`: of every rank
-    most_passes_seen: float = 0.0  # after `read`: by the rank that has seen the most
+    # after `read`
+    was_read: bool = False
+    sums: NormSums | None = None
+    reports: Sequence[RankReport] = ()  # of every rank
+    most_passes_seen: float = 0.0  # by the rank that has seen the most
     _host: Tensor | None = None  # the numbers on the host, or on their way there
     _copied: torch.cuda.Event | None = None
 
@@ -326,66 +305,63 @@ class SentStep:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def read(self, extras: Sequence[Tensor] = ()) -> tuple[NormSums | None, list[float]]:
-        """Return the norm sums, if any, and the values of the extras, from here or `start_copy`.
+    def read(self, extras: Sequence[Tensor] = ()) -> list[float]:
+        """Wait for the numbers of all ranks, and return the values of the extras.
 
         Everything comes in one copy, because each copy from a GPU is a synchronization.
         """
+        if self.was_read:
+            return list(map(float, extras))
         numbers = self._numbers(extras)
-        groups = self.groups
         end = len(numbers) - len(extras)
-        self.reports = (self.claims,)
-        self.most_passes_seen = self.claims.passes_seen
+        reports: Sequence[RankReport] = (self.claims,)
         if self.ranks > 1:
-            table = RankClaims.table(numbers[2 * groups : end])
-            check_claims(table, short_allowed=self.short_allowed, same_passes=self.same_passes)
-            self.reports = table
-            self.most_passes_seen = max(_column(table, "passes_seen"))
+            reports = parse_reports(numbers[2 * self.groups : end])
+            check_claims(reports, short_allowed=self.short_allowed, same_passes=self.same_passes)
+        self.was_read = True
+        self.reports = reports
+        self.most_passes_seen = max(report.passes_seen for report in reports)
+        self.sums = self._sums(numbers)
+        return numbers[end:]
+
+    def _sums(self, numbers: Sequence[float]) -> NormSums | None:
+        """Return the norm sums in the numbers of all ranks; None if nothing was compared."""
+        groups = self.groups
         share = self.share
         local = self.local
-        small = numbers[:groups]
-        mean = numbers[groups : 2 * groups]
-        if share != 1.0:
-            # The losses were divided by the passes of a whole step, and their sum is the gradient.
-            mean = [square / share**2 for square in mean]
         small_batches = local.small_batches * share
         if small_batches < 2:
-            return None, numbers[end:]
+            return None
         scale = self.claims.scale * share
         if local.consecutive:
             scale *= 2.0  # two consecutive gradients stand for one step of twice the size
-        sums = NormSums(
-            small_squares=tuple(small),
-            mean_square=tuple(mean),
+        # The losses were divided by the passes of a whole step, and their sum is the gradient.
+        mean_square = [square / share**2 for square in numbers[groups : 2 * groups]]
+        return NormSums(
+            small_squares=tuple(numbers[:groups]),
+            mean_square=tuple(mean_square),
             small_batches=small_batches,
             scale=scale,
             consecutive=local.consecutive,
             norm_kind=local.norm_kind,
             steps=local.steps,
         )
-        return sums, numbers[end:]
 
     def _numbers(self, extras: Sequence[Tensor]) -> list[float]:
         """Return the numbers of all ranks, then the extras."""
-        if self._host is not None:
-            if self._copied is not None:
-                self._copied.synchronize()
-            on_host: list[float] = self._host.tolist()
-            return on_host
-        self._check_late()
-        with explained():
-            if not extras:
-                return self.pending.read()
-            numbers = self.pending.wait()
-        flat = [extra.detach().to(numbers).view(1) for extra in extras]
-        joined: list[float] = torch.cat([numbers, *flat]).tolist()
-        return joined
-
-    @property
-    def micro_batch(self) -> float:
-        """Samples in a rank's first training input, averaged over the ranks; 0 if unknown."""
-        known = [report.micro_batch for report in self.reports if report.micro_batch]
-        return sum(known) / max(len(known), 1)
+        numbers = self._host
+        if numbers is None:
+            self._check_late()
+            with explained():
+                if not extras:
+                    return self.pending.read()
+                numbers = self.pending.wait()
+            flat = [extra.detach().to(numbers).view(1) for extra in extras]
+            numbers = torch.cat([numbers, *flat])
+        elif self._copied is not None:
+            self._copied.synchronize()
+        on_host: list[float] = numbers.tolist()
+        return on_host
 
     def _check_late(self) -> None:
         """Raise instead of waiting forever, if this rank's gradients are odd and nothing comes."""

@@ -1,4 +1,4 @@
-"""Adam's and RMSprop's second moments: gradients divided by their roots, and a batch that changes.
+"""Divide gradients by the roots of Adam's second moments, and let these follow the batch.
 
 **The norm** is that of a gradient as the optimizer uses it: |g / (sqrt(v) + eps)|. Here v are the
 optimizer's own second moments, bias-corrected. On a CPU, a block of elements at a time goes through
@@ -35,10 +35,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -65,18 +64,7 @@ MESSAGE = 4 * 2**20  # elements that a rank sends at a time
 _MessageKind: TypeAlias = "tuple[str, DeviceMesh, int | None, torch.dtype]"
 
 
-class Moments(TypedDict, total=False):
-    """What Adam and RMSprop keep of a parameter, as far as it is read here."""
-
-    step: Tensor | float
-    exp_avg_sq: Tensor
-    max_exp_avg_sq: Tensor  # with amsgrad
-    square_avg: Tensor
-    grad_avg: Tensor  # with centered
-
-
-@dataclass(frozen=True)
-class MomentFloor:
+class MomentFloor(NamedTuple):
     """The smallest second moment that counts for one parameter, computed every few steps."""
 
     period: int  # which period of `REFRESH` steps it was computed in
@@ -96,6 +84,10 @@ class Quotient(NamedTuple):
     least: float
     eps: float
     factor: float
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class PreconditionedNorm(PlainNorm):
@@ -121,10 +113,13 @@ class PreconditionedNorm(PlainNorm):
         self._optimizer = optimizer
         # the state of all parameters, if each rank holds only a shard of it
         self._replica: ReplicatedState | None = None
+        names: set[str] = set()
+        for group in optimizer.param_groups:
+            names.update(_moment_names(group))
         if isinstance(optimizer, ShardedOptimizer) and optimizer.shards_state:
-            self._replica = optimizer.replicate_state(_moment_names(optimizer))
+            self._replica = optimizer.replicate_state(sorted(names))
         elif any(map(is_dtensor, params_of(optimizer.param_groups))):
-            self._replica = ReplicatedDTensorState(optimizer, _moment_names(optimizer))
+            self._replica = ReplicatedDTensorState(optimizer, sorted(names))
         self.floor = floor
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._buffers: dict[tuple[torch.dtype, int], Tensor] = {}  # the beginning of the scratch
@@ -158,14 +153,13 @@ class PreconditionedNorm(PlainNorm):
                 self._counts[index] = step, step._version, count + 1.0
 
     def to_state(self) -> list[list[float]]:
-        return [[*map(float, (index, *astuple(floor)))] for index, floor in self._floors.items()]
+        return [[*map(float, (index, *floor))] for index, floor in self._floors.items()]
 
     def load_state(self, state: list[list[float]]) -> None:
         """Continue with the saved floors: found anew, they would belong to a later step."""
         self.refresh()
         for index, period, fraction, least, any_below in state:
-            floor = MomentFloor(int(period), fraction, float(least), bool(any_below))
-            self._floors[int(index)] = floor
+            self._floors[int(index)] = MomentFloor(int(period), fraction, least, bool(any_below))
 
     @property
     def norm_kind(self) -> str:
@@ -179,9 +173,10 @@ class PreconditionedNorm(PlainNorm):
                 return "preconditioned"
         return "plain"
 
-    def _state_of(self, index: int) -> Moments:
+    def _state_of(self, index: int) -> Mapping[str, Any]:
+        """Return what Adam or RMSprop keeps of a parameter."""
         holder = self._optimizer if self._replica is None else self._replica
-        state: Moments = holder.state.get(self._params[index][1], {})
+        state: Mapping[str, Any] = holder.state.get(self._params[index][1], {})
         return state
 
     def _count(self, index: int) -> float:
@@ -197,9 +192,6 @@ class PreconditionedNorm(PlainNorm):
             self._counts[index] = step, step._version, count
         return count
 
-    def is_plain(self, index: int) -> bool:
-        return False
-
     def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Sequence[Norm]:
         return self.slices([(i, grad, _whole) for i, grad in zip(indices, grads, strict=True)])
 
@@ -211,13 +203,11 @@ class PreconditionedNorm(PlainNorm):
             quotient = None
             if grad.device.type != "cpu":
                 quotient = self._quotient(index, grad, take_slice)
-            if quotient is not None:
+            if quotient is None:
+                norms.append(self.one(index, grad, take_slice))
+            else:
                 together.append((len(norms), quotient))
                 norms.append(0.0)
-            elif take_slice is _whole:
-                norms.append(self.one(index, grad))
-            else:
-                norms.append(self.one(index, grad, take_slice))
         for chunk in in_groups(together, lambda each: each[1].grad.numel(), TOGETHER):
             measured = _norms_of([quotient for _, quotient in chunk])
             for (position, _), each in zip(chunk, measured, strict=True):
@@ -236,32 +226,11 @@ class PreconditionedNorm(PlainNorm):
         whole, factor = _second_moment(group, state, count)
         if isinstance(factor, Tensor) or grad.dtype != whole.dtype or whole.dtype not in WIDE:
             return None
-        least = 0.0
-        if self.floor:
-            if self._floor_is_stale(index, state, count):
-                self._floors.pop(index, None)
-                self._find_floors()
-            least = self._floors[index].least
+        least = self._floor_of(index, state, count).least
         return Quotient(grad, take_slice(whole), least, group["eps"] / factor, factor)
 
-    def _find_floors(self) -> None:
-        """Find the floors of all parameters that need one: the host waits for them, once."""
-        stale: dict[int, tuple[Tensor, int]] = {}
-        for index, (group, _) in enumerate(self._params):
-            state = self._state_of(index)
-            count = self._count(index)
-            if count >= self.WARM_STEPS and self._floor_is_stale(index, state, count):
-                period = int(count) // self.REFRESH
-                stale[index] = _second_moment(group, state, count)[0], period
-        sums = torch._foreach_norm([second for second, _ in stale.values()], 1)  # none is below 0
-        device = sums[0].device
-        totals: list[float] = torch.stack([each.to(device) for each in sums]).tolist()
-        for (index, (second, period)), total in zip(stale.items(), totals, strict=True):
-            least = total / max(second.numel(), 1) * self.floor
-            self._floors[index] = MomentFloor(period, self.floor, least, True)
-
     def one(
-        self, index: int, grad: Tensor, take_slice: Callable[[Tensor], Tensor] | None = None
+        self, index: int, grad: Tensor, take_slice: Callable[[Tensor], Tensor] = _whole
     ) -> Norm:
         """Return the norm of a gradient, or of the slice of it that `take_slice` takes.
 
@@ -280,17 +249,14 @@ class PreconditionedNorm(PlainNorm):
         # |g / (sqrt(v) * factor + eps)| = |g / (sqrt(v) + eps / factor)| / factor: the factor is
         # applied once, to the norm
         eps = group["eps"] / factor
-        whole = second
-        if take_slice is not None:
+        if take_slice is not _whole:
             second = take_slice(second)
             if grad.is_contiguous():
                 second = second.contiguous()
+        floor = self._floor_of(index, state, count)
         # With unequal strides, blocks of the two in memory order would not be the same elements.
         if grad.device.type != "cpu" or second.stride() != grad.stride():
-            if self.floor:
-                second = second.clamp(min=whole.mean() * self.floor)
-            return norm(grad / second.sqrt().add_(eps)) / factor
-        floor = self._find_floor(index, state, count, whole)
+            return norm(grad / second.clamp(min=floor.least).sqrt_().add_(eps)) / factor
         below = floor.least if floor.any_below else None
         pairs = zip(_split_into_blocks(grad), _split_into_blocks(second), strict=True)
         single = second.dtype == torch.float32 and grad.dtype in SINGLE
@@ -300,20 +266,35 @@ class PreconditionedNorm(PlainNorm):
         norms = [norm(self._divide(g, v, eps, below)) for g, v in pairs]
         return torch.linalg.vector_norm(torch.stack(norms)) / factor
 
-    def _find_floor(self, index: int, state: Moments, count: float, second: Tensor) -> MomentFloor:
-        """Return the smallest v that counts, and whether any v may be below it."""
+    def _floor_of(self, index: int, state: Mapping[str, Any], count: float) -> MomentFloor:
+        """Return the smallest second moment of a parameter that counts."""
         if not self.floor:
             return NO_FLOOR
         if self._floor_is_stale(index, state, count):
-            least = float(second.mean()) * self.floor
-            # A v above the floor may fall below it within the period, as each step multiplies it
-            # by beta.
-            any_below = bool(second.min() < 2.0 * least)
-            period = int(count) // self.REFRESH
-            self._floors[index] = MomentFloor(period, self.floor, least, any_below)
+            self._floors.pop(index, None)
+            self._find_floors()
         return self._floors[index]
 
-    def _floor_is_stale(self, index: int, state: Moments, count: float) -> bool:
+    def _find_floors(self) -> None:
+        """Find the floors of all parameters that need one: the host waits for them, once."""
+        stale: dict[int, tuple[Tensor, int]] = {}
+        for index, (group, _) in enumerate(self._params):
+            state = self._state_of(index)
+            count = self._count(index)
+            if count >= self.WARM_STEPS and self._floor_is_stale(index, state, count):
+                period = int(count) // self.REFRESH
+                stale[index] = _second_moment(group, state, count)[0], period
+        sums = torch._foreach_norm([second for second, _ in stale.values()], 1)  # none is below 0
+        device = sums[0].device
+        totals: list[float] = torch.stack([each.to(device) for each in sums]).tolist()
+        for (index, (second, period)), total in zip(stale.items(), totals, strict=True):
+            least = total / max(second.numel(), 1) * self.floor
+            # A v above the floor may fall below it within the period, as each step multiplies it
+            # by beta.
+            any_below = second.device.type != "cpu" or bool(second.min() < 2.0 * least)
+            self._floors[index] = MomentFloor(period, self.floor, least, any_below)
+
+    def _floor_is_stale(self, index: int, state: Mapping[str, Any], count: float) -> bool:
         """Return whether the floor is to be found anew: now and then, and for another state."""
         known = self._floors.get(index)
         replaced = self._state_was_replaced(index, state["step"])
@@ -357,10 +338,6 @@ class PreconditionedNorm(PlainNorm):
         return self._buffers[dtype, size]
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _norms_of(quotients: Sequence[Quotient]) -> Sequence[Tensor]:
     """Return the norms of several quotients, each operation once for all of them."""
     grads, seconds, leasts, eps, factors = map(list, zip(*quotients, strict=True))
@@ -380,33 +357,26 @@ def _split_into_blocks(tensor: Tensor) -> Sequence[Tensor]:
     return flat.split(BLOCK)
 
 
-def _moment_names(optimizer: Optimizer) -> list[str]:
+def _moment_names(group: ParamGroup) -> tuple[str, ...]:
     """Return the names of the state entries that `_second_moment` reads."""
-    names: set[str] = set()
-    for group in optimizer.param_groups:
-        if "betas" in group:
-            names.add("max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq")
-        else:
-            names.add("square_avg")
-            if group.get("centered"):
-                names.add("grad_avg")
-    return sorted(names)
+    if "betas" in group:
+        return ("max_exp_avg_sq",) if group.get("amsgrad") else ("exp_avg_sq",)
+    return ("square_avg", "grad_avg") if group.get("centered") else ("square_avg",)
 
 
 def _second_moment(
-    group: ParamGroup, state: Moments, count: float
+    group: ParamGroup, state: Mapping[str, Any], count: float
 ) -> tuple[Tensor, Tensor | float]:
     """Return the running mean of squares, and the factor that corrects its root's bias."""
-    if "betas" in group:  # Adam, AdamW
-        second = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
-        beta = group["betas"][1]
-        if isinstance(beta, Tensor):  # it may be on a device, where it stays
-            return second, torch.as_tensor(1.0 - beta**count).rsqrt()
-        return second, _bias_correction(beta, count)
-    second = state["square_avg"]  # RMSprop
-    if group.get("centered"):
-        second = torch.addcmul(second, state["grad_avg"], state["grad_avg"], value=-1)
-    return second, 1.0
+    second, *means = (state[name] for name in _moment_names(group))
+    for mean in means:  # of a centered RMSprop
+        second = torch.addcmul(second, mean, mean, value=-1)
+    if "betas" not in group:
+        return second, 1.0
+    beta = group["betas"][1]
+    if isinstance(beta, Tensor):  # it may be on a device, where it stays
+        return second, torch.as_tensor(1.0 - beta**count).rsqrt()
+    return second, _bias_correction(beta, count)
 
 
 @lru_cache(maxsize=64)  # all parameters of a group have the same, and each is measured twice a step
@@ -451,35 +421,27 @@ class ReplicatedDTensorState:
 
     def _collect(self, name: str, shares: Sequence[tuple[Tensor, DTensorShards]]) -> None:
         """Gather one entry of the state from all ranks' shards, for one message's parameters."""
-        share = shares[0][1]
-        own = [local_shard(self._optimizer.state[param][name]) for param, _ in shares]
-        ranks = self._ranks_of(share)
+        own = [local_shard(self._optimizer.state[param][name]).reshape(-1) for param, _ in shares]
+        ranks = self._ranks_of(shares[0][1])
         # rank 0's shards are the longest, as in torch.chunk
         section = sum(_numel(param, share, 0) for param, share in shares)
-        table = own[0].new_zeros(ranks.size * section)
-        start = ranks.rank * section
-        for shard in own:
-            table[start : start + shard.numel()].copy_(shard.reshape(-1))
-            start += shard.numel()
-        for work in ranks.all_gather_slices(table, range(0, ranks.size * section + 1, section)):
+        table = own[0].new_zeros(ranks.size, section)
+        torch.cat(own, out=table[ranks.rank, : sum(map(len, own))])
+        stops = range(0, table.numel() + 1, section)
+        for work in ranks.all_gather_slices(table.view(-1), stops):
             work.wait()
-        for rank in range(ranks.size):
-            start = rank * section
-            for param, its_share in shares:
-                size = _numel(param, its_share, rank)
+        for rank, row in enumerate(table):
+            start = 0
+            for param, share in shares:
+                size = _numel(param, share, rank)
+                if (param, name) not in self._memory:
+                    self._memory[param, name] = row.new_empty(param.shape)
+                whole = self._memory[param, name]
+                self.state[param][name] = whole
                 # a view of the whole tensor: the shard may be cut in any dimension
-                target = its_share.ranges[rank].narrow(self._whole(param, name, table.dtype))
-                target.copy_(table[start : start + size].view(target.shape))
+                target = share.ranges[rank].narrow(whole)
+                target.copy_(row[start : start + size].view(target.shape))
                 start += size
-
-    def _whole(self, param: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-        """Return the memory for one entry of a whole parameter; it is kept between steps."""
-        whole = self._memory.get((param, name))
-        if whole is None or (whole.device, whole.dtype) != (param.device, dtype):
-            whole = torch.empty(param.shape, dtype=dtype, device=param.device)
-            self._memory[param, name] = whole
-        self.state[param][name] = whole
-        return whole
 
     def _ranks_of(self, share: DTensorShards) -> RankGroup:
         """Return the ranks that a parameter is cut among."""

@@ -1,4 +1,4 @@
-"""A scaling rule as a user meets it: made, bound to an optimizer, read, set and saved.
+"""Make, bind, read, set and save a scaling rule: the interface of every rule.
 
 How it steps is in `_optimizer.py`, and what the rules answer is in `_rules.py`.
 
@@ -10,7 +10,6 @@ is parsed and checked before anything is changed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from manyhands._arguments import explained, flag, one_of, real, whole
-from manyhands._optimizers.foreign import PreparedOptimizer, find_prepared
+from manyhands._optimizers.foreign import find_prepared
 from manyhands._optimizers.state_parts import (
     SQUARES,
     OptimizerLayers,
@@ -99,6 +98,12 @@ class LoopPort:
     def __init__(self, rule: ScalingRuleBase, core: RuleCore) -> None:
         self._rule = rule
         self._core = core
+        self.batch = core.batch
+        """The size of a step. Read it; the methods change it."""
+        self.history = core.history
+        """What the rule's steps have come to, without the gradients of a step under way."""
+        self.loss_scale = core.loss_scale
+        """What gradients are multiplied by: set its `scaler`, or an object with `get_scale()`."""
 
     # -- tell --------------------------------------------------------------------------------
 
@@ -184,11 +189,6 @@ class LoopPort:
     def observer(self, observer: StepObserver) -> None:
         self._core.observer = observer
 
-    @property
-    def loss_scale(self) -> LossScale:
-        """What gradients are multiplied by: set its `scaler`, or an object with `get_scale()`."""
-        return self._core.loss_scale
-
     # -- ask ---------------------------------------------------------------------------------
 
     def check_step(self, passes: int, scale_per_pass: float) -> None:
@@ -208,16 +208,6 @@ class LoopPort:
         return 1
 
     @property
-    def batch(self) -> Batch:
-        """The size of a step. Read it; what changes it is above."""
-        return self._core.batch
-
-    @property
-    def history(self) -> History:
-        """What the rule's steps have come to, without the gradients of a step under way."""
-        return self._core.history
-
-    @property
     def steps(self) -> int:
         """The steps so far."""
         return self._core.history.steps
@@ -226,11 +216,6 @@ class LoopPort:
     def keeps_gradients(self) -> bool:
         """Whether `zero_grad()` does nothing at present: the loop is in the middle of a step."""
         return self._core.keeps_gradients
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The model, if the rule was given it."""
-        return self._core.model
 
 
 class ScalingRuleBase(ScaledOptimizer):
@@ -379,7 +364,15 @@ class ScalingRuleBase(ScaledOptimizer):
         if not batch.loop.counts:
             prepared = find_prepared(optimizer)
         if prepared is not None:
-            self._follow_prepared(prepared)
+            # Its own methods become the rule's: the trainer saves, loads and steps that object.
+            if prepared.unseen is not None:
+                why = f"cannot measure gradients under {prepared.unseen}. Use DDP, FSDP2 or OSS."
+                raise TypeError(f"{type(self).__name__} {why}")
+            loop = prepared_loop(prepared, batch.passes)
+            if loop is not None:
+                self._follow(loop)
+            if not core.loss_scale.known:
+                core.loss_scale.scaler = prepared.scaler
         group = core.process_group or getattr(optimizer, "group", None)  # an OSS has one
         params = params_of(optimizer.param_groups)
         core.ranks = rank_group_of(params, group, core.world_size)
@@ -400,20 +393,6 @@ class ScalingRuleBase(ScaledOptimizer):
         if prepared is not None and prepared.optimizer is optimizer:
             core.binding.patch(self)
 
-    def _follow_prepared(self, prepared: PreparedOptimizer) -> None:
-        """Take the number of passes and the gradient scaler from a trainer's optimizer."""
-        # Its own methods become the rule's: the trainer saves, loads and steps that object.
-        if prepared.unseen is not None:
-            why = f"cannot measure gradients under {prepared.unseen}. Use DDP, FSDP2 or OSS."
-            raise TypeError(f"{type(self).__name__} {why}")
-        batch = self._core.batch
-        loss_scale = self._core.loss_scale
-        found = prepared_loop(prepared, batch.passes)
-        if found is not None:
-            self._follow(found)
-        if not loss_scale.known:
-            loss_scale.scaler = prepared.scaler
-
     def _follow(self, loop: Loop) -> None:
         """Let this loop say from now on which passes make a step; short steps follow from it."""
         batch = self._core.batch
@@ -431,7 +410,7 @@ class ScalingRuleBase(ScaledOptimizer):
     def unhook(self) -> None:
         """Stop measuring the parameters, and give the optimizer back as it was."""
         self._inner_optimizer()  # raises if there is none
-        self._core.measurement.unhook()
+        self._core.measurement.hooks.remove()
         self._core.binding.release()
 
     def add_param_group(self, param_group: ParamGroup) -> None:
@@ -456,21 +435,20 @@ class ScalingRuleBase(ScaledOptimizer):
         twin = copy.copy(self)
         memo[id(self)] = twin
         old = self._core
-        if "step" in twin.__dict__:  # a scheduler's wrapper, bound to the original optimizer
-            del twin.step
+        twin.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the original optimizer
         loop = copy.copy(old.batch.loop)
         loop.module = copy.deepcopy(loop.module, memo)
-        core = RuleCore(
-            replace(old.batch, loop=loop),
-            dict(old.options),
-            world_size=old.world_size,
-            process_group=old.process_group,
+        core = replace(
+            old,
+            batch=replace(old.batch, loop=loop),
+            options=dict(old.options),
             loss_scale=copy.copy(old.loss_scale),
             model=_module(loop.module),  # `fully_shard`'s modules cannot be copied
+            history=copy.copy(old.history),
+            inner=None,
+            _previewed=None,
         )
         twin._core = core
-        core.ranks = old.ranks
-        core.history = copy.copy(old.history)
         if old.inner is not None:
             inner = copy.deepcopy(old.inner, memo)
             core.start(inner, twin._make_norm(inner), core.history.average)
@@ -680,16 +658,29 @@ class ScalingRuleBase(ScaledOptimizer):
         """Continue from a `scaling_state_dict`; the optimizer's own state stays as it is."""
         self.take_scaling_state(self.check_scaling_state(state_dict))
 
-    def check_scaling_state(self, entry: SavedState) -> ScalingState:
+    def check_scaling_state(self, saved: SavedState) -> ScalingState:
         """Return the scaling entry of a state dict, checked against this wrapper."""
         self._check_between_steps("load_state_dict()")
         core = self._core
-        origin = _describe_origin(self._norm_kind, self._inner_optimizer())
-        state = _parse_entry(entry, origin, core)
-        scale = self._check_own_scale(state.batch.scale_for(state.batch.passes))
+        entry = SavedEntries(saved, "a scaling rule")
+        entry.expect(_describe_origin(self._norm_kind, self._inner_optimizer()))
+        batch, batch_mismatches = core.batch.parse_state(entry.part("batch"))
+        options, mismatches = load_options(core.options, entry.part("options").plain)
+        loss_scale = None
+        if entry.has("loss_scale"):
+            loss_scale = entry.real("loss_scale", above=0.0, below=SQUARES)
+        state = ScalingState(
+            batch=batch,
+            options=options,
+            mismatches=batch_mismatches + mismatches,
+            history=core.history.parse_state(entry),
+            measurement=core.measurement.parse_state(entry),
+            loss_scale=loss_scale,
+        )
+        scale = self._check_own_scale(batch.scale_for(batch.passes))
         loaded = copy.copy(self)  # the check reads the options, here the loaded ones
         loaded._core = copy.copy(core)
-        loaded._core.options = state.options
+        loaded._core.options = options
         loaded._check_optimizer_supports(scale)
         return state
 
@@ -730,23 +721,6 @@ def _describe_origin(norm_kind: str, optimizer: Optimizer) -> dict[str, object]:
         "optimizer": type(plain_optimizer(inner)).__name__,  # with and without sharding
         "group_sizes": [len(group["params"]) for group in optimizer.param_groups],
     }
-
-
-def _parse_entry(saved: SavedState, origin: Mapping[str, object], core: RuleCore) -> ScalingState:
-    """Return the parsed entry; raise a ValueError if it does not fit the wrapper of `origin`."""
-    entry = SavedEntries(saved, "a scaling rule")
-    entry.expect(origin)
-    batch, batch_mismatches = core.batch.parse_state(entry.part("batch"))
-    options, mismatches = load_options(core.options, entry.part("options").plain)
-    known = entry.has("loss_scale")
-    return ScalingState(
-        batch=batch,
-        options=options,
-        mismatches=batch_mismatches + mismatches,
-        history=core.history.parse_state(entry),
-        measurement=core.measurement.parse_state(entry),
-        loss_scale=entry.real("loss_scale", above=0.0, below=SQUARES) if known else None,
-    )
 
 
 def _module(averager: Averager | None) -> nn.Module | None:

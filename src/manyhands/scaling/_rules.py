@@ -1,4 +1,4 @@
-"""The scaling rules: each turns a scale, and what is known about the noise, into factors.
+"""Turn a scale and the measured noise into factors of the learning rate: the scaling rules.
 
 Each rule answers the question "by what must the learning rate of the small batch be multiplied
 when the batch is S (`scale`) times as large?".
@@ -393,9 +393,10 @@ class LEGWScale(ScalingRuleBase):
         batch_size = core.options["batch_size"]
         if batch_size.value is not None:
             return
-        micro_batch = core.micro_batch
-        if micro_batch == 0.0:
+        known = [report.micro_batch for report in core.reports if report.micro_batch]
+        if not known:
             raise RuntimeError("no tensor came into the model, so pass LEGWScale batch_size=...")
+        micro_batch = sum(known) / len(known)
         small_batch = micro_batch * core.batch.workers * self.passes / self.scale
         core.options["batch_size"] = replace(batch_size, recorded=small_batch)
 

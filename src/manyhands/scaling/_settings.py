@@ -1,4 +1,4 @@
-"""What a run has set: options that change the numbers, and the loop that decides about passes.
+"""Define options that change the numbers, and the loop that decides about passes.
 
 A setting belongs to the run, and therefore to its state dict. Its value comes from the
 first of these places that has one:
@@ -100,14 +100,15 @@ def save_options(options: Options) -> dict[str, float | None]:
 
 def load_options(options: Options, state: SavedState) -> tuple[Options, list[OptionMismatch]]:
     """Return the options with those of a state dict, and where explicit values differ from it."""
-    loaded = {name: replace(o, recorded=state.get(name)) for name, o in options.items()}
-    # the values that would hold if nothing were set in this run
-    saved = {name: replace(o, explicit=None).value for name, o in loaded.items()}
-    return loaded, [
-        OptionMismatch(name, o.value, saved[name])
-        for name, o in loaded.items()
-        if o.explicit is not None and o.value != saved[name] and saved[name] is not None
-    ]
+    loaded = {}
+    mismatches = []
+    for name, option in options.items():
+        now = replace(option, recorded=state.get(name))
+        loaded[name] = now
+        saved = replace(now, explicit=None).value  # if nothing were set in this run
+        if now.explicit is not None and saved is not None and now.value != saved:
+            mismatches.append(OptionMismatch(name, now.value, saved))
+    return loaded, mismatches
 
 
 def describe_mismatches(mismatches: list[OptionMismatch], rule: str) -> str:

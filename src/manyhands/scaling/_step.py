@@ -1,4 +1,4 @@
-"""One step as a value that grows: its passes, what was measured of them, and who divides.
+"""Measure a step: its passes, their norms, and who divides its gradient.
 
 `Batch` says how many passes a step has, and how large the whole batch is. `Measurement` is told
 when backward passes begin and end (`_tensors/backward.py`). It adds each pass's squared norms
@@ -32,12 +32,11 @@ multiplied by N / m.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ParamSpec, Protocol, SupportsIndex, TypeVar
+from typing import Protocol, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +72,6 @@ from manyhands.scaling._payload import (
     NOT_AVERAGED,
     PATIENCE,
     GradientAnomaly,
-    RankClaims,
     RankReport,
     SentStep,
     StepExchange,
@@ -89,8 +87,6 @@ from manyhands.scaling._settings import (
 )
 
 NO_REPORT = RankReport()
-P = ParamSpec("P")
-T = TypeVar("T")
 
 # -- who knows the passes --------------------------------------------------------------------------
 
@@ -249,11 +245,6 @@ class Batch:
             return float((1.0 - 1.0 / self.memory) ** scale)
         return max(1.0 - self.workers * (self.short or self.passes) / self.memory, 0.0)
 
-    @property
-    def memory_in_steps(self) -> float:
-        """About how many steps the averages look back, at the size that whole steps have now."""
-        return 1.0 / (1.0 - self.smoothing_for(self.scale_for(self.passes)))
-
     def set_scale(self, *, scale: float | None = None, per_pass: float | None = None) -> None:
         """Set the scale of the whole batch or of one pass, as the user asked."""
         self.scale = scale
@@ -380,27 +371,11 @@ class Step:
 # -- measuring ------------------------------------------------------------------------------------
 
 
-def call_weakly(method: Callable[P, T]) -> Callable[P, T | None]:
-    """Return a function that calls a bound method without keeping its object alive.
-
-    The function returns None after the object is gone.
-    """
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
-        alive = reference()
-        if alive is None:
-            return None
-        return alive(*args, **kwargs)
-
-    return call
-
-
 @dataclass(frozen=True)
 class MeasurementState:
     """The measurement's part of a state dict, parsed."""
 
-    previous: list[Tensor | None]  # the last step's gradient, by parameter
+    previous: dict[int, Tensor]  # the last step's gradient, by parameter
     norms: list[list[float]]  # of the norm kind: see `PlainNorm.to_state`
     schedule: MeasuredSteps = field(default_factory=MeasuredSteps)
 
@@ -410,12 +385,12 @@ class Measurement:
 
     `batch` says how many passes a step has, `loss_scale` what gradients are multiplied by. In a
     step that is not measured (`MeasuredSteps`) no norm is taken. The ranks still exchange their
-    claims.
+    reports.
 
-    `end_passes` is called after a step's last pass, and is to call `complete`. It is also called
-    after a pass that is one too many: `step.too_many` is set, and the step cannot be used. If the
-    function belongs to the object that holds this one, pass `call_weakly(...)`. In a reference
-    cycle the hooks would measure and send until the next garbage collection.
+    `end_passes` is called with this object after a step's last pass, and is to call `complete`. It
+    is also called after a pass that is one too many: `step.too_many` is set, and the step cannot be
+    used. The function must not refer to this object: in a reference cycle the hooks would measure
+    and send until the next garbage collection.
     """
 
     def __init__(
@@ -425,7 +400,7 @@ class Measurement:
         norms: PlainNorm,
         batch: Batch,
         loss_scale: LossScale,
-        end_passes: Callable[[], object],
+        end_passes: Callable[[Measurement], object],
         *,
         compare_at_scale_1: bool = True,
         changes_gradients: bool = True,
@@ -469,10 +444,6 @@ class Measurement:
         """Return whether these are the parameters that are measured."""
         pairs = zip(params_of(param_groups), self._params, strict=False)
         return all(a is b for a, b in pairs)
-
-    def unhook(self) -> None:
-        """Stop measuring: remove the hooks from the parameters."""
-        self.hooks.remove()
 
     # -- from pass to pass -------------------------------------------------------------------
 
@@ -547,15 +518,23 @@ class Measurement:
         hooks = self.hooks
         step.too_many = step.passes >= batch.passes and not batch.loop.counts
         if step.too_many:
-            self._end_passes()
+            self._end_passes(self)
             return
-        step.norms = self._norms_of_pass()
+        weight = self.next_weight
+        self.next_weight = None
+        if weight is None:
+            step.norms = hooks.finish_pass(1.0)
+        else:
+            step.norms = hooks.finish_pass(math.sqrt(weight.squares))
+            step.small_batches = weight.small_batches
+            step.announced = weight.passes
+        step.valid = step.valid and hooks.valid
         step.passes += 1
         is_last = self._is_last
         if is_last is None:
             is_last = step.passes == batch.passes
         if is_last:
-            self._end_passes()
+            self._end_passes(self)
             if self._changes_gradients and batch.loop.decides:
                 self._apply_short()  # now, before anybody clips the gradient
         if not hooks.idle and (batch.loop.counts or step.passes < batch.passes):
@@ -570,29 +549,13 @@ class Measurement:
         if self._unsharded and batch.short_step == "count" and not batch.loop.decides:
             step.last_norm = self._norm_of_one()
 
-    def _norms_of_pass(self) -> Mapping[int, Norm]:
-        """Return the norms of the pass that has ended; none if its step is not measured."""
-        step = self.step
-        hooks = self.hooks
-        norms: Mapping[int, Norm] = hooks.finish_pass()
-        if self.next_weight is not None:
-            weight = self.next_weight
-            self.next_weight = None
-            norms = hooks.multiply_norms(math.sqrt(weight.squares))
-            step.small_batches = weight.small_batches
-            step.announced = weight.passes
-        step.valid = step.valid and hooks.valid
-        return norms
-
     # -- the end of a step -------------------------------------------------------------------
 
     @torch.no_grad()
-    def complete(
-        self, checksum: float = 0.0, rates: float = 0.0, report: RankReport = NO_REPORT
-    ) -> SentStep:
+    def complete(self, report: RankReport = NO_REPORT) -> SentStep:
         """Measure the mean gradient and send the step's numbers to the other ranks.
 
-        `checksum`, `rates` and `report` are part of this rank's `RankClaims`.
+        `report` has what this rank says beside what is known here.
         """
         step = self.step
         batch = self.batch
@@ -603,25 +566,18 @@ class Measurement:
         if step.passes == 0:
             self._begin_step()
         step.problem = self._find_unaveraged() or step.problem
-        facts = self._facts(passes)
-        claims = RankClaims(
-            micro_batch=report.micro_batch,
-            seconds=report.seconds,
-            timed_passes=report.timed_passes,
-            batches=report.batches,
-            stop=report.stop,
+        claims = report._replace(
             passes=passes,
             passes_seen=step.passes,
             scale=batch.scale_for(passes),
-            checksum=checksum,
-            rates=rates,
             unmeasured_left=schedule.left,
         )
         self.exchange.check_announcements()
         local = self._mean.empty_numbers()
         if schedule.due:
-            local = self._mean.measure(step.squares, step.norms, facts)
-        local = replace(local, norm_kind=self.norms.norm_kind, steps=schedule.weight_in_steps)
+            local = self._mean.measure(step.squares, step.norms, self._facts(passes))
+            local.norm_kind = self.norms.norm_kind
+            local.steps = schedule.weight_in_steps
         step.sent = self.exchange.send(
             local,
             claims,
@@ -640,22 +596,25 @@ class Measurement:
         """Return what has to be undone in the norms: who divided by the passes, the loss scale."""
         step = self.step
         batch = self.batch
+        loss_scale = self.loss_scale.in_backward()
         small_batch_divided_by = 1
         mean_multiplied_by = max(passes, 1)
         if batch.passes_divided_by_user:
             small_batch_divided_by = passes
             mean_multiplied_by = 1
+        corrections: tuple[Tensor | float, Tensor | float] | None = None
+        if passes > 1 or isinstance(loss_scale, Tensor) or loss_scale != 1.0:
+            corrections = (
+                (small_batch_divided_by / loss_scale) ** 2,
+                (1 / (mean_multiplied_by * loss_scale)) ** 2,
+            )
+        if not step.valid:
+            corrections = (math.nan, math.nan)  # `History` leaves out what is not finite
         small_batches: float | None = step.small_batches
         if small_batches is not None and 0 < step.passes < passes:
             small_batches *= passes / step.passes  # `SentStep.read` takes a short step's share
         return StepFacts(
-            passes=passes,
-            scale=batch.scale_for(passes),
-            loss_scale=self.loss_scale.in_backward(),
-            small_batch_divided_by=small_batch_divided_by,
-            mean_multiplied_by=mean_multiplied_by,
-            valid=step.valid,
-            small_batches=small_batches,
+            passes, batch.scale_for(passes), loss_scale, corrections, step.valid, small_batches
         )
 
     def complete_early(self, optimizer: Optimizer | None) -> SentStep:
@@ -670,7 +629,7 @@ class Measurement:
                 if hasattr(type(layer), "join_in"):
                     layer.join_in()  # type: ignore[attr-defined]
         self.step.too_many = False
-        self._end_passes()
+        self._end_passes(self)
         assert self.step.sent is not None
         return self.step.sent
 
@@ -859,4 +818,4 @@ class Measurement:
         self.clear()
         self.schedule = replace(state.schedule)
         self.norms.load_state(state.norms)
-        self.previous.load_state(state.previous, self._params)
+        self.previous.grads = dict(state.previous)

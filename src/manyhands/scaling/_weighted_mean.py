@@ -1,4 +1,4 @@
-"""The mean loss over all tokens of a step, when micro-batches have different numbers of tokens.
+"""Average a step's loss over all tokens, if micro-batches have different numbers of tokens.
 
 Micro-batch i has n_i tokens (or samples, or pixels), and the sum of its losses is l_i. The loss of
 the step is
@@ -38,7 +38,7 @@ from manyhands._optimizers.foreign import find_prepared
 from manyhands._optimizers.wrappers import gradient_ranks, unwrap
 from manyhands._ranks.ranks import RankGroup
 from manyhands.scaling._hooks import params_of
-from manyhands.scaling._rule_base import ScalingRuleBase, rule_of
+from manyhands.scaling._rule_base import rule_of
 
 
 class WeightedMean:
@@ -82,34 +82,34 @@ class WeightedMean:
         *,
         process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
-        numbers = _to_numbers(counts)
-        rule = None if optimizer is None else rule_of(optimizer)
-        mistake = self._mistake(counts, numbers, rule)
         ranks = None if optimizer is None else gradient_ranks(optimizer)
         if ranks is None:
             ranks = RankGroup.of(process_group)
+        mistake = self._prepare(counts, optimizer)
         # Tokens, micro-batches that have any, passes; and at the end whether there is a mistake.
-        with_tokens = sum(number > 0 for number in numbers)
-        own = [sum(numbers), float(with_tokens), float(len(numbers)), 0.0]
+        with_tokens = sum(number > 0 for number in self._left)
+        own = [sum(self._left), float(with_tokens), float(len(self._left)), 0.0]
         if mistake is not None:
             # A rank with a mistake takes part, too, and says so: the others would wait for it.
             own = [0.0, 0.0, 0.0, 1.0]
         rows = [own]
         if ranks.size > 1:
-            rows = ranks.all_gather(own, _device_of(optimizer))
+            device = torch.accelerator.current_accelerator() or torch.device("cpu")
+            if optimizer is not None:
+                device = params_of(unwrap(optimizer)[-1].param_groups)[0].device
+            rows = ranks.all_gather(own, device)
         if mistake is not None:
             raise ValueError(mistake)
         wrong = [rank for rank, row in enumerate(rows) if row[3]]
         if wrong:
             raise RuntimeError(f"the counts of rank {wrong[0]} are wrong: its error says why.")
         total, not_empty, passes, _ = map(sum, zip(*rows, strict=True))
-        divided = _divided_by(optimizer, rule, len(numbers))
-        self._begin(numbers, rule, ranks.size * divided, total, int(not_empty), int(passes))
+        self._finish(optimizer, ranks.size, total, int(not_empty), int(passes))
 
     @classmethod
     def of_known(
         cls,
-        counts: Sequence[int],
+        counts: Sequence[int | float | Tensor],
         optimizer: Optimizer | None,
         *,
         ranks: int,
@@ -122,46 +122,30 @@ class WeightedMean:
         have tokens, and `total` how many tokens they have.
         """
         mean = cls.__new__(cls)
-        numbers = _to_numbers(counts)
-        rule = None if optimizer is None else rule_of(optimizer)
-        mistake = cls._mistake(counts, numbers, rule)
+        mistake = mean._prepare(counts, optimizer)
         if mistake is not None:
             raise ValueError(mistake)
-        factor = ranks * _divided_by(optimizer, rule, len(numbers))
-        mean._begin(numbers, rule, factor, total, not_empty, ranks * len(numbers))
+        mean._finish(optimizer, ranks, total, not_empty, ranks * len(counts))
         return mean
 
-    def _begin(
-        self,
-        numbers: Sequence[float],
-        rule: ScalingRuleBase | None,
-        factor: int,
-        total: float,
-        not_empty: int,
-        passes: int,
-    ) -> None:
-        """Keep the numbers of the whole step, on all ranks, that each call's weight is made of."""
-        self.total = total
-        """The number of tokens in the step, on all ranks."""
-        self._factor = factor
-        self._rule = rule
-        self._left = list(reversed(numbers))
-        self._own_passes = len(numbers)
-        self._not_empty = not_empty
-        self._passes = passes
-
-    @staticmethod
-    def _mistake(
-        counts: object, numbers: Sequence[float], rule: ScalingRuleBase | None
+    def _prepare(
+        self, counts: Iterable[int | float | Tensor], optimizer: Optimizer | None
     ) -> str | None:
-        """Return what is wrong with the counts, or None; the caller raises it."""
+        """Keep this rank's counts; return what is wrong with them, or None."""
+        self._rule = None if optimizer is None else rule_of(optimizer)
+        try:
+            numbers = [float(count) for count in counts]
+        except (TypeError, ValueError):
+            numbers = []
+        self._left = numbers[::-1]
+        self._own_passes = len(numbers)
         if not numbers or not all(0.0 <= number < float("inf") for number in numbers):
             return (
                 "counts must be a list with one number of at least 0 for each micro-batch, got "
                 f"{shown(counts)}."
             )
-        if rule is not None and not rule.port.batch.loop.counts:
-            batch = rule.port.batch
+        if self._rule is not None and not self._rule.port.batch.loop.counts:
+            batch = self._rule.port.batch
             passes = batch.loop.passes() or batch.passes
             may_be_short = batch.loop.decides and batch.short_step != "error"
             if len(numbers) > passes or (len(numbers) < passes and not may_be_short):
@@ -171,6 +155,25 @@ class WeightedMean:
                     "number for each pass."
                 )
         return None
+
+    def _finish(
+        self, optimizer: Optimizer | None, ranks: int, total: float, not_empty: int, passes: int
+    ) -> None:
+        """Keep the numbers of the whole step, on all ranks, that each call's weight is made of."""
+        self.total = total
+        """The number of tokens in the step, on all ranks."""
+        self._not_empty = not_empty
+        self._passes = passes
+        # and by what others divide the step, after the mean was taken
+        self._factor = ranks
+        rule = self._rule
+        prepared = None if optimizer is None else find_prepared(optimizer)
+        if rule is not None and (
+            rule.port.batch.loop.decides or not rule.port.batch.passes_divided_by_user
+        ):
+            self._factor *= self._own_passes
+        elif prepared is not None:
+            self._factor *= int(prepared.loop.gradient_accumulation_steps)
 
     def __call__(self, loss_sum: Tensor) -> Tensor:
         """Return this micro-batch's part of the mean, for `backward()`."""
@@ -195,31 +198,3 @@ class WeightedMean:
             squares = self.total * self._not_empty / (self._passes**2 * count) if count else 0.0
             self._rule.port.weigh_pass(squares, self._not_empty, self._own_passes)
         return count
-
-
-def _to_numbers(counts: Iterable[int | float | Tensor]) -> list[float]:
-    """Return the counts as numbers, or an empty list if they are something else."""
-    try:
-        return [float(count) for count in counts]
-    except (TypeError, ValueError):
-        return []
-
-
-def _divided_by(optimizer: Optimizer | None, rule: ScalingRuleBase | None, passes: int) -> int:
-    """Return by what others divide a step of so many passes, after the mean was taken."""
-    if rule is not None and (
-        rule.port.batch.loop.decides or not rule.port.batch.passes_divided_by_user
-    ):
-        return passes
-    prepared = None if optimizer is None else find_prepared(optimizer)
-    if prepared is None:
-        return 1
-    return int(prepared.loop.gradient_accumulation_steps)
-
-
-def _device_of(optimizer: Optimizer | None) -> torch.device:
-    """Return the device for the collective of the counts: that of the parameters, if known."""
-    if optimizer is None:
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
-    innermost = unwrap(optimizer)[-1]
-    return params_of(innermost.param_groups)[0].device
