@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -142,6 +142,14 @@ class FairseqBMUF(BMUF):
     def set_num_updates(self, num_updates: int) -> None:
         """Set the number of steps taken; call it on every worker. Sync rounds are at multiples."""
         self._sync.set_steps(whole("num_updates", num_updates))
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], optimizer_overrides: Mapping[str, Any] | None = None
+    ) -> None:
+        """Continue from a `state_dict`, with these options of the parameter groups."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group.update(optimizer_overrides or {})
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of a loss."""

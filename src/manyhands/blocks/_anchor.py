@@ -5,9 +5,8 @@ Tensors held, and when (n: elements of the trained parameters, in float32 unless
     anchor      n                   always
     memories    n for each          the outer step's own (a momentum), always
     residual    n                   with a codec that rounds: what is not sent yet
-    held        n / fragments       with overlap, while in flight: the differences as sent,
-    arrived     n / fragments       and their mean
-    stage       n / fragments       in a crew without overlap, during a sync round: the mean
+    held        n / fragments       with overlap, while in flight: the differences as sent
+    arrived     n / fragments       with overlap or in a crew, until it is merged: the mean
 
 In a process group without overlap, the outer step is taken chunk by chunk as means arrive, and
 nothing is held. A crew may undo a sync round, so nothing changes there until all workers have
@@ -44,7 +43,7 @@ from manyhands._tensors.flat import (
     read_range,
 )
 from manyhands.blocks.averaging._codec import Codec
-from manyhands.blocks.averaging._payload import LARGEST, RoundResult, fingerprint
+from manyhands.blocks.averaging._payload import LARGEST, Payload, RoundResult, fingerprint
 
 
 @dataclass
@@ -59,6 +58,7 @@ class AnchorBucket:
     memories: list[Tensor]
     residual: Tensor | None  # on the parameters' device
     device: torch.device  # of the parameters
+    param_dtype: torch.dtype  # of the parameters, or of the parts of complex ones
     span: tuple[int, int]  # the slice of all the parameters' elements that this rank owns
     part: int = 0  # which of several optimizers steps the parameters
 
@@ -73,47 +73,65 @@ def even_range(length: int, index: int, count: int) -> tuple[int, int]:
     return length * index // count, length * (index + 1) // count
 
 
-class AnchorDifference:
-    """A payload: anchor minus parameters. The outer step is taken as each chunk arrives."""
+class AnchorDifference(Payload):
+    """A payload: anchor minus parameters.
 
-    first_only = False
+    The outer step is taken as each chunk of the mean arrives, or in `merge` if `keep_apart` was
+    called before.
+    """
 
     def __init__(
-        self, bucket: AnchorBucket, start: int, stop: int, codec: Codec, outer: Outer
+        self, bucket: AnchorBucket, span: tuple[int, int], codec: Codec, outer: Outer
     ) -> None:
+        start, stop = span
         self.bucket = bucket
         self.start = start
         self.length = stop - start
         self.dtype = bucket.anchor.dtype
         self.device = bucket.device
         self.codec = codec
-        self.residual = None if bucket.residual is None else bucket.residual[start:stop]
+        if bucket.residual is not None:
+            self.residual = bucket.residual[start:stop]
         self.params = bucket.vector
         self.outer = outer
         self.part = bucket.part
-        self.param_dtype = local_shard(bucket.params[0]).real.dtype
+        self.held: Tensor | None = None  # the difference as sent, while training goes on
+        self.arrived: Tensor | None = None  # the mean, until it is merged
 
     @property
     def offset(self) -> int:
         """Where the payload begins among the parameters' elements."""
         return self.bucket.span[0] + self.start
 
+    def keep_apart(self, *, copied: bool) -> None:
+        """Keep the mean until `merge`; send a copy of the difference as it is now if `copied`."""
+        self.arrived = torch.empty(self.length, dtype=self.dtype, device=self.device)
+        if copied:
+            held = torch.empty_like(self.arrived)
+            for start in range(0, self.length, LARGEST):
+                self.read(start, held[start : start + LARGEST])
+            self.held = held
+
     def read(self, start: int, out: Tensor) -> None:
         """Fill `out` with anchor minus parameters, from this payload's element `start` on."""
+        if self.held is not None:
+            out.copy_(self.held[start : start + out.numel()])
+            return
         anchor = self.bucket.anchor[self.start + start :]
         for part, inner, outer in self.params.ranges(self.offset + start, out.numel()):
             before = self.round_like_params(anchor[outer]).to(self.device)
             torch.sub(before, read_range(part, inner), out=out[outer])
 
     def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
-        self.params.write(self.offset + start, self.step_anchor(start, mean, result))
+        if self.arrived is None:
+            self.params.write(self.offset + start, self.step_anchor(start, mean, result))
+        else:
+            self.arrived[start : start + mean.numel()].copy_(mean)
 
     def round_like_params(self, anchor: Tensor) -> Tensor:
         """Return the anchor as 16-bit parameters hold it."""
         # Otherwise the rounding of parameters would count as movement, in every block anew.
-        if self.param_dtype == anchor.dtype:
-            return anchor
-        return anchor.to(self.param_dtype).to(anchor.dtype)
+        return anchor.to(self.bucket.param_dtype).to(anchor.dtype)
 
     def step_anchor(self, start: int, mean: Tensor, result: RoundResult) -> Tensor:
         """Take the outer step on the anchor from `start` on, and return that part of it."""
@@ -130,65 +148,24 @@ class AnchorDifference:
         return anchor
 
     def merge(self, result: RoundResult, included: bool) -> None:
-        """Do nothing: `write` has taken the outer step."""
-
-
-class StagedDifference(AnchorDifference):
-    """A difference whose mean is kept until all workers agree that the sync round took place."""
-
-    def __init__(self, difference: AnchorDifference) -> None:
-        vars(self).update(vars(difference))
-        self._stage = torch.empty(self.length, dtype=self.dtype, device=self.device)
-
-    def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
-        self._stage[start : start + mean.numel()].copy_(mean)
-
-    def merge(self, result: RoundResult, included: bool) -> None:
-        """Take the outer step, and put the parameters at the anchor."""
-        for start in range(0, self.length, LARGEST):
-            super().write(start, self._stage[start : start + LARGEST], result)
-
-
-class OverlappedDifference(AnchorDifference):
-    """A copy of a difference, for a sync round that runs while training goes on."""
-
-    def __init__(self, difference: AnchorDifference) -> None:
-        vars(self).update(vars(difference))
-        self.held = torch.empty(self.length, dtype=self.dtype, device=self.device)
-        self.arrived = torch.empty_like(self.held)
-
-    @classmethod
-    def copy_now(cls, difference: AnchorDifference) -> OverlappedDifference:
-        """Copy the difference as it is now, to be sent while training changes the parameters."""
-        payload = cls(difference)
-        for start in range(0, payload.length, LARGEST):
-            difference.read(start, payload.held[start : start + LARGEST])
-        return payload
-
-    def read(self, start: int, out: Tensor) -> None:
-        out.copy_(self.held[start : start + out.numel()])
-
-    def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
-        self.arrived[start : start + mean.numel()].copy_(mean)
-
-    def merge(self, result: RoundResult, included: bool) -> None:
-        """Take the outer step, and keep the steps that were taken since the difference was sent."""
-        # param += (new anchor - old anchor) + held, where old anchor - held is what was sent. A
-        # worker that was left out of the mean takes the new anchor as it is.
-        params = self.bucket.vector
+        """Take the outer step, and keep the steps since the difference was sent."""
+        # With a copy of the difference param += (new anchor - old anchor) + held, where old
+        # anchor - held is what was sent. A worker that was left out of the mean takes the new
+        # anchor as it is.
+        if self.arrived is None:  # `write` has taken the outer step
+            return
         anchors = self.bucket.anchor[self.start :]
-        keep = included and bool(result.included)
+        follows = included and bool(result.included)
         for start in range(0, self.length, LARGEST):
-            held = self.held[start : start + LARGEST]
-            before = anchors[start : start + held.numel()].clone()  # the step is in place
-            anchor = self.step_anchor(start, self.arrived[start : start + LARGEST], result)
-            if keep:
-                now = self.round_like_params(anchor)
-                then = self.round_like_params(before)
-                moved = torch.sub(now, then, out=before).to(self.device)
-                params.add(self.offset + start, moved.add_(held))
-            else:
-                params.write(self.offset + start, anchor)
+            mean = self.arrived[start : start + LARGEST]
+            if self.held is None or not follows:
+                self.params.write(self.offset + start, self.step_anchor(start, mean, result))
+                continue
+            before = anchors[start : start + mean.numel()].clone()  # the step is in place
+            now = self.round_like_params(self.step_anchor(start, mean, result))
+            then = self.round_like_params(before)
+            moved = torch.sub(now, then, out=before).to(self.device)
+            self.params.add(self.offset + start, moved.add_(self.held[start : start + LARGEST]))
 
 
 def memory_order(params: Sequence[Tensor]) -> float:
@@ -223,7 +200,8 @@ class Anchor:
             vector = FlatTensors(same)
             device = same[0].device
             span = even_range(len(vector), self.inner.rank, self.inner.size)
-            dtype = accumulation_dtype(local_shard(same[0]).real.dtype)
+            param_dtype = local_shard(same[0]).real.dtype
+            dtype = accumulation_dtype(param_dtype)
             where = torch.device("cpu") if self.on_host else device
             anchor = torch.empty(span[1] - span[0], dtype=dtype, device=where)
             vector.read(span[0], anchor)
@@ -231,8 +209,9 @@ class Anchor:
             residual = None
             if self.codec.rounds:
                 residual = torch.zeros(anchor.numel(), dtype=dtype, device=device)
-            bucket = AnchorBucket(same, anchor, memories, residual, device, span, part)
-            self.buckets.append(bucket)
+            self.buckets.append(
+                AnchorBucket(same, anchor, memories, residual, device, param_dtype, span, part)
+            )
 
     def begin(self) -> None:
         """Set the anchor to the parameters, which are equal on all workers now."""
@@ -319,30 +298,26 @@ class Anchor:
                     for tensor in kept:
                         tensor[max(first - begin, 0) : last - begin].zero_()
 
-    def differences(self, fragment: int) -> list[AnchorDifference]:
-        """Return what a round averages for a fragment: a payload for each bucket."""
-        return [
-            AnchorDifference(
-                bucket,
-                *even_range(bucket.anchor.numel(), fragment, self.fragments),
-                self.codec,
-                self.outer,
-            )
-            for bucket in self.buckets
-        ]
+    def differences(self, fragments: Sequence[int]) -> list[AnchorDifference]:
+        """Return what a round averages: a payload for each bucket of each fragment."""
+        found = []
+        for fragment in fragments:
+            for bucket in self.buckets:
+                span = even_range(bucket.anchor.numel(), fragment, self.fragments)
+                found.append(AnchorDifference(bucket, span, self.codec, self.outer))
+        return found
 
     def moved(self) -> bool:
         """Return whether parameters of this rank are farther from the anchor than by rounding."""
-        for fragment in range(self.fragments):
-            for part in self.differences(fragment):
-                rounding = 8 * torch.finfo(part.param_dtype).eps  # of a change that was undone
-                anchor = part.bucket.anchor[part.start : part.start + part.length]
-                for start in range(0, part.length, LARGEST):
-                    here = anchor[start : start + LARGEST].nan_to_num(0.0, 0.0, 0.0)
-                    moves = torch.empty_like(here, device=part.device)
-                    part.read(start, moves)  # NaN where both are infinite
-                    if norm(moves.nan_to_num_(0.0)).item() > rounding * norm(here).item():
-                        return True
+        for part in self.differences(range(self.fragments)):
+            rounding = 8 * torch.finfo(part.bucket.param_dtype).eps  # of a change that was undone
+            anchor = part.bucket.anchor[part.start : part.start + part.length]
+            for start in range(0, part.length, LARGEST):
+                here = anchor[start : start + LARGEST].nan_to_num(0.0, 0.0, 0.0)
+                moves = torch.empty_like(here, device=part.device)
+                part.read(start, moves)  # NaN where both are infinite
+                if norm(moves.nan_to_num_(0.0)).item() > rounding * norm(here).item():
+                    return True
         return False
 
     def restore_params(self) -> None:

@@ -17,6 +17,13 @@
     own           steps that this worker has taken itself, since the run began
     work          of these steps, those that no kept round has merged, and that were not given up
     dropped       of these steps, those that were given up: they are in no mean, and never will be
+    joins         state transfers that this worker has received
+
+These three hold until the next step:
+
+    joined_late   this worker has received the state of a run under way
+    has_let_in    this worker was a member when others received the state
+    state_dropped the optimizer's state was not finite, and was deleted: it is incomplete
 
 A block with one round:
 
@@ -49,7 +56,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from manyhands.blocks.averaging._work import NO_WORK, Work
+from manyhands.blocks.averaging._payload import NO_WORK, Work
 from manyhands.blocks.crew._roster import Version
 
 
@@ -74,6 +81,10 @@ class BlockState:
     own: int = 0
     work: Work = NO_WORK
     dropped: int = 0
+    joins: int = 0
+    joined_late: bool = False
+    has_let_in: bool = False
+    state_dropped: bool = False
 
     def __post_init__(self) -> None:
         """Check what always holds (see above); a failure here is our own mistake."""
@@ -147,6 +158,7 @@ class BlockState:
             own=self.own + 1,
             work=self.work.plus(samples),
             dropped=self.dropped,
+            joins=self.joins,
         )
 
     def end_block(self, steps: int) -> BlockState:
@@ -243,6 +255,8 @@ class BlockState:
             just_joined=True,
             newcomer=True,
             retry=tuple(retry),
+            joins=self.joins + 1,
+            joined_late=steps > 0,  # otherwise the run begins for the others, too
         )
         return state._at(steps, rounds, ends_warmup)
 

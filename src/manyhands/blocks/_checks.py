@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 
 import torch.distributed as dist
@@ -43,10 +43,6 @@ from manyhands._ranks.slices import check_on_cpu
 from manyhands._tensors.flat import is_dtensor
 from manyhands._warn import warn
 from manyhands.blocks._anchor import Outer
-from manyhands.blocks.averaging._codec import Codec
-from manyhands.blocks.averaging._payload import RoundResult
-
-SAME = 1e-6  # relative difference of squared lengths, below which steps are the same
 
 Names = Mapping[str, str]
 Value = bool | int | float | str | None  # of an option, as it is saved
@@ -218,44 +214,6 @@ def warn_moved() -> None:
     )
 
 
-def moved_identically(squares: Sequence[float], cosine: float, codec: Codec) -> bool:
-    """Return whether all workers have taken the same steps, from their squared lengths."""
-    # Equal lengths are not enough: in its first steps Adam goes equally far whatever the gradients.
-    # The cosine is that of values as the codec has rounded them.
-    low = min(squares, default=0.0)
-    high = max(squares, default=0.0)
-    return len(squares) > 1 and 0.0 < high <= low * (1 + SAME) and cosine > codec.cosine
-
-
-def warn_identical_moves(workers: int) -> None:
-    """After the first block: warn that workers went the same way, as if they were not apart."""
-    warn(
-        f"in the first block all {workers} workers have taken the same steps. Either the model is "
-        "in DistributedDataParallel or ShardedDataParallel (unwrap it), or all workers draw the "
-        f"same samples.{advice('no DDP')}",
-        RuntimeWarning,
-    )
-
-
-def warn_different_rates(result: RoundResult, numbers: Sequence[int], floor: float) -> bool:
-    """Warn of learning rates that are more than a factor of 2 apart; return whether they are."""
-    # Of the smaller one, only what is above `floor` counts.
-    # Less may be right: a rate that follows `steps`, where workers take different numbers of them.
-    rates = sorted((result.reports[rank].lr, rank) for rank in result.included)
-    if len(rates) < 2 or rates[-1][0] <= 2 * max(rates[0][0], floor):
-        return False
-    (low, slow) = rates[0]
-    (high, fast) = rates[-1]
-    workers = numbers if len(numbers) == len(result.reports) else range(len(result.reports))
-    warn(
-        f"worker {workers[slow]} has a learning rate of {low:g}, and worker {workers[fast]} of "
-        f"{high:g}. Let a schedule follow optimizer.steps, and give ReduceLROnPlateau the same "
-        "value on every worker.",
-        RuntimeWarning,
-    )
-    return True
-
-
 def _averaging_modules(params: Sequence[Tensor], workers: RankGroup) -> set[str]:
     """Return the class names of modules that average these gradients over these workers."""
     return {
@@ -297,56 +255,15 @@ def rename_options(options: Options, names: Names) -> dict[str, Value]:
     return {names.get(name, name): value for name, value in options.items()}
 
 
-def split_overrides(
-    class_name: str,
-    overrides: Mapping[str, object],
-    options: Options,
-    names: Names,
-    groups: Iterable[Mapping[str, object]],
-) -> tuple[dict[str, object], dict[str, object]]:
-    """Split overrides into options of the blocks (engine's names) and of parameter groups."""
-    # `groups` are the parameter groups here and in the saved state. A name that is in none of them,
-    # and is no option of the blocks either, is an error.
-    engine_names = {n: n for n in options} | {names.get(n, n): n for n in options}
-    known = {name for group in groups for name in group} - {"params", "param_names"}
-    for_blocks = {}
-    for_groups = {}
-    for name, value in overrides.items():
-        if name in engine_names:
-            for_blocks[engine_names[name]] = value
-        elif name in known:
-            for_groups[name] = value
-        else:
-            both = ", ".join([*sorted(known), *rename_options(options, names)])
-            raise ValueError(f"optimizer_overrides has {name!r}, and {class_name} has only: {both}")
-    return for_blocks, for_groups
-
-
-def check_options(
-    saved: Options, options: Options, changed: Mapping[str, object], names: Names
-) -> None:
-    """Raise if the saved run had other options, except those `changed` on purpose."""
-    meant = set(changed)
-    for name, value in changed.items():
-        here: object = options[name]
-        if name == "outer" and isinstance(value, Outer):  # all of its settings are meant
-            outer = {n: v for n, v in options.items() if n.partition(".")[0] == "outer"}
-            value = describe_outer(value)
-            here = outer
-            meant |= outer.keys()
-        if value != here and str(value) != str(here):
-            raise ValueError(
-                f"optimizer_overrides has {names.get(name, name)}={changed[name]!r}, and the "
-                f"optimizer was made with {here}."
-            )
-    # (a tensor compares element by element)
-    here = {name: value for name, value in options.items() if name not in meant}
-    differ = [n for n in here if isinstance(saved.get(n), Tensor) or saved.get(n) != here[n]]
-    if differ:
-        called = {name: names.get(name, name) for name in differ}
-        listed = "; ".join(f"{called[n]}: saved {saved.get(n)}, now {options[n]}" for n in differ)
-        overrides = {called[name]: options[name] for name in differ}
+def check_options(saved: Options, options: Options, names: Names) -> None:
+    """Raise if the saved run had other options."""
+    differences = []
+    for name, here in options.items():
+        came = saved.get(name)
+        if isinstance(came, Tensor) or came != here:  # (a tensor compares element by element)
+            differences.append(f"{names.get(name, name)}: saved {came}, now {here}")
+    if differences:
         raise ValueError(
-            f"this state dict is of a run with other options: {listed}. If the change is meant: "
-            f"load_state_dict(state, optimizer_overrides={overrides})."
+            f"this state dict is of a run with other options: {'; '.join(differences)}. If the "
+            'change is meant, set state["blocks"]["options"] = None before load_state_dict(state).'
         )

@@ -20,9 +20,8 @@ from manyhands.blocks._anchor import Anchor, AnchorState
 from manyhands.blocks._block_state import BlockState
 from manyhands.blocks._samples import BlockSamples
 from manyhands.blocks._schedule import BlockPlan, Schedule
-from manyhands.blocks.averaging._drift import Drift
 from manyhands.blocks.averaging._payload import Extras
-from manyhands.blocks.averaging._round import RoundStats
+from manyhands.blocks.averaging._round import Drift, RoundStats
 from manyhands.data._account import SavedAccount
 
 

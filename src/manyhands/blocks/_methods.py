@@ -292,11 +292,3 @@ class BMUF(Blocks):
             process_group=process_group,
             **options,
         )
-
-    def _to_engine_values(self, overrides: Mapping[str, object]) -> dict[str, object]:
-        """Translate BMUF's `average_sync` into the option `state` of `Blocks`."""
-        values = dict(overrides)
-        if "average_sync" in values:
-            averaged = flag("average_sync", values.pop("average_sync"))
-            values["state"] = "average_moments" if averaged else "keep"
-        return values

@@ -44,15 +44,13 @@ from manyhands.blocks._checks import (
     check_shared_memory,
     describe_outer,
     rename_options,
-    split_overrides,
 )
 from manyhands.blocks._samples import SampleRounds
-from manyhands.blocks._schedule import Every, check_schedule, make_schedule
+from manyhands.blocks._schedule import Every, Schedule, check_schedule
 from manyhands.blocks._sync import Sync
 from manyhands.blocks.averaging._codec import CODECS
-from manyhands.blocks.averaging._drift import Drift
-from manyhands.blocks.averaging._payload import STATES, Buffers, Extras, trainable_params
-from manyhands.blocks.averaging._round import ElasticMembers, FixedMembers
+from manyhands.blocks.averaging._payload import STATES, Extras, all_params, trainable_params
+from manyhands.blocks.averaging._round import Drift, ElasticMembers, FixedMembers, Members
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._enrollment import MemberFacts
 from manyhands.blocks.crew._roster import NO_VERSION
@@ -166,6 +164,7 @@ class Blocks(OptimizerWrapper):
         check_schedule(interval, overlap, fragments, ranks_per_worker=ranks)
         self._shared_memory = check_shared_memory(shared_memory, codec, crew, self._inner)
         self._supports_amp = supports_amp(self._inner)
+        self._scheduled = {self._inner, *optimizers_in(self._inner)}
         self._options: dict[str, Value] = {
             **describe_outer(self._described or outer),
             "every": repr(interval),
@@ -177,16 +176,18 @@ class Blocks(OptimizerWrapper):
             "warmup": warmup,
             "local_warmup": local_warmup,
         }
-        found = Buffers(self._inner, model)
-        self._model = found
+        members: Members
+        if crew is None:
+            members = FixedMembers(RankGroup.of(process_group), inner)
+        else:
+            members = ElasticMembers(crew)
+        resets = state == "reset" or (local_warmup and warmup > 0)
         self._sync = Sync(
-            self._inner,
-            FixedMembers(RankGroup.of(process_group)) if crew is None else ElasticMembers(crew),
+            members,
             Anchor(outer, CODECS[codec], fragments, anchor_on_host, inner),
-            interval,
-            make_schedule(interval, fragments, overlap, warmup),
+            Schedule(interval, fragments, overlap, warmup),
             BlockState.begin(warmup, local_warmup),
-            Extras(self._inner, found, buffers, state),
+            Extras(self._inner, model, buffers, state, resets),
             self._options,
         )
         self._begin(model)
@@ -198,23 +199,22 @@ class Blocks(OptimizerWrapper):
         """Check that all workers agree, and take worker 0's parameters, or a member's in a crew."""
         sync = self._sync
         params = trainable_params(self._inner)
-        if not any(group["params"] for group in self.param_groups):
+        everything = all_params(self._inner)
+        if not everything:
             raise ValueError("the optimizer has no parameters: every group is empty.")
         if self.alone:
             return
         buffers = sync.extras.buffer_tensors()
-        everything = [param for group in self.param_groups for param in group["params"]]
-        self._known = {id(param) for param in params}
+        self._known = set(map(id, params))
         self._extend_anchor(params)
         if isinstance(sync.members, ElasticMembers):
             options = self._compared_options()
-            facts = MemberFacts.of(options, everything, buffers, self._model.modules)
+            facts = MemberFacts.of(options, everything, buffers, sync.extras.modules)
             sync.members.join(NO_VERSION, facts)
             add_receiver(sync)
             sync.transfer_state()
             sync.regroup()
             return
-        assert isinstance(sync.members, FixedMembers)
         workers = sync.members.workers
         self._all_workers = workers
         check_not_averaged(type(self).__name__, workers, self._inner, model)
@@ -230,23 +230,22 @@ class Blocks(OptimizerWrapper):
 
     def _check_agreement(self, params: list[Tensor], buffers: list[Tensor]) -> None:
         """Raise on every worker if they differ in options, in these parameters or in buffers."""
+        options = rename_options(self._compared_options(), self._names)
         check_agreement(
             type(self).__name__,
             self._all_workers,
             self._sync.anchor.inner,
-            {
-                **rename_options(self._compared_options(), self._names),
-                "shared_memory": self._shared_memory,
-            },
+            {**options, "shared_memory": self._shared_memory},
             params,
             buffers,
-            self._model.modules,
+            self._sync.extras.modules,
         )
 
     def _compared_options(self) -> dict[str, Value]:
         """Return what all workers must have in common: options, and which optimizers are a list."""
-        several = isinstance(self._inner, SeveralOptimizers)
-        return {**self._options, **({"optimizers": str(self._inner)} if several else {})}
+        if not isinstance(self._inner, SeveralOptimizers):
+            return self._options
+        return {**self._options, "optimizers": str(self._inner)}
 
     # -- what a user can read --------------------------------------------------------------------
 
@@ -295,13 +294,20 @@ class Blocks(OptimizerWrapper):
     def snapshot(self) -> dict[str, Any]:
         """Return what the last sync rounds have shown, in plain numbers, for logs and `Record`."""
         sync = self._sync
-        stats = self._sync.stats
-        inner = self._inner
-        members = self._sync.members
+        stats = sync.stats
+        drifts = {}
+        if isinstance(self._inner, SeveralOptimizers):  # the drift of each: "distance_AdamW"
+            parts = chain(stats.drifts, repeat(Drift()))  # before the first round: NaN
+            for name, drift in zip(self._inner.names, parts, strict=False):
+                for field, value in asdict(drift).items():
+                    drifts[f"{field}_{name}"] = value
+        inner = {}
+        if hasattr(self._inner, "snapshot"):
+            inner = self._inner.snapshot()
         return {
-            **(inner.snapshot() if hasattr(inner, "snapshot") else {}),
+            **inner,
             "step": sync.state.steps,
-            "workers": stats.workers or members.workers.size,  # in the last round
+            "workers": stats.workers or sync.members.workers.size,  # in the last round
             "members": " ".join(map(str, stats.members)),
             "rounds": sync.state.rounds,
             "every": sync.schedule.length,
@@ -314,18 +320,7 @@ class Blocks(OptimizerWrapper):
             "undone": stats.undone,
             "dropped": sync.state.dropped,  # steps of this worker that are in no mean
             "waited": stats.waited,
-            **self._drift_of_each(),
-        }
-
-    def _drift_of_each(self) -> dict[str, float]:
-        """Return the drift of each optimizer of a list: "distance_AdamW" and so on."""
-        if not isinstance(self._inner, SeveralOptimizers):
-            return {}
-        drifts = chain(self._sync.stats.drifts, repeat(Drift()))  # before the first round: NaN
-        return {
-            f"{field}_{name}": value
-            for name, drift in zip(self._inner.names, drifts, strict=False)
-            for field, value in asdict(drift).items()
+            **drifts,
         }
 
     # -- stepping ------------------------------------------------------------------------------
@@ -347,8 +342,8 @@ class Blocks(OptimizerWrapper):
                 self._add_unfrozen_params()
                 sync.before_step()
             result = self._step_inner(signals, closure, *args, **kwargs)
-        for each in {self._inner, *optimizers_in(self._inner)}:
-            vars(each)["_opt_called"] = True  # torch's schedulers warn without it
+        for each in self._scheduled:
+            each._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn without
         sync.count_step()
         if not self.alone:
             began = time.perf_counter()
@@ -399,9 +394,9 @@ class Blocks(OptimizerWrapper):
 
     def _add_unfrozen_params(self) -> None:
         """Give an anchor to parameters that are trained since the last step, on every worker."""
-        new = [p for p in trainable_params(self._inner) if id(p) not in self._known]
+        new = [param for param in trainable_params(self._inner) if id(param) not in self._known]
         if new:
-            self._known.update(id(param) for param in new)
+            self._known.update(map(id, new))
             with torch.no_grad():
                 # What is in flight was laid out without the new parameters: merge it first.
                 self._sync.merge_pending()
@@ -410,8 +405,8 @@ class Blocks(OptimizerWrapper):
     def _extend_anchor(self, params: Sequence[Tensor]) -> None:
         """Give these parameters an anchor, apart for each optimizer, so that each has a drift."""
         for number, each in enumerate(optimizers_in(self._inner)):
-            own = {id(param) for group in each.param_groups for param in group["params"]}
-            self._sync.anchor.extend([p for p in params if id(p) in own], number)
+            own = set(map(id, all_params(each)))
+            self._sync.anchor.extend([param for param in params if id(param) in own], number)
 
     def count_samples(self, samples: int) -> None:
         """Weight the next step by this many samples (or tokens); calls before one step add up.
@@ -449,13 +444,12 @@ class Blocks(OptimizerWrapper):
             self._sync.end_block()  # of own steps: some workers have held its round already
             self._sync.merge_pending()
         try:
-            self._check_agreement([p for g in self.param_groups for p in g["params"]], [])
+            self._check_agreement(all_params(self._inner), [])
         except ValueError:
             self.param_groups.pop()
             raise
-        self._all_workers.broadcast_from_first(
-            [local_shard(p) for p in self.param_groups[-1]["params"]]
-        )
+        new = self.param_groups[-1]["params"]
+        self._all_workers.broadcast_from_first(list(map(local_shard, new)))
         self._add_unfrozen_params()
 
     # -- sync rounds outside of the schedule --------------------------------------------------
@@ -550,7 +544,7 @@ class Blocks(OptimizerWrapper):
     @property
     def joined_late(self) -> bool:
         """Whether this worker came into a crew that trains already, and has taken no step since."""
-        return self._sync.joined_late
+        return self._sync.state.joined_late
 
     # -- saving and loading --------------------------------------------------------------------
 
@@ -564,39 +558,23 @@ class Blocks(OptimizerWrapper):
         state[_saving.KEY] = {"options": self._options, **_saving.save_worker(self._sync)}
         return state
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], optimizer_overrides: Mapping[str, object] | None = None
-    ) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`; load the model's first.
 
-        `optimizer_overrides` replaces options of the parameter groups (`{"lr": 0.01}`), or says
-        that an option of the blocks was changed on purpose (`{"codec": "int8"}`), which is an
-        error otherwise. Options of the blocks have the names of this class. (`lr` and `momentum`
-        always mean the parameter groups: DiLoCo's own are `outer_lr` and `outer_momentum` here.)
+        Options of the blocks that differ from the saved run's are an error, which says how to
+        change them on purpose.
         """
         check_same_optimizers(self._inner, state_dict)
-        groups = [*self.param_groups, *state_dict.get("param_groups", ())]
-        overrides = self._to_engine_values(optimizer_overrides or {})
-        changed, for_groups = split_overrides(
-            type(self).__name__, overrides, self._options, self._names, groups
-        )
-        saved = self.checked_state(state_dict.get(_saving.KEY), changed)
-        inner = {key: value for key, value in state_dict.items() if key != _saving.KEY}
+        saved = self.checked_state(state_dict.get(_saving.KEY))
         # After all checks: a state that does not fit changes nothing.
+        inner = dict(state_dict)
+        inner.pop(_saving.KEY, None)
         self._inner.load_state_dict(inner)
-        for group in self.param_groups:
-            group.update(for_groups)
         _saving.load_saved(saved, self._sync)
 
-    def _to_engine_values(self, overrides: Mapping[str, object]) -> dict[str, object]:
-        """Translate overrides whose values, not only names, differ in a subclass."""
-        return dict(overrides)
-
-    def checked_state(
-        self, saved: object, changed: Mapping[str, object] | None = None
-    ) -> _saving.SavedWorker | None:
+    def checked_state(self, saved: object) -> _saving.SavedWorker | None:
         """Return the blocks' part of a state dict if it fits this optimizer, or raise."""
-        state = _saving.check_saved(saved, self._options, changed or {}, self._names)
+        state = _saving.check_saved(saved, self._options, self._names)
         _saving.check_run_begins(self._sync, state)
         if state is not None:
             _saving.check_fits(state, self._sync)
@@ -608,7 +586,7 @@ class Blocks(OptimizerWrapper):
 
     def __repr__(self) -> str:
         workers = self._sync.members.workers.size
-        options = ", ".join(
-            f"{name}={value}" for name, value in rename_options(self._options, self._names).items()
-        )
-        return f"{type(self).__name__}(workers={workers}, {options})\n{self._inner!r}"
+        options = [f"workers={workers}"]
+        for name, value in rename_options(self._options, self._names).items():
+            options.append(f"{name}={value}")
+        return f"{type(self).__name__}({', '.join(options)})\n{self._inner!r}"

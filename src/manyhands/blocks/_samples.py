@@ -20,10 +20,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from manyhands.blocks._block_state import BlockState
-from manyhands.blocks._schedule import Every, Schedule
-from manyhands.blocks.averaging._payload import RoundResult
+from manyhands.blocks._schedule import Schedule
+from manyhands.blocks.averaging._payload import RoundResult, Work
 from manyhands.blocks.averaging._round import Members
-from manyhands.blocks.averaging._work import Work
 from manyhands.data._account import Account, SavedAccount
 from manyhands.data._ledger import Ledger
 from manyhands.data._rules import Rules
@@ -32,9 +31,8 @@ from manyhands.data._rules import Rules
 class BlockSamples:
     """This worker's samples, and its account if there is a `Cursor`."""
 
-    def __init__(self, members: Members, every: Every, schedule: Schedule) -> None:
+    def __init__(self, members: Members, schedule: Schedule) -> None:
         self._members = members
-        self._every = every
         self._schedule = schedule
         self.account = Account()  # without rules if there is no cursor
         self.joined_late = False  # whether the ledger came from another worker
@@ -65,9 +63,9 @@ class BlockSamples:
     # -- a sync round --------------------------------------------------------------------------
 
     @property
-    def facts(self) -> list[object]:
-        """What all workers must have in common in a round: the position, if there is a cursor."""
-        return [] if self.account.rules is None else [self.account.checksum()]
+    def position(self) -> float | None:
+        """A checksum of the position, equal on all workers; None without a cursor."""
+        return None if self.account.rules is None else self.account.checksum()
 
     def weight(self, work: Work, drawn: float) -> float:
         """Return the weight of this work in the mean; `drawn` are the samples of the cursor in it.
@@ -76,7 +74,7 @@ class BlockSamples:
         """
         if work.counted:
             return float(max(work.samples, 1))
-        if not self._every.own_steps:
+        if not self._schedule.every.own_steps:
             return 1.0
         steps: float = work.steps
         if self.account.rules is not None:  # the last batches of a cursor may be short
@@ -87,7 +85,7 @@ class BlockSamples:
 
     def check_cursor(self) -> None:
         """Raise if a cursor cannot be used with these options."""
-        if self._every.own_steps and self._schedule.overlap:
+        if self._schedule.every.own_steps and self._schedule.overlap:
             raise ValueError(
                 "a Cursor needs overlap=0 with own_steps=True: while a round is in flight, it is "
                 "not known how many samples each worker has taken meanwhile. Leave overlap out."
@@ -145,10 +143,6 @@ class Rounds(Protocol):
     state: BlockState
     samples: BlockSamples
 
-    @property
-    def joined_late(self) -> bool:
-        """Whether this worker has received the run's state, and has taken no step since."""
-
     def sync_now(self) -> None:
         """Synchronize all fragments, on all workers."""
 
@@ -198,7 +192,7 @@ class SampleRounds:
 
         A worker that has just joined has the run's position, which is later than any checkpoint's.
         """
-        if self._rounds.joined_late:
+        if self._rounds.state.joined_late:
             return
         if self._samples.joined_late:
             raise RuntimeError(

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import astuple, replace
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,19 +18,19 @@ from torch import Tensor
 
 from manyhands._optimizers.state_parts import BELOW, SavedEntries, StatePart
 from manyhands._tensors.flat import FlatTensors
-from manyhands.blocks._anchor import Anchor, OverlappedDifference, memory_order
+from manyhands.blocks._anchor import Anchor, memory_order
 from manyhands.blocks._checks import Names, Options, check_options
 from manyhands.blocks._common_state import CommonState
 from manyhands.blocks._sync import Pending, Sync
 from manyhands.blocks.averaging._payload import (
     REPORT,
-    ArrivedMean,
     RoundResult,
+    SnapshotPayload,
     Squares,
+    Work,
     WorkerReport,
 )
 from manyhands.blocks.averaging._round import BackgroundSync
-from manyhands.blocks.averaging._work import Work
 
 KEY = "blocks"
 FORMAT = 3
@@ -61,6 +60,9 @@ def save_worker(sync: Sync) -> SavedWorker:
     stats = sync.stats
     schedule = sync.schedule
     resets = state.in_local_warmup or sync.extras.state == "reset"
+    pending = []
+    if not sync.members.elastic:  # a crew sends its differences again when they are due
+        pending = [save_round(each) for each in sync.pending]
     return {
         "format": FORMAT,
         **sync.common.common_state(state),
@@ -68,16 +70,13 @@ def save_worker(sync: Sync) -> SavedWorker:
         "workers": [workers.size, workers.rank],
         "diverged": state.diverged,
         "residual": [bucket.residual for bucket in sync.anchor.buckets],
-        "initial_state": sync.initial_state.state if resets else None,
+        "initial_state": sync.extras.initial_state if resets else None,
         "last_round": [stats.workers, *stats.left_out],
         "clock": sync.clock.elapsed(state.own),
         "own": [state.own, *state.work],
         "taken": schedule.into(state.steps),
         "dropped": state.dropped,
-        # A crew sends its differences again when they are due: saving must not wait for a member.
-        "pending": []
-        if sync.members.elastic
-        else [save_round(pending) for pending in sync.pending],
+        "pending": pending,
     }
 
 
@@ -95,7 +94,7 @@ def check_run_begins(sync: Sync, saved: SavedWorker | None = None) -> None:
 
     A state of the same step passes: Accelerate loads an optimizer's own state into it.
     """
-    if sync.joined_late and (saved is None or saved["steps"] != sync.state.steps):
+    if sync.state.joined_late and (saved is None or saved["steps"] != sync.state.steps):
         raise RuntimeError(
             "this worker has joined a run that goes on, and received its state. Load an earlier "
             "state only where the run begins: if optimizer.steps == 0. (mh.load and job.load may "
@@ -103,27 +102,19 @@ def check_run_begins(sync: Sync, saved: SavedWorker | None = None) -> None:
         )
 
 
-def check_saved(
-    saved: object, options: Options, changed: Mapping[str, object], names: Names
-) -> SavedWorker | None:
-    """Return the blocks' part of a state dict if it fits these options, or raise."""
-    # None stays None: the state dict is of the bare optimizer.
-    checked = _check_format_and_options(saved, options, changed, names)
-    if checked is None:
-        return None
-    # Other options may cut fragments differently; the differences are sent again when due.
-    return cast(SavedWorker, {**checked, "pending": []} if changed else checked)
+def check_saved(saved: Any, options: Options, names: Names) -> SavedWorker | None:
+    """Return the blocks' part of a state dict if it fits these options, or raise.
 
-
-def _check_format_and_options(
-    saved: Any, options: Options, changed: Mapping[str, object], names: Names
-) -> dict[str, object] | None:
-    """Return a state dict's part of the blocks, if it is of this format and these options."""
+    None stays None: the state dict is of the bare optimizer.
+    """
     if saved is None:
         return None
     entries = SavedEntries(saved, "blocks")
     entries.expect({"format": FORMAT})
-    check_options(entries.part("options").plain, options, changed, names)
+    if entries.has("options"):
+        check_options(entries.part("options").plain, options, names)
+    else:  # they may cut fragments differently; the differences are sent again when due
+        saved = {**saved, "pending": []}
     _check_counters(entries)
     return saved
 
@@ -221,7 +212,8 @@ def _load_worker(saved: SavedWorker, sync: Sync) -> None:
         work=Work(*work),
         dropped=saved["dropped"],
     )
-    sync.schedule.resume(saved["taken"])
+    if sync.schedule.every.own_steps:
+        sync.schedule.taken = saved["taken"]
     sync.restart_clock()
     if sync.alone:
         pass
@@ -234,8 +226,8 @@ def _load_worker(saved: SavedWorker, sync: Sync) -> None:
     stats = sync.stats
     stats.left_out_ever, stats.undone = saved["totals"]
     stats.workers, *stats.left_out = saved["last_round"]
-    if (initial := saved["initial_state"]) is not None:
-        sync.initial_state.state = copy.deepcopy(initial)
+    if saved["initial_state"] is not None:
+        sync.extras.initial_state = copy.deepcopy(saved["initial_state"])
     # A crew sends its differences again when they are due.
     if sync.anchor.buckets and not sync.members.elastic:
         for each in SavedEntries(saved, "blocks").parts("pending"):
@@ -266,18 +258,17 @@ def save_round(pending: Pending) -> dict[str, object]:
     result = pending.background.result
     if result is None:
         raise RuntimeError("a sync round failed while in flight") from pending.background.error
-    overlapped = [d for d in pending.differences if isinstance(d, OverlappedDifference)]
     return {
         "fragments": list(pending.fragments),
         "merge_at": pending.merge_at,
-        "held": [difference.held for difference in overlapped],
-        "arrived": [difference.arrived for difference in overlapped],
+        "held": [difference.held for difference in pending.differences],
+        "arrived": [difference.arrived for difference in pending.differences],
         "buffers": [mean.saved() for mean in pending.buffers],
         "state": [mean.saved() for mean in pending.state],
-        "report": astuple(pending.report),
+        "report": tuple(pending.report),
         # A stop notice is about the processes that were saved, not about those that load, and a
         # `Cursor` that is loaded hands out the samples of this round again.
-        "reports": [astuple(replace(report, stop=0.0, drawn=0.0)) for report in result.reports],
+        "reports": [tuple(report._replace(stop=0.0, drawn=0.0)) for report in result.reports],
         "squares": [*result.squares, result.square_of_mean],
         "parts": [[*part.by_rank, part.of_mean] for part in result.parts],
     }
@@ -288,7 +279,9 @@ def restore_round(saved: SavedEntries, anchor: Anchor) -> Pending:
     fragments = saved.wholes("fragments")
     if not all(fragment < anchor.fragments for fragment in fragments):
         raise saved.wrong("fragments", f"below {anchor.fragments}", fragments)
-    differences = [OverlappedDifference(d) for f in fragments for d in anchor.differences(f)]
+    differences = anchor.differences(fragments)
+    for difference in differences:
+        difference.keep_apart(copied=True)
     report = WorkerReport(*saved.reals("report", REPORT - 2, least=-BELOW))
     reports = [WorkerReport(*row) for row in saved.rows("reports", REPORT - 2, least=-BELOW)]
     total = _restore_squares(saved, "squares", len(reports))
@@ -298,9 +291,11 @@ def restore_round(saved: SavedEntries, anchor: Anchor) -> Pending:
     for name, used in (("held", report.included), ("arrived", bool(result.included))):
         values = saved.each(name, len(differences))
         for difference, value in zip(differences, values, strict=True):
-            values.check_tensor(value, getattr(difference, name), finite=used)
-            getattr(difference, name).copy_(values[value])
-    buffers, state = (list(map(_restore_mean, saved.parts(n))) for n in ("buffers", "state"))
+            memory = getattr(difference, name)
+            values.check_tensor(value, memory, finite=used)
+            memory.copy_(values[value])
+    buffers = list(map(_restore_mean, saved.parts("buffers")))
+    state = list(map(_restore_mean, saved.parts("state")))
     done = BackgroundSync.already_done(result)
     return Pending(fragments, saved.whole("merge_at"), differences, buffers, state, report, done)
 
@@ -313,13 +308,13 @@ def _restore_squares(saved: SavedEntries, name: str, workers: int) -> Squares:
     return Squares(by_rank, of_mean)
 
 
-def _restore_mean(saved: SavedEntries) -> ArrivedMean:
+def _restore_mean(saved: SavedEntries) -> SnapshotPayload:
     """Return a mean that had arrived, and was not merged, when it was saved."""
     sizes = saved.wholes("sizes")
     saved.each("keys", len(sizes))
     saved.check_tensor("mean", torch.empty(sum(sizes), device="meta"), finite=False)
     # (cloned: the caller's state dict must not change when the mean is merged)
-    return ArrivedMean(map(str, saved["keys"]), sizes, saved["mean"].clone())
+    return SnapshotPayload(map(str, saved["keys"]), sizes, saved["mean"].clone())
 
 
 # -- for checkpoints -------------------------------------------------------------------------------
@@ -335,8 +330,9 @@ class OuterStateParts:
     @property
     def peers(self) -> list[int]:
         members = self._sync.members
-        alone = members.elastic or members.workers.size == 1  # a crew's ranks are not torch's
-        return [dist.get_rank()] if alone else members.workers.ranks
+        if members.elastic or members.workers.size == 1:  # a crew's ranks are not torch's
+            return [dist.get_rank()]
+        return members.workers.ranks
 
     @property
     def layout(self) -> list[object]:
@@ -365,10 +361,11 @@ class OuterStateParts:
 
     @property
     def received_steps(self) -> int | None:
-        return self._sync.state.steps if self._sync.joined_late else None
+        state = self._sync.state
+        return state.steps if state.joined_late else None
 
-    def check_counters(self, saved: object) -> dict[str, object] | None:
-        return _check_format_and_options(saved, self._options, {}, {})
+    def check_counters(self, saved: object) -> SavedWorker | None:
+        return check_saved(saved, self._options, {})
 
     def load_counters(self, saved: Any, unsaved: Iterable[Tensor], *, residuals: bool) -> None:
         """As a checkpoint was read: continue from its counters, which `check_counters` has seen."""

@@ -154,7 +154,7 @@ class AllReduceChunk:
             self._values.mul_(report.weight)
         self._reports = reports.view(self.reports_in, REPORT, PARTS)
         if self.reports_in:
-            own = _split_exactly([*report.numbers(), *squares]).to(reports)
+            own = _split_exactly([*report, *squares]).to(reports)
             self._work = self.workers.start_all_reduce(self._sent, self._reports, own)
         else:
             self._work = self.workers.start_all_reduce(self._sent)
@@ -251,7 +251,7 @@ class SharedMemoryChunk:
             values.zero_()
         square = square_of(values) if self.measured else 0.0
         squares[:] = [each + square for each in squares]
-        own_report = torch.tensor([*report.numbers(), *squares], dtype=torch.float64)
+        own_report = torch.tensor([*report, *squares], dtype=torch.float64)
         self._reports[self.workers.rank][:REPORT] = own_report
         # The barrier comes last: a worker that passes it may read the report and the values.
         self._barrier = host.barrier()
@@ -416,7 +416,7 @@ class PairwiseChunk:
             messages.append(message)
         self._message = messages[rank]
         squares[:] = [squares[0] + square, squares[1] + exact]
-        own_report = [*report.numbers(), *squares]
+        own_report = [*report, *squares]
         for message in messages:
             _write_report(own_report, message)
         self._reports = [own_report] * size

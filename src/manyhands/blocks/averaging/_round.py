@@ -23,6 +23,7 @@ because their messages must not mix.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -33,12 +34,14 @@ from traceback import clear_frames
 import torch
 import torch.distributed as dist
 
+from manyhands._optimizers.foreign import advice
 from manyhands._ranks.agreement import raise_if_different
 from manyhands._ranks.groups import group_closer
 from manyhands._ranks.presence import UNEVEN, explained
 from manyhands._ranks.ranks import RankGroup
+from manyhands._warn import warn
 from manyhands.blocks.averaging._chunks import PayloadChunk, cut_into_chunks
-from manyhands.blocks.averaging._drift import Drift
+from manyhands.blocks.averaging._codec import Codec
 from manyhands.blocks.averaging._payload import (
     NOT_FINITE,
     REPORT,
@@ -55,6 +58,7 @@ from manyhands.errors import RanksDisagree
 
 IN_FLIGHT = 2  # chunks in each of the two phases: values on their way, means on their way
 MESSAGE = 1 << 26  # bytes in one message of a state transfer at most
+SAME = 1e-6  # relative difference of squared lengths, below which steps are the same
 PERSISTENT = 5  # failures among the same members: the cause is not a lost worker
 
 SyncRound = Callable[[RankGroup], RoundResult]
@@ -68,10 +72,10 @@ class FixedMembers:
 
     elastic = False
     regroup_due = False
-    inner = RankGroup()
 
-    def __init__(self, workers: RankGroup) -> None:
+    def __init__(self, workers: RankGroup, inner: RankGroup) -> None:
         self.workers = workers
+        self.inner = inner  # the ranks that make up this worker
 
     def choose_transport(
         self,
@@ -117,14 +121,6 @@ class FixedMembers:
 
     def begin_blocks(self) -> None:
         """Forget how long rounds took: those of a warm-up come after each step."""
-
-    def close(self, steps: int) -> bool:
-        """Return whether all others are done after equally many steps: then hold a last round."""
-        return True
-
-    def regroup(self, version: Version) -> None:
-        """Agree on the next members. `workers` may be others afterwards."""
-        raise AssertionError("a process group is fixed")
 
 
 class ElasticMembers:
@@ -177,9 +173,6 @@ class ElasticMembers:
 
     def begin_blocks(self) -> None:
         self.crew.begin_blocks()
-
-    def close(self, steps: int) -> bool:
-        return self.crew.close(steps)
 
     def join(self, version: Version, facts: MemberFacts) -> None:
         self.crew.join(version, facts)
@@ -256,6 +249,66 @@ class BackgroundSync(threading.Thread):
         return self._done.wait(seconds)
 
 
+@dataclass(frozen=True)
+class Drift:
+    """How far the workers went in a block, and how far apart, from the lengths of a few vectors.
+
+    n workers have moved by d_i from the anchor, and their mean is D. With a mean over workers
+    written as < >,
+
+        spread^2    <|d_i - D|^2>  =  <|d_i|^2> - |D|^2
+        cosine      mean of d_i . d_j over all pairs, in units of <|d_i|^2>
+                    =  (n |D|^2 - <|d_i|^2>) / ((n - 1) <|d_i|^2>)
+
+    The cosine is 1 if all workers moved the same way, and 0 if their ways are unrelated. If workers
+    count differently in the mean, by weights p_i that sum to 1, these are the weights of < > too:
+
+        cosine      (|D|^2 - sum p_i^2 |d_i|^2) / ((1 - sum p_i^2) <|d_i|^2>)
+    """
+
+    distance: float = math.nan  # of the mean from the anchor
+    spread: float = math.nan  # of the workers around their mean
+    cosine: float = math.nan
+
+    @classmethod
+    def of(
+        cls, squares: Sequence[float], square_of_mean: float, weights: Sequence[float] = ()
+    ) -> Drift:
+        """Return the drift from each worker's squared distance and the mean's.
+
+        >>> Drift.of([25.0, 25.0], 16.0)  # (4, 3) and (4, -3)
+        Drift(distance=4.0, spread=3.0, cosine=0.28)
+        """
+        n = len(squares)
+        if n == 0:
+            return cls()
+        total = sum(weights)
+        shares = [1 / n] * n
+        if total > 0:
+            shares = [weight / total for weight in weights]
+        equal = min(shares) == max(shares)
+        mean = sum(squares) / n if equal else _dot(shares, squares)
+        if not math.isfinite(mean + square_of_mean):  # the square of 1e20 overflows a float32
+            return cls()
+        # Variance = mean square - square of the mean; rounding may make it negative.
+        spread = math.sqrt(max(mean - square_of_mean, 0.0))
+        if n == 1 or mean == 0.0:
+            return cls(math.sqrt(square_of_mean), spread)
+        # From |sum|^2 = sum of the squares + sum over the pairs, both divided by n.
+        # Rounding may lead slightly out of [-1, 1].
+        if equal:
+            cosine = (n * square_of_mean - mean) / ((n - 1) * mean)
+        else:
+            alone = _dot([p * p for p in shares], squares)
+            others = (1 - _dot(shares, shares)) * mean
+            cosine = (square_of_mean - alone) / others if others > 0 else math.nan
+        return cls(math.sqrt(square_of_mean), spread, max(-1.0, min(1.0, cosine)))
+
+
+def _dot(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))
+
+
 @dataclass
 class RoundStats:
     """What the last sync rounds have shown, for `snapshot`."""
@@ -270,8 +323,9 @@ class RoundStats:
     waited: float = 0.0  # seconds in which steps waited for sync rounds
     seconds: float = 0.0  # a step takes on the slowest worker
     stop: bool = False  # whether a worker of the last round was asked to stop
+    compared: bool = False  # whether a first block was searched for identical moves
 
-    def record(self, result: RoundResult, numbers: Sequence[int]) -> None:
+    def record(self, result: RoundResult, numbers: Sequence[int], codec: Codec) -> None:
         """Take in a round's result; `numbers` are the numbers of its workers, in rank order."""
         included = result.included
         reports = result.reports
@@ -291,6 +345,30 @@ class RoundStats:
         self.left_out_ever += len(self.left_out)
         self.seconds = max(report.seconds for report in reports)
         self.stop = any(report.stop for report in reports)
+        if not self.compared and self.drift.distance > 0 and result.exact_squares:
+            self.compared = True
+            exact = [result.exact_squares[rank] for rank in included]
+            if moved_identically(exact, self.drift.cosine, codec):
+                warn_identical_moves(len(exact))
+
+
+def moved_identically(squares: Sequence[float], cosine: float, codec: Codec) -> bool:
+    """Return whether all workers have taken the same steps, from their squared lengths."""
+    # Equal lengths are not enough: in its first steps Adam goes equally far whatever the gradients.
+    # The cosine is that of values as the codec has rounded them.
+    low = min(squares, default=0.0)
+    high = max(squares, default=0.0)
+    return len(squares) > 1 and 0.0 < high <= low * (1 + SAME) and cosine > codec.cosine
+
+
+def warn_identical_moves(workers: int) -> None:
+    """After the first block: warn that workers went the same way, as if they were not apart."""
+    warn(
+        f"in the first block all {workers} workers have taken the same steps. Either the model is "
+        "in DistributedDataParallel or ShardedDataParallel (unwrap it), or all workers draw the "
+        f"same samples.{advice('no DDP')}",
+        RuntimeWarning,
+    )
 
 
 class StepClock:
