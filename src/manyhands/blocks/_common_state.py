@@ -10,8 +10,7 @@
 from __future__ import annotations
 
 import io
-from dataclasses import astuple, dataclass
-from typing import TypedDict
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,19 +24,14 @@ from manyhands.blocks.averaging._round import Drift, RoundStats
 from manyhands.data._account import SavedAccount
 
 
-class DriftOfEach(TypedDict, total=False):
-    """With several optimizers: the drift of each."""
-
-    drifts: list[list[float]]  # the fields of `Drift`
-
-
-class Counters(BlockPlan, DriftOfEach):
+class Counters(BlockPlan):
     """The plain numbers that are equal on every worker."""
 
     steps: int
     rounds: int
     block: list[int]  # the schedule's start and length
-    drift: list[float]  # the fields of `Drift`, and the seconds of a step
+    drifts: list[list[float]]  # the fields of each `Drift`
+    seconds: float  # of a step
 
 
 class CommonState(Counters, AnchorState):
@@ -70,14 +64,10 @@ class CommonParts:
             "steps": state.steps,
             "rounds": state.rounds,
             "block": [self.schedule.start, self.schedule.length],
-            "drift": [*astuple(self.stats.drift), self.stats.seconds],
+            "drifts": list(map(list, self.stats.drifts)),
+            "seconds": self.stats.seconds,
             **self.schedule.to_state(),
-            **self._drift_of_each(),
         }
-
-    def _drift_of_each(self) -> DriftOfEach:
-        drifts = [list(astuple(drift)) for drift in self.stats.drifts]
-        return {"drifts": drifts} if len(drifts) > 1 else {}
 
     def common_state(self, state: BlockState) -> CommonState:
         """Return the state that is equal on every worker."""
@@ -88,9 +78,8 @@ class CommonParts:
         start, length = saved["block"]
         self.schedule.begin(start, length)
         self.schedule.load_state(saved, self.samples.number)
-        *drift, self.stats.seconds = saved["drift"]
-        self.stats.drift = Drift(*drift)
-        self.stats.drifts = [Drift(*each) for each in saved.get("drifts", [])]
+        self.stats.drifts = [Drift(*each) for each in saved["drifts"]]
+        self.stats.seconds = saved["seconds"]
 
     # -- state transfer ------------------------------------------------------------------------
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from itertools import chain, repeat
 from typing import Any, ClassVar
 
 import torch
@@ -295,11 +293,12 @@ class Blocks(OptimizerWrapper):
         """Return what the last sync rounds have shown, in plain numbers, for logs and `Record`."""
         sync = self._sync
         stats = sync.stats
+        drift, *parts = stats.drifts
         drifts = {}
         if isinstance(self._inner, SeveralOptimizers):  # the drift of each: "distance_AdamW"
-            parts = chain(stats.drifts, repeat(Drift()))  # before the first round: NaN
-            for name, drift in zip(self._inner.names, parts, strict=False):
-                for field, value in asdict(drift).items():
+            parts = parts or [Drift()] * len(self._inner.names)  # before the first round: NaN
+            for name, part in zip(self._inner.names, parts, strict=False):
+                for field, value in part._asdict().items():
                     drifts[f"{field}_{name}"] = value
         inner = {}
         if hasattr(self._inner, "snapshot"):
@@ -313,9 +312,9 @@ class Blocks(OptimizerWrapper):
             "every": sync.schedule.length,
             "own_every": sync.schedule.own,  # steps of this worker in the present block
             "own_steps": sync.state.own,
-            "distance": stats.drift.distance,
-            "spread": stats.drift.spread,
-            "cosine": stats.drift.cosine,
+            "distance": drift.distance,
+            "spread": drift.spread,
+            "cosine": drift.cosine,
             "left_out": stats.left_out_ever,
             "undone": stats.undone,
             "dropped": sync.state.dropped,  # steps of this worker that are in no mean

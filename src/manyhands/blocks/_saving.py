@@ -8,7 +8,6 @@ only, because `checkpoint/_optimizer.py` saves anchor and memories by parameter.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -46,11 +45,8 @@ class SavedWorker(CommonState):
     pending: list[dict[str, object]]  # rounds in flight: `save_round`
     totals: list[int]  # workers left out, and rounds undone, since the run began
     initial_state: dict[object, object] | None
-    last_round: list[int]  # its workers, and the numbers of those left out
     clock: list[float]
-    own: list[int]  # steps of its own in all; then its `Work`
-    taken: int  # with own steps: how many of the present block are taken
-    dropped: int  # steps of its own that are in no mean
+    own: list[int]  # steps of this worker, its `Work`, steps in no mean, and in the present block
 
 
 def save_worker(sync: Sync) -> SavedWorker:
@@ -71,11 +67,8 @@ def save_worker(sync: Sync) -> SavedWorker:
         "diverged": state.diverged,
         "residual": [bucket.residual for bucket in sync.anchor.buckets],
         "initial_state": sync.extras.initial_state if resets else None,
-        "last_round": [stats.workers, *stats.left_out],
         "clock": sync.clock.elapsed(state.own),
-        "own": [state.own, *state.work],
-        "taken": schedule.into(state.steps),
-        "dropped": state.dropped,
+        "own": [state.own, *state.work, state.dropped, schedule.taken],
         "pending": pending,
     }
 
@@ -126,29 +119,27 @@ def _check_counters(saved: SavedEntries) -> None:
     saved.wholes("totals", 2)
     if saved.wholes("block", 2)[1] < 1:
         raise saved.wrong("block[1]", "above 0", 0)
-    if not 0.0 <= (seconds := saved.floats("drift", 4)[3]) < math.inf:
-        raise saved.wrong("drift[3]", "finite and not negative", seconds)
-    if "drifts" in saved:
-        each = saved.each("drifts")
-        for drift in each:
-            each.floats(drift, 3)
+    saved.real("seconds")
+    drifts = saved.each("drifts")
+    for drift in drifts:
+        drifts.floats(drift, 3)
+    if not saved["drifts"]:
+        raise saved.wrong("drifts", "of at least one", [])
     if "plan" in saved:
         saved.reals("pace", 2, least=-BELOW)
-        if any(steps < 1 or steps % 1 for _, steps in saved.pairs("plan")):
-            raise saved.wrong("plan", "of steps above 0", saved["plan"])
+        for _, steps in saved.pairs("plan"):
+            if steps < 1 or steps % 1:
+                raise saved.wrong("plan", "of steps above 0", saved["plan"])
 
 
 def check_fits(state: SavedWorker, sync: Sync) -> None:
     """Raise if a worker's saved part makes no sense, or is of other parameters."""
     saved = SavedEntries(state, "blocks")
     diverged = saved.flag("diverged")
-    _ = saved.reals("clock", 2, least=-BELOW)
-    saved.whole("dropped")
-    saved.whole("taken", -int(BELOW))  # before the first block it is negative
-    for name, length in (("workers", 2), ("own", 4), ("last_round", None)):
-        if not saved.wholes(name, length):
-            raise saved.wrong(name, "of at least one number", [])
-    if state["own"][2] > state["own"][1]:
+    saved.reals("clock", 2, least=-BELOW)
+    saved.wholes("workers", 2)
+    _, steps, counted, *_ = saved.wholes("own", 6)
+    if counted > steps:
         raise saved.wrong("own[2]", "at most own[1]", state["own"])
     if saved.has("initial_state"):
         saved.part("initial_state")
@@ -203,17 +194,16 @@ def _load_worker(saved: SavedWorker, sync: Sync) -> None:
     """Continue from what this worker saved: its place in the block, its anchor, its rounds."""
     sync.common.load_block(saved)
     diverged = saved["diverged"] and bool(saved["anchor"])
-    own, *work = saved["own"]
+    own, *work, dropped, taken = saved["own"]
     sync.state = sync.state.load(
         saved["steps"],
         saved["rounds"],
         diverged=diverged,
         own=own,
         work=Work(*work),
-        dropped=saved["dropped"],
+        dropped=dropped,
     )
-    if sync.schedule.every.own_steps:
-        sync.schedule.taken = saved["taken"]
+    sync.schedule.taken = taken
     sync.restart_clock()
     if sync.alone:
         pass
@@ -225,7 +215,6 @@ def _load_worker(saved: SavedWorker, sync: Sync) -> None:
         sync.begin_block()
     stats = sync.stats
     stats.left_out_ever, stats.undone = saved["totals"]
-    stats.workers, *stats.left_out = saved["last_round"]
     if saved["initial_state"] is not None:
         sync.extras.initial_state = copy.deepcopy(saved["initial_state"])
     # A crew sends its differences again when they are due.
@@ -269,7 +258,6 @@ def save_round(pending: Pending) -> dict[str, object]:
         # A stop notice is about the processes that were saved, not about those that load, and a
         # `Cursor` that is loaded hands out the samples of this round again.
         "reports": [tuple(report._replace(stop=0.0, drawn=0.0)) for report in result.reports],
-        "squares": [*result.squares, result.square_of_mean],
         "parts": [[*part.by_rank, part.of_mean] for part in result.parts],
     }
 
@@ -284,10 +272,9 @@ def restore_round(saved: SavedEntries, anchor: Anchor) -> Pending:
         difference.keep_apart(copied=True)
     report = WorkerReport(*saved.reals("report", REPORT - 2, least=-BELOW))
     reports = [WorkerReport(*row) for row in saved.rows("reports", REPORT - 2, least=-BELOW)]
-    total = _restore_squares(saved, "squares", len(reports))
-    rows = saved.each("parts") if "parts" in saved else None
-    parts = [_restore_squares(rows, row, len(reports)) for row in rows] if rows is not None else []
-    result = RoundResult(reports, total.by_rank, square_of_mean=total.of_mean, parts=parts)
+    rows = saved.each("parts")
+    parts = [_restore_squares(rows, row, len(reports)) for row in rows]
+    result = RoundResult(reports, parts)
     for name, used in (("held", report.included), ("arrived", bool(result.included))):
         values = saved.each(name, len(differences))
         for difference, value in zip(differences, values, strict=True):
@@ -302,10 +289,11 @@ def restore_round(saved: SavedEntries, anchor: Anchor) -> Pending:
 
 def _restore_squares(saved: SavedEntries, name: str, workers: int) -> Squares:
     squares = saved.floats(name, workers + 1)
-    *by_rank, of_mean = squares
     if min(squares) < 0.0:
         raise saved.wrong(name, "not negative", squares)
-    return Squares(by_rank, of_mean)
+    restored = Squares(workers)
+    *restored.by_rank, restored.of_mean = squares
+    return restored
 
 
 def _restore_mean(saved: SavedEntries) -> SnapshotPayload:

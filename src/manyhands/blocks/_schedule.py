@@ -82,7 +82,8 @@ class Schedule:
 
     def due(self, step: int) -> list[int]:
         """Return the fragments to send after this step."""
-        into = self.into(step)
+        # A state that another worker has saved may be further than this worker's last step.
+        into = min(self.into(step), self.own)
         count = self.fragments
         return [f for f in range(count) if self.own * (f + 1) // count == into]
 

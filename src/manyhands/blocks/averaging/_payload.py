@@ -157,12 +157,13 @@ def fingerprint(options: object) -> float:
     return float(zlib.crc32(repr(options).encode()))
 
 
-@dataclass
 class Squares:
-    """Squared lengths of the differences of one part of the payloads."""
+    """Squared lengths of the differences of a part of the payloads."""
 
-    by_rank: list[float]
-    of_mean: float = 0.0
+    def __init__(self, workers: int) -> None:
+        self.by_rank = [0.0] * workers  # as sent; 0 for those that are not finite
+        self.exact = [0.0] * workers  # before rounding; not saved
+        self.of_mean = 0.0
 
 
 @dataclass
@@ -170,10 +171,7 @@ class RoundResult:
     """What all workers know after a sync round. Equal on all of them, bit for bit."""
 
     reports: list[WorkerReport] = field(default_factory=list)  # by rank
-    squares: list[float] = field(default_factory=list)  # |difference|² by rank, finite ones only
-    exact_squares: list[float] = field(default_factory=list)  # the same before rounding; not saved
-    square_of_mean: float = 0.0
-    parts: list[Squares] = field(default_factory=list)  # squares of each optimizer's parameters
+    parts: list[Squares] = field(default_factory=list)  # one for each optimizer
 
     @property
     def included(self) -> list[int]:

@@ -24,12 +24,14 @@ because their messages must not mix.
 from __future__ import annotations
 
 import math
+import operator
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from traceback import clear_frames
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -249,8 +251,7 @@ class BackgroundSync(threading.Thread):
         return self._done.wait(seconds)
 
 
-@dataclass(frozen=True)
-class Drift:
+class Drift(NamedTuple):
     """How far the workers went in a block, and how far apart, from the lengths of a few vectors.
 
     n workers have moved by d_i from the anchor, and their mean is D. With a mean over workers
@@ -279,42 +280,34 @@ class Drift:
         >>> Drift.of([25.0, 25.0], 16.0)  # (4, 3) and (4, -3)
         Drift(distance=4.0, spread=3.0, cosine=0.28)
         """
-        n = len(squares)
-        if n == 0:
+        if not squares:
             return cls()
+        weights = weights or [1.0] * len(squares)
         total = sum(weights)
-        shares = [1 / n] * n
-        if total > 0:
-            shares = [weight / total for weight in weights]
-        equal = min(shares) == max(shares)
-        mean = sum(squares) / n if equal else _dot(shares, squares)
+        mean = sum(map(operator.mul, weights, squares)) / total
         if not math.isfinite(mean + square_of_mean):  # the square of 1e20 overflows a float32
             return cls()
+        distance = math.sqrt(square_of_mean)
         # Variance = mean square - square of the mean; rounding may make it negative.
         spread = math.sqrt(max(mean - square_of_mean, 0.0))
-        if n == 1 or mean == 0.0:
-            return cls(math.sqrt(square_of_mean), spread)
-        # From |sum|^2 = sum of the squares + sum over the pairs, both divided by n.
-        # Rounding may lead slightly out of [-1, 1].
-        if equal:
-            cosine = (n * square_of_mean - mean) / ((n - 1) * mean)
-        else:
-            alone = _dot([p * p for p in shares], squares)
-            others = (1 - _dot(shares, shares)) * mean
-            cosine = (square_of_mean - alone) / others if others > 0 else math.nan
-        return cls(math.sqrt(square_of_mean), spread, max(-1.0, min(1.0, cosine)))
-
-
-def _dot(one: Sequence[float], other: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(one, other, strict=True))
+        # |D|^2 is the sum over all pairs, of which these are a vector with itself.
+        alone = 0.0
+        pairs = 1.0
+        for weight, square in zip(weights, squares, strict=True):
+            share = weight / total
+            alone += share**2 * square
+            pairs -= share**2
+        if len(squares) == 1 or mean * pairs <= 0.0:
+            return cls(distance, spread)
+        cosine = (square_of_mean - alone) / (mean * pairs)
+        return cls(distance, spread, max(-1.0, min(1.0, cosine)))  # after rounding
 
 
 @dataclass
 class RoundStats:
     """What the last sync rounds have shown, for `snapshot`."""
 
-    drift: Drift = field(default_factory=Drift)
-    drifts: list[Drift] = field(default_factory=list)  # the same for each optimizer
+    drifts: Sequence[Drift] = (Drift(),)  # of the model; of several optimizers, also of each
     workers: int = 0  # in the last round
     members: tuple[int, ...] = ()  # their numbers
     left_out: list[int] = field(default_factory=list)  # of the last round: not finite
@@ -329,26 +322,34 @@ class RoundStats:
         """Take in a round's result; `numbers` are the numbers of its workers, in rank order."""
         included = result.included
         reports = result.reports
-        squares = [result.squares[rank] for rank in included]
         weights = result.weights(included)
-        self.drift = Drift.of(squares, result.square_of_mean, weights)
-        self.drifts = [
-            Drift.of([part.by_rank[rank] for rank in included], part.of_mean, weights)
-            for part in result.parts
-        ]
+        totals = [0.0] * len(included)
+        exact = [0.0] * len(included)
+        of_mean = 0.0
+        drifts = []
+        for part in result.parts:
+            squares = [part.by_rank[rank] for rank in included]
+            drifts.append(Drift.of(squares, part.of_mean, weights))
+            for index, rank in enumerate(included):
+                totals[index] += part.by_rank[rank]
+                exact[index] += part.exact[rank]
+            of_mean += part.of_mean
+        drift = Drift.of(totals, of_mean, weights)
+        self.drifts = [drift, *drifts] if len(drifts) > 1 else [drift]
         self.workers = len(reports)
         if len(numbers) != len(reports):  # a round that was restored from a checkpoint
             numbers = range(len(reports))
         self.members = tuple(numbers)
-        reported = zip(numbers, reports, strict=True)
-        self.left_out = [number for number, report in reported if report.status == NOT_FINITE]
+        self.left_out = []
+        for number, report in zip(numbers, reports, strict=True):
+            if report.status == NOT_FINITE:
+                self.left_out.append(number)
         self.left_out_ever += len(self.left_out)
         self.seconds = max(report.seconds for report in reports)
         self.stop = any(report.stop for report in reports)
-        if not self.compared and self.drift.distance > 0 and result.exact_squares:
+        if not self.compared and drift.distance > 0:
             self.compared = True
-            exact = [result.exact_squares[rank] for rank in included]
-            if moved_identically(exact, self.drift.cosine, codec):
+            if moved_identically(exact, drift.cosine, codec):
                 warn_identical_moves(len(exact))
 
 
@@ -417,8 +418,8 @@ class _SyncRound:
     def __init__(self, workers: RankGroup, report: WorkerReport) -> None:
         self.workers = workers
         self.report = report
-        self.result = RoundResult(squares=[0.0] * workers.size, exact_squares=[0.0] * workers.size)
-        self._squares = [0.0, 0.0]  # of what this worker has sent, and the same before rounding
+        self.result = RoundResult()
+        self._squares: list[list[float]] = []  # by part: of this worker as sent, and unrounded
         self._sent: deque[PayloadChunk] = deque()  # values are on their way
         self._averaging: deque[PayloadChunk] = deque()  # means are on their way
 
@@ -448,7 +449,10 @@ class _SyncRound:
         while len(self._sent) >= IN_FLIGHT:
             self._start_mean(self._sent.popleft())
         chunk.measured = measured
-        chunk.send_values(self.report, self._squares)
+        while len(self._squares) <= chunk.payload.part:
+            self._squares.append([0.0, 0.0])
+            self.result.parts.append(Squares(self.workers.size))
+        chunk.send_values(self.report, self._squares[chunk.payload.part])
         self._sent.append(chunk)
 
     def _start_mean(self, chunk: PayloadChunk) -> None:
@@ -459,12 +463,10 @@ class _SyncRound:
         if not self.result.reports:  # the first chunk: its reports are those of all the others
             self.result.reports = [WorkerReport(*numbers[: REPORT - 2]) for numbers in reports]
             _check_reports(self.result.reports)
-        if chunk.measured and reports:  # the squared lengths of this chunk, and all before it
-            part = self._part_of(chunk)
-            before = self.result.squares.copy()
+        if chunk.measured and reports:  # of this chunk, and all before it of the same part
+            part = self.result.parts[chunk.payload.part]
             for rank in self.result.included:
-                self.result.squares[rank], self.result.exact_squares[rank] = reports[rank][-2:]
-                part.by_rank[rank] += self.result.squares[rank] - before[rank]
+                part.by_rank[rank], part.exact[rank] = reports[rank][-2:]
         chunk.send_mean(self.result)
         if chunk.has_mean:
             self._finish(chunk)
@@ -474,16 +476,7 @@ class _SyncRound:
     def _finish(self, chunk: PayloadChunk) -> None:
         square = chunk.write_mean(self.result)
         if chunk.measured:
-            self.result.square_of_mean += square
-            self._part_of(chunk).of_mean += square
-
-    def _part_of(self, chunk: PayloadChunk) -> Squares:
-        """Return the squared lengths of the part that a chunk belongs to."""
-        parts = self.result.parts
-        number = chunk.payload.part
-        while len(parts) <= number:
-            parts.append(Squares([0.0] * self.workers.size))
-        return parts[number]
+            self.result.parts[chunk.payload.part].of_mean += square
 
 
 def _check_reports(reports: Sequence[WorkerReport]) -> None:
