@@ -80,6 +80,8 @@ class AnchorDifference(Payload):
     called before.
     """
 
+    measured = True
+
     def __init__(
         self, bucket: AnchorBucket, span: tuple[int, int], codec: Codec, outer: Outer
     ) -> None:
@@ -279,11 +281,6 @@ class Anchor:
             bucket.anchor.copy_(anchor)
             for memory, value in zip(bucket.memories, memories, strict=True):
                 memory.copy_(value)
-
-    def layout(self) -> list[int | tuple[int, ...]]:
-        """Return which elements this rank averages: a saved residual fits the same layout only."""
-        lengths = [(len(bucket.vector), *bucket.span) for bucket in self.buckets]
-        return [self.inner.size, self.inner.rank, *lengths]
 
     def reset_frozen(self) -> None:
         """Zero the memories and residuals of parameters that were frozen."""

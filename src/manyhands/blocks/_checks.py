@@ -43,6 +43,7 @@ from manyhands._ranks.slices import check_on_cpu
 from manyhands._tensors.flat import is_dtensor
 from manyhands._warn import warn
 from manyhands.blocks._anchor import Outer
+from manyhands.blocks.crew._crew import Crew
 
 Names = Mapping[str, str]
 Value = bool | int | float | str | None  # of an option, as it is saved
@@ -105,25 +106,24 @@ def _check_optimizer(class_name: str, optimizer: object, blocks: type[Optimizer]
 
 
 def check_groups(
-    class_name: str, process_group: object, inner: RankGroup, inner_of_crew: RankGroup | None
-) -> int:
-    """Return how many ranks a worker has; raise if `inner_group` and the workers do not fit."""
-    if inner_of_crew is None:
+    class_name: str, process_group: object, inner: RankGroup, crew: Crew | None
+) -> None:
+    """Raise if `inner_group` and the workers do not fit."""
+    if crew is None:
         workers = os.environ.get("MANYHANDS_WORKERS") or "1"
         if process_group is None and workers != "1":
             warn(
                 f"this run has {workers} workers, but {class_name} got no crew: each worker trains "
                 "a model of its own. Give crew=mh.Crew()."
             )
-        return inner.size
+        return
     if process_group is not None:
         raise ValueError(f"{class_name} takes a process_group or a crew, and got both.")
-    if inner.size > 1 and inner.size != inner_of_crew.size:
+    if inner.size > 1 and inner.size != crew.inner.size:
         raise ValueError(
             f"inner_group has {inner.size} processes, and a worker of the crew "
-            f"{inner_of_crew.size}. Give both the same group."
+            f"{crew.inner.size}. Give both the same group."
         )
-    return inner_of_crew.size
 
 
 def check_shared_memory(

@@ -156,10 +156,13 @@ class Blocks(OptimizerWrapper):
         local_warmup = flag("local_warmup", local_warmup)
         anchor_on_host = flag("anchor_on_host", anchor_on_host)
         inner = RankGroup() if inner_group is None else RankGroup.of(inner_group)
-        inner_of_crew = None if crew is None else crew.inner
-        self._inner_ranks: RankGroup = inner_of_crew or inner
-        ranks = check_groups(type(self).__name__, process_group, inner, inner_of_crew)
-        check_schedule(interval, overlap, fragments, ranks_per_worker=ranks)
+        members: Members
+        if crew is None:
+            members = FixedMembers(RankGroup.of(process_group), inner)
+        else:
+            members = ElasticMembers(crew)
+        check_groups(type(self).__name__, process_group, inner, crew)
+        check_schedule(interval, overlap, fragments, ranks_per_worker=members.inner.size)
         self._shared_memory = check_shared_memory(shared_memory, codec, crew, self._inner)
         self._supports_amp = supports_amp(self._inner)
         self._scheduled = {self._inner, *optimizers_in(self._inner)}
@@ -174,11 +177,6 @@ class Blocks(OptimizerWrapper):
             "warmup": warmup,
             "local_warmup": local_warmup,
         }
-        members: Members
-        if crew is None:
-            members = FixedMembers(RankGroup.of(process_group), inner)
-        else:
-            members = ElasticMembers(crew)
         resets = state == "reset" or (local_warmup and warmup > 0)
         self._sync = Sync(
             members,
@@ -250,7 +248,7 @@ class Blocks(OptimizerWrapper):
     @property
     def gradient_ranks(self) -> RankGroup:
         """The ranks whose gradients are averaged for a step: those of this worker."""
-        return self._inner_ranks
+        return self._sync.members.inner
 
     @property
     def alone(self) -> bool:
@@ -525,7 +523,7 @@ class Blocks(OptimizerWrapper):
             return inner.stop_agreed() if isinstance(inner, OptimizerWrapper) else None
         if not self.in_crew:
             return self._sync.stats.stop  # every worker's report has come to all workers
-        if self._inner_ranks.size > 1:
+        if self.gradient_ranks.size > 1:
             return None  # the processes of this worker ask each other
         return stop_notice.received and self.may_stop_here()
 
@@ -574,7 +572,13 @@ class Blocks(OptimizerWrapper):
     def checked_state(self, saved: object) -> _saving.SavedWorker | None:
         """Return the blocks' part of a state dict if it fits this optimizer, or raise."""
         state = _saving.check_saved(saved, self._options, self._names)
-        _saving.check_run_begins(self._sync, state)
+        # Accelerate loads an optimizer's own state into it, which is of the same step.
+        if self.joined_late and (state is None or state["steps"] != self.steps):
+            raise RuntimeError(
+                "this worker has joined a run that goes on, and received its state. Load an "
+                "earlier state only where the run begins: if optimizer.steps == 0. (mh.load and "
+                "job.load may be called on every worker: they keep the state that was received.)"
+            )
         if state is not None:
             _saving.check_fits(state, self._sync)
         return state

@@ -44,7 +44,8 @@ class SavedWorker(CommonState):
     residual: list[Tensor | None]
     pending: list[dict[str, object]]  # rounds in flight: `save_round`
     totals: list[int]  # workers left out, and rounds undone, since the run began
-    initial_state: dict[object, object] | None
+    left_out: list[int]  # of the last mean
+    initial_state: dict[object, object]
     clock: list[float]
     own: list[int]  # steps of this worker, its `Work`, steps in no mean, and in the present block
 
@@ -53,46 +54,22 @@ def save_worker(sync: Sync) -> SavedWorker:
     """Return everything a bitwise continuation needs. Wait for what is in flight to arrive."""
     workers = sync.members.workers
     state = sync.state
-    stats = sync.stats
-    schedule = sync.schedule
-    resets = state.in_local_warmup or sync.extras.state == "reset"
     pending = []
     if not sync.members.elastic:  # a crew sends its differences again when they are due
         pending = [save_round(each) for each in sync.pending]
     return {
         "format": FORMAT,
         **sync.common.common_state(state),
-        "totals": [stats.left_out_ever, stats.undone],
+        "totals": [sync.stats.left_out_ever, sync.stats.undone],
+        "left_out": sync.stats.left_out,
         "workers": [workers.size, workers.rank],
         "diverged": state.diverged,
         "residual": [bucket.residual for bucket in sync.anchor.buckets],
-        "initial_state": sync.extras.initial_state if resets else None,
+        "initial_state": sync.extras.initial_state,
         "clock": sync.clock.elapsed(state.own),
-        "own": [state.own, *state.work, state.dropped, schedule.taken],
+        "own": [state.own, *state.work, state.dropped, sync.schedule.taken],
         "pending": pending,
     }
-
-
-def check_not_diverged(sync: Sync) -> None:
-    """Raise inside a block, where each worker has parameters of its own."""
-    if sync.state.diverged and not sync.alone:
-        raise RuntimeError(
-            "inside a block each worker has its own model. Call optimizer.synchronize() on "
-            "every worker first, or save each worker's state_dict()."
-        )
-
-
-def check_run_begins(sync: Sync, saved: SavedWorker | None = None) -> None:
-    """Raise if the others train already: an earlier state would part this worker from them.
-
-    A state of the same step passes: Accelerate loads an optimizer's own state into it.
-    """
-    if sync.state.joined_late and (saved is None or saved["steps"] != sync.state.steps):
-        raise RuntimeError(
-            "this worker has joined a run that goes on, and received its state. Load an earlier "
-            "state only where the run begins: if optimizer.steps == 0. (mh.load and job.load may "
-            "be called on every worker: they keep the state that was received.)"
-        )
 
 
 def check_saved(saved: Any, options: Options, names: Names) -> SavedWorker | None:
@@ -108,28 +85,23 @@ def check_saved(saved: Any, options: Options, names: Names) -> SavedWorker | Non
         check_options(entries.part("options").plain, options, names)
     else:  # they may cut fragments differently; the differences are sent again when due
         saved = {**saved, "pending": []}
-    _check_counters(entries)
-    return saved
-
-
-def _check_counters(saved: SavedEntries) -> None:
-    """Raise unless the saved numbers are ones that a run may have had."""
-    for name in ("steps", "rounds"):
-        saved.whole(name)
-    saved.wholes("totals", 2)
-    if saved.wholes("block", 2)[1] < 1:
-        raise saved.wrong("block[1]", "above 0", 0)
-    saved.real("seconds")
-    drifts = saved.each("drifts")
+    entries.whole("steps")
+    entries.whole("rounds")
+    entries.wholes("totals", 2)
+    if entries.wholes("block", 2)[1] < 1:
+        raise entries.wrong("block[1]", "above 0", 0)
+    entries.real("seconds")
+    drifts = entries.each("drifts")
     for drift in drifts:
         drifts.floats(drift, 3)
-    if not saved["drifts"]:
-        raise saved.wrong("drifts", "of at least one", [])
-    if "plan" in saved:
-        saved.reals("pace", 2, least=-BELOW)
-        for _, steps in saved.pairs("plan"):
+    if not entries["drifts"]:
+        raise entries.wrong("drifts", "of at least one", [])
+    if "plan" in entries:
+        entries.reals("pace", 2, least=-BELOW)
+        for _, steps in entries.pairs("plan"):
             if steps < 1 or steps % 1:
-                raise saved.wrong("plan", "of steps above 0", saved["plan"])
+                raise entries.wrong("plan", "of steps above 0", entries["plan"])
+    return saved
 
 
 def check_fits(state: SavedWorker, sync: Sync) -> None:
@@ -138,12 +110,13 @@ def check_fits(state: SavedWorker, sync: Sync) -> None:
     diverged = saved.flag("diverged")
     saved.reals("clock", 2, least=-BELOW)
     saved.wholes("workers", 2)
+    saved.wholes("left_out")
     _, steps, counted, *_ = saved.wholes("own", 6)
     if counted > steps:
         raise saved.wrong("own[2]", "at most own[1]", state["own"])
-    if saved.has("initial_state"):
-        saved.part("initial_state")
-    if sync.alone or not [*saved.each("anchor")]:  # a single worker has no anchor
+    saved.part("initial_state")
+    saved.each("anchor")
+    if sync.alone or not state["anchor"]:  # a single worker has no anchor
         return
     if saved.real("order") != memory_order(sync.anchor.params):
         raise ValueError(
@@ -161,14 +134,17 @@ def _check_anchor(saved: SavedEntries, sync: Sync) -> None:
     buckets = sync.anchor.buckets
     workers = sync.members.workers
     has_residual = saved["workers"] == [workers.size, workers.rank]
-    lists = [saved.each(name, len(buckets)) for name in ("anchor", "memories", "residual")]
-    for bucket, anchor, memories, residual in zip(buckets, *lists, strict=True):
-        lists[0].check_tensor(anchor, bucket.anchor)
-        outer = lists[1].each(memories, len(bucket.memories))
-        for memory in outer:
-            outer.check_tensor(memory, bucket.anchor)
-        if has_residual and bucket.residual is not None and lists[2].has(residual):
-            lists[2].check_tensor(residual, bucket.anchor)
+    anchors = saved.each("anchor", len(buckets))
+    residuals = saved.each("residual", len(buckets))
+    all_memories = saved.each("memories", len(buckets))
+    entries = zip(buckets, anchors, residuals, all_memories, strict=True)
+    for bucket, anchor, residual, outer in entries:
+        anchors.check_tensor(anchor, bucket.anchor)
+        memories = all_memories.each(outer, len(bucket.memories))
+        for memory in memories:
+            memories.check_tensor(memory, bucket.anchor)
+        if has_residual and bucket.residual is not None and residuals.has(residual):
+            residuals.check_tensor(residual, bucket.anchor)
 
 
 @torch.no_grad()
@@ -178,8 +154,35 @@ def load_saved(saved: SavedWorker | None, sync: Sync) -> None:
     if saved is None:
         sync.anchor.begin()
         sync.restart_clock()
-    else:
-        _load_worker(saved, sync)
+        return
+    sync.common.load_block(saved)
+    own, *work, dropped, taken = saved["own"]
+    sync.state = sync.state.load(
+        saved["steps"],
+        saved["rounds"],
+        diverged=saved["diverged"] and bool(saved["anchor"]),
+        own=own,
+        work=Work(*work),
+        dropped=dropped,
+    )
+    sync.schedule.taken = taken
+    sync.restart_clock()
+    if saved["anchor"] and not sync.alone:
+        sync.anchor.load(saved)
+        _load_residuals(saved, sync)
+    elif not sync.alone:  # of a single worker, whose steps were not in blocks
+        sync.anchor.begin()
+        sync.begin_block()
+    sync.stats.left_out_ever, sync.stats.undone = saved["totals"]
+    sync.stats.left_out = list(saved["left_out"])
+    if saved["initial_state"]:
+        sync.extras.initial_state = copy.deepcopy(saved["initial_state"])
+    # A crew sends its differences again when they are due.
+    if sync.anchor.buckets and not sync.members.elastic:
+        for each in SavedEntries(saved, "blocks").parts("pending"):
+            sync.pending.append(restore_round(each, sync.anchor))
+            sync.state = sync.state.send(each["fragments"])
+    sync.samples.restart(sync.state)
 
 
 def _drop_pending(sync: Sync) -> None:
@@ -188,41 +191,6 @@ def _drop_pending(sync: Sync) -> None:
         pending.background.finished()  # its thread may write to the tensors that are loaded now
     sync.pending.clear()
     sync.state = sync.state.forget_rounds()
-
-
-def _load_worker(saved: SavedWorker, sync: Sync) -> None:
-    """Continue from what this worker saved: its place in the block, its anchor, its rounds."""
-    sync.common.load_block(saved)
-    diverged = saved["diverged"] and bool(saved["anchor"])
-    own, *work, dropped, taken = saved["own"]
-    sync.state = sync.state.load(
-        saved["steps"],
-        saved["rounds"],
-        diverged=diverged,
-        own=own,
-        work=Work(*work),
-        dropped=dropped,
-    )
-    sync.schedule.taken = taken
-    sync.restart_clock()
-    if sync.alone:
-        pass
-    elif saved["anchor"]:
-        sync.anchor.load(saved)
-        _load_residuals(saved, sync)
-    else:  # of a single worker, whose steps were not in blocks
-        sync.anchor.begin()
-        sync.begin_block()
-    stats = sync.stats
-    stats.left_out_ever, stats.undone = saved["totals"]
-    if saved["initial_state"] is not None:
-        sync.extras.initial_state = copy.deepcopy(saved["initial_state"])
-    # A crew sends its differences again when they are due.
-    if sync.anchor.buckets and not sync.members.elastic:
-        for each in SavedEntries(saved, "blocks").parts("pending"):
-            sync.pending.append(restore_round(each, sync.anchor))
-            sync.state = sync.state.send(each["fragments"])
-    sync.samples.restart(sync.state)
 
 
 def _load_residuals(saved: SavedWorker, sync: Sync) -> None:
@@ -325,7 +293,9 @@ class OuterStateParts:
     @property
     def layout(self) -> list[object]:
         workers = self._sync.members.workers
-        return [workers.size, workers.rank, *self._sync.anchor.layout()]
+        inner = self._sync.anchor.inner
+        lengths = [(len(each.vector), *each.span) for each in self._sync.anchor.buckets]
+        return [workers.size, workers.rank, inner.size, inner.rank, *lengths]
 
     @property
     def memories(self) -> int:
@@ -338,7 +308,11 @@ class OuterStateParts:
     def save_counters(self) -> dict[str, object]:
         """Return the plain numbers that any worker can continue from, without tensors."""
         sync = self._sync
-        check_not_diverged(sync)
+        if sync.state.diverged and not sync.alone:
+            raise RuntimeError(
+                "inside a block each worker has its own model. Call optimizer.synchronize() on "
+                "every worker first, or save each worker's state_dict()."
+            )
         return {
             "format": FORMAT,
             "options": dict(self._options),

@@ -207,7 +207,12 @@ class Sync:
         # does not if it came too late: the others have held theirs, and train on.
         fragments = range(self.schedule.fragments if self.anchor.buckets else 0)
         if self.state.has_let_in and self.state.diverged and fragments and not closing:
-            self._call_joiners(fragments)
+            # The joiners train already, and cannot know of this round. So the generation ends. They
+            # notice that in their next steps (`_is_awaited`), and the next generation begins with
+            # the round.
+            assert isinstance(self.members, ElasticMembers)
+            self.members.crew.settle(False)
+            self.regroup(fragments)
             return
         joins = self.state.joins
         self.end_block()
@@ -288,16 +293,16 @@ class Sync:
             if not self.state.state_dropped:  # it is not complete before the next step
                 state = self.extras.state_payloads()
         finite = are_finite(self.anchor.params) and all(map(is_payload_finite, [*buffers, *state]))
-        report = self._write_report(finite, state, ends_block=ends_block).with_work(self.state.work)
-        report = report._replace(weight=self.samples.weight(self.state.work, report.drawn))
-        if not self.state.contributes:
-            report = report._replace(status=NOTHING_YET)
+        contributes = self.state.contributes
+        report = self._write_report(finite, state, ends_block=ends_block, contributes=contributes)
+        weight = self.samples.weight(self.state.work, report.drawn)
+        report = report.with_work(self.state.work)._replace(weight=weight)
         kept_buffers: list[SnapshotPayload] = []
         kept_state: list[SnapshotPayload] = []
         if kept_apart:
             kept_buffers = [payload.snapshot() for payload in buffers]
             kept_state = [payload.snapshot() for payload in state]
-        background = self._start(differences, kept_buffers or buffers, kept_state or state, report)
+        sent = [*differences, *(kept_buffers or buffers)]
         self.pending.append(
             Pending(
                 fragments,
@@ -306,14 +311,19 @@ class Sync:
                 kept_buffers,
                 kept_state,
                 report,
-                background,
+                self._start(sent, kept_state or state, report),
                 overlaps,
             )
         )
         self.state = self.state.send(fragments)
 
     def _write_report(
-        self, finite: bool, state: Sequence[Payload], *, ends_block: bool = True
+        self,
+        finite: bool,
+        state: Sequence[Payload],
+        *,
+        ends_block: bool = True,
+        contributes: bool = True,
     ) -> WorkerReport:
         """Return this worker's report in a round that averages this optimizer state."""
         # `finite`: whether all its numbers are, on this rank. The samples of a block are committed
@@ -323,12 +333,14 @@ class Sync:
         if inner.size > 1:
             # A worker is in the mean with all its slices, or with none.
             flags = inner.all_gather([float(finite), float(stop)], inner.any_device)
-            finite, stop = (all(finite for finite, _ in flags), any(stop for _, stop in flags))
+            all_finite, stops = zip(*flags, strict=True)
+            finite = all(all_finite)
+            stop = any(stops)
         # Parameters may have been frozen since the options were compared.
         frozen = [i for i, param in enumerate(self.anchor.params) if not param.requires_grad]
         return WorkerReport(
             step=float(self.state.steps),
-            status=float(finite),
+            status=float(finite) if contributes else NOTHING_YET,
             options=fingerprint((self._options, frozen, self.samples.position)),
             state_elements=float(sum(payload.length for payload in state)),
             seconds=self.clock.seconds_per_step(self.state.own),
@@ -339,16 +351,12 @@ class Sync:
         )
 
     def _start(
-        self,
-        payloads: Sequence[Payload],
-        buffers: Sequence[Payload],
-        state: Sequence[Payload],
-        report: WorkerReport,
+        self, payloads: Sequence[Payload], state: Sequence[Payload], report: WorkerReport
     ) -> BackgroundSync:
         """Begin a round in a thread, or hold it at once where no thread is needed."""
 
         def sync_round(workers: RankGroup) -> RoundResult:
-            return run_sync_round(workers, payloads, buffers, state, report)
+            return run_sync_round(workers, payloads, state, report)
 
         before = self.pending[-1].background if self.pending else None
         background = BackgroundSync(sync_round, self.members.workers, before)
@@ -429,15 +437,14 @@ class Sync:
         does not contribute gets the others' mean.
         """
         everything = [*payloads, *state]
-        report = self._write_report(all(map(is_payload_finite, everything)), state)
-        if not contributes:
-            report = report._replace(status=NOTHING_YET)
+        finite = all(map(is_payload_finite, everything))
+        report = self._write_report(finite, state, contributes=contributes)
         copies: list[SnapshotPayload] = []
         if self.members.elastic:  # an undone round must leave the tensors as they were
             copies = [payload.snapshot() for payload in everything]
         count = len(payloads)
         sent = copies[:count] or payloads
-        result = self._commit(self._start(sent, [], copies[count:] or state, report))
+        result = self._commit(self._start(sent, copies[count:] or state, report))
         if result is None:
             return None
         if not result.averages_state:
@@ -520,14 +527,6 @@ class Sync:
             self.members.regroup(self.state.version)
             self.anchor.reset_residuals()
             self.transfer_state()
-
-    def _call_joiners(self, fragments: Sequence[int]) -> None:
-        """Synchronize with joiners that the last step has let in, and that train already."""
-        # They cannot know of this round. So the generation ends, which they notice in their next
-        # steps (`_is_awaited`), and the next one begins with the round.
-        assert isinstance(self.members, ElasticMembers)
-        self.members.crew.settle(False)
-        self.regroup(fragments)
 
     def _is_awaited(self) -> bool:
         """Return whether the others hold a round at the step at which this worker was let in."""

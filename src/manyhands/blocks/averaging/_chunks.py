@@ -46,7 +46,6 @@ class PayloadChunk:
         self.start = start
         self.length = stop - start
         self.workers = workers
-        self.measured = False  # whether its squared length is part of the drift: differences only
 
     def send_values(self, report: WorkerReport, squares: list[float]) -> None:
         """Read the payload and start to send its values and the report.
@@ -78,7 +77,7 @@ class PayloadChunk:
     def _square(self, values: Tensor) -> float:
         """Return the squared length of values if it is part of the drift, otherwise 0."""
         # A dot product reads the slice once, and is faster than norm().square().
-        return float(torch.dot(values, values)) if self.measured else 0.0
+        return float(torch.dot(values, values)) if self.payload.measured else 0.0
 
     def _average(self, own: Tensor, result: RoundResult, read: Callable[[int], Tensor]) -> None:
         """Average a slice in place over the included ranks; `read` returns a rank's values."""

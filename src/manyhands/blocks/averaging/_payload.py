@@ -137,6 +137,7 @@ class Payload:
     codec: Codec = CODECS["float32"]
     residual: Tensor | None = None  # (length,): what rounding has cut off so far, if it rounds
     first_only = False  # broadcast the first worker's values instead of averaging
+    measured = False  # whether its squared length is part of the drift
     part = 0  # payloads of one part are measured together
 
     def read(self, start: int, out: Tensor) -> None:

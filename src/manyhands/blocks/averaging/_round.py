@@ -402,14 +402,13 @@ class StepClock:
 def run_sync_round(
     workers: RankGroup,
     payloads: Sequence[Payload],
-    buffers: Sequence[Payload],
     state: Sequence[Payload],
     report: WorkerReport,
 ) -> RoundResult:
-    """Average `payloads` and `buffers`, and `state` if every worker has some."""
-    # Every worker passes the same payloads. The squared lengths in the result are of `payloads`.
+    """Average the payloads, and `state` if every worker has some."""
+    # Every worker passes the same payloads.
     with torch.no_grad():
-        return _SyncRound(workers, report).run(payloads, buffers, state)
+        return _SyncRound(workers, report).run(payloads, state)
 
 
 class _SyncRound:
@@ -423,36 +422,32 @@ class _SyncRound:
         self._sent: deque[PayloadChunk] = deque()  # values are on their way
         self._averaging: deque[PayloadChunk] = deque()  # means are on their way
 
-    def run(
-        self, payloads: Sequence[Payload], buffers: Sequence[Payload], state: Sequence[Payload]
-    ) -> RoundResult:
+    def run(self, payloads: Sequence[Payload], state: Sequence[Payload]) -> RoundResult:
         """Send all chunks, with a few in flight; return what the workers know afterwards."""
         for chunk in cut_into_chunks(self.workers, payloads):
-            self._send(chunk, measured=True)
-        for chunk in cut_into_chunks(self.workers, buffers):
-            self._send(chunk, measured=False)
+            self._send(chunk)
         # Only the reports say whether every worker has optimizer state, so at least one chunk's
         # reports have to be here before `state` is sent.
         while not self.result.reports and self._sent:
             self._start_mean(self._sent.popleft())
         if self.result.reports and self.result.averages_state:
             for chunk in cut_into_chunks(self.workers, state):
-                self._send(chunk, measured=False)
+                self._send(chunk)
         while self._sent:
             self._start_mean(self._sent.popleft())
         while self._averaging:
             self._finish(self._averaging.popleft())
         return self.result
 
-    def _send(self, chunk: PayloadChunk, measured: bool) -> None:
+    def _send(self, chunk: PayloadChunk) -> None:
         """Send a chunk's values, once fewer than `IN_FLIGHT` are on their way."""
         while len(self._sent) >= IN_FLIGHT:
             self._start_mean(self._sent.popleft())
-        chunk.measured = measured
-        while len(self._squares) <= chunk.payload.part:
+        part = chunk.payload.part
+        while len(self._squares) <= part:
             self._squares.append([0.0, 0.0])
             self.result.parts.append(Squares(self.workers.size))
-        chunk.send_values(self.report, self._squares[chunk.payload.part])
+        chunk.send_values(self.report, self._squares[part])
         self._sent.append(chunk)
 
     def _start_mean(self, chunk: PayloadChunk) -> None:
@@ -463,7 +458,7 @@ class _SyncRound:
         if not self.result.reports:  # the first chunk: its reports are those of all the others
             self.result.reports = [WorkerReport(*numbers[: REPORT - 2]) for numbers in reports]
             _check_reports(self.result.reports)
-        if chunk.measured and reports:  # of this chunk, and all before it of the same part
+        if reports:  # of this chunk, and all before it of the same part
             part = self.result.parts[chunk.payload.part]
             for rank in self.result.included:
                 part.by_rank[rank], part.exact[rank] = reports[rank][-2:]
@@ -474,9 +469,7 @@ class _SyncRound:
             self._averaging.append(chunk)
 
     def _finish(self, chunk: PayloadChunk) -> None:
-        square = chunk.write_mean(self.result)
-        if chunk.measured:
-            self.result.parts[chunk.payload.part].of_mean += square
+        self.result.parts[chunk.payload.part].of_mean += chunk.write_mean(self.result)
 
 
 def _check_reports(reports: Sequence[WorkerReport]) -> None:
