@@ -31,10 +31,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from traceback import clear_frames
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from manyhands._optimizers.foreign import advice
 from manyhands._ranks.agreement import raise_if_different
@@ -349,27 +348,16 @@ class RoundStats:
         self.stop = any(report.stop for report in reports)
         if not self.compared and drift.distance > 0:
             self.compared = True
-            if moved_identically(exact, drift.cosine, codec):
-                warn_identical_moves(len(exact))
-
-
-def moved_identically(squares: Sequence[float], cosine: float, codec: Codec) -> bool:
-    """Return whether all workers have taken the same steps, from their squared lengths."""
-    # Equal lengths are not enough: in its first steps Adam goes equally far whatever the gradients.
-    # The cosine is that of values as the codec has rounded them.
-    low = min(squares, default=0.0)
-    high = max(squares, default=0.0)
-    return len(squares) > 1 and 0.0 < high <= low * (1 + SAME) and cosine > codec.cosine
-
-
-def warn_identical_moves(workers: int) -> None:
-    """After the first block: warn that workers went the same way, as if they were not apart."""
-    warn(
-        f"in the first block all {workers} workers have taken the same steps. Either the model is "
-        "in DistributedDataParallel or ShardedDataParallel (unwrap it), or all workers draw the "
-        f"same samples.{advice('no DDP')}",
-        RuntimeWarning,
-    )
+            # Equal lengths are not enough: in its first steps Adam goes equally far whatever the
+            # gradients. The cosine is that of values as the codec has rounded them.
+            same_lengths = 0.0 < max(exact) <= min(exact) * (1 + SAME)
+            if len(exact) > 1 and same_lengths and drift.cosine > codec.cosine:
+                warn(
+                    f"in the first block all {len(exact)} workers have taken the same steps. "
+                    "Either the model is in DistributedDataParallel or ShardedDataParallel (unwrap "
+                    f"it), or all workers draw the same samples.{advice('no DDP')}",
+                    RuntimeWarning,
+                )
 
 
 class StepClock:
@@ -474,41 +462,47 @@ class _SyncRound:
 
 def _check_reports(reports: Sequence[WorkerReport]) -> None:
     """Raise on every worker unless all are at the same step of the same training."""
-    if len({(report.step, report.options) for report in reports}) > 1:
-        raise_if_different(
-            [{"numbers of steps at a sync round": report.step} for report in reports],
-            "Every worker has to call step() as often as the others: give them equally many "
-            "batches, or stop together.",
-        )
-        raise_if_different(
-            [{"options, frozen parameters or positions of a Cursor": n.options} for n in reports],
-            "(These are checksums.) Build the same optimizer and the same Cursor on every worker, "
-            "and change or load them on all of them at once.",
-        )
-    counting = {report.samples >= 0.0 for report in reports if report.included and report.taken > 0}
-    if len(counting) > 1 or any(report.samples == SAMPLES_INCOMPLETE for report in reports):
+    _check_equal(
+        [report.step for report in reports],
+        "numbers of steps at a sync round",
+        "Every worker has to call step() as often as the others: give them equally many batches, "
+        "or stop together.",
+    )
+    _check_equal(
+        [report.options for report in reports],
+        "options, frozen parameters or positions of a Cursor",
+        "(These are checksums.) Build the same optimizer and the same Cursor on every worker, and "
+        "change or load them on all of them at once.",
+    )
+    kinds = set()  # of the workers in the mean: 0 with samples, or else what is unknown
+    for report in reports:
+        if (report.included and report.taken > 0) or report.samples == SAMPLES_INCOMPLETE:
+            kinds.add(min(report.samples, 0.0))
+    if len(kinds) > 1 or SAMPLES_INCOMPLETE in kinds:
+        counted = []
+        for rank, report in enumerate(reports[:8]):
+            samples = f"{report.samples:.0f}"
+            if report.samples < 0.0:
+                samples = "of some steps" if report.samples == SAMPLES_INCOMPLETE else "none"
+            counted.append(f"rank {rank}: {samples}")
         raise RanksDisagree(
             "count_samples() was called before some steps of this block, and not before others "
-            "(samples: "
-            + ", ".join(f"rank {r}: {_format_samples(n)}" for r, n in enumerate(reports[:8]))
-            + "). The mean is weighted by samples: call it before every step, on every worker, or "
-            "never.",
+            f"(samples: {', '.join(counted)}). The mean is weighted by samples: call it before "
+            "every step, on every worker, or never.",
             [min(report.samples, 0.0) for report in reports],
         )
-    if len({report.state_elements for report in reports if report.state_elements > 0}) > 1:
-        raise_if_different(
-            [
-                {"numbers of elements of optimizer state": report.state_elements}
-                for report in reports
-            ],
+    elements = [report.state_elements for report in reports]
+    if min(elements) > 0:
+        _check_equal(
+            elements,
+            "numbers of elements of optimizer state",
             'Use the same inner optimizer and model on every worker, or state="keep".',
         )
 
 
-def _format_samples(report: WorkerReport) -> str:
-    if report.samples == SAMPLES_INCOMPLETE:
-        return "of some steps"
-    return f"{report.samples:.0f}" if report.samples >= 0.0 else "none"
+def _check_equal(values: Sequence[float], title: str, advice: str) -> None:
+    if len(set(values)) > 1:
+        raise_if_different([{title: value} for value in values], advice)
 
 
 # -- state transfer to joiners ---------------------------------------------------------------------
@@ -531,30 +525,19 @@ class StateTransfer:
     def _run(self, workers: RankGroup) -> RoundResult:
         """Send the packed state from the source to the joiners; on other members do nothing."""
         crew = self._crew
+        group: Any = crew.group
         if crew.rank == crew.source:
-            data = self._pack()
+            # frombuffer() needs memory that may be written to, which bytes is not.
+            data = torch.frombuffer(bytearray(self._pack()), dtype=torch.uint8)
             for rank in crew.joiners:
-                _send_state(crew.group, data, rank)
+                group.send([torch.tensor([len(data)])], rank, 0).wait()
+                for message in data.split(MESSAGE):
+                    group.send([message], rank, 0).wait()
         elif crew.rank in crew.joiners:
-            self.received = _receive_state(crew.group, crew.source)
+            size = torch.zeros(1, dtype=torch.int64)
+            group.recv([size], crew.source, 0).wait()
+            received = bytearray(int(size))
+            for message in torch.frombuffer(received, dtype=torch.uint8).split(MESSAGE):
+                group.recv([message], crew.source, 0).wait()
+            self.received = received
         return RoundResult()
-
-
-def _send_state(group: dist.ProcessGroup | None, data: bytes, rank: int) -> None:
-    """Send bytes to a rank: their number, then messages of at most `MESSAGE` bytes."""
-    assert group is not None  # where there is a joiner, there are two members
-    group.send([torch.tensor([len(data)])], rank, 0).wait()
-    # frombuffer() needs memory that may be written to, which bytes is not.
-    for message in torch.frombuffer(bytearray(data), dtype=torch.uint8).split(MESSAGE):
-        group.send([message], rank, 0).wait()
-
-
-def _receive_state(group: dist.ProcessGroup | None, rank: int) -> bytearray:
-    """Receive what `_send_state` sends."""
-    assert group is not None
-    size = torch.zeros(1, dtype=torch.int64)
-    group.recv([size], rank, 0).wait()
-    data = bytearray(int(size))
-    for message in torch.frombuffer(data, dtype=torch.uint8).split(MESSAGE):
-        group.recv([message], rank, 0).wait()
-    return data
