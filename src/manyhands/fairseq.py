@@ -45,17 +45,6 @@ class FairseqBMUFConfig:
     distributed_world_size: int | None = None
 
 
-class HasBMUFOptions(Protocol):
-    """A `FairseqBMUFConfig`, fairseq's own, or the namespace of an argument parser."""
-
-    block_lr: float
-    block_momentum: float
-    global_sync_iter: int
-    warmup_iterations: int
-    use_nbm: bool
-    average_sync: bool
-
-
 class FairseqOptimizer(Protocol):
     """One of fairseq's optimizers, which has torch's inside."""
 
@@ -87,7 +76,7 @@ class FairseqBMUF(BMUF):
 
     def __init__(
         self,
-        cfg: HasBMUFOptions,
+        cfg: Any,
         optimizer: Optimizer | FairseqOptimizer,
         *,
         process_group: dist.ProcessGroup | None = None,
@@ -120,7 +109,9 @@ class FairseqBMUF(BMUF):
     @property
     def optimizer_config(self) -> dict[str, Any]:
         """The options of the inner optimizer's first parameter group, as they are now."""
-        return {name: value for name, value in self.param_groups[0].items() if name != "params"}
+        config = dict(self.param_groups[0])
+        del config["params"]
+        return config
 
     def get_lr(self) -> float:
         """Return the learning rate of the first parameter group."""

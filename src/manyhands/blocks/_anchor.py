@@ -67,6 +67,19 @@ class AnchorBucket:
         # Made anew each time: `.data` of a parameter may have been replaced since.
         return FlatTensors(self.params)
 
+    def outer_tensors(self) -> list[Tensor]:
+        """Return the memories, and the residual if there is one."""
+        residual = [] if self.residual is None else [self.residual]
+        return [*self.memories, *residual]
+
+    def pieces(self) -> Iterator[tuple[Tensor, slice, int]]:
+        """Yield each parameter in the span, its place in the span, and its first element there."""
+        begin, end = self.span
+        for param, (first, last) in zip(self.params, self.vector.spans, strict=True):
+            if max(first, begin) < min(last, end):
+                here = slice(max(first - begin, 0), min(last, end) - begin)
+                yield param, here, max(begin - first, 0)
+
 
 def even_range(length: int, index: int, count: int) -> tuple[int, int]:
     """Return begin and end of one of `count` equal ranges of `length` elements."""
@@ -172,8 +185,11 @@ class AnchorDifference(Payload):
 
 def memory_order(params: Sequence[Tensor]) -> float:
     """Return a checksum of the strides: elements are averaged in the order of memory."""
-    parts = [local_shard(param) for param in params]
-    return fingerprint([(i, p.stride()) for i, p in enumerate(parts) if not p.is_contiguous()])
+    strides = []
+    for index, part in enumerate(map(local_shard, params)):
+        if not part.is_contiguous():
+            strides.append((index, part.stride()))
+    return fingerprint(strides)
 
 
 class AnchorState(TypedDict):
@@ -219,9 +235,8 @@ class Anchor:
         """Set the anchor to the parameters, which are equal on all workers now."""
         for bucket in self.buckets:
             bucket.vector.read(bucket.span[0], bucket.anchor)
-            for tensor in [*bucket.memories, bucket.residual]:
-                if tensor is not None:
-                    tensor.zero_()
+            for tensor in bucket.outer_tensors():
+                tensor.zero_()
 
     def all_gather_inner(self, fragments: Sequence[int]) -> None:
         """Complete the parameters inside a worker of several ranks, which each moved a slice."""
@@ -249,7 +264,10 @@ class Anchor:
     @property
     def params(self) -> list[Tensor]:
         """All parameters that have an anchor, bucket by bucket."""
-        return [param for bucket in self.buckets for param in bucket.params]
+        params: list[Tensor] = []
+        for bucket in self.buckets:
+            params.extend(bucket.params)
+        return params
 
     def outer_parts(self) -> Iterator[StatePart]:
         """Yield anchor, memories and residual of each parameter that this rank has elements of.
@@ -257,14 +275,14 @@ class Anchor:
         They are views: of all elements that this rank holds, or of its slice in an inner group.
         """
         for bucket in self.buckets:
-            begin, end = bucket.span
-            tensors = {"anchor": bucket.anchor, "residual": bucket.residual}
-            tensors |= {f"memory.{n}": memory for n, memory in enumerate(bucket.memories)}
-            for param, (first, last) in zip(bucket.params, bucket.vector.spans, strict=True):
-                if max(first, begin) < min(last, end):
-                    here = slice(max(first - begin, 0), min(last, end) - begin)
-                    entries = {k: each[here] for k, each in tensors.items() if each is not None}
-                    yield StatePart(param, entries, max(begin - first, 0))
+            tensors = {"anchor": bucket.anchor}
+            if bucket.residual is not None:
+                tensors["residual"] = bucket.residual
+            for number, memory in enumerate(bucket.memories):
+                tensors[f"memory.{number}"] = memory
+            for param, here, first in bucket.pieces():
+                entries = {name: tensor[here] for name, tensor in tensors.items()}
+                yield StatePart(param, entries, first)
 
     def saved(self) -> AnchorState:
         """Return anchor and memories, which are equal on every worker."""
@@ -288,12 +306,10 @@ class Anchor:
         if all(param.requires_grad for param in self.params):
             return
         for bucket in self.buckets:
-            kept = [*bucket.memories, *([] if bucket.residual is None else [bucket.residual])]
-            begin, end = bucket.span
-            for param, (first, last) in zip(bucket.params, bucket.vector.spans, strict=True):
-                if not param.requires_grad and first < end and begin < last:
-                    for tensor in kept:
-                        tensor[max(first - begin, 0) : last - begin].zero_()
+            for param, here, _ in bucket.pieces():
+                if not param.requires_grad:
+                    for tensor in bucket.outer_tensors():
+                        tensor[here].zero_()
 
     def differences(self, fragments: Sequence[int]) -> list[AnchorDifference]:
         """Return what a round averages: a payload for each bucket of each fragment."""
@@ -358,11 +374,6 @@ class Outer:
         another, so it has to work element by element.
         """
         raise NotImplementedError
-
-    def __repr__(self) -> str:
-        """Describe all settings: workers, and a resumed run, are compared by this text."""
-        settings = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
-        return f"{type(self).__name__}({settings})"
 
     def at(self, lr: float) -> Outer:
         """Return this outer step for the inner learning rate `lr`."""
@@ -451,6 +462,6 @@ class SlowMomentum(Outer):
         anchor.sub_(slow, alpha=self.slow_lr * self.inner_lr)
 
     def at(self, lr: float) -> Outer:
-        return (
-            self if self.inner_lr is not None else replace(self, inner_lr=max(lr, 1e-12))
-        )  # a schedule may end at 0
+        if self.inner_lr is not None:
+            return self
+        return replace(self, inner_lr=max(lr, 1e-12))  # a schedule may end at 0

@@ -25,7 +25,6 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -43,6 +42,7 @@ from manyhands._ranks.slices import check_on_cpu
 from manyhands._tensors.flat import is_dtensor
 from manyhands._warn import warn
 from manyhands.blocks._anchor import Outer
+from manyhands.blocks.averaging._payload import all_params
 from manyhands.blocks.crew._crew import Crew
 
 Names = Mapping[str, str]
@@ -65,8 +65,9 @@ def check_optimizers(class_name: str, given: object, blocks: type[Optimizer]) ->
     owners: dict[int, int] = {}
     for number, each in enumerate(optimizers):
         _check_plain(class_name, each)
-        for param in (param for group in each.param_groups for param in group["params"]):
-            if (owner := owners.setdefault(id(param), number)) != number:
+        for param in all_params(each):
+            owner = owners.setdefault(id(param), number)
+            if owner != number:
                 raise ValueError(
                     f"a parameter of shape {tuple(param.shape)} is in optimizers {owner} and "
                     f"{number} of the list. Give each parameter to one of them."
@@ -130,16 +131,17 @@ def check_shared_memory(
     wanted: bool | None, codec: str, crew: object, optimizer: Optimizer
 ) -> bool | None:
     """Return whether memory is to be shared; None: where it is possible."""
-    wanted = None if wanted is None else flag("shared_memory", wanted)
-    if not wanted:
-        return wanted
+    if wanted is None:
+        return None
+    if not flag("shared_memory", wanted):
+        return False
     if codec != "float32":
         raise ValueError(f"codec={codec!r} has no effect with shared_memory=True: give one of them")
     if crew is not None:
         raise ValueError("shared_memory=True is for a process group, not for a crew: leave it out.")
-    for device in {p.device for group in optimizer.param_groups for p in group["params"]}:
-        check_on_cpu(device)
-    return wanted
+    for param in all_params(optimizer):
+        check_on_cpu(param.device)
+    return True
 
 
 # -- the other workers -----------------------------------------------------------------------------
@@ -170,11 +172,12 @@ def check_agreement(
 
 def _describe_shards(params: Sequence[Tensor]) -> list[str]:
     """Describe which shards of DTensors are on this rank."""
-    return [
-        f"{tuple(p.placements)} at {p.device_mesh.get_coordinate()}"
-        for p in params
-        if is_dtensor(p)
-    ]
+    shards = []
+    for param in params:
+        if is_dtensor(param):
+            coordinate = param.device_mesh.get_coordinate()
+            shards.append(f"{tuple(param.placements)} at {coordinate}")
+    return shards
 
 
 # -- other averaging -------------------------------------------------------------------------------
@@ -195,10 +198,9 @@ def check_not_averaged(
         raise ValueError(f"{type(inner).__name__} shards its updates over these workers. {way_out}")
     if model is not None and _averages(model) and _groups_overlap(model.process_group, workers):
         raise ValueError(f"model= is in {type(model).__name__}, which averages too. {way_out}")
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if _averaging_modules(params, workers):
+    if _averaging_modules(optimizer, workers):
         gc.collect()  # a wrapper that nothing holds any more must not cause a warning
-        for kind in sorted(_averaging_modules(params, workers)):
+        for kind in sorted(_averaging_modules(optimizer, workers)):
             text = f"the parameters are in a {kind} that averages gradients, too. {way_out}"
             warn(text, RuntimeWarning)
 
@@ -214,13 +216,13 @@ def warn_moved() -> None:
     )
 
 
-def _averaging_modules(params: Sequence[Tensor], workers: RankGroup) -> set[str]:
-    """Return the class names of modules that average these gradients over these workers."""
-    return {
-        type(module).__name__
-        for module, _ in modules_holding(params, _averages)
-        if _groups_overlap(module.process_group, workers)
-    }
+def _averaging_modules(optimizer: Optimizer, workers: RankGroup) -> set[str]:
+    """Return the class names of modules that average the gradients over these workers."""
+    found = set()
+    for module, _ in modules_holding(all_params(optimizer), _averages):
+        if _groups_overlap(module.process_group, workers):
+            found.add(type(module).__name__)
+    return found
 
 
 def _averages(module: nn.Module) -> bool:
@@ -240,14 +242,12 @@ def _groups_overlap(group: object, workers: RankGroup) -> bool:
 
 
 def describe_outer(outer: Outer) -> dict[str, Value]:
-    """Return an outer step's class and settings; its own `__repr__` if it defines one."""
-    if type(outer).__repr__ is not Outer.__repr__ and not is_dataclass(outer):
-        return {"outer": repr(outer)}
-    plain = {
-        name: value if isinstance(value, bool | int | float | str | None) else repr(value)
-        for name, value in sorted(vars(outer).items())
-    }
-    return {"outer": type(outer).__name__, **{f"outer.{name}": v for name, v in plain.items()}}
+    """Return an outer step's class and settings."""
+    described: dict[str, Value] = {"outer": type(outer).__name__}
+    for name, value in sorted(vars(outer).items()):
+        is_plain = isinstance(value, bool | int | float | str | None)
+        described[f"outer.{name}"] = value if is_plain else repr(value)
+    return described
 
 
 def rename_options(options: Options, names: Names) -> dict[str, Value]:

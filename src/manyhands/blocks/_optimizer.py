@@ -204,8 +204,7 @@ class Blocks(OptimizerWrapper):
         self._known = set(map(id, params))
         self._extend_anchor(params)
         if isinstance(sync.members, ElasticMembers):
-            options = self._compared_options()
-            facts = MemberFacts.of(options, everything, buffers, sync.extras.modules)
+            facts = MemberFacts.of(self._compared(), everything, buffers, sync.extras.modules)
             sync.members.join(NO_VERSION, facts)
             add_receiver(sync)
             sync.transfer_state()
@@ -226,7 +225,7 @@ class Blocks(OptimizerWrapper):
 
     def _check_agreement(self, params: list[Tensor], buffers: list[Tensor]) -> None:
         """Raise on every worker if they differ in options, in these parameters or in buffers."""
-        options = rename_options(self._compared_options(), self._names)
+        options = rename_options(self._compared(), self._names)
         check_agreement(
             type(self).__name__,
             self._all_workers,
@@ -237,7 +236,7 @@ class Blocks(OptimizerWrapper):
             self._sync.extras.modules,
         )
 
-    def _compared_options(self) -> dict[str, Value]:
+    def _compared(self) -> dict[str, Value]:
         """Return what all workers must have in common: options, and which optimizers are a list."""
         if not isinstance(self._inner, SeveralOptimizers):
             return self._options

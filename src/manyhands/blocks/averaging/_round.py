@@ -153,24 +153,17 @@ class ElasticMembers:
             self.crew.wait(background.finished)
         except RuntimeError:  # WorkerLost, or a lost store: `settle` raises it again
             self.crew.abort()
-        if (
-            isinstance(background.error, RanksDisagree)
-            and self.workers.rank in background.error.odd
-        ):
+        error = background.error
+        if isinstance(error, RanksDisagree) and self.workers.rank in error.odd:
             self.crew.drop_out()  # only this worker differs: the others repeat the round
-            raise background.error
-        arrived = background.finished(0) and background.error is None
-        kept = self.crew.settle(arrived, moves_anchor)
+            raise error
+        kept = self.crew.settle(background.finished(0) and error is None, moves_anchor)
         self._failures = 0 if kept else self._failures + 1
-        if background.error is not None and self._is_ours(background.error):
-            raise background.error
-        return background.result if kept else None
-
-    def _is_ours(self, error: BaseException) -> bool:
-        """Return whether a failure is this worker's own, so that repeating the round is no use."""
         # torch.distributed raises RuntimeError when another worker's connection breaks.
         of_others = isinstance(error, RuntimeError | RanksDisagree) and self.crew.size > 1
-        return not of_others or self._failures >= PERSISTENT
+        if error is not None and (not of_others or self._failures >= PERSISTENT):
+            raise error  # repeating the round is of no use
+        return background.result if kept else None
 
     def begin_blocks(self) -> None:
         self.crew.begin_blocks()
