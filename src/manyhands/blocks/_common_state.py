@@ -1,8 +1,7 @@
 """The state that is equal on every worker: for joiners, and for runs that are continued.
 
     Counters            plain numbers: steps, rounds, the present block, the drift of the last one
-    CommonState         these, and anchor and outer memories
-    TransferredState    what a joiner needs besides: buffers, samples, and the rounds to repeat
+    TransferredState    these, anchor and outer memories, buffers, samples, and rounds to repeat
 
 `_saving.py` adds to it what belongs to one worker.
 """
@@ -34,11 +33,7 @@ class Counters(BlockPlan):
     seconds: float  # of a step
 
 
-class CommonState(Counters, AnchorState):
-    """The state that is equal on every worker."""
-
-
-class TransferredState(CommonState):
+class TransferredState(Counters, AnchorState):
     """The state that a joiner receives."""
 
     retry: list[int]
@@ -69,10 +64,6 @@ class CommonParts:
             **self.schedule.to_state(),
         }
 
-    def common_state(self, state: BlockState) -> CommonState:
-        """Return the state that is equal on every worker."""
-        return {**self.counters(state), **self.anchor.saved()}
-
     def load_block(self, saved: Counters) -> None:
         """Enter the saved block, with the drift of the last one."""
         start, length = saved["block"]
@@ -88,7 +79,8 @@ class CommonParts:
         if not state.anchor_in_use:  # this worker's parameters take its place
             self.anchor.begin()
         transferred: TransferredState = {
-            **self.common_state(state),
+            **self.counters(state),
+            **self.anchor.saved(),
             "retry": list(state.retry),
             "diverged": state.diverged,
             "ends_warmup": state.ends_warmup,
@@ -109,7 +101,8 @@ class CommonParts:
             for buffer, value in zip(self.extras.buffer_tensors(), saved["buffers"], strict=True):
                 buffer.copy_(value)
         self.anchor.restore_params()
-        self.samples.take_over(saved["samples"])
+        self.samples.account.load(saved["samples"])
+        self.samples.joined_late = saved["samples"] is not None
         return state.join(
             saved["steps"],
             saved["rounds"],

@@ -23,7 +23,7 @@ from manyhands.blocks._block_state import BlockState
 from manyhands.blocks._schedule import Schedule
 from manyhands.blocks.averaging._payload import RoundResult, Work
 from manyhands.blocks.averaging._round import Members
-from manyhands.data._account import Account, SavedAccount
+from manyhands.data._account import Account
 from manyhands.data._ledger import Ledger
 from manyhands.data._rules import Rules
 
@@ -36,6 +36,8 @@ class BlockSamples:
         self._schedule = schedule
         self.account = Account()  # without rules if there is no cursor
         self.joined_late = False  # whether the ledger came from another worker
+        # Whether it is not known what workers take while a round is in flight.
+        self.unknown_in_flight = schedule.every.own_steps and schedule.overlap > 0
         self._counted: int | None = None  # by `count_samples`, for the step that is being taken
 
     @property
@@ -83,14 +85,6 @@ class BlockSamples:
         length = self._schedule.length
         return max(steps, 1 / length) / length
 
-    def check_cursor(self) -> None:
-        """Raise if a cursor cannot be used with these options."""
-        if self._schedule.every.own_steps and self._schedule.overlap:
-            raise ValueError(
-                "a Cursor needs overlap=0 with own_steps=True: while a round is in flight, it is "
-                "not known how many samples each worker has taken meanwhile. Leave overlap out."
-            )
-
     def commit(self, result: RoundResult, step: int) -> None:
         """Commit what all workers have taken until this step: the round was kept."""
         numbers = self._members.numbers
@@ -98,28 +92,28 @@ class BlockSamples:
         # A round that was restored from a checkpoint may have had another number of workers.
         if self.account.rules is None or len(numbers) != len(reports):
             return
-        taken = {n: int(report.drawn) for n, report in zip(numbers, reports, strict=True)}
+        taken = {}
+        for number, report in zip(numbers, reports, strict=True):
+            taken[number] = int(report.drawn)
         self.account.commit(taken, self.number, step)
-
-    def take_over(self, saved: SavedAccount | None) -> None:
-        """Go on with the account of another member; it has none without a cursor."""
-        self.account.load(saved)
-        self.joined_late = saved is not None
 
     def hand_out(self, state: BlockState) -> None:
         """Hand out what is left of the epoch, if that has changed, until the next sync round."""
         account = self.account
-        numbers = self._members.numbers
-        overlap = self._schedule.overlap
         if account.rules is None or not account.due:
             return
-        own = self._schedule.steps_of(numbers) if state.steps >= state.warmup else None
-        if own is not None:
-            account.hand_out(own, own=self.number)
+        schedule = self._schedule
+        numbers = self._members.numbers
+        in_warmup = state.steps < state.warmup
+        if schedule.every.own_steps and not in_warmup:
+            account.hand_out(schedule.steps_of(numbers), own=self.number)
             return
-        steps = self._steps_to_round(state)
-        if overlap:  # training goes on while the round is in flight
-            steps += self._schedule.length + overlap
+        steps = max(1, schedule.start + schedule.length - state.steps)
+        if in_warmup:
+            # In a shared warm-up each step commits its samples, in a local one the last step does.
+            steps = state.warmup - state.steps if state.local_warmup else 1
+        if schedule.overlap:  # training goes on while the round is in flight
+            steps += schedule.length + schedule.overlap
         account.hand_out(dict.fromkeys(numbers, steps), state.steps - account.committed_at)
 
     def restart(self, state: BlockState) -> None:
@@ -128,13 +122,6 @@ class BlockSamples:
             self.account.committed_at = state.steps
             self.account.due = True
             self.hand_out(state)
-
-    def _steps_to_round(self, state: BlockState) -> int:
-        """Return how many steps each worker takes until samples are committed next."""
-        if state.steps < state.warmup:
-            # In a shared warm-up each step commits its samples, in a local one the last step does.
-            return state.warmup - state.steps if state.local_warmup else 1
-        return max(1, self._schedule.start + self._schedule.length - state.steps)
 
 
 class Rounds(Protocol):
@@ -164,7 +151,11 @@ class SampleRounds:
 
     def begin(self, rules: Rules, ledger: Ledger) -> None:
         """As a Cursor is made: begin with its ledger, or go on with that of the run we joined."""
-        self._samples.check_cursor()
+        if self._samples.unknown_in_flight:
+            raise ValueError(
+                "a Cursor needs overlap=0 with own_steps=True: while a round is in flight, it is "
+                "not known how many samples each worker has taken meanwhile. Leave overlap out."
+            )
         account = self.account
         if account.rules is None:
             account.begin(rules, ledger, self._rounds.state.steps)
@@ -175,14 +166,13 @@ class SampleRounds:
             )
         elif account.rules != rules:
             here = dict(rules)
-            differ = ", ".join(
-                f"{name}: {here[name]} here, {value} in the run"
-                for name, value in account.rules.items()
-                if here[name] != value
-            )
+            differ = []
+            for name, value in account.rules.items():
+                if here[name] != value:
+                    differ.append(f"{name}: {here[name]} here, {value} in the run")
             raise ValueError(
-                f"this worker has joined a run whose Cursor differs ({differ}). Make the Cursor as "
-                "it is in the run, or begin a new run."
+                f"this worker has joined a run whose Cursor differs ({', '.join(differ)}). Make "
+                "the Cursor as it is in the run, or begin a new run."
             )
         account.received = False
         self._samples.hand_out(self._rounds.state)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from manyhands._optimizers.state_parts import BELOW, SavedEntries, StatePart
 from manyhands._tensors.flat import FlatTensors
-from manyhands.blocks._anchor import Anchor, memory_order
+from manyhands.blocks._anchor import Anchor, AnchorState, memory_order
 from manyhands.blocks._checks import Names, Options, check_options
-from manyhands.blocks._common_state import CommonState
+from manyhands.blocks._common_state import Counters
 from manyhands.blocks._sync import Pending, Sync
 from manyhands.blocks.averaging._payload import (
     REPORT,
@@ -35,7 +35,7 @@ KEY = "blocks"
 FORMAT = 3
 
 
-class SavedWorker(CommonState):
+class SavedWorker(Counters, AnchorState):
     """A worker's own part of a state dict."""
 
     format: int
@@ -59,7 +59,8 @@ def save_worker(sync: Sync) -> SavedWorker:
         pending = [save_round(each) for each in sync.pending]
     return {
         "format": FORMAT,
-        **sync.common.common_state(state),
+        **sync.common.counters(state),
+        **sync.anchor.saved(),
         "totals": [sync.stats.left_out_ever, sync.stats.undone],
         "left_out": sync.stats.left_out,
         "workers": [workers.size, workers.rank],

@@ -132,10 +132,8 @@ class Schedule:
         self.ahead -= self.length
         self.taken = 0
 
-    def steps_of(self, numbers: Sequence[int]) -> dict[int, int] | None:
-        """Return the steps of each of these workers in the block; None if all take the same."""
-        if not self.every.own_steps:
-            return None
+    def steps_of(self, numbers: Sequence[int]) -> dict[int, int]:
+        """Return the steps of each of these workers in the block."""
         return {number: self.plan.get(number, self.length) for number in numbers}
 
     def follow_round(self, result: RoundResult, numbers: Sequence[int], number: int) -> None:

@@ -24,11 +24,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from manyhands._ranks.ranks import RankGroup
 from manyhands._ranks.stop_notice import stop_notice
 from manyhands._tensors.flat import versions_of
 from manyhands.blocks._anchor import Anchor, AnchorDifference
@@ -41,7 +41,6 @@ from manyhands.blocks.averaging._payload import (
     NO_WORK,
     NOTHING_YET,
     Extras,
-    GradientPayloads,
     Payload,
     RoundResult,
     SnapshotPayload,
@@ -354,10 +353,7 @@ class Sync:
         self, payloads: Sequence[Payload], state: Sequence[Payload], report: WorkerReport
     ) -> BackgroundSync:
         """Begin a round in a thread, or hold it at once where no thread is needed."""
-
-        def sync_round(workers: RankGroup) -> RoundResult:
-            return run_sync_round(workers, payloads, state, report)
-
+        sync_round = partial(run_sync_round, payloads=payloads, state=state, report=report)
         before = self.pending[-1].background if self.pending else None
         background = BackgroundSync(sync_round, self.members.workers, before)
         # A crew's members are watched while the round waits for their messages.
@@ -455,6 +451,7 @@ class Sync:
         self.stats.stop = any(report.stop for report in result.reports)
         return result
 
+    @torch.no_grad()
     def average_gradients(self, params: Sequence[Tensor]) -> bool:
         """Set every gradient to the workers' mean; return whether there is one to step along.
 
@@ -465,21 +462,27 @@ class Sync:
         The gradients of a worker that came too late are of parameters that the others have left:
         they are not in the mean, and after the warm-up there is none.
         """
-        with torch.no_grad():
-            gradients = GradientPayloads(params)
-            joins = self.state.joins
-            self.samples.account.step()  # the samples of the step that follows are in this mean
-            result = self._average_once(gradients.payloads)
-            while result is None:
-                self.regroup()  # a member was lost: repeat with the remaining members
-                if not self.state.steps_together:
-                    return False
-                contributes = self.state.joins == joins
-                result = self._average_once(gradients.payloads, contributes=contributes)
-            self.samples.commit(result, self.state.steps + 1)
-            if result.included:
-                gradients.fill_missing()
-            return bool(result.included)
+        # Workers may use different parameters, but have to send the same payloads. So zeros stand
+        # for a missing gradient, and one more number for each parameter says whether it has one.
+        grads = []
+        for param in params:
+            grads.append(torch.zeros_like(param) if param.grad is None else param.grad)
+        present = torch.tensor([float(param.grad is not None) for param in params])
+        payloads = make_payloads(by_index([*grads, present]))
+        joins = self.state.joins
+        self.samples.account.step()  # the samples of the step that follows are in this mean
+        result = self._average_once(payloads)
+        while result is None:
+            self.regroup()  # a member was lost: repeat with the remaining members
+            if not self.state.steps_together:
+                return False
+            result = self._average_once(payloads, contributes=self.state.joins == joins)
+        self.samples.commit(result, self.state.steps + 1)
+        # `present` has the mean over the workers: above 0 if any of them has a gradient.
+        for param, grad, anywhere in zip(params, grads, present.tolist(), strict=True):
+            if param.grad is None and anywhere:
+                param.grad = grad
+        return bool(result.included)
 
     def _begin_anchor(self) -> None:
         """End a warm-up by a round: all take the first worker's parameters as the first anchor."""

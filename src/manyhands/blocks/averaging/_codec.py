@@ -72,7 +72,6 @@ class HalfPrecision(Codec):
         return data.view(self.dtype).to(dtype)
 
 
-@dataclass(frozen=True)
 class Grouped(Codec):
     """Few bits for each value, and a scale (a bfloat16) for each group of neighbours."""
 
@@ -94,6 +93,7 @@ class Integers(Grouped):
     """Integers of `bits` bits, with a scale for each group."""
 
     bits: int
+    group: int
 
     @property
     def largest(self) -> int:
@@ -144,6 +144,8 @@ class Ternary(Grouped):
     digits that are left.
     """
 
+    group: int
+
     cosine = 0.8  # of normal values on two workers 0.89
 
     def size(self, elements: int, dtype: torch.dtype) -> int:
@@ -187,9 +189,9 @@ class Ternary(Grouped):
 CODECS: dict[str, Codec] = {
     "float32": Uncompressed(),
     "bfloat16": HalfPrecision(torch.bfloat16),
-    "int8": Integers(group=256, bits=8),
-    "int4": Integers(group=64, bits=4),
-    "ternary": Ternary(group=256),
+    "int8": Integers(8, 256),
+    "int4": Integers(4, 64),
+    "ternary": Ternary(256),
 }
 
 

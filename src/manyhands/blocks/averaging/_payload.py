@@ -6,7 +6,6 @@ RoundResult      all workers' reports and the squared lengths; equal on all work
 Payload          tensors of one type that a worker contributes, read and written in ranges
 TensorPayload    tensors that are averaged as they are: buffers, optimizer state, gradients
 SnapshotPayload  a copy of a `TensorPayload`, and later the mean
-GradientPayloads all gradients as such payloads, for the steps of a shared warm-up
 Extras           the model's buffers and the optimizer state, to be averaged or reset
 
 Parameters come as differences from the anchor; those payloads are in `blocks/_anchor.py`.
@@ -253,28 +252,6 @@ class TensorPayload(Payload):
     def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
         if result.included:  # with no finite worker there is no mean: keep what is here
             self._vector.write(start, mean)
-
-
-class GradientPayloads:
-    """The gradients of these parameters, whose means can be put in their place.
-
-    Workers may use different parameters, but have to send the same payloads. So zeros stand for a
-    missing gradient, and one more number for each parameter says whether it has one.
-    """
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self._params = params
-        self._grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-        self._present = torch.tensor([float(p.grad is not None) for p in params])
-        self.payloads = make_payloads(by_index([*self._grads, self._present]))
-
-    def fill_missing(self) -> None:
-        """Give each parameter without a gradient the mean, if any worker has one for it."""
-        # The other gradients are their means already: payloads are averaged in place.
-        anywhere = self._present.tolist()  # the mean over the workers: above 0 if any has one
-        for param, grad, present in zip(self._params, self._grads, anywhere, strict=True):
-            if param.grad is None and present:
-                param.grad = grad
 
 
 class SnapshotPayload(Payload):
