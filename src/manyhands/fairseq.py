@@ -1,4 +1,4 @@
-"""fairseq's BMUF, with its configuration and its methods, around an optimizer of torch's.
+"""Offer fairseq's BMUF, with its configuration and methods, around an optimizer of torch's.
 
 >>> from manyhands.fairseq import FairseqBMUF, FairseqBMUFConfig
 

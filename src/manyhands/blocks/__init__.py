@@ -1,4 +1,4 @@
-"""Block-wise updates: workers take local steps, and synchronize once in a block.
+"""Train in blocks: workers take local steps, and synchronize once in a block.
 
 A *block* is the local steps between two *sync rounds*: all workers' values go in, and their mean
 comes out. The *anchor* is the parameters that all workers agreed on in the last round, and the

@@ -1,4 +1,4 @@
-"""The anchor: the parameters that all workers agreed on last, and how an outer step moves it.
+"""Move the anchor, the parameters that all workers agreed on last, by an outer step.
 
 Tensors held, and when (n: elements of the trained parameters, in float32 unless wider)
 

@@ -1,4 +1,4 @@
-"""Where a worker is in the life of its blocks: one immutable value, and every way it may change.
+"""Describe a worker's place in the life of a block as an immutable value, and all its changes.
 
     warmup        steps before the first block
     local_warmup  in the warm-up each worker follows its own gradients; otherwise all workers step

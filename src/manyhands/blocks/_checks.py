@@ -1,4 +1,4 @@
-"""Checks: arguments, options that exclude each other, and workers that do not fit together.
+"""Check arguments, options that exclude each other, and workers that do not fit together.
 
 In the order in which they are made:
 
@@ -43,6 +43,7 @@ from manyhands._tensors.flat import is_dtensor
 from manyhands._warn import warn
 from manyhands.blocks._anchor import Outer
 from manyhands.blocks.averaging._payload import all_params
+from manyhands.blocks.averaging._round import ElasticMembers, FixedMembers, Members
 from manyhands.blocks.crew._crew import Crew
 
 Names = Mapping[str, str]
@@ -106,10 +107,13 @@ def _check_optimizer(class_name: str, optimizer: object, blocks: type[Optimizer]
     return optimizer
 
 
-def check_groups(
-    class_name: str, process_group: object, inner: RankGroup, crew: Crew | None
-) -> None:
-    """Raise if `inner_group` and the workers do not fit."""
+def make_members(
+    class_name: str,
+    process_group: dist.ProcessGroup | None,
+    inner: RankGroup,
+    crew: Crew | None,
+) -> Members:
+    """Return the workers; raise if `inner_group` and the workers do not fit."""
     if crew is None:
         workers = os.environ.get("MANYHANDS_WORKERS") or "1"
         if process_group is None and workers != "1":
@@ -117,7 +121,7 @@ def check_groups(
                 f"this run has {workers} workers, but {class_name} got no crew: each worker trains "
                 "a model of its own. Give crew=mh.Crew()."
             )
-        return
+        return FixedMembers(RankGroup.of(process_group), inner)
     if process_group is not None:
         raise ValueError(f"{class_name} takes a process_group or a crew, and got both.")
     if inner.size > 1 and inner.size != crew.inner.size:
@@ -125,6 +129,7 @@ def check_groups(
             f"inner_group has {inner.size} processes, and a worker of the crew "
             f"{crew.inner.size}. Give both the same group."
         )
+    return ElasticMembers(crew)
 
 
 def check_shared_memory(

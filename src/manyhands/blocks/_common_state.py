@@ -1,4 +1,4 @@
-"""The state that is equal on every worker: for joiners, and for runs that are continued.
+"""Collect the state that is equal on every worker, for joiners and for continued runs.
 
     Counters            plain numbers: steps, rounds, the present block, the drift of the last one
     TransferredState    these, anchor and outer memories, buffers, samples, and rounds to repeat

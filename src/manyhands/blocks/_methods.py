@@ -1,6 +1,6 @@
-"""The methods by the names of their papers: `Blocks`, each with its own outer step.
+"""Define the methods under the names of their papers: `Blocks` with different outer steps.
 
-A method takes the options of `Blocks` besides its own, as `**options`. A type checker and an editor
+A method passes `**options` on to `Blocks`. A type checker and an editor
 know their names and types from a TypedDict; `help()` and the reference page list them because
 `list_options` copies them from `Blocks`, signature and descriptions.
 """

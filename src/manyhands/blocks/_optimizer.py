@@ -1,8 +1,8 @@
-"""`Blocks`, the optimizer wrapper: what a user sees of local steps and sync rounds.
+"""Wrap an optimizer in blocks of local steps: options, their checks, stepping, saving and loading.
 
-Here are the options, their checks, stepping, saving and loading. `step` is the inner optimizer's
-step, followed by `Sync.after_step` (`_sync.py`), which decides what is sent and merged.
-(`blocks/__init__.py` says what a block, a sync round, the anchor and a fragment are.)
+`Blocks.step` is the inner optimizer's step, followed by `Sync.after_step` (`_sync.py`), which
+decides what is sent and merged.
+(`blocks/__init__.py` defines block, sync round, anchor and fragment.)
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from manyhands.blocks._block_state import BlockState
 from manyhands.blocks._checks import (
     Value,
     check_agreement,
-    check_groups,
     check_not_averaged,
     check_optimizers,
     check_shared_memory,
     describe_outer,
+    make_members,
     rename_options,
 )
 from manyhands.blocks._samples import SampleRounds
@@ -48,7 +48,7 @@ from manyhands.blocks._schedule import Every, Schedule, check_schedule
 from manyhands.blocks._sync import Sync
 from manyhands.blocks.averaging._codec import CODECS
 from manyhands.blocks.averaging._payload import STATES, Extras, all_params, trainable_params
-from manyhands.blocks.averaging._round import Drift, ElasticMembers, FixedMembers, Members
+from manyhands.blocks.averaging._round import Drift, ElasticMembers
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._enrollment import MemberFacts
 from manyhands.blocks.crew._roster import NO_VERSION
@@ -156,12 +156,7 @@ class Blocks(OptimizerWrapper):
         local_warmup = flag("local_warmup", local_warmup)
         anchor_on_host = flag("anchor_on_host", anchor_on_host)
         inner = RankGroup() if inner_group is None else RankGroup.of(inner_group)
-        members: Members
-        if crew is None:
-            members = FixedMembers(RankGroup.of(process_group), inner)
-        else:
-            members = ElasticMembers(crew)
-        check_groups(type(self).__name__, process_group, inner, crew)
+        members = make_members(type(self).__name__, process_group, inner, crew)
         check_schedule(interval, overlap, fragments, ranks_per_worker=members.inner.size)
         self._shared_memory = check_shared_memory(shared_memory, codec, crew, self._inner)
         self._supports_amp = supports_amp(self._inner)

@@ -1,4 +1,4 @@
-"""A worker's samples in blocks: which ones it has, and what its steps weigh in a sync round.
+"""Track the samples of a worker in blocks, and weigh its steps in a sync round.
 
 With a `Cursor` every worker holds a part of the epoch (`data/_ledger.py`), and all workers have the
 same ledger:

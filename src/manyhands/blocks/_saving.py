@@ -1,4 +1,4 @@
-"""What a worker saves of its blocks, under which names, and how a run continues from it.
+"""Save the state of blocks, and continue a run from it.
 
 `save_worker` is a worker's own part of its optimizer's `state_dict`: everything, also in the middle
 of a block. `save_counters` and `load_counters` are for checkpoints that all workers share: numbers

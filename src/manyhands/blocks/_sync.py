@@ -1,4 +1,4 @@
-"""Run the life of a block: when a worker synchronizes, and what it does with the mean.
+"""Run the life of a block: decide when a worker synchronizes, and apply the mean.
 
 send      the schedule says that a fragment is due: a sync round averages its difference from the
           anchor, at once or, with overlap, while training goes on
@@ -338,14 +338,14 @@ class Sync:
         # Parameters may have been frozen since the options were compared.
         frozen = [i for i, param in enumerate(self.anchor.params) if not param.requires_grad]
         return WorkerReport(
-            step=float(self.state.steps),
+            step=self.state.steps,
             status=float(finite) if contributes else NOTHING_YET,
             options=fingerprint((self._options, frozen, self.samples.position)),
-            state_elements=float(sum(payload.length for payload in state)),
+            state_elements=sum(payload.length for payload in state),
             seconds=self.clock.seconds_per_step(self.state.own),
             lr=float(self.extras.optimizer.param_groups[0].get("lr", 1.0)),
-            length=float(self.schedule.length),
-            drawn=float(self.samples.account.taken if ends_block else 0),
+            length=self.schedule.length,
+            drawn=self.samples.account.taken if ends_block else 0,
             stop=float(stop),
         )
 

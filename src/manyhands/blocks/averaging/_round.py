@@ -1,23 +1,24 @@
-"""A sync round: how it runs, how all workers agree that it took place, and what it shows.
+"""Run a sync round, agree with all workers that it took place, and measure what it shows.
 
-FixedMembers     who takes part: the workers of a process group
+FixedMembers     the workers of a process group
 ElasticMembers   or the members of a crew (`blocks/crew/`), who may undo a round, and regroup
-BackgroundSync   a round in a thread of its own
-run_sync_round   the round itself: every worker contributes payloads, and all get their mean
+BackgroundSync   a round in a separate thread
+Drift            the distance and the disagreement of the workers
 RoundStats       what the last rounds have shown
-StepClock        how long a step takes, measured since the last round
+StepClock        the time of a step, measured since the last round
+run_sync_round   the round itself: every worker contributes payloads, and all get their mean
 StateTransfer    one of the members sends the joiners of a crew the common state
 
 Payloads are cut into chunks (`_chunks.py`), and a few chunks are in flight at once: one is read and
 encoded while others travel. So a second copy of a payload is never made.
 
-A *report* travels with the chunks: a few numbers that the worker says of itself, and the squared
-length of what it has sent. Checking that workers agree, leaving out values that are not finite and
-measuring the drift therefore need no message of their own. All see the same reports in the same
-order, and come to the same conclusions.
+A *report* travels with the chunks: a few numbers about the worker, and the squared length of the
+sent values. Checking that workers agree, leaving out values that are not finite and measuring the
+drift therefore need no further message. All workers see the same reports in the same order, and
+come to the same conclusions.
 
-A round runs in a thread of its own so that training goes on meanwhile, or so that a lost worker is
-noticed while others still wait for its messages. Rounds of one group run one after the other,
+A round runs in a separate thread so that training goes on meanwhile, or so that a lost worker is
+noticed while other members still wait for its messages. Rounds of a group run one after the other,
 because their messages must not mix.
 """
 
@@ -269,13 +270,15 @@ class Drift(NamedTuple):
     ) -> Drift:
         """Return the drift from each worker's squared distance and the mean's.
 
+        A worker of weight 0 is not in the mean.
+
         >>> Drift.of([25.0, 25.0], 16.0)  # (4, 3) and (4, -3)
         Drift(distance=4.0, spread=3.0, cosine=0.28)
         """
-        if not squares:
-            return cls()
         weights = weights or [1.0] * len(squares)
         total = sum(weights)
+        if total == 0.0:
+            return cls()
         mean = sum(map(operator.mul, weights, squares)) / total
         if not math.isfinite(mean + square_of_mean):  # the square of 1e20 overflows a float32
             return cls()
@@ -289,7 +292,7 @@ class Drift(NamedTuple):
             share = weight / total
             alone += share**2 * square
             pairs -= share**2
-        if len(squares) == 1 or mean * pairs <= 0.0:
+        if mean * pairs <= 0.0:  # of one worker
             return cls(distance, spread)
         cosine = (square_of_mean - alone) / (mean * pairs)
         return cls(distance, spread, max(-1.0, min(1.0, cosine)))  # after rounding
@@ -299,7 +302,8 @@ class Drift(NamedTuple):
 class RoundStats:
     """What the last sync rounds have shown, for `snapshot`."""
 
-    drifts: Sequence[Drift] = (Drift(),)  # of the model; of several optimizers, also of each
+    # Of the model; of several optimizers, also of each.
+    drifts: list[Drift] = field(default_factory=lambda: [Drift()])
     workers: int = 0  # in the last round
     members: tuple[int, ...] = ()  # their numbers
     left_out: list[int] = field(default_factory=list)  # of the last round: not finite
@@ -312,22 +316,15 @@ class RoundStats:
 
     def record(self, result: RoundResult, numbers: Sequence[int], codec: Codec) -> None:
         """Take in a round's result; `numbers` are the numbers of its workers, in rank order."""
-        included = result.included
         reports = result.reports
-        weights = result.weights(included)
-        totals = [0.0] * len(included)
-        exact = [0.0] * len(included)
-        of_mean = 0.0
-        drifts = []
-        for part in result.parts:
-            squares = [part.by_rank[rank] for rank in included]
-            drifts.append(Drift.of(squares, part.of_mean, weights))
-            for index, rank in enumerate(included):
-                totals[index] += part.by_rank[rank]
-                exact[index] += part.exact[rank]
-            of_mean += part.of_mean
-        drift = Drift.of(totals, of_mean, weights)
-        self.drifts = [drift, *drifts] if len(drifts) > 1 else [drift]
+        parts = result.parts
+        weights = [report.weight if report.included else 0.0 for report in reports]
+        totals = list(map(sum, zip(*[part.by_rank for part in parts], strict=True)))
+        drift = Drift.of(totals, sum(part.of_mean for part in parts), weights)
+        self.drifts = [drift]
+        if len(parts) > 1:
+            for part in parts:
+                self.drifts.append(Drift.of(part.by_rank, part.of_mean, weights))
         self.workers = len(reports)
         if len(numbers) != len(reports):  # a round that was restored from a checkpoint
             numbers = range(len(reports))
@@ -343,10 +340,12 @@ class RoundStats:
             self.compared = True
             # Equal lengths are not enough: in its first steps Adam goes equally far whatever the
             # gradients. The cosine is that of values as the codec has rounded them.
-            same_lengths = 0.0 < max(exact) <= min(exact) * (1 + SAME)
-            if len(exact) > 1 and same_lengths and drift.cosine > codec.cosine:
+            exact = list(map(sum, zip(*[part.exact for part in parts], strict=True)))
+            moved = [exact[rank] for rank in result.included]
+            same_lengths = 0.0 < max(moved) <= min(moved) * (1 + SAME)
+            if same_lengths and drift.cosine > codec.cosine:
                 warn(
-                    f"in the first block all {len(exact)} workers have taken the same steps. "
+                    f"in the first block all {len(moved)} workers have taken the same steps. "
                     "Either the model is in DistributedDataParallel or ShardedDataParallel (unwrap "
                     f"it), or all workers draw the same samples.{advice('no DDP')}",
                     RuntimeWarning,
