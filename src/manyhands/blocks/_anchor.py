@@ -375,6 +375,10 @@ class Outer:
         """
         raise NotImplementedError
 
+    def __repr__(self) -> str:
+        settings = [f"{name}={value!r}" for name, value in sorted(vars(self).items())]
+        return f"{type(self).__name__}({', '.join(settings)})"
+
     def at(self, lr: float) -> Outer:
         """Return this outer step for the inner learning rate `lr`."""
         return self

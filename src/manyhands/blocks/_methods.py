@@ -277,6 +277,9 @@ class BMUF(Blocks):
                     f"average_sync=True averages Adam's moments at each sync round, and "
                     f"state={state!r} does not: give only one of the two."
                 )
+        for engine_name, name in (("every", "global_sync_iter"), ("warmup", "warmup_iterations")):
+            if engine_name in options:
+                raise TypeError(f"BMUF has fairseq's names: write {name}= for {engine_name}=.")
         warmup_iterations = whole("warmup_iterations", warmup_iterations)
         if not isinstance(global_sync_iter, Every):
             global_sync_iter = Every(global_sync_iter, "global_sync_iter")
