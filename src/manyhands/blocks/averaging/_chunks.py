@@ -14,7 +14,6 @@ first and the last (with several optimizers: the last of each one's).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -73,6 +72,13 @@ class PayloadChunk:
             self.payload.read(self.start + first, out)
         else:
             out.zero_()  # NaN would reach all workers in a sum, and codecs take finite numbers only
+
+    def _read_all(self, report: WorkerReport, out: Tensor, squares: list[float]) -> None:
+        """Fill `out` with the chunk's values, and add their squared length to both `squares`."""
+        self._read(report, 0, out)
+        square = self._square(out)
+        squares[0] += square
+        squares[1] += square
 
     def _square(self, values: Tensor) -> float:
         """Return the squared length of values if it is part of the drift, otherwise 0."""
@@ -174,10 +180,7 @@ class AllReduceChunk(PayloadChunk):
         self._sent = self._allocate(self.length + self.reports_in * REPORT * PARTS)
         self._values = self._sent[: self.length]
         reports = self._sent[self.length :]
-        self._read(report, 0, self._values)
-        square = self._square(self._values)
-        squares[0] += square
-        squares[1] += square
+        self._read_all(report, self._values, squares)
         if report.weight != 1.0:  # others' are not known yet: `write_mean` divides by all
             self._values.mul_(report.weight)
         self._reports = reports.view(self.reports_in, REPORT, PARTS)
@@ -259,10 +262,7 @@ class SharedMemoryChunk(PayloadChunk):
         self._reports = [place[:PLACE_HEAD].view(torch.float64) for place in places]
         self._values = [place[PLACE_HEAD:].view(self.payload.dtype) for place in places]
         values = self._values[self.workers.rank]
-        self._read(report, 0, values)
-        square = self._square(values)
-        squares[0] += square
-        squares[1] += square
+        self._read_all(report, values, squares)
         own_report = torch.tensor([*report, *squares], dtype=torch.float64)
         self._reports[self.workers.rank][:REPORT] = own_report
         # The barrier comes last: a worker that passes it may read the report and the values.
@@ -327,123 +327,81 @@ class PairwiseChunk(PayloadChunk):
 
     def __init__(self, payload: Payload, start: int, stop: int, workers: RankGroup) -> None:
         super().__init__(payload, start, stop, workers)
+        step = -(-self.length // workers.size)
+        step = -(-step // ALIGNED_SLICE) * ALIGNED_SLICE
+        self._cuts = [min(rank * step, self.length) for rank in range(workers.size + 1)]
         self._works: list[Waitable] = []
         self._outgoing: list[Tensor] = []  # torch does not keep a tensor alive while it is sent
         self._incoming: list[Tensor] = []
-        self._reports: list[list[float]] = []
-        step = -(-self.length // workers.size)
-        step = -(-step // ALIGNED_SLICE) * ALIGNED_SLICE
-        self.cuts = [min(rank * step, self.length) for rank in range(workers.size + 1)]
-        self._lengths = [b - a for a, b in pairwise(self.cuts)]
-        self._sizes = [self._message_bytes(length) for length in self._lengths]
-
-    def receive_reports(self) -> list[list[float]]:
-        """Wait for the messages, and return every worker's report from its head."""
-        self._wait()
-        for rank, message in enumerate(self._incoming):
-            if rank != self.workers.rank:
-                self._reports[rank] = _read_report(message)
-        return self._reports
-
-    def _message_bytes(self, elements: int) -> int:
-        size = MESSAGE_HEAD + self.payload.codec.size(elements, self.payload.dtype)
-        return -(-size // 8) * 8  # view(float64) needs a multiple of 8
-
-    def _decode(self, rank: int, elements: int, head: int = MESSAGE_HEAD) -> Tensor:
-        """Return the values of the message that came from `rank`, which follow its head."""
-        codec = self.payload.codec
-        dtype = self.payload.dtype
-        size = codec.size(elements, dtype)
-        data = self._incoming[rank][head : head + size].to(self.payload.device)
-        return codec.decode(data, elements, dtype)
-
-    def _exchange(self, messages: list[Tensor], sizes: list[int], tag: int) -> None:
-        """Send each of the others its message, and receive one of `sizes[rank]` bytes from each."""
-        if self.workers.size > 1:
-            rank = self.workers.rank
-            device = self.payload.device
-            # nothing to ourselves
-            messages[rank] = messages[rank][:0]
-            sizes[rank] = 0
-            to_host = not self.workers.has_backend(device)  # gloo sends from the host only
-            self._outgoing = [each.cpu() for each in messages] if to_host else messages
-            self._incoming, self._works = self.workers.all_to_all(self._outgoing, sizes, tag)
-
-    def _wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works = []
-        self._outgoing = []
-
-    def _residual(self, rank: int) -> Tensor | None:
-        """Return the residual of a slice."""
-        # Of another worker's slice it is what rounding our values has cut off; of the slice that we
-        # own, what rounding the mean has cut off. The two never overlap.
-        if self.payload.residual is None:
-            return None
-        first = self.start + self.cuts[rank]
-        last = self.start + self.cuts[rank + 1]
-        return self.payload.residual[first:last]
+        self._own: Tensor  # the values of the own slice, and later the mean
+        self._own_message: Tensor
+        self._own_head: list[float] = []
 
     def send_values(self, report: WorkerReport, squares: list[float]) -> None:
         """Send every slice of the values, encoded, to the worker that averages it."""
         payload = self.payload
         rank = self.workers.rank
-        size = self.workers.size
         messages = []
-        for owner, length in enumerate(self._lengths):
-            message = torch.empty(self._sizes[owner], dtype=torch.uint8, device=payload.device)
-            values = self._values_in(message, length)
-            self._read(report, self.cuts[owner], values)
+        for owner, first in enumerate(self._cuts[:-1]):
+            message = torch.empty(self._bytes(owner), dtype=torch.uint8, device=payload.device)
+            values = self._values_in(message, self._elements(owner))
+            self._read(report, first, values)
             squares[1] += self._square(values)
             if owner == rank:
                 self._own = values  # stays in full precision
             elif payload.codec.rounds:
-                residual = self._residual(owner) if report.included else None
-                data, values = encode_with_residual(payload.codec, values, residual)
-                _write_data(data, message)
+                values = self._encode(values, owner, message, correct=report.included)
             squares[0] += self._square(values)
             messages.append(message)
-        self._message = messages[rank]
-        own_report = [*report, *squares]
+        self._own_message = messages[rank]
+        self._own_head = [*report, *squares]
+        head = torch.tensor(self._own_head, dtype=torch.float64).view(torch.uint8)
         for message in messages:
-            _write_report(own_report, message)
-        self._reports = [own_report] * size
-        self._exchange(messages, [self._sizes[rank]] * size, VALUES_TAG)
+            message[:MESSAGE_HEAD] = head
+        self._exchange(messages, [self._bytes(rank)] * len(messages), VALUES_TAG)
+
+    def receive_reports(self) -> list[list[float]]:
+        self._wait()
+        return [self._head(rank, MESSAGE_HEAD) for rank in range(self.workers.size)]
 
     def send_mean(self, result: RoundResult) -> None:
         """Send the mean of the own slice to all others."""
-        own = self._own
-        self._average(own, result, lambda rank: self._decode(rank, own.numel()))
-        square = self._square(own)
         rank = self.workers.rank
         size = self.workers.size
+        self._average(self._own, result, lambda other: self._decode(other, rank, MESSAGE_HEAD))
+        square = self._square(self._own)
         if self.payload.codec.rounds:
-            residual = self._residual(rank) if result.included else None
             # We keep the decoded mean too, so that all workers write the same rounded values.
-            data, self._own = encode_with_residual(self.payload.codec, self._own, residual)
-            _write_data(data, self._message)
+            correct = bool(result.included)
+            self._own = self._encode(self._own, rank, self._own_message, correct=correct)
         shorter = MESSAGE_HEAD - MEAN_HEAD
-        message = self._message[shorter:]
-        _write_report([square], message)
-        self._reports = [[square]] * size
-        sizes = [each - shorter for each in self._sizes]
+        message = self._own_message[shorter:]
+        message[:MEAN_HEAD] = torch.tensor([square], dtype=torch.float64).view(torch.uint8)
+        self._own_head = [square]
+        sizes = [self._bytes(owner) - shorter for owner in range(size)]
         self._exchange([message] * size, sizes, MEAN_TAG)
 
     def write_mean(self, result: RoundResult) -> float:
         """Decode the owners' means, write them to the payload; return the mean's square."""
         self._wait()
         square = 0.0
-        for rank, length in enumerate(self._lengths):
-            if rank == self.workers.rank:
-                square += self._reports[rank][0]
-                mean = self._own
-            else:
-                square += _read_report(self._incoming[rank], MEAN_HEAD)[0]
-                mean = self._decode(rank, length, MEAN_HEAD)
-            if length:
-                self.payload.write(self.start + self.cuts[rank], mean, result)
+        for owner, first in enumerate(self._cuts[:-1]):
+            square += self._head(owner, MEAN_HEAD)[0]
+            mean = self._own
+            if owner != self.workers.rank:
+                mean = self._decode(owner, owner, MEAN_HEAD)
+            if len(mean):
+                self.payload.write(self.start + first, mean, result)
         return square
+
+    def _elements(self, owner: int) -> int:
+        """Return the elements of a slice."""
+        return self._cuts[owner + 1] - self._cuts[owner]
+
+    def _bytes(self, owner: int) -> int:
+        """Return the size of a message with the values of a slice."""
+        size = self.payload.codec.size(self._elements(owner), self.payload.dtype)
+        return -(-(MESSAGE_HEAD + size) // 8) * 8  # view(float64) needs a multiple of 8
 
     def _values_in(self, message: Tensor, elements: int) -> Tensor:
         """Return memory for a slice's values: inside the message if they travel as they are."""
@@ -452,14 +410,49 @@ class PairwiseChunk(PayloadChunk):
             return torch.empty(elements, dtype=dtype, device=self.payload.device)
         return message[MESSAGE_HEAD : MESSAGE_HEAD + elements * dtype.itemsize].view(dtype)
 
+    def _encode(self, values: Tensor, owner: int, message: Tensor, *, correct: bool) -> Tensor:
+        """Write values of a slice to a message; return the values that will be decoded from it.
 
-def _write_data(data: Tensor, message: Tensor) -> None:
-    message[MESSAGE_HEAD : MESSAGE_HEAD + data.numel()] = data
+        To `correct` them, add the residual. Of another worker's slice it is what rounding our
+        values has cut off; of the own slice, what rounding the mean has cut off. The two never
+        overlap.
+        """
+        residual = None
+        if correct and self.payload.residual is not None:
+            first = self.start + self._cuts[owner]
+            residual = self.payload.residual[first : first + len(values)]
+        data, arriving = encode_with_residual(self.payload.codec, values, residual)
+        message[MESSAGE_HEAD : MESSAGE_HEAD + len(data)] = data
+        return arriving
 
+    def _decode(self, rank: int, owner: int, head: int) -> Tensor:
+        """Return the values of a slice in the message that came from `rank`, after its head."""
+        codec = self.payload.codec
+        elements = self._elements(owner)
+        size = codec.size(elements, self.payload.dtype)
+        data = self._incoming[rank][head : head + size].to(self.payload.device)
+        return codec.decode(data, elements, self.payload.dtype)
 
-def _write_report(numbers: list[float], message: Tensor) -> None:
-    message[: 8 * len(numbers)] = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)
+    def _head(self, rank: int, size: int) -> list[float]:
+        """Return the numbers at the head of a worker's message."""
+        if rank == self.workers.rank:
+            return self._own_head
+        return self._incoming[rank][:size].cpu().view(torch.float64).tolist()
 
+    def _exchange(self, messages: list[Tensor], sizes: list[int], tag: int) -> None:
+        """Send each of the others its message, and receive one of `sizes[rank]` bytes from each."""
+        if self.workers.size > 1:
+            rank = self.workers.rank
+            # nothing to ourselves
+            messages[rank] = messages[rank][:0]
+            sizes[rank] = 0
+            if not self.workers.has_backend(self.payload.device):  # gloo sends from the host only
+                messages = [message.cpu() for message in messages]
+            self._outgoing = messages
+            self._incoming, self._works = self.workers.all_to_all(messages, sizes, tag)
 
-def _read_report(message: Tensor, head: int = MESSAGE_HEAD) -> list[float]:
-    return message[:head].cpu().view(torch.float64).tolist()
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+        self._outgoing = []
