@@ -4,14 +4,14 @@ Tensors held, and when (n: elements of the trained parameters, in float32 unless
 
     anchor      n                   always
     memories    n for each          the outer step's own (a momentum), always
-    residual    n                   with a codec that rounds: what is not sent yet
+    residual    n                   with a codec that rounds: the part not sent yet
     held        n / fragments       with overlap, while in flight: the differences as sent
     arrived     n / fragments       with overlap or in a crew, until it is merged: the mean
 
 In a process group without overlap, the outer step is taken chunk by chunk as means arrive, and
-nothing is held. A crew may undo a sync round, so nothing changes there until all workers have
-agreed that the round took place. With overlap the parameters train on meanwhile, and follow the
-anchor when the mean is merged, with all the steps that they have taken:
+no copy is held. A crew may undo a sync round, so a crew changes the anchor only after all workers
+have agreed that the round took place. With overlap the parameters train on, and follow the anchor
+when the mean is merged, with all the steps that they have taken:
 
     param += (new anchor - old anchor) + held
 
@@ -19,8 +19,8 @@ An outer step gets the *anchor* and the *gradient* (the anchor minus the mean of
 parameters: the movement of a block with its sign turned, as an optimizer expects), and changes the
 anchor in place: `Average`, `BlockMomentum`, `SlowMomentum`, at the end of this file.
 
-A subclass of `Outer` is an outer step of your own. It says how many tensors of the anchor's size it
-keeps (`memories`), and how it moves the anchor (`step`).
+A subclass of `Outer` defines another outer step: the number of tensors of the anchor's size that it
+keeps (`memories`), and the movement of the anchor (`step`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class AnchorBucket:
 
     @property
     def vector(self) -> FlatTensors:
-        # Made anew each time: `.data` of a parameter may have been replaced since.
+        # Not kept: `.data` of a parameter may have been replaced since.
         return FlatTensors(self.params)
 
     def outer_tensors(self) -> list[Tensor]:
@@ -145,7 +145,7 @@ class AnchorDifference(Payload):
 
     def round_like_params(self, anchor: Tensor) -> Tensor:
         """Return the anchor as 16-bit parameters hold it."""
-        # Otherwise the rounding of parameters would count as movement, in every block anew.
+        # Otherwise the rounding of parameters would count as movement in every block.
         return anchor.to(self.bucket.param_dtype).to(anchor.dtype)
 
     def step_anchor(self, start: int, mean: Tensor, result: RoundResult) -> Tensor:
@@ -165,7 +165,7 @@ class AnchorDifference(Payload):
     def merge(self, result: RoundResult, included: bool) -> None:
         """Take the outer step, and keep the steps since the difference was sent."""
         # With a copy of the difference param += (new anchor - old anchor) + held, where old
-        # anchor - held is what was sent. A worker that was left out of the mean takes the new
+        # anchor - held was sent. A worker that was left out of the mean takes the new
         # anchor as it is.
         if self.arrived is None:  # `write` has taken the outer step
             return
@@ -312,7 +312,7 @@ class Anchor:
                         tensor[here].zero_()
 
     def differences(self, fragments: Sequence[int]) -> list[AnchorDifference]:
-        """Return what a round averages: a payload for each bucket of each fragment."""
+        """Return the payloads of a round: one for each bucket of each fragment."""
         found = []
         for fragment in fragments:
             for bucket in self.buckets:
@@ -340,7 +340,7 @@ class Anchor:
         self.all_gather_inner(range(self.fragments))
 
     def reset_residuals(self) -> None:
-        """Begin with zero residuals: slices have other owners now, and the old ones mean nothing.
+        """Start with zero residuals: slices have other owners now, so the old ones do not apply.
 
         In new memory, because a sync round that was given up may still write to the old.
         """
@@ -353,7 +353,7 @@ class Anchor:
 
 
 class Outer:
-    """How the anchor moves once the workers' mean is known. Subclass it for a step of your own.
+    """The movement of the anchor once the workers' mean is known. Subclass it for another step.
 
     >>> import torch, manyhands as mh
     >>> from manyhands.blocks import Outer

@@ -3,13 +3,13 @@
     warmup        steps before the first block
     local_warmup  in the warm-up each worker follows its own gradients; otherwise all workers step
                   along their mean, and stay equal
-    steps         steps taken; a joiner continues from the others' number
+    steps         steps taken; a joiner continues from the number of the members
     rounds        sync rounds that took place
     has_anchor    this worker holds the common state: not so in a local warm-up
     ends_warmup   the warm-up's last step was taken, and the round that makes the first anchor is
                   still to be held, before anything else; a worker that joins meanwhile holds it too
     diverged      parameters may differ from the anchor
-    just_joined   no step was taken since the state transfer, so there is nothing to contribute
+    just_joined   no step was taken since the state transfer, so this worker has no contribution
     newcomer      no round was held since the start or the state transfer, and no state was loaded
     retry         fragments that the members synchronize as soon as they have regrouped: those of
                   an undone round, or those that `synchronize()` was about to send
@@ -33,7 +33,7 @@ A block with one round:
                              └── send ◀── retry ◀──┘
 
 With overlap or fragments a worker stays diverged after a commit: steps were taken meanwhile, or
-other fragments have moved on. The end of a warm-up has a round of its own:
+other fragments have moved on. The end of a warm-up has a separate round:
 
                      step               end_warmup                 begin_anchor
           a warm-up ──────▶ its last step ──────▶ ends the warm-up ────────────▶ at the anchor
@@ -47,7 +47,7 @@ Three things always hold:
     ends the warm-up                             ⇒  after `warmup` steps, with neither of them
 
 Everything here is plain values: no tensors, no process group, no clock. `Sync` (_sync.py) holds one
-of these values. When it changes the value, it also does what the change means: it sends, waits, or
+of these values. When it changes the value, it also carries out the change: it sends, waits, or
 moves parameters.
 """
 
@@ -64,7 +64,7 @@ from manyhands.blocks.crew._roster import Version
 class BlockState:
     """One worker's state. Each method that changes something returns a new state.
 
-    A change that makes no sense in the present state is our own mistake: an AssertionError.
+    A change that makes no sense in the present state is an AssertionError.
     """
 
     warmup: int = 0
@@ -87,7 +87,7 @@ class BlockState:
     state_dropped: bool = False
 
     def __post_init__(self) -> None:
-        """Check what always holds (see above); a failure here is our own mistake."""
+        """Check the three invariants (see above); a failure is an error in this package."""
         assert min(self.work) >= 0, f"more work was merged than was done: {self}"
         assert self.in_flight >= 0, f"a round ends that was not sent: {self}"
         assert not (self.retry and self.in_flight), f"a round overtakes a repeated one: {self}"
@@ -111,7 +111,7 @@ class BlockState:
 
     @property
     def contributes(self) -> bool:
-        """Whether this worker's difference from the anchor is work of its own."""
+        """Whether this worker's difference from the anchor is the result of its steps."""
         return not self.just_joined
 
     @property
@@ -131,7 +131,7 @@ class BlockState:
 
     @property
     def anchor_in_use(self) -> bool:
-        """Whether the anchor is what all workers agreed on last (not so in a warm-up)."""
+        """Whether the workers have agreed on the anchor (not so in a warm-up)."""
         return self.has_anchor and self.steps >= self.warmup and not self.ends_warmup
 
     # -- steps ---------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class BlockState:
 
     def drop_steps(self) -> BlockState:
         """Give up the steps that are in no kept round, such as those of values not finite."""
-        # In a shared warm-up the workers step along their mean, and nothing of it is lost.
+        # In a shared warm-up the workers step along their mean, and no step is lost.
         lost = self.work.steps if self.diverged else 0
         return replace(self, work=NO_WORK, dropped=self.dropped + lost)
 
@@ -243,9 +243,9 @@ class BlockState:
     ) -> BlockState:
         """Take over another member's state.
 
-        A joiner takes part in a round that is repeated, although it has nothing to contribute, and
-        in the round that ends a warm-up. If it was a member that came too late, it gives up its
-        steps: they started from an anchor that the others have left.
+        A joiner takes part in a round that is repeated, although it does not contribute, and in the
+        round that ends a warm-up. A member that came too late gives up its steps: they started from
+        an anchor that the other members have left.
         """
         assert not self.in_flight, f"rounds of former members are in flight: {self}"
         state = replace(
@@ -256,12 +256,12 @@ class BlockState:
             newcomer=True,
             retry=tuple(retry),
             joins=self.joins + 1,
-            joined_late=steps > 0,  # otherwise the run begins for the others, too
+            joined_late=steps > 0,  # otherwise the run begins for all members
         )
         return state._at(steps, rounds, ends_warmup)
 
     def forget_rounds(self) -> BlockState:
-        """Give up what is in flight, because other values are loaded."""
+        """Give up the rounds in flight, because other values are loaded."""
         return replace(self, in_flight=0, ends_warmup=False, just_joined=False, newcomer=False)
 
     def load(

@@ -2,21 +2,21 @@
 
 In the order in which they are made:
 
-options              may they be combined?
-the other workers    have they the same options and the same model? This comes before the first
+options              options that exclude each other
+the other workers    other options or another model on a worker. This check comes before the first
                      tensor is sent, and every worker raises
-other averaging      does something else average the workers' gradients already?
-a saved run          had it the same options?
+other averaging      another wrapper averages the workers' gradients already
+a saved run          other options than in the saved run
 
 Other averaging: in blocks each worker follows its own gradients. If a trainer leaves the model in
 `DistributedDataParallel` or `ShardedDataParallel`, all workers have the mean gradient, take the
-same steps, and a sync round changes nothing. Nothing fails, and DDP's traffic stays. So there is an
-error or a warning when the optimizer is made, if such a wrapper can be found then, and otherwise a
+same steps, and a sync round has no effect. No error follows, and DDP's traffic stays. So there is
+an error or a warning when the optimizer is made, if such a wrapper can be found then, and otherwise a
 warning after the first block, if all workers moved exactly the same way.
 
 A saved run: options are saved under the engine's names ("every", "outer.momentum"), which all
 methods have in common, so that a run may continue under another name of the same method. Users see
-and give the names of their class: for `BMUF` these two are `global_sync_iter` and `block_momentum`.
+the names of their class: for `BMUF` these two are `global_sync_iter` and `block_momentum`.
 `names` below leads from the engine's names to the class's.
 """
 
@@ -65,7 +65,17 @@ def check_optimizers(class_name: str, given: object, blocks: type[Optimizer]) ->
         return optimizers[0]
     owners: dict[int, int] = {}
     for number, each in enumerate(optimizers):
-        _check_plain(class_name, each)
+        for layer in unwrap(each, every_layer=True):
+            if isinstance(layer, OptimizerWrapper | ShardedOptimizer):
+                raise TypeError(
+                    f"{class_name} takes a list of plain optimizers, and got "
+                    f"{type(layer).__name__} in one. Wrap that by itself, not in a list."
+                )
+            if isinstance(layer, LBFGS):
+                raise TypeError(
+                    f"{class_name} evaluates a closure once for all optimizers of a list, and "
+                    "LBFGS needs to do so several times. Wrap it by itself, not in a list."
+                )
         for param in all_params(each):
             owner = owners.setdefault(id(param), number)
             if owner != number:
@@ -74,21 +84,6 @@ def check_optimizers(class_name: str, given: object, blocks: type[Optimizer]) ->
                     f"{number} of the list. Give each parameter to one of them."
                 )
     return SeveralOptimizers(optimizers)
-
-
-def _check_plain(class_name: str, optimizer: Optimizer) -> None:
-    """Raise if an optimizer cannot be one of a list."""
-    for layer in unwrap(optimizer, every_layer=True):
-        if isinstance(layer, OptimizerWrapper | ShardedOptimizer):
-            raise TypeError(
-                f"{class_name} takes a list of plain optimizers, and got {type(layer).__name__} in "
-                "one. Wrap that by itself, not in a list."
-            )
-        if isinstance(layer, LBFGS):
-            raise TypeError(
-                f"{class_name} evaluates a closure once for all optimizers of a list, and LBFGS "
-                "needs to do so several times. Wrap it by itself, not in a list."
-            )
 
 
 def _check_optimizer(class_name: str, optimizer: object, blocks: type[Optimizer]) -> Optimizer:
@@ -204,7 +199,7 @@ def check_not_averaged(
     if model is not None and _averages(model) and _groups_overlap(model.process_group, workers):
         raise ValueError(f"model= is in {type(model).__name__}, which averages too. {way_out}")
     if _averaging_modules(optimizer, workers):
-        gc.collect()  # a wrapper that nothing holds any more must not cause a warning
+        gc.collect()  # a wrapper without references must not cause a warning
         for kind in sorted(_averaging_modules(optimizer, workers)):
             text = f"the parameters are in a {kind} that averages gradients, too. {way_out}"
             warn(text, RuntimeWarning)

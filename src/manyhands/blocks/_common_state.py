@@ -3,7 +3,7 @@
     Counters            plain numbers: steps, rounds, the present block, the drift of the last one
     TransferredState    these, anchor and outer memories, buffers, samples, and rounds to repeat
 
-`_saving.py` adds to it what belongs to one worker.
+`_saving.py` adds the state of each worker.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class CommonParts:
     # -- state transfer ------------------------------------------------------------------------
 
     def pack(self, state: BlockState) -> bytes:
-        """Return, as bytes, what a joiner needs: anchor, memories, counters, buffers, samples."""
+        """Return the state for a joiner as bytes: anchor, memories, counters, buffers, samples."""
         if not state.anchor_in_use:  # this worker's parameters take its place
             self.anchor.begin()
         transferred: TransferredState = {
@@ -92,7 +92,7 @@ class CommonParts:
         return file.getvalue()
 
     def take_over(self, data: bytearray, state: BlockState) -> BlockState:
-        """Set everything to what another member has packed; return the joiner's state."""
+        """Take over the state that another member has packed; return the joiner's state."""
         # `weights_only`: no code that comes over the network may run here.
         saved: TransferredState = torch.load(io.BytesIO(data), "cpu", weights_only=True)
         self.anchor.load(saved)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -55,7 +55,7 @@ def list_options(passed_on: type[CommonOptions]) -> Callable[[Method], Method]:
     """Show the options that a method passes on to `Blocks`: in its signature and its docstring."""
 
     def decorate(method: Method) -> Method:
-        init = vars(method)["__init__"]
+        init: Any = method.__init__
         own = inspect.signature(init)
         blocks = inspect.signature(Blocks.__init__)
         named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -193,7 +193,8 @@ class SlowMo(Blocks):
         every: int | Every = 16,
         **options: Unpack[BlockOptions],
     ) -> None:
-        inner_lr = None if inner_lr is None else real("inner_lr", inner_lr, above=0)
+        if inner_lr is not None:
+            inner_lr = real("inner_lr", inner_lr, above=0)
         slow_lr = real("slow_lr", slow_lr, above=0)
         outer = SlowMomentum(inner_lr, slow_lr, _momentum("slow_momentum", slow_momentum))
         super().__init__(optimizer, outer, every=every, **options)

@@ -56,11 +56,11 @@ from manyhands.blocks.crew._roster import NO_VERSION
 BUFFERS = ("average", "broadcast", "keep")
 
 Closure = Callable[[], object]  # computes the gradients, and returns the loss
-Step = Callable[..., object]  # an inner optimizer's, which may have arguments of its own
+Step = Callable[..., object]  # an inner optimizer's, which may have further arguments
 
 
 class Blocks(OptimizerWrapper):
-    """Let each worker take steps of its own, and synchronize all workers once in a block.
+    """Let each worker take local steps, and synchronize all workers once in a block.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(2, 1)
@@ -75,11 +75,11 @@ class Blocks(OptimizerWrapper):
     step of that name. One worker without a crew is bitwise the bare optimizer.
 
     At construction every worker takes worker 0's parameters and buffers. Every worker has to call
-    `step` equally often, unless `every` lets each take steps of its own (`Seconds`). At the end of
+    `step` equally often, unless `every` allows different numbers (`Seconds`). At the end of
     training, and before one model is evaluated or saved for all workers, call `synchronize()` on
     every worker, or use `at_anchor()`.
 
-    An outer step of your own:
+    Another outer step:
 
     >>> from manyhands.blocks import Outer
     >>> class Signs(Outer):
@@ -90,7 +90,7 @@ class Blocks(OptimizerWrapper):
 
     Args:
         optimizer: the inner optimizer, with which each worker steps. Or a list of several, such as
-            Muon and AdamW, each with parameters of its own: `step` steps all of them.
+            Muon and AdamW, each with separate parameters: `step` steps all of them.
         outer: the outer step, from the workers' mean to the next anchor. By default the mean is
             the next anchor.
         every: steps from one sync round to the next, or `Seconds`.
@@ -144,7 +144,7 @@ class Blocks(OptimizerWrapper):
         crew: Crew | None = None,
         shared_memory: bool | None = None,
     ) -> None:
-        outer = Average() if outer is None else outer
+        outer = outer or Average()
         self._inner = check_optimizers(type(self).__name__, optimizer, Blocks)
         interval = every if isinstance(every, Every) else Every(every)
         one_of("buffers", buffers, BUFFERS)
@@ -232,12 +232,12 @@ class Blocks(OptimizerWrapper):
         )
 
     def _compared(self) -> dict[str, Value]:
-        """Return what all workers must have in common: options, and which optimizers are a list."""
+        """Return the facts that must be equal on all workers: options, and a list of optimizers."""
         if not isinstance(self._inner, SeveralOptimizers):
             return self._options
         return {**self._options, "optimizers": str(self._inner)}
 
-    # -- what a user can read --------------------------------------------------------------------
+    # -- state for users -------------------------------------------------------------------------
 
     @property
     def gradient_ranks(self) -> RankGroup:
@@ -251,10 +251,10 @@ class Blocks(OptimizerWrapper):
 
     @property
     def steps(self) -> int:
-        """Steps taken. A worker that joins later continues from the others' number.
+        """Steps taken. A worker that joins later continues from the number of the run.
 
-        If each worker takes steps of its own, these are the steps that the workers have taken in
-        the mean: equal on all of them at each sync round.
+        With `own_steps=True` this is the mean of the workers' steps: equal on all workers at each
+        sync round.
         """
         return self._sync.state.steps
 
@@ -282,7 +282,7 @@ class Blocks(OptimizerWrapper):
         return list(self._sync.stats.left_out)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return what the last sync rounds have shown, in plain numbers, for logs and `Record`."""
+        """Return plain numbers about the last sync rounds, for logs and `Record`."""
         sync = self._sync
         stats = sync.stats
         drift, *parts = stats.drifts
@@ -324,7 +324,7 @@ class Blocks(OptimizerWrapper):
         sync = self._sync
         if closure is not None:
             closure = self._in_step(closure)
-        # A scaler leaves them on what it was given: this optimizer, or the inner one.
+        # A scaler leaves them on the optimizer that it was given: this one, or the inner one.
         signals = ScalerSignals.read_from(self, self._inner)
         if sync.state.steps_together and not self.alone:
             result = self._step_together(signals, closure, *args, **kwargs)
@@ -404,7 +404,7 @@ class Blocks(OptimizerWrapper):
 
         The mean of a sync round is then weighted by the samples that each worker trained on since
         the last one. Call it before every step on every worker, or never: without it workers have
-        equal weights, or the weights of their steps if each takes steps of its own.
+        equal weights, or with `own_steps=True` the weights of their steps.
 
         >>> import torch, manyhands as mh
         >>> model = torch.nn.Linear(2, 1)
@@ -490,11 +490,11 @@ class Blocks(OptimizerWrapper):
     def finish(self) -> None:
         """Synchronize a last time, and leave the crew: training is over on this worker.
 
-        A crew's worker that is done while others train on leaves without a sync round: the others
-        lose nothing, and its own steps since the last round are lost.
+        A crew's worker that is done while others train on leaves without a sync round: its steps
+        since the last round are lost.
         """
         if isinstance(self._sync.members, ElasticMembers):
-            if stop_notice.received:  # the others may need longer than this worker has
+            if stop_notice.received:  # the other members may need longer than this worker has
                 crew = self._sync.members.crew
                 crew.patience = min(crew.patience, stop_notice.seconds_left / 2)
             with torch.no_grad():
@@ -505,7 +505,7 @@ class Blocks(OptimizerWrapper):
             self.synchronize()
 
     def block_samples(self) -> SampleRounds | None:
-        """What a `Cursor` needs to hand out this worker's samples; None without other workers."""
+        """Return the interface for a `Cursor`; None without other workers."""
         return None if self.alone else SampleRounds(self._sync)
 
     # -- stopping before the end ---------------------------------------------------------------
@@ -513,8 +513,9 @@ class Blocks(OptimizerWrapper):
     def stop_agreed(self) -> bool | None:
         """Return whether to stop here, as all workers know by now; None if they may not know."""
         if self.alone:
-            inner = self._inner
-            return inner.stop_agreed() if isinstance(inner, OptimizerWrapper) else None
+            if isinstance(self._inner, OptimizerWrapper):
+                return self._inner.stop_agreed()
+            return None
         if not self.in_crew:
             return self._sync.stats.stop  # every worker's report has come to all workers
         if self.gradient_ranks.size > 1:
@@ -522,7 +523,7 @@ class Blocks(OptimizerWrapper):
         return stop_notice.received and self.may_stop_here()
 
     def may_stop_here(self) -> bool:
-        """In a crew: between two blocks nothing is lost, and inside one this worker's steps are."""
+        """In a crew: stop between two blocks, or inside one at the loss of this worker's steps."""
         if not self.in_crew or self._sync.between_blocks:
             return True
         return self._sync.seconds_to_merge() > stop_notice.seconds_left / 2
@@ -557,7 +558,7 @@ class Blocks(OptimizerWrapper):
         """
         check_same_optimizers(self._inner, state_dict)
         saved = self.checked_state(state_dict.get(_saving.KEY))
-        # After all checks: a state that does not fit changes nothing.
+        # After all checks: a state that does not fit has no effect.
         inner = dict(state_dict)
         inner.pop(_saving.KEY, None)
         self._inner.load_state_dict(inner)
@@ -578,7 +579,7 @@ class Blocks(OptimizerWrapper):
         return state
 
     def state_parts(self) -> _saving.OuterStateParts:
-        """Return what `mh.save` and `mh.load` ask of blocks."""
+        """Return the interface for `mh.save` and `mh.load`."""
         return _saving.OuterStateParts(self._sync, self._options)
 
     def __repr__(self) -> str:

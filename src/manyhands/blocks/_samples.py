@@ -4,10 +4,10 @@ With a `Cursor` every worker holds a part of the epoch (`data/_ledger.py`), and 
 same ledger:
 
     send      the report of the round that ends a block says how many samples the worker has taken
-    commit    if the round is kept, all workers commit what each one took; if not, nothing changes
-    members   a worker that left or died holds nothing any more; a joiner receives the ledger with
-              the state
-    hand out  every member gets its part of what is left, for the steps until the next round
+    commit    if the round is kept, all workers commit the samples that each one took
+    members   a worker that left or died holds no samples any more; a joiner receives the ledger
+              with the state
+    hand out  every member gets a part of the remaining samples, for the steps until the next round
 
 A worker may be left out of the mean because its values are not finite. It commits its samples all
 the same: they count like those of a step that a gradient scaler skips.
@@ -36,7 +36,7 @@ class BlockSamples:
         self._schedule = schedule
         self.account = Account()  # without rules if there is no cursor
         self.joined_late = False  # whether the ledger came from another worker
-        # Whether it is not known what workers take while a round is in flight.
+        # Whether the samples of other workers are unknown while a round is in flight.
         self.unknown_in_flight = schedule.every.own_steps and schedule.overlap > 0
         self._counted: int | None = None  # by `count_samples`, for the step that is being taken
 
@@ -72,7 +72,7 @@ class BlockSamples:
     def weight(self, work: Work, drawn: float) -> float:
         """Return the weight of this work in the mean; `drawn` are the samples of the cursor in it.
 
-        It follows from the samples, or from the steps if each worker takes steps of its own.
+        It follows from the samples, or with `own_steps=True` from the steps.
         """
         if work.counted:
             return float(max(work.samples, 1))
@@ -86,7 +86,7 @@ class BlockSamples:
         return max(steps, 1 / length) / length
 
     def commit(self, result: RoundResult, step: int) -> None:
-        """Commit what all workers have taken until this step: the round was kept."""
+        """Commit the samples of all workers until this step: the round was kept."""
         numbers = self._members.numbers
         reports = result.reports
         # A round that was restored from a checkpoint may have had another number of workers.
@@ -98,7 +98,7 @@ class BlockSamples:
         self.account.commit(taken, self.number, step)
 
     def hand_out(self, state: BlockState) -> None:
-        """Hand out what is left of the epoch, if that has changed, until the next sync round."""
+        """Hand out the remaining samples for the steps until the next sync round, if it is due."""
         account = self.account
         if account.rules is None or not account.due:
             return
@@ -125,7 +125,7 @@ class BlockSamples:
 
 
 class Rounds(Protocol):
-    """What `SampleRounds` needs of `Sync`."""
+    """The part of `Sync` that `SampleRounds` uses."""
 
     state: BlockState
     samples: BlockSamples
@@ -135,7 +135,7 @@ class Rounds(Protocol):
 
 
 class SampleRounds:
-    """What a `Cursor` asks of blocks: the `CursorBlocks` of `data/_cursor.py`."""
+    """The `CursorBlocks` of `data/_cursor.py`: the samples of blocks, for a `Cursor`."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds

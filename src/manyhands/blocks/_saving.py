@@ -1,7 +1,7 @@
 """Save the state of blocks, and continue a run from it.
 
-`save_worker` is a worker's own part of its optimizer's `state_dict`: everything, also in the middle
-of a block. `save_counters` and `load_counters` are for checkpoints that all workers share: numbers
+`save_worker` is a worker's part of the optimizer's `state_dict`, also in the middle of a block.
+`save_counters` and `load_counters` are for checkpoints that all workers share: numbers
 only, because `checkpoint/_optimizer.py` saves anchor and memories by parameter.
 """
 
@@ -36,7 +36,7 @@ FORMAT = 3
 
 
 class SavedWorker(Counters, AnchorState):
-    """A worker's own part of a state dict."""
+    """A worker's part of a state dict."""
 
     format: int
     workers: list[int]  # size and rank of the worker that saved it
@@ -51,7 +51,7 @@ class SavedWorker(Counters, AnchorState):
 
 
 def save_worker(sync: Sync) -> SavedWorker:
-    """Return everything a bitwise continuation needs. Wait for what is in flight to arrive."""
+    """Return the state for a bitwise continuation. Wait for the rounds in flight."""
     workers = sync.members.workers
     state = sync.state
     pending = []
@@ -278,7 +278,7 @@ def _restore_mean(saved: SavedEntries) -> SnapshotPayload:
 
 
 class OuterStateParts:
-    """What a checkpoint asks of blocks: `BlocksParts` of `_optimizers/state_parts.py`."""
+    """The `BlocksParts` of `_optimizers/state_parts.py`: the state of blocks, for a checkpoint."""
 
     def __init__(self, sync: Sync, options: Options) -> None:
         self._sync = sync

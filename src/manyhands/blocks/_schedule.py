@@ -36,7 +36,7 @@ from manyhands.blocks.averaging._payload import RoundResult
 
 
 class BlockPlan(TypedDict, total=False):
-    """With own steps: what all workers know of the present block."""
+    """With own steps: the facts about the present block that all workers know."""
 
     plan: list[tuple[int, int]]  # every worker's number, and its steps
     pace: list[float]  # the schedule's `seconds` and `ahead`
@@ -149,7 +149,7 @@ class Schedule:
             return
         if len(numbers) != len(paces):  # a round that was restored from a checkpoint
             numbers = range(len(paces))
-        # A new worker was not timed: it takes as long as the others in the mean.
+        # A new worker was not timed: it gets the mean time.
         mean = sum(timed) / len(timed)
         seconds = [pace.seconds if pace.taken > 0 else mean for pace in paces]
         steps = self.every.share(seconds)
@@ -169,7 +169,7 @@ class Schedule:
         self.length = max(self.overlap + 1, round(self.ahead + mean))
 
     def to_state(self) -> BlockPlan:
-        """Return what all workers know of the block, besides its start and length."""
+        """Return the facts about the block that all workers know, besides start and length."""
         if not self.every.own_steps:
             return {}
         return {"plan": list(self.plan.items()), "pace": [self.seconds, self.ahead]}
@@ -192,7 +192,7 @@ class Every:
     50
     """
 
-    own_steps = False  # whether each worker takes a number of steps of its own
+    own_steps = False  # whether workers take different numbers of steps
 
     def __init__(self, steps: int, name: str = "every") -> None:
         self.first = whole(
@@ -230,8 +230,8 @@ class Seconds(Every):
     `first` is the number of steps of the first block, when no step has been timed yet; no block has
     fewer than `least`.
 
-    All workers take equally many steps, unless `own_steps` is set. Then each worker takes as many
-    steps as it can in that time. The mean of a sync round is weighted by these numbers, or by the
+    All workers take the same number of steps, unless `own_steps` is set. Then a faster worker takes
+    more steps in that time. The mean of a sync round is weighted by these numbers, or by the
     samples if `count_samples` is used. The optimizer's `steps` is then the mean of the workers'
     steps: train until it has reached a number.
 

@@ -13,8 +13,8 @@ joiners   a crew's new members receive the common state (`_common_state.py`)
 warm-up   the round after its last step makes the first anchor, among the members of that moment
 samples   with a `Cursor`, the samples that were taken are committed with the round (`_samples.py`)
 
-The place of a worker in this life is a value, `Sync.state` (`_block_state.py`). A method here does
-what a change of that value stands for: it sends, waits, and moves anchor and parameters.
+The place of a worker in this life is a value, `Sync.state` (`_block_state.py`). A method here
+carries out a change of that value: it sends, waits, and moves anchor and parameters.
 (`blocks/__init__.py` defines block, sync round, anchor and fragment.)
 """
 
@@ -68,7 +68,7 @@ from manyhands.blocks.averaging._round import (
 
 @dataclass
 class Pending:
-    """Fragments in flight, and what travels with the last fragment of a block."""
+    """Fragments in flight, and with the last fragment of a block the buffers and the state."""
 
     fragments: Sequence[int]
     merge_at: int  # the step, as `Sync.now` counts, after which the mean is merged
@@ -98,7 +98,7 @@ class Pending:
 
 
 class Sync:
-    """Keeps this worker's parameters and the other workers' together: it holds all sync rounds."""
+    """Synchronize this worker's parameters with the other workers': hold all sync rounds."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Sync:
                 self.after_step()
 
     def set_steps(self, step: int) -> None:
-        """Continue as after `step` steps: merge what is in flight, and begin the block there."""
+        """Continue as after `step` steps: merge the rounds in flight, and begin the block there."""
         self.merge_pending()
         self.state = self.state.continue_at(step)
         self.begin_block()
@@ -202,8 +202,8 @@ class Sync:
     def sync_now(self, *, closing: bool = False) -> None:
         """Merge all that is in flight, and then synchronize all fragments if any has diverged."""
         # `closing`: all members have said that they are here.
-        # Joiners that come as something is merged take part in the round that follows. This worker
-        # does not if it came too late: the others have held theirs, and train on.
+        # Joiners that come as a round is merged take part in the round that follows. This worker
+        # does not if it came too late: the other members have held that round, and train on.
         fragments = range(self.schedule.fragments if self.anchor.buckets else 0)
         if self.state.has_let_in and self.state.diverged and fragments and not closing:
             # The joiners train already, and cannot know of this round. So the generation ends. They
@@ -239,7 +239,7 @@ class Sync:
             break
 
     def merge_pending(self, due: Sequence[int] = ()) -> None:
-        """Wait for all that is in flight, and merge it. Fragments that are `due` follow."""
+        """Wait for all rounds in flight, and merge them. Fragments that are `due` follow."""
         while self.pending:
             self._merge(due)
 
@@ -377,12 +377,12 @@ class Sync:
         pending = self.pending.popleft()
         try:
             result = self._commit(pending.background)
-        except BaseException:  # an error, such as workers that disagree: nothing is repeated
+        except BaseException:  # an error, such as workers that disagree: no round is repeated
             self.state = self.state.undo()
             raise
         if result is None:
             # Without overlap it is repeated at once, so that no worker's block is lost. With
-            # overlap nothing has changed: the differences are sent when they are next due.
+            # overlap the anchor is unchanged: the differences are sent when they are next due.
             self.state = self.state.undo([] if pending.overlaps else pending.fragments)
             self.regroup(due)
             if pending.overlaps:
@@ -410,7 +410,7 @@ class Sync:
         self.restart_clock()
 
     def _discard_own_values(self) -> None:
-        """Go back to the anchor, and contribute nothing to the rounds that are in flight."""
+        """Return to the anchor, and do not contribute to the rounds in flight."""
         self.anchor.restore_params()
         self.state = self.state.drop_steps()
         if drop_nonfinite_state(self.extras.optimizer):
@@ -430,7 +430,7 @@ class Sync:
         """Average tensors in place over the workers, without anchor and outer step.
 
         None: the round was undone, and `regroup` is due, because the members change. A worker that
-        does not contribute gets the others' mean.
+        does not contribute gets the mean of the other workers.
         """
         everything = [*payloads, *state]
         finite = all(map(is_payload_finite, everything))
@@ -456,11 +456,11 @@ class Sync:
         """Set every gradient to the workers' mean; return whether there is one to step along.
 
         The steps of a shared warm-up follow it. A worker whose gradients are not finite is left
-        out, and gets the others' mean. A parameter that has no gradient on any worker stays
-        without one.
+        out, and gets the mean of the other workers. A parameter that has no gradient on any worker
+        stays without one.
 
-        The gradients of a worker that came too late are of parameters that the others have left:
-        they are not in the mean, and after the warm-up there is none.
+        The gradients of a worker that came too late are of parameters that the other workers have
+        left: they are not in the mean, and after the warm-up there is none.
         """
         # Workers may use different parameters, but have to send the same payloads. So zeros stand
         # for a missing gradient, and one more number for each parameter says whether it has one.
@@ -524,17 +524,17 @@ class Sync:
         """Let lost members leave and joiners in, and send these the state; until none is due."""
         while self.members.regroup_due:
             assert isinstance(self.members, ElasticMembers)
-            self.pending.clear()  # they have changed nothing yet, and are sent again when due
-            self.samples.account.due = True  # other members share what is left
+            self.pending.clear()  # they are not merged yet, and are sent again when due
+            self.samples.account.due = True  # other members share the remaining samples
             self.state = self.state.regroup(due)
             self.members.regroup(self.state.version)
             self.anchor.reset_residuals()
             self.transfer_state()
 
     def _is_awaited(self) -> bool:
-        """Return whether the others hold a round at the step at which this worker was let in."""
+        """Return whether the members hold a round at the step at which this worker was let in."""
         # (The processes of one worker may see it after different steps: they come when their next
-        # round is due.) It gets the others' state again, and gives up its steps.
+        # round is due.) It gets the members' state again, and gives up its steps.
         if self.members.inner.size > 1 or not isinstance(self.members, ElasticMembers):
             return False
         return self.members.crew.is_awaited(self.state.steps)

@@ -2,8 +2,8 @@
 
 In the order in which a tensor meets them:
 
-_payload.py  what a worker contributes: payloads, buffers, optimizer state, work, and a report
-_round.py    what runs a round, and what it shows: thread, chunks in flight, decision, drift
+_payload.py  contributions of a worker: payloads, buffers, optimizer state, work, and a report
+_round.py    the round and its statistics: thread, chunks in flight, decision, drift
 _codec.py    flat values as few bytes, and back
 _chunks.py   a range of a payload on its way: all_reduce, shared memory, or encoded, in pairs
 

@@ -59,7 +59,7 @@ class PayloadChunk:
         raise NotImplementedError
 
     def send_mean(self, result: RoundResult) -> None:
-        """Average what this worker owns and start to send the mean. The reports are known."""
+        """Average the own slice and start to send the mean. The reports are known."""
         raise NotImplementedError
 
     def write_mean(self, result: RoundResult) -> float:

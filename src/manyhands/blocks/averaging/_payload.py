@@ -1,4 +1,4 @@
-"""Describe what a worker contributes to a sync round, and what all workers learn from the round.
+"""Describe the contributions of a worker to a sync round, and the result of the round.
 
 Work             steps and samples of a worker: its weight in the mean
 WorkerReport     a few numbers about the worker itself, sent with every chunk
@@ -81,7 +81,7 @@ NO_WORK = Work()
 
 
 class WorkerReport(NamedTuple):
-    """What a worker says of itself.
+    """A worker's description of itself.
 
     All fields are floats, because a report travels as float64 in the same message as the values.
     """
@@ -168,7 +168,7 @@ class Squares:
 
 @dataclass
 class RoundResult:
-    """What all workers know after a sync round. Equal on all of them, bit for bit."""
+    """The result of a sync round. Equal on all workers, bit for bit."""
 
     reports: list[WorkerReport] = field(default_factory=list)  # by rank
     parts: list[Squares] = field(default_factory=list)  # one for each optimizer
@@ -197,14 +197,15 @@ class RoundResult:
 def are_finite(tensors: Sequence[Tensor]) -> bool:
     """Return whether all numbers in these tensors are finite."""
     for same in group_by_type([local_shard(tensor).detach() for tensor in tensors]):
-        parts = [torch.view_as_real(part) if part.is_complex() else part for part in same]
+        if same[0].is_complex():
+            same = list(map(torch.view_as_real, same))
         # One fused kernel and one wait for the device, instead of one for each tensor.
-        lengths = torch._foreach_norm(parts, dtype=accumulation_dtype(parts[0].dtype))
+        lengths = torch._foreach_norm(same, dtype=accumulation_dtype(same[0].dtype))
         if torch.stack(lengths).isfinite().all():
             continue
-        doubtful = [p for p, size in zip(parts, lengths, strict=True) if not size.isfinite()]
-        if not all(map(_has_finite_maximum, doubtful)):
-            return False
+        for tensor, length in zip(same, lengths, strict=True):
+            if not length.isfinite() and not _has_finite_maximum(tensor):
+                return False
     return True
 
 
@@ -321,7 +322,7 @@ def trainable_params(optimizer: Optimizer) -> list[Tensor]:
     return [param for param in all_params(optimizer) if param.requires_grad]
 
 
-# -- what is averaged at the end of a block -------------------------------------------------------
+# -- averaged at the end of a block ---------------------------------------------------------------
 
 
 def state_tensors(optimizer: Optimizer, only: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -437,8 +438,10 @@ def _find_modules(params: Sequence[Tensor]) -> list[nn.Module]:
     candidates = list(modules_holding(params))
     complete = [module for module, found in candidates if len(found) == len(set(map(id, params)))]
     if complete:
-        return [min(complete, key=lambda module: sum(1 for _ in module.modules()))]
-    children = {id(child) for module, _ in candidates for child in module.children()}
+        return [min(complete, key=lambda module: len(list(module.modules())))]
+    children: set[int] = set()
+    for module, _ in candidates:
+        children.update(map(id, module.children()))
     roots = [(module, found) for module, found in candidates if id(module) not in children]
     # The collector's order differs between workers; the parameters' order does not.
     roots.sort(key=lambda pair: min(pair[1]))

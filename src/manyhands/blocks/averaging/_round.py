@@ -1,10 +1,10 @@
-"""Run a sync round, agree with all workers that it took place, and measure what it shows.
+"""Run a sync round, agree with all workers that it took place, and measure the drift.
 
 FixedMembers     the workers of a process group
 ElasticMembers   or the members of a crew (`blocks/crew/`), who may undo a round, and regroup
 BackgroundSync   a round in a separate thread
 Drift            the distance and the disagreement of the workers
-RoundStats       what the last rounds have shown
+RoundStats       statistics of the last rounds
 StepClock        the time of a step, measured since the last round
 run_sync_round   the round itself: every worker contributes payloads, and all get their mean
 StateTransfer    one of the members sends the joiners of a crew the common state
@@ -91,7 +91,7 @@ class FixedMembers:
         # `devices` are those of the parameters. `background`: rounds run while training goes on.
         # `shared_memory` is the option of `Blocks`. `exact`: the codec does not round.
         workers = self.workers
-        if background:  # a group of their own, so that they do not mix with training's collectives
+        if background:  # a separate group, so that rounds do not mix with training's collectives
             workers = workers.with_background_group(devices[0])
         if shared_memory is None:
             can = exact and all(d.type == "cpu" and workers.on_gloo(d) for d in {*devices})
@@ -194,11 +194,11 @@ class ElasticMembers:
 Members = FixedMembers | ElasticMembers
 
 
-# -- a round, and what it shows --------------------------------------------------------------------
+# -- a round, and its statistics -------------------------------------------------------------------
 
 
 class BackgroundSync(threading.Thread):
-    """A sync round in a thread of its own. `run` instead of `start` holds it at once."""
+    """A sync round in a separate thread. `run` instead of `start` holds it at once."""
 
     def __init__(
         self, sync_round: SyncRound, workers: RankGroup, before: BackgroundSync | None
@@ -300,7 +300,7 @@ class Drift(NamedTuple):
 
 @dataclass
 class RoundStats:
-    """What the last sync rounds have shown, for `snapshot`."""
+    """Statistics of the last sync rounds, for `snapshot`."""
 
     # Of the model; of several optimizers, also of each.
     drifts: list[Drift] = field(default_factory=lambda: [Drift()])
@@ -403,7 +403,7 @@ class _SyncRound:
         self._averaging: deque[PayloadChunk] = deque()  # means are on their way
 
     def run(self, payloads: Sequence[Payload], state: Sequence[Payload]) -> RoundResult:
-        """Send all chunks, with a few in flight; return what the workers know afterwards."""
+        """Send all chunks, with a few in flight; return the result."""
         for chunk in cut_into_chunks(self.workers, payloads):
             self._send(chunk)
         # Only the reports say whether every worker has optimizer state, so at least one chunk's
@@ -501,7 +501,7 @@ def _check_equal(values: Sequence[float], title: str, advice: str) -> None:
 
 
 class StateTransfer:
-    """One member packs the state and sends it to every joiner; the others only wait.
+    """A member packs the state and sends it to every joiner; the other members wait.
 
     It runs in the background like a sync round, so that a member that dies meanwhile is noticed.
     `received` is the state on a joiner, and None elsewhere.
