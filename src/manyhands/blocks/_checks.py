@@ -11,8 +11,8 @@ a saved run          other options than in the saved run
 Other averaging: in blocks each worker follows its own gradients. If a trainer leaves the model in
 `DistributedDataParallel` or `ShardedDataParallel`, all workers have the mean gradient, take the
 same steps, and a sync round has no effect. No error follows, and DDP's traffic stays. So there is
-an error or a warning when the optimizer is made, if such a wrapper can be found then, and otherwise a
-warning after the first block, if all workers moved exactly the same way.
+an error or a warning when the optimizer is made, if such a wrapper can be found then, and otherwise
+a warning after the first block, if all workers moved exactly the same way.
 
 A saved run: options are saved under the engine's names ("every", "outer.momentum"), which all
 methods have in common, so that a run may continue under another name of the same method. Users see
