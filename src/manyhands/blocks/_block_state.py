@@ -262,7 +262,14 @@ class BlockState:
 
     def forget_rounds(self) -> BlockState:
         """Give up the rounds in flight, because other values are loaded."""
-        return replace(self, in_flight=0, ends_warmup=False, just_joined=False, newcomer=False)
+        return replace(
+            self,
+            in_flight=0,
+            ends_warmup=False,
+            just_joined=False,
+            newcomer=False,
+            state_dropped=False,
+        )
 
     def load(
         self,

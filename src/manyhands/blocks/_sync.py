@@ -338,14 +338,14 @@ class Sync:
         # Parameters may have been frozen since the options were compared.
         frozen = [i for i, param in enumerate(self.anchor.params) if not param.requires_grad]
         return WorkerReport(
-            step=self.state.steps,
+            step=float(self.state.steps),
             status=float(finite) if contributes else NOTHING_YET,
             options=fingerprint((self._options, frozen, self.samples.position)),
-            state_elements=sum(payload.length for payload in state),
+            state_elements=float(sum(payload.length for payload in state)),
             seconds=self.clock.seconds_per_step(self.state.own),
             lr=float(self.extras.optimizer.param_groups[0].get("lr", 1.0)),
-            length=self.schedule.length,
-            drawn=self.samples.account.taken if ends_block else 0,
+            length=float(self.schedule.length),
+            drawn=float(self.samples.account.taken if ends_block else 0),
             stop=float(stop),
         )
 
