@@ -41,7 +41,9 @@ from manyhands._tensors.flat import (
     local_shard,
     norm,
     read_range,
+    versions_of,
 )
+from manyhands._warn import warn
 from manyhands.blocks.averaging._codec import Codec
 from manyhands.blocks.averaging._payload import LARGEST, Payload, RoundResult, fingerprint
 
@@ -347,6 +349,33 @@ class Anchor:
         for bucket in self.buckets:
             if bucket.residual is not None:
                 bucket.residual = torch.zeros_like(bucket.residual)
+
+
+class ParamWatch:
+    """Warns once if the parameters were changed between two blocks."""
+
+    def __init__(self, anchor: Anchor) -> None:
+        self._anchor = anchor
+        self._versions: list[int] = []  # torch's counts of changes to the parameters
+        self._warned = False
+
+    def note(self) -> None:
+        """Note the parameters as they are, so that only a change is compared with the anchor."""
+        if not self._warned:
+            self._versions = versions_of(self._anchor.params)
+
+    def check(self) -> None:
+        """Warn if the parameters are not at the anchor, as a block begins."""
+        changed = not self._warned and versions_of(self._anchor.params) != self._versions
+        if changed and self._anchor.moved():
+            self._warned = True
+            warn(
+                "the parameters have changed since the optimizer was put into blocks, or since the "
+                "last sync round, and not by its steps: the next round counts this change as "
+                "training. Load weights before you wrap the optimizer, or with its state: "
+                "mh.load(..., model=model, optimizer=optimizer).",
+                RuntimeWarning,
+            )
 
 
 # -- outer steps -----------------------------------------------------------------------------------

@@ -205,17 +205,6 @@ def check_not_averaged(
             warn(text, RuntimeWarning)
 
 
-def warn_moved() -> None:
-    """Warn that a block begins somewhere else than the workers have agreed on."""
-    warn(
-        "the parameters have changed since the optimizer was put into blocks, or since the last "
-        "sync round, and not by its steps: the next round counts this change as training. Load "
-        "weights before you wrap the optimizer, or with its state: mh.load(..., model=model, "
-        "optimizer=optimizer).",
-        RuntimeWarning,
-    )
-
-
 def _averaging_modules(optimizer: Optimizer, workers: RankGroup) -> set[str]:
     """Return the class names of modules that average the gradients over these workers."""
     found = set()

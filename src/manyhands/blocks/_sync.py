@@ -30,10 +30,8 @@ import torch
 from torch import Tensor
 
 from manyhands._ranks.stop_notice import stop_notice
-from manyhands._tensors.flat import versions_of
-from manyhands.blocks._anchor import Anchor, AnchorDifference
+from manyhands.blocks._anchor import Anchor, AnchorDifference, ParamWatch
 from manyhands.blocks._block_state import BlockState
-from manyhands.blocks._checks import warn_moved
 from manyhands.blocks._common_state import CommonParts
 from manyhands.blocks._samples import BlockSamples
 from manyhands.blocks._schedule import Schedule
@@ -120,23 +118,19 @@ class Sync:
         self.samples = BlockSamples(members, schedule)
         self.common = CommonParts(anchor, schedule, self.stats, extras, self.samples)
         self._options = options
-        # torch's counts of changes to the parameters; None: they were found changed
-        self._versions: list[int] | None = []
+        self._watch = ParamWatch(anchor)
 
     # -- the life of a block -------------------------------------------------------------------
 
     def before_step(self) -> None:
         """Warn once if a block begins and the parameters are not at the anchor."""
-        if self._versions is None or self.state.diverged or not self.state.anchor_in_use:
-            return
-        if versions_of(self.anchor.params) != self._versions and self.anchor.moved():
-            self._versions = None
-            warn_moved()
+        if self.state.anchor_in_use and not self.state.diverged:
+            self._watch.check()
 
     def note_params(self) -> None:
-        """Note the parameters as they are, so that only a change is compared with the anchor."""
-        if self._versions is not None and not self.state.diverged:
-            self._versions = versions_of(self.anchor.params)
+        """Note the parameters after a step, if they are at the anchor."""
+        if not self.state.diverged:
+            self._watch.note()
 
     def count_step(self) -> None:
         """Count a step that the optimizer has taken, or left out."""
@@ -270,7 +264,7 @@ class Sync:
     @property
     def alone(self) -> bool:
         """Whether there is no other worker, and never will be."""
-        return not self.members.elastic and self.members.workers.size == 1
+        return self.members.alone
 
     # -- a sync round about fragments ----------------------------------------------------------
 

@@ -101,6 +101,11 @@ class FixedMembers:
         self.workers = workers
 
     @property
+    def alone(self) -> bool:
+        """Whether there is no other worker, and never will be."""
+        return self.workers.size == 1
+
+    @property
     def numbers(self) -> Sequence[int]:
         """The numbers by which users know the workers, in rank order."""
         return range(self.workers.size)
@@ -129,6 +134,7 @@ class ElasticMembers:
     """The members of a crew, with the methods of `FixedMembers`."""
 
     elastic = True
+    alone = False
 
     def __init__(self, crew: Crew) -> None:
         self.crew = crew
