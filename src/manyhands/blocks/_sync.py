@@ -117,7 +117,7 @@ class Sync:
         self.pending: deque[Pending] = deque()
         self.samples = BlockSamples(members, schedule)
         self.common = CommonParts(anchor, schedule, self.stats, extras, self.samples)
-        self._options = options
+        self._options_checksum = fingerprint(options)
         self._watch = ParamWatch(anchor)
 
     # -- the life of a block -------------------------------------------------------------------
@@ -334,7 +334,7 @@ class Sync:
         return WorkerReport(
             step=float(self.state.steps),
             status=float(finite) if contributes else NOTHING_YET,
-            options=fingerprint((self._options, frozen, self.samples.position)),
+            options=fingerprint((self._options_checksum, frozen, self.samples.position)),
             state_elements=float(sum(payload.length for payload in state)),
             seconds=self.clock.seconds_per_step(self.state.own),
             lr=float(self.extras.optimizer.param_groups[0].get("lr", 1.0)),
