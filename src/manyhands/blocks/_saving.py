@@ -243,6 +243,8 @@ def restore_round(saved: SavedEntries, anchor: Anchor) -> Pending:
     reports = [WorkerReport(*row) for row in saved.rows("reports", REPORT - 2, least=-BELOW)]
     rows = saved.each("parts")
     parts = [_restore_squares(rows, row, len(reports)) for row in rows]
+    if not parts:
+        raise saved.wrong("parts", "of at least one", [])
     result = RoundResult(reports, parts)
     for name, used in (("held", report.included), ("arrived", bool(result.included))):
         values = saved.each(name, len(differences))
