@@ -1,4 +1,4 @@
-"""fairseq's BMUF, with its configuration and its methods, around an optimizer of torch's.
+"""Offer fairseq's BMUF, with its configuration and methods, around an optimizer of torch's.
 
 >>> from manyhands.fairseq import FairseqBMUF, FairseqBMUFConfig
 
@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -45,17 +45,6 @@ class FairseqBMUFConfig:
     distributed_world_size: int | None = None
 
 
-class HasBMUFOptions(Protocol):
-    """A `FairseqBMUFConfig`, fairseq's own, or the namespace of an argument parser."""
-
-    block_lr: float
-    block_momentum: float
-    global_sync_iter: int
-    warmup_iterations: int
-    use_nbm: bool
-    average_sync: bool
-
-
 class FairseqOptimizer(Protocol):
     """One of fairseq's optimizers, which has torch's inside."""
 
@@ -87,7 +76,7 @@ class FairseqBMUF(BMUF):
 
     def __init__(
         self,
-        cfg: HasBMUFOptions,
+        cfg: Any,
         optimizer: Optimizer | FairseqOptimizer,
         *,
         process_group: dist.ProcessGroup | None = None,
@@ -120,7 +109,9 @@ class FairseqBMUF(BMUF):
     @property
     def optimizer_config(self) -> dict[str, Any]:
         """The options of the inner optimizer's first parameter group, as they are now."""
-        return {name: value for name, value in self.param_groups[0].items() if name != "params"}
+        config = dict(self.param_groups[0])
+        del config["params"]
+        return config
 
     def get_lr(self) -> float:
         """Return the learning rate of the first parameter group."""
@@ -142,6 +133,14 @@ class FairseqBMUF(BMUF):
     def set_num_updates(self, num_updates: int) -> None:
         """Set the number of steps taken; call it on every worker. Sync rounds are at multiples."""
         self._sync.set_steps(whole("num_updates", num_updates))
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], optimizer_overrides: Mapping[str, Any] | None = None
+    ) -> None:
+        """Continue from a `state_dict`, with these options of the parameter groups."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group.update(optimizer_overrides or {})
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of a loss."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from manyhands.blocks._block_state import BlockState
-from manyhands.blocks.averaging._work import NO_WORK, Work
+from manyhands.blocks.averaging._payload import NO_WORK, Work
 from manyhands.blocks.crew._roster import NO_VERSION, Version
 
 pytestmark = pytest.mark.quick

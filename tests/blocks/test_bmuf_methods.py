@@ -447,7 +447,7 @@ def test_a_gradient_scaler_through_the_warm_up_and_a_sync_round():
 LOADED = {"global_sync_iter": 4, "warmup_iterations": 2, "block_momentum": 0.5}
 
 
-def test_overrides_are_of_the_groups_and_of_the_blocks():
+def test_overrides_are_options_of_the_parameter_groups():
     def load():
         params = parameters()
         optimizer = fairseq_bmuf(SGD(params, lr=0.1, momentum=0.9), **LOADED)
@@ -455,8 +455,8 @@ def test_overrides_are_of_the_groups_and_of_the_blocks():
             put_gradients(params, step)
             optimizer.step()
         state = copy.deepcopy(optimizer.state_dict())
-        changed = fairseq_bmuf(SGD(params, lr=1.0), **{**LOADED, "global_sync_iter": 8})
-        changed.load_state_dict(state, optimizer_overrides={"lr": 0.05, "every": 8})
+        changed = fairseq_bmuf(SGD(params, lr=1.0), **LOADED)
+        changed.load_state_dict(state, optimizer_overrides={"lr": 0.05})
         same = fairseq_bmuf(SGD(params, lr=1.0), **LOADED)
         same.load_state_dict(state)
         return [

@@ -255,7 +255,6 @@ def test_only_the_common_state_of_a_late_worker_is_not_from_the_checkpoint(tmp_p
     sync = late["optimizer"]._sync
     packed = saved["optimizer"]._sync.common.pack(saved["optimizer"]._sync.state)
     sync.state = sync.common.take_over(bytearray(packed), sync.state)
-    sync._came_at = sync.state.own  # as after a state transfer
     received = {name: value.clone() for name, value in late["model"].state_dict().items()}
     position = late["cursor"].position
 

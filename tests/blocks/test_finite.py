@@ -11,7 +11,6 @@ from torch.optim import SGD, Adam
 import manyhands as mh
 from helpers.ranks import run_ranks
 from manyhands.blocks.averaging._codec import CODECS
-from manyhands.blocks.averaging._drift import Drift
 from manyhands.blocks.averaging._payload import (
     are_finite,
     by_index,
@@ -19,6 +18,7 @@ from manyhands.blocks.averaging._payload import (
     is_payload_finite,
     make_payloads,
 )
+from manyhands.blocks.averaging._round import Drift
 
 LARGE = [3e19, -3e19, 1e30, 3e38]
 NEVER = [math.inf, -math.inf, math.nan]

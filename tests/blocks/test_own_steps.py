@@ -18,9 +18,9 @@ from torch.optim import SGD
 import manyhands as mh
 from helpers.blocks_plain import gradient, train_own
 from helpers.ranks import raises_on_ranks, run_ranks
-from manyhands.blocks._schedule import OwnSchedule, Seconds
+from manyhands.blocks._schedule import Schedule, Seconds
 from manyhands.blocks.averaging import _round
-from manyhands.blocks.averaging._drift import Drift
+from manyhands.blocks.averaging._round import Drift
 from manyhands.errors import RanksDisagree
 
 LR, SIZE = 0.1, 50
@@ -40,6 +40,10 @@ def start():
 
 def samples(rank, step):
     return 3 + rank + step % 3
+
+
+def own_schedule(length, start=0):
+    return Schedule(Seconds(8.0, first=length, own_steps=True), warmup=start)
 
 
 class Clock:
@@ -81,7 +85,8 @@ class Run:
         shown = optimizer.snapshot()
         self.log.append((shown["step"], shown["own_every"], shown["rounds"]))
         self.seen.append(self.param.detach().clone())
-        if getattr(optimizer._sync.schedule, "taken", -1) == 0:
+        schedule = optimizer._sync.schedule
+        if schedule.every.own_steps and schedule.taken == 0:
             self.blocks.append(optimizer.own_steps - sum(self.blocks))
 
     def train(self, steps):
@@ -452,11 +457,11 @@ def test_a_run_that_is_loaded_hands_out_samples_for_the_steps_of_its_block(tmp_p
 
 def test_a_joiner_gets_samples_for_a_block_longer_than_every_workers():
     """The slow ones were lost, and the next block makes up for what the fast one took more."""
-    schedule = OwnSchedule(5)
-    schedule.begin_next(0, EVERY, 0.0)
+    schedule = own_schedule(5)
+    schedule.begin_next(0, 0.0)
     schedule.follow({0: 8}, 0, taken=8.0, seconds=8.0)
     assert (schedule.length, schedule.own) == (11, 8)
-    joiner = OwnSchedule(5)
+    joiner = own_schedule(5)
     joiner.begin(schedule.start, schedule.length)
     joiner.load_state(schedule.to_state(), 1)
     assert schedule.steps_of([0, 1]) == joiner.steps_of([0, 1]) == {0: 8, 1: joiner.own}
@@ -530,8 +535,8 @@ def test_a_round_that_is_repeated_is_merged_at_once(monkeypatch):
 
 
 def test_the_table_of_the_docstring():
-    schedule = OwnSchedule(4)
-    schedule._own = 6
+    schedule = own_schedule(4)
+    schedule.plan = {0: 6}
     assert [schedule.count(0, in_flight=False, elapsed=0.0) for _ in range(6)] == [0, 1, 2, 2, 3, 4]
     assert schedule.ends(4) and schedule.due(4) == [0]
 
@@ -546,7 +551,7 @@ def test_all_workers_count_to_the_same_number_and_get_there_with_their_last_step
 ):
     ends = set()
     for rank in range(len(plan)):
-        schedule = OwnSchedule(length, start=begin)
+        schedule = own_schedule(length, start=begin)
         schedule.follow(dict(enumerate(plan)), rank, taken=0.0, seconds=1.0)
         count = begin
         for number in range(1, plan[rank] + 1):
@@ -567,18 +572,18 @@ def test_all_workers_count_to_the_same_number_and_get_there_with_their_last_step
 )
 def test_the_common_count_is_the_mean_of_the_steps_whatever_the_workers_do(blocks):
     """Some end a block early: the count makes up for it in the next one."""
-    schedule, trained, plan = OwnSchedule(10), 0.0, [10, 10, 10]
+    schedule, trained, plan = own_schedule(10), 0.0, [10, 10, 10]
     for wanted, missing in blocks:
         taken = [max(1, n - missing) for n in plan]
         trained += sum(taken) / 3
-        schedule.begin_next(0, EVERY, 0.0)
+        schedule.begin_next(0, 0.0)
         plan = wanted
         schedule.follow(dict(enumerate(plan)), 0, sum(taken) / 3, 1.0)
         assert schedule.ahead == pytest.approx(trained - schedule.start)
         # A block has at least one step, so the count may stay ahead for some blocks.
         assert trained - schedule.start > -5 * len(blocks) - 1
     for _ in range(40):
-        schedule.begin_next(0, EVERY, 0.0)
+        schedule.begin_next(0, 0.0)
         trained += sum(plan) / 3
         schedule.follow(dict(enumerate(plan)), 0, sum(plan) / 3, 1.0)
     if sum(plan) / 3 >= 8:

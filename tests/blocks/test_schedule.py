@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.blocks._schedule import Every, Schedule, Seconds
-from manyhands.blocks.averaging._drift import Drift
+from manyhands.blocks.averaging._round import Drift
 
 pytestmark = pytest.mark.quick
 
@@ -19,7 +19,8 @@ vectors = st.lists(
 
 @given(length=st.integers(1, 60), fragments=st.integers(1, 8), start=st.integers(0, 1000))
 def test_every_fragment_is_sent_once_a_block_in_order(length, fragments, start):
-    schedule = Schedule(length, fragments, start=start)
+    schedule = Schedule(Every(length), fragments)
+    schedule.begin(start, length)
     sent = [schedule.due(step) for step in range(start + 1, start + length + 1)]
     if fragments <= length:
         assert list(itertools.chain(*sent)) == list(range(fragments))
@@ -28,7 +29,7 @@ def test_every_fragment_is_sent_once_a_block_in_order(length, fragments, start):
 
 
 def test_the_table_of_the_docstring():
-    schedule = Schedule(6, fragments=2)
+    schedule = Schedule(Every(6), fragments=2)
     sent = {}
     for step in range(1, 14):
         sent[step] = schedule.due(step)

@@ -10,7 +10,7 @@ from torch import nn
 import manyhands as mh
 from helpers.data_oracle import global_batches, permutation
 from helpers.ranks import raises_on_ranks, run_ranks
-from manyhands.blocks._schedule import OwnSchedule
+from manyhands.blocks._schedule import Schedule
 from manyhands.blocks.averaging import _round
 from manyhands.blocks.averaging._round import StepClock
 from manyhands.errors import RanksDisagree
@@ -60,7 +60,7 @@ def of_own_speed(**options):
     with pytest.MonkeyPatch.context() as patch:
         seconds = 0.001 * (1 + 2 * dist.get_rank())
         patch.setattr(StepClock, "seconds_per_step", lambda clock, step: seconds)
-        patch.setattr(OwnSchedule, "is_late", lambda schedule, seconds: False)
+        patch.setattr(Schedule, "is_late", lambda schedule, seconds: False)
         every = mh.Seconds(0.02, first=3, own_steps=True)
         _, positions, *_ = found = epochs(2, samples=501, every=every, **options)
         return *found, len(positions)

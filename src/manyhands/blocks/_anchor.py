@@ -1,18 +1,17 @@
-"""The anchor: the parameters that all workers agreed on last, and how an outer step moves it.
+"""Move the anchor, the parameters that all workers agreed on last, by an outer step.
 
 Tensors held, and when (n: elements of the trained parameters, in float32 unless wider)
 
     anchor      n                   always
     memories    n for each          the outer step's own (a momentum), always
-    residual    n                   with a codec that rounds: what is not sent yet
-    held        n / fragments       with overlap, while in flight: the differences as sent,
-    arrived     n / fragments       and their mean
-    stage       n / fragments       in a crew without overlap, during a sync round: the mean
+    residual    n                   with a codec that rounds: the part not sent yet
+    held        n / fragments       with overlap, while in flight: the differences as sent
+    arrived     n / fragments       with overlap or in a crew, until it is merged: the mean
 
 In a process group without overlap, the outer step is taken chunk by chunk as means arrive, and
-nothing is held. A crew may undo a sync round, so nothing changes there until all workers have
-agreed that the round took place. With overlap the parameters train on meanwhile, and follow the
-anchor when the mean is merged, with all the steps that they have taken:
+no copy is held. A crew may undo a sync round, so a crew changes the anchor only after all workers
+have agreed that the round took place. With overlap the parameters train on, and follow the anchor
+when the mean is merged, with all the steps that they have taken:
 
     param += (new anchor - old anchor) + held
 
@@ -20,8 +19,8 @@ An outer step gets the *anchor* and the *gradient* (the anchor minus the mean of
 parameters: the movement of a block with its sign turned, as an optimizer expects), and changes the
 anchor in place: `Average`, `BlockMomentum`, `SlowMomentum`, at the end of this file.
 
-A subclass of `Outer` is an outer step of your own. It says how many tensors of the anchor's size it
-keeps (`memories`), and how it moves the anchor (`step`).
+A subclass of `Outer` defines another outer step: the number of tensors of the anchor's size that it
+keeps (`memories`), and the movement of the anchor (`step`).
 """
 
 from __future__ import annotations
@@ -42,9 +41,11 @@ from manyhands._tensors.flat import (
     local_shard,
     norm,
     read_range,
+    versions_of,
 )
+from manyhands._warn import warn
 from manyhands.blocks.averaging._codec import Codec
-from manyhands.blocks.averaging._payload import LARGEST, RoundResult, fingerprint
+from manyhands.blocks.averaging._payload import LARGEST, Payload, RoundResult, fingerprint
 
 
 @dataclass
@@ -59,13 +60,27 @@ class AnchorBucket:
     memories: list[Tensor]
     residual: Tensor | None  # on the parameters' device
     device: torch.device  # of the parameters
+    param_dtype: torch.dtype  # of the parameters, or of the parts of complex ones
     span: tuple[int, int]  # the slice of all the parameters' elements that this rank owns
     part: int = 0  # which of several optimizers steps the parameters
 
     @property
     def vector(self) -> FlatTensors:
-        # Made anew each time: `.data` of a parameter may have been replaced since.
+        # Not kept: `.data` of a parameter may have been replaced since.
         return FlatTensors(self.params)
+
+    def outer_tensors(self) -> list[Tensor]:
+        """Return the memories, and the residual if there is one."""
+        residual = [] if self.residual is None else [self.residual]
+        return [*self.memories, *residual]
+
+    def pieces(self) -> Iterator[tuple[Tensor, slice, int]]:
+        """Yield each parameter in the span, its place in the span, and its first element there."""
+        begin, end = self.span
+        for param, (first, last) in zip(self.params, self.vector.spans, strict=True):
+            if max(first, begin) < min(last, end):
+                here = slice(max(first - begin, 0), min(last, end) - begin)
+                yield param, here, max(begin - first, 0)
 
 
 def even_range(length: int, index: int, count: int) -> tuple[int, int]:
@@ -73,47 +88,67 @@ def even_range(length: int, index: int, count: int) -> tuple[int, int]:
     return length * index // count, length * (index + 1) // count
 
 
-class AnchorDifference:
-    """A payload: anchor minus parameters. The outer step is taken as each chunk arrives."""
+class AnchorDifference(Payload):
+    """A payload: anchor minus parameters.
 
-    first_only = False
+    The outer step is taken as each chunk of the mean arrives, or in `merge` if `keep_apart` was
+    called before.
+    """
+
+    measured = True
 
     def __init__(
-        self, bucket: AnchorBucket, start: int, stop: int, codec: Codec, outer: Outer
+        self, bucket: AnchorBucket, span: tuple[int, int], codec: Codec, outer: Outer
     ) -> None:
+        start, stop = span
         self.bucket = bucket
         self.start = start
         self.length = stop - start
         self.dtype = bucket.anchor.dtype
         self.device = bucket.device
         self.codec = codec
-        self.residual = None if bucket.residual is None else bucket.residual[start:stop]
+        if bucket.residual is not None:
+            self.residual = bucket.residual[start:stop]
         self.params = bucket.vector
         self.outer = outer
         self.part = bucket.part
-        self.param_dtype = local_shard(bucket.params[0]).real.dtype
+        self.held: Tensor | None = None  # the difference as sent, while training goes on
+        self.arrived: Tensor | None = None  # the mean, until it is merged
 
     @property
     def offset(self) -> int:
         """Where the payload begins among the parameters' elements."""
         return self.bucket.span[0] + self.start
 
+    def keep_apart(self, *, copied: bool) -> None:
+        """Keep the mean until `merge`; send a copy of the difference as it is now if `copied`."""
+        self.arrived = torch.empty(self.length, dtype=self.dtype, device=self.device)
+        if copied:
+            held = torch.empty_like(self.arrived)
+            for start in range(0, self.length, LARGEST):
+                self.read(start, held[start : start + LARGEST])
+            self.held = held
+
     def read(self, start: int, out: Tensor) -> None:
         """Fill `out` with anchor minus parameters, from this payload's element `start` on."""
+        if self.held is not None:
+            out.copy_(self.held[start : start + out.numel()])
+            return
         anchor = self.bucket.anchor[self.start + start :]
         for part, inner, outer in self.params.ranges(self.offset + start, out.numel()):
             before = self.round_like_params(anchor[outer]).to(self.device)
             torch.sub(before, read_range(part, inner), out=out[outer])
 
     def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
-        self.params.write(self.offset + start, self.step_anchor(start, mean, result))
+        if self.arrived is None:
+            self.params.write(self.offset + start, self.step_anchor(start, mean, result))
+        else:
+            self.arrived[start : start + mean.numel()].copy_(mean)
 
     def round_like_params(self, anchor: Tensor) -> Tensor:
         """Return the anchor as 16-bit parameters hold it."""
-        # Otherwise the rounding of parameters would count as movement, in every block anew.
-        if self.param_dtype == anchor.dtype:
-            return anchor
-        return anchor.to(self.param_dtype).to(anchor.dtype)
+        # Otherwise the rounding of parameters would count as movement in every block.
+        return anchor.to(self.bucket.param_dtype).to(anchor.dtype)
 
     def step_anchor(self, start: int, mean: Tensor, result: RoundResult) -> Tensor:
         """Take the outer step on the anchor from `start` on, and return that part of it."""
@@ -130,71 +165,33 @@ class AnchorDifference:
         return anchor
 
     def merge(self, result: RoundResult, included: bool) -> None:
-        """Do nothing: `write` has taken the outer step."""
-
-
-class StagedDifference(AnchorDifference):
-    """A difference whose mean is kept until all workers agree that the sync round took place."""
-
-    def __init__(self, difference: AnchorDifference) -> None:
-        vars(self).update(vars(difference))
-        self._stage = torch.empty(self.length, dtype=self.dtype, device=self.device)
-
-    def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
-        self._stage[start : start + mean.numel()].copy_(mean)
-
-    def merge(self, result: RoundResult, included: bool) -> None:
-        """Take the outer step, and put the parameters at the anchor."""
-        for start in range(0, self.length, LARGEST):
-            super().write(start, self._stage[start : start + LARGEST], result)
-
-
-class OverlappedDifference(AnchorDifference):
-    """A copy of a difference, for a sync round that runs while training goes on."""
-
-    def __init__(self, difference: AnchorDifference) -> None:
-        vars(self).update(vars(difference))
-        self.held = torch.empty(self.length, dtype=self.dtype, device=self.device)
-        self.arrived = torch.empty_like(self.held)
-
-    @classmethod
-    def copy_now(cls, difference: AnchorDifference) -> OverlappedDifference:
-        """Copy the difference as it is now, to be sent while training changes the parameters."""
-        payload = cls(difference)
-        for start in range(0, payload.length, LARGEST):
-            difference.read(start, payload.held[start : start + LARGEST])
-        return payload
-
-    def read(self, start: int, out: Tensor) -> None:
-        out.copy_(self.held[start : start + out.numel()])
-
-    def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
-        self.arrived[start : start + mean.numel()].copy_(mean)
-
-    def merge(self, result: RoundResult, included: bool) -> None:
-        """Take the outer step, and keep the steps that were taken since the difference was sent."""
-        # param += (new anchor - old anchor) + held, where old anchor - held is what was sent. A
-        # worker that was left out of the mean takes the new anchor as it is.
-        params = self.bucket.vector
+        """Take the outer step, and keep the steps since the difference was sent."""
+        # With a copy of the difference param += (new anchor - old anchor) + held, where old
+        # anchor - held was sent. A worker that was left out of the mean takes the new
+        # anchor as it is.
+        if self.arrived is None:  # `write` has taken the outer step
+            return
         anchors = self.bucket.anchor[self.start :]
-        keep = included and bool(result.included)
+        follows = included and bool(result.included)
         for start in range(0, self.length, LARGEST):
-            held = self.held[start : start + LARGEST]
-            before = anchors[start : start + held.numel()].clone()  # the step is in place
-            anchor = self.step_anchor(start, self.arrived[start : start + LARGEST], result)
-            if keep:
-                now = self.round_like_params(anchor)
-                then = self.round_like_params(before)
-                moved = torch.sub(now, then, out=before).to(self.device)
-                params.add(self.offset + start, moved.add_(held))
-            else:
-                params.write(self.offset + start, anchor)
+            mean = self.arrived[start : start + LARGEST]
+            if self.held is None or not follows:
+                self.params.write(self.offset + start, self.step_anchor(start, mean, result))
+                continue
+            before = anchors[start : start + mean.numel()].clone()  # the step is in place
+            now = self.round_like_params(self.step_anchor(start, mean, result))
+            then = self.round_like_params(before)
+            moved = torch.sub(now, then, out=before).to(self.device)
+            self.params.add(self.offset + start, moved.add_(self.held[start : start + LARGEST]))
 
 
 def memory_order(params: Sequence[Tensor]) -> float:
     """Return a checksum of the strides: elements are averaged in the order of memory."""
-    parts = [local_shard(param) for param in params]
-    return fingerprint([(i, p.stride()) for i, p in enumerate(parts) if not p.is_contiguous()])
+    strides = []
+    for index, part in enumerate(map(local_shard, params)):
+        if not part.is_contiguous():
+            strides.append((index, part.stride()))
+    return fingerprint(strides)
 
 
 class AnchorState(TypedDict):
@@ -223,7 +220,8 @@ class Anchor:
             vector = FlatTensors(same)
             device = same[0].device
             span = even_range(len(vector), self.inner.rank, self.inner.size)
-            dtype = accumulation_dtype(local_shard(same[0]).real.dtype)
+            param_dtype = local_shard(same[0]).real.dtype
+            dtype = accumulation_dtype(param_dtype)
             where = torch.device("cpu") if self.on_host else device
             anchor = torch.empty(span[1] - span[0], dtype=dtype, device=where)
             vector.read(span[0], anchor)
@@ -231,16 +229,16 @@ class Anchor:
             residual = None
             if self.codec.rounds:
                 residual = torch.zeros(anchor.numel(), dtype=dtype, device=device)
-            bucket = AnchorBucket(same, anchor, memories, residual, device, span, part)
-            self.buckets.append(bucket)
+            self.buckets.append(
+                AnchorBucket(same, anchor, memories, residual, device, param_dtype, span, part)
+            )
 
     def begin(self) -> None:
         """Set the anchor to the parameters, which are equal on all workers now."""
         for bucket in self.buckets:
             bucket.vector.read(bucket.span[0], bucket.anchor)
-            for tensor in [*bucket.memories, bucket.residual]:
-                if tensor is not None:
-                    tensor.zero_()
+            for tensor in bucket.outer_tensors():
+                tensor.zero_()
 
     def all_gather_inner(self, fragments: Sequence[int]) -> None:
         """Complete the parameters inside a worker of several ranks, which each moved a slice."""
@@ -268,7 +266,10 @@ class Anchor:
     @property
     def params(self) -> list[Tensor]:
         """All parameters that have an anchor, bucket by bucket."""
-        return [param for bucket in self.buckets for param in bucket.params]
+        params: list[Tensor] = []
+        for bucket in self.buckets:
+            params.extend(bucket.params)
+        return params
 
     def outer_parts(self) -> Iterator[StatePart]:
         """Yield anchor, memories and residual of each parameter that this rank has elements of.
@@ -276,14 +277,14 @@ class Anchor:
         They are views: of all elements that this rank holds, or of its slice in an inner group.
         """
         for bucket in self.buckets:
-            begin, end = bucket.span
-            tensors = {"anchor": bucket.anchor, "residual": bucket.residual}
-            tensors |= {f"memory.{n}": memory for n, memory in enumerate(bucket.memories)}
-            for param, (first, last) in zip(bucket.params, bucket.vector.spans, strict=True):
-                if max(first, begin) < min(last, end):
-                    here = slice(max(first - begin, 0), min(last, end) - begin)
-                    entries = {k: each[here] for k, each in tensors.items() if each is not None}
-                    yield StatePart(param, entries, max(begin - first, 0))
+            tensors = {"anchor": bucket.anchor}
+            if bucket.residual is not None:
+                tensors["residual"] = bucket.residual
+            for number, memory in enumerate(bucket.memories):
+                tensors[f"memory.{number}"] = memory
+            for param, here, first in bucket.pieces():
+                entries = {name: tensor[here] for name, tensor in tensors.items()}
+                yield StatePart(param, entries, first)
 
     def saved(self) -> AnchorState:
         """Return anchor and memories, which are equal on every worker."""
@@ -301,48 +302,37 @@ class Anchor:
             for memory, value in zip(bucket.memories, memories, strict=True):
                 memory.copy_(value)
 
-    def layout(self) -> list[int | tuple[int, ...]]:
-        """Return which elements this rank averages: a saved residual fits the same layout only."""
-        lengths = [(len(bucket.vector), *bucket.span) for bucket in self.buckets]
-        return [self.inner.size, self.inner.rank, *lengths]
-
     def reset_frozen(self) -> None:
         """Zero the memories and residuals of parameters that were frozen."""
         # Such a parameter is averaged once more, and then rests, whatever the outer momentum was.
         if all(param.requires_grad for param in self.params):
             return
         for bucket in self.buckets:
-            kept = [*bucket.memories, *([] if bucket.residual is None else [bucket.residual])]
-            begin, end = bucket.span
-            for param, (first, last) in zip(bucket.params, bucket.vector.spans, strict=True):
-                if not param.requires_grad and first < end and begin < last:
-                    for tensor in kept:
-                        tensor[max(first - begin, 0) : last - begin].zero_()
+            for param, here, _ in bucket.pieces():
+                if not param.requires_grad:
+                    for tensor in bucket.outer_tensors():
+                        tensor[here].zero_()
 
-    def differences(self, fragment: int) -> list[AnchorDifference]:
-        """Return what a round averages for a fragment: a payload for each bucket."""
-        return [
-            AnchorDifference(
-                bucket,
-                *even_range(bucket.anchor.numel(), fragment, self.fragments),
-                self.codec,
-                self.outer,
-            )
-            for bucket in self.buckets
-        ]
+    def differences(self, fragments: Sequence[int]) -> list[AnchorDifference]:
+        """Return the payloads of a round: one for each bucket of each fragment."""
+        found = []
+        for fragment in fragments:
+            for bucket in self.buckets:
+                span = even_range(bucket.anchor.numel(), fragment, self.fragments)
+                found.append(AnchorDifference(bucket, span, self.codec, self.outer))
+        return found
 
     def moved(self) -> bool:
         """Return whether parameters of this rank are farther from the anchor than by rounding."""
-        for fragment in range(self.fragments):
-            for part in self.differences(fragment):
-                rounding = 8 * torch.finfo(part.param_dtype).eps  # of a change that was undone
-                anchor = part.bucket.anchor[part.start : part.start + part.length]
-                for start in range(0, part.length, LARGEST):
-                    here = anchor[start : start + LARGEST].nan_to_num(0.0, 0.0, 0.0)
-                    moves = torch.empty_like(here, device=part.device)
-                    part.read(start, moves)  # NaN where both are infinite
-                    if norm(moves.nan_to_num_(0.0)).item() > rounding * norm(here).item():
-                        return True
+        for part in self.differences(range(self.fragments)):
+            rounding = 8 * torch.finfo(part.bucket.param_dtype).eps  # of a change that was undone
+            anchor = part.bucket.anchor[part.start : part.start + part.length]
+            for start in range(0, part.length, LARGEST):
+                here = anchor[start : start + LARGEST].nan_to_num(0.0, 0.0, 0.0)
+                moves = torch.empty_like(here, device=part.device)
+                part.read(start, moves)  # NaN where both are infinite
+                if norm(moves.nan_to_num_(0.0)).item() > rounding * norm(here).item():
+                    return True
         return False
 
     def restore_params(self) -> None:
@@ -352,7 +342,7 @@ class Anchor:
         self.all_gather_inner(range(self.fragments))
 
     def reset_residuals(self) -> None:
-        """Begin with zero residuals: slices have other owners now, and the old ones mean nothing.
+        """Start with zero residuals: slices have other owners now, so the old ones do not apply.
 
         In new memory, because a sync round that was given up may still write to the old.
         """
@@ -361,11 +351,38 @@ class Anchor:
                 bucket.residual = torch.zeros_like(bucket.residual)
 
 
+class ParamWatch:
+    """Warns once if the parameters were changed between two blocks."""
+
+    def __init__(self, anchor: Anchor) -> None:
+        self._anchor = anchor
+        self._versions: list[int] = []  # torch's counts of changes to the parameters
+        self._warned = False
+
+    def note(self) -> None:
+        """Note the parameters as they are, so that only a change is compared with the anchor."""
+        if not self._warned:
+            self._versions = versions_of(self._anchor.params)
+
+    def check(self) -> None:
+        """Warn if the parameters are not at the anchor, as a block begins."""
+        changed = not self._warned and versions_of(self._anchor.params) != self._versions
+        if changed and self._anchor.moved():
+            self._warned = True
+            warn(
+                "the parameters have changed since the optimizer was put into blocks, or since the "
+                "last sync round, and not by its steps: the next round counts this change as "
+                "training. Load weights before you wrap the optimizer, or with its state: "
+                "mh.load(..., model=model, optimizer=optimizer).",
+                RuntimeWarning,
+            )
+
+
 # -- outer steps -----------------------------------------------------------------------------------
 
 
 class Outer:
-    """How the anchor moves once the workers' mean is known. Subclass it for a step of your own.
+    """The movement of the anchor once the workers' mean is known. Subclass it for another step.
 
     >>> import torch, manyhands as mh
     >>> from manyhands.blocks import Outer
@@ -388,9 +405,8 @@ class Outer:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        """Describe all settings: workers, and a resumed run, are compared by this text."""
-        settings = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
-        return f"{type(self).__name__}({settings})"
+        settings = [f"{name}={value!r}" for name, value in sorted(vars(self).items())]
+        return f"{type(self).__name__}({', '.join(settings)})"
 
     def at(self, lr: float) -> Outer:
         """Return this outer step for the inner learning rate `lr`."""
@@ -479,6 +495,6 @@ class SlowMomentum(Outer):
         anchor.sub_(slow, alpha=self.slow_lr * self.inner_lr)
 
     def at(self, lr: float) -> Outer:
-        return (
-            self if self.inner_lr is not None else replace(self, inner_lr=max(lr, 1e-12))
-        )  # a schedule may end at 0
+        if self.inner_lr is not None:
+            return self
+        return replace(self, inner_lr=max(lr, 1e-12))  # a schedule may end at 0

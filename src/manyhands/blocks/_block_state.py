@@ -1,15 +1,15 @@
-"""Where a worker is in the life of its blocks: one immutable value, and every way it may change.
+"""Describe a worker's place in the life of a block as an immutable value, and all its changes.
 
     warmup        steps before the first block
     local_warmup  in the warm-up each worker follows its own gradients; otherwise all workers step
                   along their mean, and stay equal
-    steps         steps taken; a joiner continues from the others' number
+    steps         steps taken; a joiner continues from the number of the members
     rounds        sync rounds that took place
     has_anchor    this worker holds the common state: not so in a local warm-up
     ends_warmup   the warm-up's last step was taken, and the round that makes the first anchor is
                   still to be held, before anything else; a worker that joins meanwhile holds it too
     diverged      parameters may differ from the anchor
-    just_joined   no step was taken since the state transfer, so there is nothing to contribute
+    just_joined   no step was taken since the state transfer, so this worker has no contribution
     newcomer      no round was held since the start or the state transfer, and no state was loaded
     retry         fragments that the members synchronize as soon as they have regrouped: those of
                   an undone round, or those that `synchronize()` was about to send
@@ -17,6 +17,13 @@
     own           steps that this worker has taken itself, since the run began
     work          of these steps, those that no kept round has merged, and that were not given up
     dropped       of these steps, those that were given up: they are in no mean, and never will be
+    joins         state transfers that this worker has received
+
+These three hold until the next step:
+
+    joined_late   this worker has received the state of a run under way
+    has_let_in    this worker was a member when others received the state
+    state_dropped the optimizer's state was not finite, and was deleted: it is incomplete
 
 A block with one round:
 
@@ -26,7 +33,7 @@ A block with one round:
                              └── send ◀── retry ◀──┘
 
 With overlap or fragments a worker stays diverged after a commit: steps were taken meanwhile, or
-other fragments have moved on. The end of a warm-up has a round of its own:
+other fragments have moved on. The end of a warm-up has a separate round:
 
                      step               end_warmup                 begin_anchor
           a warm-up ──────▶ its last step ──────▶ ends the warm-up ────────────▶ at the anchor
@@ -40,7 +47,7 @@ Three things always hold:
     ends the warm-up                             ⇒  after `warmup` steps, with neither of them
 
 Everything here is plain values: no tensors, no process group, no clock. `Sync` (_sync.py) holds one
-of these values. When it changes the value, it also does what the change means: it sends, waits, or
+of these values. When it changes the value, it also carries out the change: it sends, waits, or
 moves parameters.
 """
 
@@ -49,7 +56,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from manyhands.blocks.averaging._work import NO_WORK, Work
+from manyhands.blocks.averaging._payload import NO_WORK, Work
 from manyhands.blocks.crew._roster import Version
 
 
@@ -57,7 +64,7 @@ from manyhands.blocks.crew._roster import Version
 class BlockState:
     """One worker's state. Each method that changes something returns a new state.
 
-    A change that makes no sense in the present state is our own mistake: an AssertionError.
+    A change that makes no sense in the present state is an AssertionError.
     """
 
     warmup: int = 0
@@ -74,9 +81,13 @@ class BlockState:
     own: int = 0
     work: Work = NO_WORK
     dropped: int = 0
+    joins: int = 0
+    joined_late: bool = False
+    has_let_in: bool = False
+    state_dropped: bool = False
 
     def __post_init__(self) -> None:
-        """Check what always holds (see above); a failure here is our own mistake."""
+        """Check the three invariants (see above); a failure is an error in this package."""
         assert min(self.work) >= 0, f"more work was merged than was done: {self}"
         assert self.in_flight >= 0, f"a round ends that was not sent: {self}"
         assert not (self.retry and self.in_flight), f"a round overtakes a repeated one: {self}"
@@ -100,7 +111,7 @@ class BlockState:
 
     @property
     def contributes(self) -> bool:
-        """Whether this worker's difference from the anchor is work of its own."""
+        """Whether this worker's difference from the anchor is the result of its steps."""
         return not self.just_joined
 
     @property
@@ -120,7 +131,7 @@ class BlockState:
 
     @property
     def anchor_in_use(self) -> bool:
-        """Whether the anchor is what all workers agreed on last (not so in a warm-up)."""
+        """Whether the workers have agreed on the anchor (not so in a warm-up)."""
         return self.has_anchor and self.steps >= self.warmup and not self.ends_warmup
 
     # -- steps ---------------------------------------------------------------------------------
@@ -147,6 +158,7 @@ class BlockState:
             own=self.own + 1,
             work=self.work.plus(samples),
             dropped=self.dropped,
+            joins=self.joins,
         )
 
     def end_block(self, steps: int) -> BlockState:
@@ -208,7 +220,7 @@ class BlockState:
 
     def drop_steps(self) -> BlockState:
         """Give up the steps that are in no kept round, such as those of values not finite."""
-        # In a shared warm-up the workers step along their mean, and nothing of it is lost.
+        # In a shared warm-up the workers step along their mean, and no step is lost.
         lost = self.work.steps if self.diverged else 0
         return replace(self, work=NO_WORK, dropped=self.dropped + lost)
 
@@ -231,9 +243,9 @@ class BlockState:
     ) -> BlockState:
         """Take over another member's state.
 
-        A joiner takes part in a round that is repeated, although it has nothing to contribute, and
-        in the round that ends a warm-up. If it was a member that came too late, it gives up its
-        steps: they started from an anchor that the others have left.
+        A joiner takes part in a round that is repeated, although it does not contribute, and in the
+        round that ends a warm-up. A member that came too late gives up its steps: they started from
+        an anchor that the other members have left.
         """
         assert not self.in_flight, f"rounds of former members are in flight: {self}"
         state = replace(
@@ -243,12 +255,21 @@ class BlockState:
             just_joined=True,
             newcomer=True,
             retry=tuple(retry),
+            joins=self.joins + 1,
+            joined_late=steps > 0,  # otherwise the run begins for all members
         )
         return state._at(steps, rounds, ends_warmup)
 
     def forget_rounds(self) -> BlockState:
-        """Give up what is in flight, because other values are loaded."""
-        return replace(self, in_flight=0, ends_warmup=False, just_joined=False, newcomer=False)
+        """Give up the rounds in flight, because other values are loaded."""
+        return replace(
+            self,
+            in_flight=0,
+            ends_warmup=False,
+            just_joined=False,
+            newcomer=False,
+            state_dropped=False,
+        )
 
     def load(
         self,

@@ -1,22 +1,22 @@
-"""Checks: arguments, options that exclude each other, and workers that do not fit together.
+"""Check arguments, options that exclude each other, and workers that do not fit together.
 
 In the order in which they are made:
 
-options              may they be combined?
-the other workers    have they the same options and the same model? This comes before the first
+options              options that exclude each other
+the other workers    other options or another model on a worker. This check comes before the first
                      tensor is sent, and every worker raises
-other averaging      does something else average the workers' gradients already?
-a saved run          had it the same options?
+other averaging      another wrapper averages the workers' gradients already
+a saved run          other options than in the saved run
 
 Other averaging: in blocks each worker follows its own gradients. If a trainer leaves the model in
 `DistributedDataParallel` or `ShardedDataParallel`, all workers have the mean gradient, take the
-same steps, and a sync round changes nothing. Nothing fails, and DDP's traffic stays. So there is an
-error or a warning when the optimizer is made, if such a wrapper can be found then, and otherwise a
-warning after the first block, if all workers moved exactly the same way.
+same steps, and a sync round has no effect. No error follows, and DDP's traffic stays. So there is
+an error or a warning when the optimizer is made, if such a wrapper can be found then, and otherwise
+a warning after the first block, if all workers moved exactly the same way.
 
 A saved run: options are saved under the engine's names ("every", "outer.momentum"), which all
 methods have in common, so that a run may continue under another name of the same method. Users see
-and give the names of their class: for `BMUF` these two are `global_sync_iter` and `block_momentum`.
+the names of their class: for `BMUF` these two are `global_sync_iter` and `block_momentum`.
 `names` below leads from the engine's names to the class's.
 """
 
@@ -24,8 +24,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import is_dataclass
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -43,10 +42,9 @@ from manyhands._ranks.slices import check_on_cpu
 from manyhands._tensors.flat import is_dtensor
 from manyhands._warn import warn
 from manyhands.blocks._anchor import Outer
-from manyhands.blocks.averaging._codec import Codec
-from manyhands.blocks.averaging._payload import RoundResult
-
-SAME = 1e-6  # relative difference of squared lengths, below which steps are the same
+from manyhands.blocks.averaging._payload import all_params
+from manyhands.blocks.averaging._round import ElasticMembers, FixedMembers, Members
+from manyhands.blocks.crew._crew import Crew
 
 Names = Mapping[str, str]
 Value = bool | int | float | str | None  # of an option, as it is saved
@@ -67,29 +65,25 @@ def check_optimizers(class_name: str, given: object, blocks: type[Optimizer]) ->
         return optimizers[0]
     owners: dict[int, int] = {}
     for number, each in enumerate(optimizers):
-        _check_plain(class_name, each)
-        for param in (param for group in each.param_groups for param in group["params"]):
-            if (owner := owners.setdefault(id(param), number)) != number:
+        for layer in unwrap(each, every_layer=True):
+            if isinstance(layer, OptimizerWrapper | ShardedOptimizer):
+                raise TypeError(
+                    f"{class_name} takes a list of plain optimizers, and got "
+                    f"{type(layer).__name__} in one. Wrap that by itself, not in a list."
+                )
+            if isinstance(layer, LBFGS):
+                raise TypeError(
+                    f"{class_name} evaluates a closure once for all optimizers of a list, and "
+                    "LBFGS needs to do so several times. Wrap it by itself, not in a list."
+                )
+        for param in all_params(each):
+            owner = owners.setdefault(id(param), number)
+            if owner != number:
                 raise ValueError(
                     f"a parameter of shape {tuple(param.shape)} is in optimizers {owner} and "
                     f"{number} of the list. Give each parameter to one of them."
                 )
     return SeveralOptimizers(optimizers)
-
-
-def _check_plain(class_name: str, optimizer: Optimizer) -> None:
-    """Raise if an optimizer cannot be one of a list."""
-    for layer in unwrap(optimizer, every_layer=True):
-        if isinstance(layer, OptimizerWrapper | ShardedOptimizer):
-            raise TypeError(
-                f"{class_name} takes a list of plain optimizers, and got {type(layer).__name__} in "
-                "one. Wrap that by itself, not in a list."
-            )
-        if isinstance(layer, LBFGS):
-            raise TypeError(
-                f"{class_name} evaluates a closure once for all optimizers of a list, and LBFGS "
-                "needs to do so several times. Wrap it by itself, not in a list."
-            )
 
 
 def _check_optimizer(class_name: str, optimizer: object, blocks: type[Optimizer]) -> Optimizer:
@@ -108,42 +102,46 @@ def _check_optimizer(class_name: str, optimizer: object, blocks: type[Optimizer]
     return optimizer
 
 
-def check_groups(
-    class_name: str, process_group: object, inner: RankGroup, inner_of_crew: RankGroup | None
-) -> int:
-    """Return how many ranks a worker has; raise if `inner_group` and the workers do not fit."""
-    if inner_of_crew is None:
+def make_members(
+    class_name: str,
+    process_group: dist.ProcessGroup | None,
+    inner: RankGroup,
+    crew: Crew | None,
+) -> Members:
+    """Return the workers; raise if `inner_group` and the workers do not fit."""
+    if crew is None:
         workers = os.environ.get("MANYHANDS_WORKERS") or "1"
         if process_group is None and workers != "1":
             warn(
                 f"this run has {workers} workers, but {class_name} got no crew: each worker trains "
                 "a model of its own. Give crew=mh.Crew()."
             )
-        return inner.size
+        return FixedMembers(RankGroup.of(process_group), inner)
     if process_group is not None:
         raise ValueError(f"{class_name} takes a process_group or a crew, and got both.")
-    if inner.size > 1 and inner.size != inner_of_crew.size:
+    if inner.size > 1 and inner.size != crew.inner.size:
         raise ValueError(
             f"inner_group has {inner.size} processes, and a worker of the crew "
-            f"{inner_of_crew.size}. Give both the same group."
+            f"{crew.inner.size}. Give both the same group."
         )
-    return inner_of_crew.size
+    return ElasticMembers(crew)
 
 
 def check_shared_memory(
     wanted: bool | None, codec: str, crew: object, optimizer: Optimizer
 ) -> bool | None:
     """Return whether memory is to be shared; None: where it is possible."""
-    wanted = None if wanted is None else flag("shared_memory", wanted)
-    if not wanted:
-        return wanted
+    if wanted is None:
+        return None
+    if not flag("shared_memory", wanted):
+        return False
     if codec != "float32":
         raise ValueError(f"codec={codec!r} has no effect with shared_memory=True: give one of them")
     if crew is not None:
         raise ValueError("shared_memory=True is for a process group, not for a crew: leave it out.")
-    for device in {p.device for group in optimizer.param_groups for p in group["params"]}:
-        check_on_cpu(device)
-    return wanted
+    for param in all_params(optimizer):
+        check_on_cpu(param.device)
+    return True
 
 
 # -- the other workers -----------------------------------------------------------------------------
@@ -174,11 +172,12 @@ def check_agreement(
 
 def _describe_shards(params: Sequence[Tensor]) -> list[str]:
     """Describe which shards of DTensors are on this rank."""
-    return [
-        f"{tuple(p.placements)} at {p.device_mesh.get_coordinate()}"
-        for p in params
-        if is_dtensor(p)
-    ]
+    shards = []
+    for param in params:
+        if is_dtensor(param):
+            coordinate = param.device_mesh.get_coordinate()
+            shards.append(f"{tuple(param.placements)} at {coordinate}")
+    return shards
 
 
 # -- other averaging -------------------------------------------------------------------------------
@@ -199,70 +198,20 @@ def check_not_averaged(
         raise ValueError(f"{type(inner).__name__} shards its updates over these workers. {way_out}")
     if model is not None and _averages(model) and _groups_overlap(model.process_group, workers):
         raise ValueError(f"model= is in {type(model).__name__}, which averages too. {way_out}")
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if _averaging_modules(params, workers):
-        gc.collect()  # a wrapper that nothing holds any more must not cause a warning
-        for kind in sorted(_averaging_modules(params, workers)):
+    if _averaging_modules(optimizer, workers):
+        gc.collect()  # a wrapper without references must not cause a warning
+        for kind in sorted(_averaging_modules(optimizer, workers)):
             text = f"the parameters are in a {kind} that averages gradients, too. {way_out}"
             warn(text, RuntimeWarning)
 
 
-def warn_moved() -> None:
-    """Warn that a block begins somewhere else than the workers have agreed on."""
-    warn(
-        "the parameters have changed since the optimizer was put into blocks, or since the last "
-        "sync round, and not by its steps: the next round counts this change as training. Load "
-        "weights before you wrap the optimizer, or with its state: mh.load(..., model=model, "
-        "optimizer=optimizer).",
-        RuntimeWarning,
-    )
-
-
-def moved_identically(squares: Sequence[float], cosine: float, codec: Codec) -> bool:
-    """Return whether all workers have taken the same steps, from their squared lengths."""
-    # Equal lengths are not enough: in its first steps Adam goes equally far whatever the gradients.
-    # The cosine is that of values as the codec has rounded them.
-    low = min(squares, default=0.0)
-    high = max(squares, default=0.0)
-    return len(squares) > 1 and 0.0 < high <= low * (1 + SAME) and cosine > codec.cosine
-
-
-def warn_identical_moves(workers: int) -> None:
-    """After the first block: warn that workers went the same way, as if they were not apart."""
-    warn(
-        f"in the first block all {workers} workers have taken the same steps. Either the model is "
-        "in DistributedDataParallel or ShardedDataParallel (unwrap it), or all workers draw the "
-        f"same samples.{advice('no DDP')}",
-        RuntimeWarning,
-    )
-
-
-def warn_different_rates(result: RoundResult, numbers: Sequence[int], floor: float) -> bool:
-    """Warn of learning rates that are more than a factor of 2 apart; return whether they are."""
-    # Of the smaller one, only what is above `floor` counts.
-    # Less may be right: a rate that follows `steps`, where workers take different numbers of them.
-    rates = sorted((result.reports[rank].lr, rank) for rank in result.included)
-    if len(rates) < 2 or rates[-1][0] <= 2 * max(rates[0][0], floor):
-        return False
-    (low, slow) = rates[0]
-    (high, fast) = rates[-1]
-    workers = numbers if len(numbers) == len(result.reports) else range(len(result.reports))
-    warn(
-        f"worker {workers[slow]} has a learning rate of {low:g}, and worker {workers[fast]} of "
-        f"{high:g}. Let a schedule follow optimizer.steps, and give ReduceLROnPlateau the same "
-        "value on every worker.",
-        RuntimeWarning,
-    )
-    return True
-
-
-def _averaging_modules(params: Sequence[Tensor], workers: RankGroup) -> set[str]:
-    """Return the class names of modules that average these gradients over these workers."""
-    return {
-        type(module).__name__
-        for module, _ in modules_holding(params, _averages)
-        if _groups_overlap(module.process_group, workers)
-    }
+def _averaging_modules(optimizer: Optimizer, workers: RankGroup) -> set[str]:
+    """Return the class names of modules that average the gradients over these workers."""
+    found = set()
+    for module, _ in modules_holding(all_params(optimizer), _averages):
+        if _groups_overlap(module.process_group, workers):
+            found.add(type(module).__name__)
+    return found
 
 
 def _averages(module: nn.Module) -> bool:
@@ -282,14 +231,12 @@ def _groups_overlap(group: object, workers: RankGroup) -> bool:
 
 
 def describe_outer(outer: Outer) -> dict[str, Value]:
-    """Return an outer step's class and settings; its own `__repr__` if it defines one."""
-    if type(outer).__repr__ is not Outer.__repr__ and not is_dataclass(outer):
-        return {"outer": repr(outer)}
-    plain = {
-        name: value if isinstance(value, bool | int | float | str | None) else repr(value)
-        for name, value in sorted(vars(outer).items())
-    }
-    return {"outer": type(outer).__name__, **{f"outer.{name}": v for name, v in plain.items()}}
+    """Return an outer step's class and settings."""
+    described: dict[str, Value] = {"outer": type(outer).__name__}
+    for name, value in sorted(vars(outer).items()):
+        is_plain = isinstance(value, bool | int | float | str | None)
+        described[f"outer.{name}"] = value if is_plain else repr(value)
+    return described
 
 
 def rename_options(options: Options, names: Names) -> dict[str, Value]:
@@ -297,56 +244,15 @@ def rename_options(options: Options, names: Names) -> dict[str, Value]:
     return {names.get(name, name): value for name, value in options.items()}
 
 
-def split_overrides(
-    class_name: str,
-    overrides: Mapping[str, object],
-    options: Options,
-    names: Names,
-    groups: Iterable[Mapping[str, object]],
-) -> tuple[dict[str, object], dict[str, object]]:
-    """Split overrides into options of the blocks (engine's names) and of parameter groups."""
-    # `groups` are the parameter groups here and in the saved state. A name that is in none of them,
-    # and is no option of the blocks either, is an error.
-    engine_names = {n: n for n in options} | {names.get(n, n): n for n in options}
-    known = {name for group in groups for name in group} - {"params", "param_names"}
-    for_blocks = {}
-    for_groups = {}
-    for name, value in overrides.items():
-        if name in engine_names:
-            for_blocks[engine_names[name]] = value
-        elif name in known:
-            for_groups[name] = value
-        else:
-            both = ", ".join([*sorted(known), *rename_options(options, names)])
-            raise ValueError(f"optimizer_overrides has {name!r}, and {class_name} has only: {both}")
-    return for_blocks, for_groups
-
-
-def check_options(
-    saved: Options, options: Options, changed: Mapping[str, object], names: Names
-) -> None:
-    """Raise if the saved run had other options, except those `changed` on purpose."""
-    meant = set(changed)
-    for name, value in changed.items():
-        here: object = options[name]
-        if name == "outer" and isinstance(value, Outer):  # all of its settings are meant
-            outer = {n: v for n, v in options.items() if n.partition(".")[0] == "outer"}
-            value = describe_outer(value)
-            here = outer
-            meant |= outer.keys()
-        if value != here and str(value) != str(here):
-            raise ValueError(
-                f"optimizer_overrides has {names.get(name, name)}={changed[name]!r}, and the "
-                f"optimizer was made with {here}."
-            )
-    # (a tensor compares element by element)
-    here = {name: value for name, value in options.items() if name not in meant}
-    differ = [n for n in here if isinstance(saved.get(n), Tensor) or saved.get(n) != here[n]]
-    if differ:
-        called = {name: names.get(name, name) for name in differ}
-        listed = "; ".join(f"{called[n]}: saved {saved.get(n)}, now {options[n]}" for n in differ)
-        overrides = {called[name]: options[name] for name in differ}
+def check_options(saved: Options, options: Options, names: Names) -> None:
+    """Raise if the saved run had other options."""
+    differences = []
+    for name, here in options.items():
+        came = saved.get(name)
+        if isinstance(came, Tensor) or came != here:  # (a tensor compares element by element)
+            differences.append(f"{names.get(name, name)}: saved {came}, now {here}")
+    if differences:
         raise ValueError(
-            f"this state dict is of a run with other options: {listed}. If the change is meant: "
-            f"load_state_dict(state, optimizer_overrides={overrides})."
+            f"this state dict is of a run with other options: {'; '.join(differences)}. If the "
+            'change is meant, set state["blocks"]["options"] = None before load_state_dict(state).'
         )

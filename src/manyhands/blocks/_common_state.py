@@ -1,17 +1,15 @@
-"""The state that is equal on every worker: for joiners, and for runs that are continued.
+"""Collect the state that is equal on every worker, for joiners and for continued runs.
 
     Counters            plain numbers: steps, rounds, the present block, the drift of the last one
-    CommonState         these, and anchor and outer memories
-    TransferredState    what a joiner needs besides: buffers, samples, and the rounds to repeat
+    TransferredState    these, anchor and outer memories, buffers, samples, and rounds to repeat
 
-`_saving.py` adds to it what belongs to one worker.
+`_saving.py` adds the state of each worker.
 """
 
 from __future__ import annotations
 
 import io
-from dataclasses import astuple, dataclass
-from typing import TypedDict
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,32 +18,22 @@ from manyhands.blocks._anchor import Anchor, AnchorState
 from manyhands.blocks._block_state import BlockState
 from manyhands.blocks._samples import BlockSamples
 from manyhands.blocks._schedule import BlockPlan, Schedule
-from manyhands.blocks.averaging._drift import Drift
 from manyhands.blocks.averaging._payload import Extras
-from manyhands.blocks.averaging._round import RoundStats
+from manyhands.blocks.averaging._round import Drift, RoundStats
 from manyhands.data._account import SavedAccount
 
 
-class DriftOfEach(TypedDict, total=False):
-    """With several optimizers: the drift of each."""
-
-    drifts: list[list[float]]  # the fields of `Drift`
-
-
-class Counters(BlockPlan, DriftOfEach):
+class Counters(BlockPlan):
     """The plain numbers that are equal on every worker."""
 
     steps: int
     rounds: int
     block: list[int]  # the schedule's start and length
-    drift: list[float]  # the fields of `Drift`, and the seconds of a step
+    drifts: list[list[float]]  # the fields of each `Drift`
+    seconds: float  # of a step
 
 
-class CommonState(Counters, AnchorState):
-    """The state that is equal on every worker."""
-
-
-class TransferredState(CommonState):
+class TransferredState(Counters, AnchorState):
     """The state that a joiner receives."""
 
     retry: list[int]
@@ -71,36 +59,28 @@ class CommonParts:
             "steps": state.steps,
             "rounds": state.rounds,
             "block": [self.schedule.start, self.schedule.length],
-            "drift": [*astuple(self.stats.drift), self.stats.seconds],
+            "drifts": list(map(list, self.stats.drifts)),
+            "seconds": self.stats.seconds,
             **self.schedule.to_state(),
-            **self._drift_of_each(),
         }
-
-    def _drift_of_each(self) -> DriftOfEach:
-        drifts = [list(astuple(drift)) for drift in self.stats.drifts]
-        return {"drifts": drifts} if len(drifts) > 1 else {}
-
-    def common_state(self, state: BlockState) -> CommonState:
-        """Return the state that is equal on every worker."""
-        return {**self.counters(state), **self.anchor.saved()}
 
     def load_block(self, saved: Counters) -> None:
         """Enter the saved block, with the drift of the last one."""
         start, length = saved["block"]
         self.schedule.begin(start, length)
         self.schedule.load_state(saved, self.samples.number)
-        *drift, self.stats.seconds = saved["drift"]
-        self.stats.drift = Drift(*drift)
-        self.stats.drifts = [Drift(*each) for each in saved.get("drifts", [])]
+        self.stats.drifts = [Drift(*each) for each in saved["drifts"]]
+        self.stats.seconds = saved["seconds"]
 
     # -- state transfer ------------------------------------------------------------------------
 
     def pack(self, state: BlockState) -> bytes:
-        """Return, as bytes, what a joiner needs: anchor, memories, counters, buffers, samples."""
+        """Return the state for a joiner as bytes: anchor, memories, counters, buffers, samples."""
         if not state.anchor_in_use:  # this worker's parameters take its place
             self.anchor.begin()
         transferred: TransferredState = {
-            **self.common_state(state),
+            **self.counters(state),
+            **self.anchor.saved(),
             "retry": list(state.retry),
             "diverged": state.diverged,
             "ends_warmup": state.ends_warmup,
@@ -112,7 +92,7 @@ class CommonParts:
         return file.getvalue()
 
     def take_over(self, data: bytearray, state: BlockState) -> BlockState:
-        """Set everything to what another member has packed; return the joiner's state."""
+        """Take over the state that another member has packed; return the joiner's state."""
         # `weights_only`: no code that comes over the network may run here.
         saved: TransferredState = torch.load(io.BytesIO(data), "cpu", weights_only=True)
         self.anchor.load(saved)
@@ -121,7 +101,8 @@ class CommonParts:
             for buffer, value in zip(self.extras.buffer_tensors(), saved["buffers"], strict=True):
                 buffer.copy_(value)
         self.anchor.restore_params()
-        self.samples.take_over(saved["samples"])
+        self.samples.account.load(saved["samples"])
+        self.samples.joined_late = saved["samples"] is not None
         return state.join(
             saved["steps"],
             saved["rounds"],

@@ -1,6 +1,6 @@
-"""The methods by the names of their papers: `Blocks`, each with its own outer step.
+"""Define the methods under the names of their papers: `Blocks` with different outer steps.
 
-A method takes the options of `Blocks` besides its own, as `**options`. A type checker and an editor
+A method passes `**options` on to `Blocks`. A type checker and an editor
 know their names and types from a TypedDict; `help()` and the reference page list them because
 `list_options` copies them from `Blocks`, signature and descriptions.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -55,7 +55,7 @@ def list_options(passed_on: type[CommonOptions]) -> Callable[[Method], Method]:
     """Show the options that a method passes on to `Blocks`: in its signature and its docstring."""
 
     def decorate(method: Method) -> Method:
-        init = vars(method)["__init__"]
+        init: Any = method.__init__
         own = inspect.signature(init)
         blocks = inspect.signature(Blocks.__init__)
         named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -193,7 +193,8 @@ class SlowMo(Blocks):
         every: int | Every = 16,
         **options: Unpack[BlockOptions],
     ) -> None:
-        inner_lr = None if inner_lr is None else real("inner_lr", inner_lr, above=0)
+        if inner_lr is not None:
+            inner_lr = real("inner_lr", inner_lr, above=0)
         slow_lr = real("slow_lr", slow_lr, above=0)
         outer = SlowMomentum(inner_lr, slow_lr, _momentum("slow_momentum", slow_momentum))
         super().__init__(optimizer, outer, every=every, **options)
@@ -292,11 +293,3 @@ class BMUF(Blocks):
             process_group=process_group,
             **options,
         )
-
-    def _to_engine_values(self, overrides: Mapping[str, object]) -> dict[str, object]:
-        """Translate BMUF's `average_sync` into the option `state` of `Blocks`."""
-        values = dict(overrides)
-        if "average_sync" in values:
-            averaged = flag("average_sync", values.pop("average_sync"))
-            values["state"] = "average_moments" if averaged else "keep"
-        return values

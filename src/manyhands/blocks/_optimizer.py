@@ -1,8 +1,8 @@
-"""`Blocks`, the optimizer wrapper: what a user sees of local steps and sync rounds.
+"""Wrap an optimizer in blocks of local steps: options, their checks, stepping, saving and loading.
 
-Here are the options, their checks, stepping, saving and loading. `step` is the inner optimizer's
-step, followed by `Sync.after_step` (`_sync.py`), which decides what is sent and merged.
-(`blocks/__init__.py` says what a block, a sync round, the anchor and a fragment are.)
+`Blocks.step` is the inner optimizer's step, followed by `Sync.after_step` (`_sync.py`), which
+decides what is sent and merged.
+(`blocks/__init__.py` defines block, sync round, anchor and fragment.)
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from itertools import chain, repeat
 from typing import Any, ClassVar
 
 import torch
@@ -38,21 +36,19 @@ from manyhands.blocks._block_state import BlockState
 from manyhands.blocks._checks import (
     Value,
     check_agreement,
-    check_groups,
     check_not_averaged,
     check_optimizers,
     check_shared_memory,
     describe_outer,
+    make_members,
     rename_options,
-    split_overrides,
 )
 from manyhands.blocks._samples import SampleRounds
-from manyhands.blocks._schedule import Every, check_schedule, make_schedule
+from manyhands.blocks._schedule import Every, Schedule, check_schedule
 from manyhands.blocks._sync import Sync
 from manyhands.blocks.averaging._codec import CODECS
-from manyhands.blocks.averaging._drift import Drift
-from manyhands.blocks.averaging._payload import STATES, Buffers, Extras, trainable_params
-from manyhands.blocks.averaging._round import ElasticMembers, FixedMembers
+from manyhands.blocks.averaging._payload import STATES, Extras, all_params, trainable_params
+from manyhands.blocks.averaging._round import Drift, ElasticMembers
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._enrollment import MemberFacts
 from manyhands.blocks.crew._roster import NO_VERSION
@@ -60,11 +56,11 @@ from manyhands.blocks.crew._roster import NO_VERSION
 BUFFERS = ("average", "broadcast", "keep")
 
 Closure = Callable[[], object]  # computes the gradients, and returns the loss
-Step = Callable[..., object]  # an inner optimizer's, which may have arguments of its own
+Step = Callable[..., object]  # an inner optimizer's, which may have further arguments
 
 
 class Blocks(OptimizerWrapper):
-    """Let each worker take steps of its own, and synchronize all workers once in a block.
+    """Let each worker take local steps, and synchronize all workers once in a block.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(2, 1)
@@ -79,11 +75,11 @@ class Blocks(OptimizerWrapper):
     step of that name. One worker without a crew is bitwise the bare optimizer.
 
     At construction every worker takes worker 0's parameters and buffers. Every worker has to call
-    `step` equally often, unless `every` lets each take steps of its own (`Seconds`). At the end of
+    `step` equally often, unless `every` allows different numbers (`Seconds`). At the end of
     training, and before one model is evaluated or saved for all workers, call `synchronize()` on
     every worker, or use `at_anchor()`.
 
-    An outer step of your own:
+    Another outer step:
 
     >>> from manyhands.blocks import Outer
     >>> class Signs(Outer):
@@ -94,7 +90,7 @@ class Blocks(OptimizerWrapper):
 
     Args:
         optimizer: the inner optimizer, with which each worker steps. Or a list of several, such as
-            Muon and AdamW, each with parameters of its own: `step` steps all of them.
+            Muon and AdamW, each with separate parameters: `step` steps all of them.
         outer: the outer step, from the workers' mean to the next anchor. By default the mean is
             the next anchor.
         every: steps from one sync round to the next, or `Seconds`.
@@ -148,7 +144,7 @@ class Blocks(OptimizerWrapper):
         crew: Crew | None = None,
         shared_memory: bool | None = None,
     ) -> None:
-        outer = Average() if outer is None else outer
+        outer = outer or Average()
         self._inner = check_optimizers(type(self).__name__, optimizer, Blocks)
         interval = every if isinstance(every, Every) else Every(every)
         one_of("buffers", buffers, BUFFERS)
@@ -160,12 +156,11 @@ class Blocks(OptimizerWrapper):
         local_warmup = flag("local_warmup", local_warmup)
         anchor_on_host = flag("anchor_on_host", anchor_on_host)
         inner = RankGroup() if inner_group is None else RankGroup.of(inner_group)
-        inner_of_crew = None if crew is None else crew.inner
-        self._inner_ranks: RankGroup = inner_of_crew or inner
-        ranks = check_groups(type(self).__name__, process_group, inner, inner_of_crew)
-        check_schedule(interval, overlap, fragments, ranks_per_worker=ranks)
+        members = make_members(type(self).__name__, process_group, inner, crew)
+        check_schedule(interval, overlap, fragments, ranks_per_worker=members.inner.size)
         self._shared_memory = check_shared_memory(shared_memory, codec, crew, self._inner)
         self._supports_amp = supports_amp(self._inner)
+        self._scheduled = {self._inner, *optimizers_in(self._inner)}
         self._options: dict[str, Value] = {
             **describe_outer(self._described or outer),
             "every": repr(interval),
@@ -177,16 +172,13 @@ class Blocks(OptimizerWrapper):
             "warmup": warmup,
             "local_warmup": local_warmup,
         }
-        found = Buffers(self._inner, model)
-        self._model = found
+        resets = state == "reset" or (local_warmup and warmup > 0)
         self._sync = Sync(
-            self._inner,
-            FixedMembers(RankGroup.of(process_group)) if crew is None else ElasticMembers(crew),
+            members,
             Anchor(outer, CODECS[codec], fragments, anchor_on_host, inner),
-            interval,
-            make_schedule(interval, fragments, overlap, warmup),
+            Schedule(interval, fragments, overlap, warmup),
             BlockState.begin(warmup, local_warmup),
-            Extras(self._inner, found, buffers, state),
+            Extras(self._inner, model, buffers, state, resets),
             self._options,
         )
         self._begin(model)
@@ -198,23 +190,21 @@ class Blocks(OptimizerWrapper):
         """Check that all workers agree, and take worker 0's parameters, or a member's in a crew."""
         sync = self._sync
         params = trainable_params(self._inner)
-        if not any(group["params"] for group in self.param_groups):
+        everything = all_params(self._inner)
+        if not everything:
             raise ValueError("the optimizer has no parameters: every group is empty.")
         if self.alone:
             return
         buffers = sync.extras.buffer_tensors()
-        everything = [param for group in self.param_groups for param in group["params"]]
-        self._known = {id(param) for param in params}
+        self._known = set(map(id, params))
         self._extend_anchor(params)
         if isinstance(sync.members, ElasticMembers):
-            options = self._compared_options()
-            facts = MemberFacts.of(options, everything, buffers, self._model.modules)
+            facts = MemberFacts.of(self._compared(), everything, buffers, sync.extras.modules)
             sync.members.join(NO_VERSION, facts)
             add_receiver(sync)
             sync.transfer_state()
             sync.regroup()
             return
-        assert isinstance(sync.members, FixedMembers)
         workers = sync.members.workers
         self._all_workers = workers
         check_not_averaged(type(self).__name__, workers, self._inner, model)
@@ -230,30 +220,29 @@ class Blocks(OptimizerWrapper):
 
     def _check_agreement(self, params: list[Tensor], buffers: list[Tensor]) -> None:
         """Raise on every worker if they differ in options, in these parameters or in buffers."""
+        options = rename_options(self._compared(), self._names)
         check_agreement(
             type(self).__name__,
             self._all_workers,
             self._sync.anchor.inner,
-            {
-                **rename_options(self._compared_options(), self._names),
-                "shared_memory": self._shared_memory,
-            },
+            {**options, "shared_memory": self._shared_memory},
             params,
             buffers,
-            self._model.modules,
+            self._sync.extras.modules,
         )
 
-    def _compared_options(self) -> dict[str, Value]:
-        """Return what all workers must have in common: options, and which optimizers are a list."""
-        several = isinstance(self._inner, SeveralOptimizers)
-        return {**self._options, **({"optimizers": str(self._inner)} if several else {})}
+    def _compared(self) -> dict[str, Value]:
+        """Return the facts that must be equal on all workers: options, and a list of optimizers."""
+        if not isinstance(self._inner, SeveralOptimizers):
+            return self._options
+        return {**self._options, "optimizers": str(self._inner)}
 
-    # -- what a user can read --------------------------------------------------------------------
+    # -- state for users -------------------------------------------------------------------------
 
     @property
     def gradient_ranks(self) -> RankGroup:
         """The ranks whose gradients are averaged for a step: those of this worker."""
-        return self._inner_ranks
+        return self._sync.members.inner
 
     @property
     def alone(self) -> bool:
@@ -262,10 +251,10 @@ class Blocks(OptimizerWrapper):
 
     @property
     def steps(self) -> int:
-        """Steps taken. A worker that joins later continues from the others' number.
+        """Steps taken. A worker that joins later continues from the number of the run.
 
-        If each worker takes steps of its own, these are the steps that the workers have taken in
-        the mean: equal on all of them at each sync round.
+        With `own_steps=True` this is the mean of the workers' steps: equal on all workers at each
+        sync round.
         """
         return self._sync.state.steps
 
@@ -293,39 +282,36 @@ class Blocks(OptimizerWrapper):
         return list(self._sync.stats.left_out)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return what the last sync rounds have shown, in plain numbers, for logs and `Record`."""
+        """Return plain numbers about the last sync rounds, for logs and `Record`."""
         sync = self._sync
-        stats = self._sync.stats
-        inner = self._inner
-        members = self._sync.members
+        stats = sync.stats
+        drift, *parts = stats.drifts
+        drifts = {}
+        if isinstance(self._inner, SeveralOptimizers):  # the drift of each: "distance_AdamW"
+            parts = parts or [Drift()] * len(self._inner.names)  # before the first round: NaN
+            for name, part in zip(self._inner.names, parts, strict=False):
+                for field, value in part._asdict().items():
+                    drifts[f"{field}_{name}"] = value
+        inner = {}
+        if hasattr(self._inner, "snapshot"):
+            inner = self._inner.snapshot()
         return {
-            **(inner.snapshot() if hasattr(inner, "snapshot") else {}),
+            **inner,
             "step": sync.state.steps,
-            "workers": stats.workers or members.workers.size,  # in the last round
+            "workers": stats.workers or sync.members.workers.size,  # in the last round
             "members": " ".join(map(str, stats.members)),
             "rounds": sync.state.rounds,
             "every": sync.schedule.length,
             "own_every": sync.schedule.own,  # steps of this worker in the present block
             "own_steps": sync.state.own,
-            "distance": stats.drift.distance,
-            "spread": stats.drift.spread,
-            "cosine": stats.drift.cosine,
+            "distance": drift.distance,
+            "spread": drift.spread,
+            "cosine": drift.cosine,
             "left_out": stats.left_out_ever,
             "undone": stats.undone,
             "dropped": sync.state.dropped,  # steps of this worker that are in no mean
             "waited": stats.waited,
-            **self._drift_of_each(),
-        }
-
-    def _drift_of_each(self) -> dict[str, float]:
-        """Return the drift of each optimizer of a list: "distance_AdamW" and so on."""
-        if not isinstance(self._inner, SeveralOptimizers):
-            return {}
-        drifts = chain(self._sync.stats.drifts, repeat(Drift()))  # before the first round: NaN
-        return {
-            f"{field}_{name}": value
-            for name, drift in zip(self._inner.names, drifts, strict=False)
-            for field, value in asdict(drift).items()
+            **drifts,
         }
 
     # -- stepping ------------------------------------------------------------------------------
@@ -338,7 +324,7 @@ class Blocks(OptimizerWrapper):
         sync = self._sync
         if closure is not None:
             closure = self._in_step(closure)
-        # A scaler leaves them on what it was given: this optimizer, or the inner one.
+        # A scaler leaves them on the optimizer that it was given: this one, or the inner one.
         signals = ScalerSignals.read_from(self, self._inner)
         if sync.state.steps_together and not self.alone:
             result = self._step_together(signals, closure, *args, **kwargs)
@@ -347,8 +333,8 @@ class Blocks(OptimizerWrapper):
                 self._add_unfrozen_params()
                 sync.before_step()
             result = self._step_inner(signals, closure, *args, **kwargs)
-        for each in {self._inner, *optimizers_in(self._inner)}:
-            vars(each)["_opt_called"] = True  # torch's schedulers warn without it
+        for each in self._scheduled:
+            each._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn without
         sync.count_step()
         if not self.alone:
             began = time.perf_counter()
@@ -399,9 +385,9 @@ class Blocks(OptimizerWrapper):
 
     def _add_unfrozen_params(self) -> None:
         """Give an anchor to parameters that are trained since the last step, on every worker."""
-        new = [p for p in trainable_params(self._inner) if id(p) not in self._known]
+        new = [param for param in trainable_params(self._inner) if id(param) not in self._known]
         if new:
-            self._known.update(id(param) for param in new)
+            self._known.update(map(id, new))
             with torch.no_grad():
                 # What is in flight was laid out without the new parameters: merge it first.
                 self._sync.merge_pending()
@@ -410,15 +396,15 @@ class Blocks(OptimizerWrapper):
     def _extend_anchor(self, params: Sequence[Tensor]) -> None:
         """Give these parameters an anchor, apart for each optimizer, so that each has a drift."""
         for number, each in enumerate(optimizers_in(self._inner)):
-            own = {id(param) for group in each.param_groups for param in group["params"]}
-            self._sync.anchor.extend([p for p in params if id(p) in own], number)
+            own = set(map(id, all_params(each)))
+            self._sync.anchor.extend([param for param in params if id(param) in own], number)
 
     def count_samples(self, samples: int) -> None:
         """Weight the next step by this many samples (or tokens); calls before one step add up.
 
         The mean of a sync round is then weighted by the samples that each worker trained on since
         the last one. Call it before every step on every worker, or never: without it workers have
-        equal weights, or the weights of their steps if each takes steps of its own.
+        equal weights, or with `own_steps=True` the weights of their steps.
 
         >>> import torch, manyhands as mh
         >>> model = torch.nn.Linear(2, 1)
@@ -449,13 +435,12 @@ class Blocks(OptimizerWrapper):
             self._sync.end_block()  # of own steps: some workers have held its round already
             self._sync.merge_pending()
         try:
-            self._check_agreement([p for g in self.param_groups for p in g["params"]], [])
+            self._check_agreement(all_params(self._inner), [])
         except ValueError:
             self.param_groups.pop()
             raise
-        self._all_workers.broadcast_from_first(
-            [local_shard(p) for p in self.param_groups[-1]["params"]]
-        )
+        new = self.param_groups[-1]["params"]
+        self._all_workers.broadcast_from_first(list(map(local_shard, new)))
         self._add_unfrozen_params()
 
     # -- sync rounds outside of the schedule --------------------------------------------------
@@ -505,11 +490,11 @@ class Blocks(OptimizerWrapper):
     def finish(self) -> None:
         """Synchronize a last time, and leave the crew: training is over on this worker.
 
-        A crew's worker that is done while others train on leaves without a sync round: the others
-        lose nothing, and its own steps since the last round are lost.
+        A crew's worker that is done while others train on leaves without a sync round: its steps
+        since the last round are lost.
         """
         if isinstance(self._sync.members, ElasticMembers):
-            if stop_notice.received:  # the others may need longer than this worker has
+            if stop_notice.received:  # the other members may need longer than this worker has
                 crew = self._sync.members.crew
                 crew.patience = min(crew.patience, stop_notice.seconds_left / 2)
             with torch.no_grad():
@@ -520,7 +505,7 @@ class Blocks(OptimizerWrapper):
             self.synchronize()
 
     def block_samples(self) -> SampleRounds | None:
-        """What a `Cursor` needs to hand out this worker's samples; None without other workers."""
+        """Return the interface for a `Cursor`; None without other workers."""
         return None if self.alone else SampleRounds(self._sync)
 
     # -- stopping before the end ---------------------------------------------------------------
@@ -528,16 +513,17 @@ class Blocks(OptimizerWrapper):
     def stop_agreed(self) -> bool | None:
         """Return whether to stop here, as all workers know by now; None if they may not know."""
         if self.alone:
-            inner = self._inner
-            return inner.stop_agreed() if isinstance(inner, OptimizerWrapper) else None
+            if isinstance(self._inner, OptimizerWrapper):
+                return self._inner.stop_agreed()
+            return None
         if not self.in_crew:
             return self._sync.stats.stop  # every worker's report has come to all workers
-        if self._inner_ranks.size > 1:
+        if self.gradient_ranks.size > 1:
             return None  # the processes of this worker ask each other
         return stop_notice.received and self.may_stop_here()
 
     def may_stop_here(self) -> bool:
-        """In a crew: between two blocks nothing is lost, and inside one this worker's steps are."""
+        """In a crew: stop between two blocks, or inside one at the loss of this worker's steps."""
         if not self.in_crew or self._sync.between_blocks:
             return True
         return self._sync.seconds_to_merge() > stop_notice.seconds_left / 2
@@ -550,7 +536,7 @@ class Blocks(OptimizerWrapper):
     @property
     def joined_late(self) -> bool:
         """Whether this worker came into a crew that trains already, and has taken no step since."""
-        return self._sync.joined_late
+        return self._sync.state.joined_late
 
     # -- saving and loading --------------------------------------------------------------------
 
@@ -564,51 +550,41 @@ class Blocks(OptimizerWrapper):
         state[_saving.KEY] = {"options": self._options, **_saving.save_worker(self._sync)}
         return state
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], optimizer_overrides: Mapping[str, object] | None = None
-    ) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`; load the model's first.
 
-        `optimizer_overrides` replaces options of the parameter groups (`{"lr": 0.01}`), or says
-        that an option of the blocks was changed on purpose (`{"codec": "int8"}`), which is an
-        error otherwise. Options of the blocks have the names of this class. (`lr` and `momentum`
-        always mean the parameter groups: DiLoCo's own are `outer_lr` and `outer_momentum` here.)
+        Options of the blocks that differ from the saved run's are an error, which says how to
+        change them on purpose.
         """
         check_same_optimizers(self._inner, state_dict)
-        groups = [*self.param_groups, *state_dict.get("param_groups", ())]
-        overrides = self._to_engine_values(optimizer_overrides or {})
-        changed, for_groups = split_overrides(
-            type(self).__name__, overrides, self._options, self._names, groups
-        )
-        saved = self.checked_state(state_dict.get(_saving.KEY), changed)
-        inner = {key: value for key, value in state_dict.items() if key != _saving.KEY}
-        # After all checks: a state that does not fit changes nothing.
+        saved = self.checked_state(state_dict.get(_saving.KEY))
+        # After all checks: a state that does not fit has no effect.
+        inner = dict(state_dict)
+        inner.pop(_saving.KEY, None)
         self._inner.load_state_dict(inner)
-        for group in self.param_groups:
-            group.update(for_groups)
         _saving.load_saved(saved, self._sync)
 
-    def _to_engine_values(self, overrides: Mapping[str, object]) -> dict[str, object]:
-        """Translate overrides whose values, not only names, differ in a subclass."""
-        return dict(overrides)
-
-    def checked_state(
-        self, saved: object, changed: Mapping[str, object] | None = None
-    ) -> _saving.SavedWorker | None:
+    def checked_state(self, saved: object) -> _saving.SavedWorker | None:
         """Return the blocks' part of a state dict if it fits this optimizer, or raise."""
-        state = _saving.check_saved(saved, self._options, changed or {}, self._names)
-        _saving.check_run_begins(self._sync, state)
+        state = _saving.check_saved(saved, self._options, self._names)
+        # Accelerate loads an optimizer's own state into it, which is of the same step.
+        if self.joined_late and (state is None or state["steps"] != self.steps):
+            raise RuntimeError(
+                "this worker has joined a run that goes on, and received its state. Load an "
+                "earlier state only where the run begins: if optimizer.steps == 0. (mh.load and "
+                "job.load may be called on every worker: they keep the state that was received.)"
+            )
         if state is not None:
             _saving.check_fits(state, self._sync)
         return state
 
     def state_parts(self) -> _saving.OuterStateParts:
-        """Return what `mh.save` and `mh.load` ask of blocks."""
+        """Return the interface for `mh.save` and `mh.load`."""
         return _saving.OuterStateParts(self._sync, self._options)
 
     def __repr__(self) -> str:
         workers = self._sync.members.workers.size
-        options = ", ".join(
-            f"{name}={value}" for name, value in rename_options(self._options, self._names).items()
-        )
-        return f"{type(self).__name__}(workers={workers}, {options})\n{self._inner!r}"
+        options = [f"workers={workers}"]
+        for name, value in rename_options(self._options, self._names).items():
+            options.append(f"{name}={value}")
+        return f"{type(self).__name__}({', '.join(options)})\n{self._inner!r}"

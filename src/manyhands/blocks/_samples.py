@@ -1,13 +1,13 @@
-"""A worker's samples in blocks: which ones it has, and what its steps weigh in a sync round.
+"""Track the samples of a worker in blocks, and weigh its steps in a sync round.
 
 With a `Cursor` every worker holds a part of the epoch (`data/_ledger.py`), and all workers have the
 same ledger:
 
     send      the report of the round that ends a block says how many samples the worker has taken
-    commit    if the round is kept, all workers commit what each one took; if not, nothing changes
-    members   a worker that left or died holds nothing any more; a joiner receives the ledger with
-              the state
-    hand out  every member gets its part of what is left, for the steps until the next round
+    commit    if the round is kept, all workers commit the samples that each one took
+    members   a worker that left or died holds no samples any more; a joiner receives the ledger
+              with the state
+    hand out  every member gets a part of the remaining samples, for the steps until the next round
 
 A worker may be left out of the mean because its values are not finite. It commits its samples all
 the same: they count like those of a step that a gradient scaler skips.
@@ -20,11 +20,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from manyhands.blocks._block_state import BlockState
-from manyhands.blocks._schedule import Every, Schedule
-from manyhands.blocks.averaging._payload import RoundResult
+from manyhands.blocks._schedule import Schedule
+from manyhands.blocks.averaging._payload import RoundResult, Work
 from manyhands.blocks.averaging._round import Members
-from manyhands.blocks.averaging._work import Work
-from manyhands.data._account import Account, SavedAccount
+from manyhands.data._account import Account
 from manyhands.data._ledger import Ledger
 from manyhands.data._rules import Rules
 
@@ -32,12 +31,13 @@ from manyhands.data._rules import Rules
 class BlockSamples:
     """This worker's samples, and its account if there is a `Cursor`."""
 
-    def __init__(self, members: Members, every: Every, schedule: Schedule) -> None:
+    def __init__(self, members: Members, schedule: Schedule) -> None:
         self._members = members
-        self._every = every
         self._schedule = schedule
         self.account = Account()  # without rules if there is no cursor
         self.joined_late = False  # whether the ledger came from another worker
+        # Whether the samples of other workers are unknown while a round is in flight.
+        self.unknown_in_flight = schedule.every.own_steps and schedule.overlap > 0
         self._counted: int | None = None  # by `count_samples`, for the step that is being taken
 
     @property
@@ -65,18 +65,18 @@ class BlockSamples:
     # -- a sync round --------------------------------------------------------------------------
 
     @property
-    def facts(self) -> list[object]:
-        """What all workers must have in common in a round: the position, if there is a cursor."""
-        return [] if self.account.rules is None else [self.account.checksum()]
+    def position(self) -> float | None:
+        """A checksum of the position, equal on all workers; None without a cursor."""
+        return None if self.account.rules is None else self.account.checksum()
 
     def weight(self, work: Work, drawn: float) -> float:
         """Return the weight of this work in the mean; `drawn` are the samples of the cursor in it.
 
-        It follows from the samples, or from the steps if each worker takes steps of its own.
+        It follows from the samples, or with `own_steps=True` from the steps.
         """
         if work.counted:
             return float(max(work.samples, 1))
-        if not self._every.own_steps:
+        if not self._schedule.every.own_steps:
             return 1.0
         steps: float = work.steps
         if self.account.rules is not None:  # the last batches of a cursor may be short
@@ -85,43 +85,35 @@ class BlockSamples:
         length = self._schedule.length
         return max(steps, 1 / length) / length
 
-    def check_cursor(self) -> None:
-        """Raise if a cursor cannot be used with these options."""
-        if self._every.own_steps and self._schedule.overlap:
-            raise ValueError(
-                "a Cursor needs overlap=0 with own_steps=True: while a round is in flight, it is "
-                "not known how many samples each worker has taken meanwhile. Leave overlap out."
-            )
-
     def commit(self, result: RoundResult, step: int) -> None:
-        """Commit what all workers have taken until this step: the round was kept."""
+        """Commit the samples of all workers until this step: the round was kept."""
         numbers = self._members.numbers
         reports = result.reports
         # A round that was restored from a checkpoint may have had another number of workers.
         if self.account.rules is None or len(numbers) != len(reports):
             return
-        taken = {n: int(report.drawn) for n, report in zip(numbers, reports, strict=True)}
+        taken = {}
+        for number, report in zip(numbers, reports, strict=True):
+            taken[number] = int(report.drawn)
         self.account.commit(taken, self.number, step)
 
-    def take_over(self, saved: SavedAccount | None) -> None:
-        """Go on with the account of another member; it has none without a cursor."""
-        self.account.load(saved)
-        self.joined_late = saved is not None
-
     def hand_out(self, state: BlockState) -> None:
-        """Hand out what is left of the epoch, if that has changed, until the next sync round."""
+        """Hand out the remaining samples for the steps until the next sync round, if it is due."""
         account = self.account
-        numbers = self._members.numbers
-        overlap = self._schedule.overlap
         if account.rules is None or not account.due:
             return
-        own = self._schedule.steps_of(numbers) if state.steps >= state.warmup else None
-        if own is not None:
-            account.hand_out(own, own=self.number)
+        schedule = self._schedule
+        numbers = self._members.numbers
+        in_warmup = state.steps < state.warmup
+        if schedule.every.own_steps and not in_warmup:
+            account.hand_out(schedule.steps_of(numbers), own=self.number)
             return
-        steps = self._steps_to_round(state)
-        if overlap:  # training goes on while the round is in flight
-            steps += self._schedule.length + overlap
+        steps = max(1, schedule.start + schedule.length - state.steps)
+        if in_warmup:
+            # In a shared warm-up each step commits its samples, in a local one the last step does.
+            steps = state.warmup - state.steps if state.local_warmup else 1
+        if schedule.overlap:  # training goes on while the round is in flight
+            steps += schedule.length + schedule.overlap
         account.hand_out(dict.fromkeys(numbers, steps), state.steps - account.committed_at)
 
     def restart(self, state: BlockState) -> None:
@@ -131,30 +123,19 @@ class BlockSamples:
             self.account.due = True
             self.hand_out(state)
 
-    def _steps_to_round(self, state: BlockState) -> int:
-        """Return how many steps each worker takes until samples are committed next."""
-        if state.steps < state.warmup:
-            # In a shared warm-up each step commits its samples, in a local one the last step does.
-            return state.warmup - state.steps if state.local_warmup else 1
-        return max(1, self._schedule.start + self._schedule.length - state.steps)
-
 
 class Rounds(Protocol):
-    """What `SampleRounds` needs of `Sync`."""
+    """The part of `Sync` that `SampleRounds` uses."""
 
     state: BlockState
     samples: BlockSamples
-
-    @property
-    def joined_late(self) -> bool:
-        """Whether this worker has received the run's state, and has taken no step since."""
 
     def sync_now(self) -> None:
         """Synchronize all fragments, on all workers."""
 
 
 class SampleRounds:
-    """What a `Cursor` asks of blocks: the `CursorBlocks` of `data/_cursor.py`."""
+    """The `CursorBlocks` of `data/_cursor.py`: the samples of blocks, for a `Cursor`."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
@@ -170,7 +151,11 @@ class SampleRounds:
 
     def begin(self, rules: Rules, ledger: Ledger) -> None:
         """As a Cursor is made: begin with its ledger, or go on with that of the run we joined."""
-        self._samples.check_cursor()
+        if self._samples.unknown_in_flight:
+            raise ValueError(
+                "a Cursor needs overlap=0 with own_steps=True: while a round is in flight, it is "
+                "not known how many samples each worker has taken meanwhile. Leave overlap out."
+            )
         account = self.account
         if account.rules is None:
             account.begin(rules, ledger, self._rounds.state.steps)
@@ -181,14 +166,13 @@ class SampleRounds:
             )
         elif account.rules != rules:
             here = dict(rules)
-            differ = ", ".join(
-                f"{name}: {here[name]} here, {value} in the run"
-                for name, value in account.rules.items()
-                if here[name] != value
-            )
+            differ = []
+            for name, value in account.rules.items():
+                if here[name] != value:
+                    differ.append(f"{name}: {here[name]} here, {value} in the run")
             raise ValueError(
-                f"this worker has joined a run whose Cursor differs ({differ}). Make the Cursor as "
-                "it is in the run, or begin a new run."
+                f"this worker has joined a run whose Cursor differs ({', '.join(differ)}). Make "
+                "the Cursor as it is in the run, or begin a new run."
             )
         account.received = False
         self._samples.hand_out(self._rounds.state)
@@ -198,7 +182,7 @@ class SampleRounds:
 
         A worker that has just joined has the run's position, which is later than any checkpoint's.
         """
-        if self._rounds.joined_late:
+        if self._rounds.state.joined_late:
             return
         if self._samples.joined_late:
             raise RuntimeError(

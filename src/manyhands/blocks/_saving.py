@@ -1,17 +1,15 @@
-"""What a worker saves of its blocks, under which names, and how a run continues from it.
+"""Save the state of blocks, and continue a run from it.
 
-`save_worker` is a worker's own part of its optimizer's `state_dict`: everything, also in the middle
-of a block. `save_counters` and `load_counters` are for checkpoints that all workers share: numbers
+`save_worker` is a worker's part of the optimizer's `state_dict`, also in the middle of a block.
+`save_counters` and `load_counters` are for checkpoints that all workers share: numbers
 only, because `checkpoint/_optimizer.py` saves anchor and memories by parameter.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import astuple, replace
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,26 +17,26 @@ from torch import Tensor
 
 from manyhands._optimizers.state_parts import BELOW, SavedEntries, StatePart
 from manyhands._tensors.flat import FlatTensors
-from manyhands.blocks._anchor import Anchor, OverlappedDifference, memory_order
+from manyhands.blocks._anchor import Anchor, AnchorState, memory_order
 from manyhands.blocks._checks import Names, Options, check_options
-from manyhands.blocks._common_state import CommonState
+from manyhands.blocks._common_state import Counters
 from manyhands.blocks._sync import Pending, Sync
 from manyhands.blocks.averaging._payload import (
     REPORT,
-    ArrivedMean,
     RoundResult,
+    SnapshotPayload,
     Squares,
+    Work,
     WorkerReport,
 )
 from manyhands.blocks.averaging._round import BackgroundSync
-from manyhands.blocks.averaging._work import Work
 
 KEY = "blocks"
 FORMAT = 3
 
 
-class SavedWorker(CommonState):
-    """A worker's own part of a state dict."""
+class SavedWorker(Counters, AnchorState):
+    """A worker's part of a state dict."""
 
     format: int
     workers: list[int]  # size and rank of the worker that saved it
@@ -46,122 +44,80 @@ class SavedWorker(CommonState):
     residual: list[Tensor | None]
     pending: list[dict[str, object]]  # rounds in flight: `save_round`
     totals: list[int]  # workers left out, and rounds undone, since the run began
-    initial_state: dict[object, object] | None
-    last_round: list[int]  # its workers, and the numbers of those left out
+    left_out: list[int]  # of the last mean
+    initial_state: dict[object, object]
     clock: list[float]
-    own: list[int]  # steps of its own in all; then its `Work`
-    taken: int  # with own steps: how many of the present block are taken
-    dropped: int  # steps of its own that are in no mean
+    own: list[int]  # steps of this worker, its `Work`, steps in no mean, and in the present block
 
 
 def save_worker(sync: Sync) -> SavedWorker:
-    """Return everything a bitwise continuation needs. Wait for what is in flight to arrive."""
+    """Return the state for a bitwise continuation. Wait for the rounds in flight."""
     workers = sync.members.workers
     state = sync.state
-    stats = sync.stats
-    schedule = sync.schedule
-    resets = state.in_local_warmup or sync.extras.state == "reset"
+    pending = []
+    if not sync.members.elastic:  # a crew sends its differences again when they are due
+        pending = [save_round(each) for each in sync.pending]
     return {
         "format": FORMAT,
-        **sync.common.common_state(state),
-        "totals": [stats.left_out_ever, stats.undone],
+        **sync.common.counters(state),
+        **sync.anchor.saved(),
+        "totals": [sync.stats.left_out_ever, sync.stats.undone],
+        "left_out": sync.stats.left_out,
         "workers": [workers.size, workers.rank],
         "diverged": state.diverged,
         "residual": [bucket.residual for bucket in sync.anchor.buckets],
-        "initial_state": sync.initial_state.state if resets else None,
-        "last_round": [stats.workers, *stats.left_out],
+        "initial_state": sync.extras.initial_state,
         "clock": sync.clock.elapsed(state.own),
-        "own": [state.own, *state.work],
-        "taken": schedule.into(state.steps),
-        "dropped": state.dropped,
-        # A crew sends its differences again when they are due: saving must not wait for a member.
-        "pending": []
-        if sync.members.elastic
-        else [save_round(pending) for pending in sync.pending],
+        "own": [state.own, *state.work, state.dropped, sync.schedule.taken],
+        "pending": pending,
     }
 
 
-def check_not_diverged(sync: Sync) -> None:
-    """Raise inside a block, where each worker has parameters of its own."""
-    if sync.state.diverged and not sync.alone:
-        raise RuntimeError(
-            "inside a block each worker has its own model. Call optimizer.synchronize() on "
-            "every worker first, or save each worker's state_dict()."
-        )
+def check_saved(saved: Any, options: Options, names: Names) -> SavedWorker | None:
+    """Return the blocks' part of a state dict if it fits these options, or raise.
 
-
-def check_run_begins(sync: Sync, saved: SavedWorker | None = None) -> None:
-    """Raise if the others train already: an earlier state would part this worker from them.
-
-    A state of the same step passes: Accelerate loads an optimizer's own state into it.
+    None stays None: the state dict is of the bare optimizer.
     """
-    if sync.joined_late and (saved is None or saved["steps"] != sync.state.steps):
-        raise RuntimeError(
-            "this worker has joined a run that goes on, and received its state. Load an earlier "
-            "state only where the run begins: if optimizer.steps == 0. (mh.load and job.load may "
-            "be called on every worker: they keep the state that was received.)"
-        )
-
-
-def check_saved(
-    saved: object, options: Options, changed: Mapping[str, object], names: Names
-) -> SavedWorker | None:
-    """Return the blocks' part of a state dict if it fits these options, or raise."""
-    # None stays None: the state dict is of the bare optimizer.
-    checked = _check_format_and_options(saved, options, changed, names)
-    if checked is None:
-        return None
-    # Other options may cut fragments differently; the differences are sent again when due.
-    return cast(SavedWorker, {**checked, "pending": []} if changed else checked)
-
-
-def _check_format_and_options(
-    saved: Any, options: Options, changed: Mapping[str, object], names: Names
-) -> dict[str, object] | None:
-    """Return a state dict's part of the blocks, if it is of this format and these options."""
     if saved is None:
         return None
     entries = SavedEntries(saved, "blocks")
     entries.expect({"format": FORMAT})
-    check_options(entries.part("options").plain, options, changed, names)
-    _check_counters(entries)
+    if entries.has("options"):
+        check_options(entries.part("options").plain, options, names)
+    else:  # they may cut fragments differently; the differences are sent again when due
+        saved = {**saved, "pending": []}
+    entries.whole("steps")
+    entries.whole("rounds")
+    entries.wholes("totals", 2)
+    if entries.wholes("block", 2)[1] < 1:
+        raise entries.wrong("block[1]", "above 0", 0)
+    entries.real("seconds")
+    drifts = entries.each("drifts")
+    for drift in drifts:
+        drifts.floats(drift, 3)
+    if not entries["drifts"]:
+        raise entries.wrong("drifts", "of at least one", [])
+    if "plan" in entries:
+        entries.reals("pace", 2, least=-BELOW)
+        for _, steps in entries.pairs("plan"):
+            if steps < 1 or steps % 1:
+                raise entries.wrong("plan", "of steps above 0", entries["plan"])
     return saved
-
-
-def _check_counters(saved: SavedEntries) -> None:
-    """Raise unless the saved numbers are ones that a run may have had."""
-    for name in ("steps", "rounds"):
-        saved.whole(name)
-    saved.wholes("totals", 2)
-    if saved.wholes("block", 2)[1] < 1:
-        raise saved.wrong("block[1]", "above 0", 0)
-    if not 0.0 <= (seconds := saved.floats("drift", 4)[3]) < math.inf:
-        raise saved.wrong("drift[3]", "finite and not negative", seconds)
-    if "drifts" in saved:
-        each = saved.each("drifts")
-        for drift in each:
-            each.floats(drift, 3)
-    if "plan" in saved:
-        saved.reals("pace", 2, least=-BELOW)
-        if any(steps < 1 or steps % 1 for _, steps in saved.pairs("plan")):
-            raise saved.wrong("plan", "of steps above 0", saved["plan"])
 
 
 def check_fits(state: SavedWorker, sync: Sync) -> None:
     """Raise if a worker's saved part makes no sense, or is of other parameters."""
     saved = SavedEntries(state, "blocks")
     diverged = saved.flag("diverged")
-    _ = saved.reals("clock", 2, least=-BELOW)
-    saved.whole("dropped")
-    saved.whole("taken", -int(BELOW))  # before the first block it is negative
-    for name, length in (("workers", 2), ("own", 4), ("last_round", None)):
-        if not saved.wholes(name, length):
-            raise saved.wrong(name, "of at least one number", [])
-    if state["own"][2] > state["own"][1]:
+    saved.reals("clock", 2, least=-BELOW)
+    saved.wholes("workers", 2)
+    saved.wholes("left_out")
+    _, steps, counted, *_ = saved.wholes("own", 6)
+    if counted > steps:
         raise saved.wrong("own[2]", "at most own[1]", state["own"])
-    if saved.has("initial_state"):
-        saved.part("initial_state")
-    if sync.alone or not [*saved.each("anchor")]:  # a single worker has no anchor
+    saved.part("initial_state")
+    saved.each("anchor")
+    if sync.alone or not state["anchor"]:  # a single worker has no anchor
         return
     if saved.real("order") != memory_order(sync.anchor.params):
         raise ValueError(
@@ -179,14 +135,17 @@ def _check_anchor(saved: SavedEntries, sync: Sync) -> None:
     buckets = sync.anchor.buckets
     workers = sync.members.workers
     has_residual = saved["workers"] == [workers.size, workers.rank]
-    lists = [saved.each(name, len(buckets)) for name in ("anchor", "memories", "residual")]
-    for bucket, anchor, memories, residual in zip(buckets, *lists, strict=True):
-        lists[0].check_tensor(anchor, bucket.anchor)
-        outer = lists[1].each(memories, len(bucket.memories))
-        for memory in outer:
-            outer.check_tensor(memory, bucket.anchor)
-        if has_residual and bucket.residual is not None and lists[2].has(residual):
-            lists[2].check_tensor(residual, bucket.anchor)
+    anchors = saved.each("anchor", len(buckets))
+    residuals = saved.each("residual", len(buckets))
+    all_memories = saved.each("memories", len(buckets))
+    entries = zip(buckets, anchors, residuals, all_memories, strict=True)
+    for bucket, anchor, residual, outer in entries:
+        anchors.check_tensor(anchor, bucket.anchor)
+        memories = all_memories.each(outer, len(bucket.memories))
+        for memory in memories:
+            memories.check_tensor(memory, bucket.anchor)
+        if has_residual and bucket.residual is not None and residuals.has(residual):
+            residuals.check_tensor(residual, bucket.anchor)
 
 
 @torch.no_grad()
@@ -196,8 +155,35 @@ def load_saved(saved: SavedWorker | None, sync: Sync) -> None:
     if saved is None:
         sync.anchor.begin()
         sync.restart_clock()
-    else:
-        _load_worker(saved, sync)
+        return
+    sync.common.load_block(saved)
+    own, *work, dropped, taken = saved["own"]
+    sync.state = sync.state.load(
+        saved["steps"],
+        saved["rounds"],
+        diverged=saved["diverged"] and bool(saved["anchor"]),
+        own=own,
+        work=Work(*work),
+        dropped=dropped,
+    )
+    sync.schedule.taken = taken
+    sync.restart_clock()
+    if saved["anchor"] and not sync.alone:
+        sync.anchor.load(saved)
+        _load_residuals(saved, sync)
+    elif not sync.alone:  # of a single worker, whose steps were not in blocks
+        sync.anchor.begin()
+        sync.begin_block()
+    sync.stats.left_out_ever, sync.stats.undone = saved["totals"]
+    sync.stats.left_out = list(saved["left_out"])
+    if saved["initial_state"]:
+        sync.extras.initial_state = copy.deepcopy(saved["initial_state"])
+    # A crew sends its differences again when they are due.
+    if sync.anchor.buckets and not sync.members.elastic:
+        for each in SavedEntries(saved, "blocks").parts("pending"):
+            sync.pending.append(restore_round(each, sync.anchor))
+            sync.state = sync.state.send(each["fragments"])
+    sync.samples.restart(sync.state)
 
 
 def _drop_pending(sync: Sync) -> None:
@@ -206,42 +192,6 @@ def _drop_pending(sync: Sync) -> None:
         pending.background.finished()  # its thread may write to the tensors that are loaded now
     sync.pending.clear()
     sync.state = sync.state.forget_rounds()
-
-
-def _load_worker(saved: SavedWorker, sync: Sync) -> None:
-    """Continue from what this worker saved: its place in the block, its anchor, its rounds."""
-    sync.common.load_block(saved)
-    diverged = saved["diverged"] and bool(saved["anchor"])
-    own, *work = saved["own"]
-    sync.state = sync.state.load(
-        saved["steps"],
-        saved["rounds"],
-        diverged=diverged,
-        own=own,
-        work=Work(*work),
-        dropped=saved["dropped"],
-    )
-    sync.schedule.resume(saved["taken"])
-    sync.restart_clock()
-    if sync.alone:
-        pass
-    elif saved["anchor"]:
-        sync.anchor.load(saved)
-        _load_residuals(saved, sync)
-    else:  # of a single worker, whose steps were not in blocks
-        sync.anchor.begin()
-        sync.begin_block()
-    stats = sync.stats
-    stats.left_out_ever, stats.undone = saved["totals"]
-    stats.workers, *stats.left_out = saved["last_round"]
-    if (initial := saved["initial_state"]) is not None:
-        sync.initial_state.state = copy.deepcopy(initial)
-    # A crew sends its differences again when they are due.
-    if sync.anchor.buckets and not sync.members.elastic:
-        for each in SavedEntries(saved, "blocks").parts("pending"):
-            sync.pending.append(restore_round(each, sync.anchor))
-            sync.state = sync.state.send(each["fragments"])
-    sync.samples.restart(sync.state)
 
 
 def _load_residuals(saved: SavedWorker, sync: Sync) -> None:
@@ -266,19 +216,17 @@ def save_round(pending: Pending) -> dict[str, object]:
     result = pending.background.result
     if result is None:
         raise RuntimeError("a sync round failed while in flight") from pending.background.error
-    overlapped = [d for d in pending.differences if isinstance(d, OverlappedDifference)]
     return {
         "fragments": list(pending.fragments),
         "merge_at": pending.merge_at,
-        "held": [difference.held for difference in overlapped],
-        "arrived": [difference.arrived for difference in overlapped],
+        "held": [difference.held for difference in pending.differences],
+        "arrived": [difference.arrived for difference in pending.differences],
         "buffers": [mean.saved() for mean in pending.buffers],
         "state": [mean.saved() for mean in pending.state],
-        "report": astuple(pending.report),
+        "report": tuple(pending.report),
         # A stop notice is about the processes that were saved, not about those that load, and a
         # `Cursor` that is loaded hands out the samples of this round again.
-        "reports": [astuple(replace(report, stop=0.0, drawn=0.0)) for report in result.reports],
-        "squares": [*result.squares, result.square_of_mean],
+        "reports": [tuple(report._replace(stop=0.0, drawn=0.0)) for report in result.reports],
         "parts": [[*part.by_rank, part.of_mean] for part in result.parts],
     }
 
@@ -288,45 +236,51 @@ def restore_round(saved: SavedEntries, anchor: Anchor) -> Pending:
     fragments = saved.wholes("fragments")
     if not all(fragment < anchor.fragments for fragment in fragments):
         raise saved.wrong("fragments", f"below {anchor.fragments}", fragments)
-    differences = [OverlappedDifference(d) for f in fragments for d in anchor.differences(f)]
+    differences = anchor.differences(fragments)
+    for difference in differences:
+        difference.keep_apart(copied=True)
     report = WorkerReport(*saved.reals("report", REPORT - 2, least=-BELOW))
     reports = [WorkerReport(*row) for row in saved.rows("reports", REPORT - 2, least=-BELOW)]
-    total = _restore_squares(saved, "squares", len(reports))
-    rows = saved.each("parts") if "parts" in saved else None
-    parts = [_restore_squares(rows, row, len(reports)) for row in rows] if rows is not None else []
-    result = RoundResult(reports, total.by_rank, square_of_mean=total.of_mean, parts=parts)
+    rows = saved.each("parts")
+    parts = [_restore_squares(rows, row, len(reports)) for row in rows]
+    if not parts:
+        raise saved.wrong("parts", "of at least one", [])
+    result = RoundResult(reports, parts)
     for name, used in (("held", report.included), ("arrived", bool(result.included))):
         values = saved.each(name, len(differences))
         for difference, value in zip(differences, values, strict=True):
-            values.check_tensor(value, getattr(difference, name), finite=used)
-            getattr(difference, name).copy_(values[value])
-    buffers, state = (list(map(_restore_mean, saved.parts(n))) for n in ("buffers", "state"))
+            memory = getattr(difference, name)
+            values.check_tensor(value, memory, finite=used)
+            memory.copy_(values[value])
+    buffers = list(map(_restore_mean, saved.parts("buffers")))
+    state = list(map(_restore_mean, saved.parts("state")))
     done = BackgroundSync.already_done(result)
     return Pending(fragments, saved.whole("merge_at"), differences, buffers, state, report, done)
 
 
 def _restore_squares(saved: SavedEntries, name: str, workers: int) -> Squares:
     squares = saved.floats(name, workers + 1)
-    *by_rank, of_mean = squares
     if min(squares) < 0.0:
         raise saved.wrong(name, "not negative", squares)
-    return Squares(by_rank, of_mean)
+    restored = Squares(workers)
+    *restored.by_rank, restored.of_mean = squares
+    return restored
 
 
-def _restore_mean(saved: SavedEntries) -> ArrivedMean:
+def _restore_mean(saved: SavedEntries) -> SnapshotPayload:
     """Return a mean that had arrived, and was not merged, when it was saved."""
     sizes = saved.wholes("sizes")
     saved.each("keys", len(sizes))
     saved.check_tensor("mean", torch.empty(sum(sizes), device="meta"), finite=False)
     # (cloned: the caller's state dict must not change when the mean is merged)
-    return ArrivedMean(map(str, saved["keys"]), sizes, saved["mean"].clone())
+    return SnapshotPayload(map(str, saved["keys"]), sizes, saved["mean"].clone())
 
 
 # -- for checkpoints -------------------------------------------------------------------------------
 
 
 class OuterStateParts:
-    """What a checkpoint asks of blocks: `BlocksParts` of `_optimizers/state_parts.py`."""
+    """The `BlocksParts` of `_optimizers/state_parts.py`: the state of blocks, for a checkpoint."""
 
     def __init__(self, sync: Sync, options: Options) -> None:
         self._sync = sync
@@ -335,13 +289,16 @@ class OuterStateParts:
     @property
     def peers(self) -> list[int]:
         members = self._sync.members
-        alone = members.elastic or members.workers.size == 1  # a crew's ranks are not torch's
-        return [dist.get_rank()] if alone else members.workers.ranks
+        if members.elastic or members.workers.size == 1:  # a crew's ranks are not torch's
+            return [dist.get_rank()]
+        return members.workers.ranks
 
     @property
     def layout(self) -> list[object]:
         workers = self._sync.members.workers
-        return [workers.size, workers.rank, *self._sync.anchor.layout()]
+        inner = self._sync.anchor.inner
+        lengths = [(len(each.vector), *each.span) for each in self._sync.anchor.buckets]
+        return [workers.size, workers.rank, inner.size, inner.rank, *lengths]
 
     @property
     def memories(self) -> int:
@@ -354,7 +311,11 @@ class OuterStateParts:
     def save_counters(self) -> dict[str, object]:
         """Return the plain numbers that any worker can continue from, without tensors."""
         sync = self._sync
-        check_not_diverged(sync)
+        if sync.state.diverged and not sync.alone:
+            raise RuntimeError(
+                "inside a block each worker has its own model. Call optimizer.synchronize() on "
+                "every worker first, or save each worker's state_dict()."
+            )
         return {
             "format": FORMAT,
             "options": dict(self._options),
@@ -365,10 +326,11 @@ class OuterStateParts:
 
     @property
     def received_steps(self) -> int | None:
-        return self._sync.state.steps if self._sync.joined_late else None
+        state = self._sync.state
+        return state.steps if state.joined_late else None
 
-    def check_counters(self, saved: object) -> dict[str, object] | None:
-        return _check_format_and_options(saved, self._options, {}, {})
+    def check_counters(self, saved: object) -> SavedWorker | None:
+        return check_saved(saved, self._options, {})
 
     def load_counters(self, saved: Any, unsaved: Iterable[Tensor], *, residuals: bool) -> None:
         """As a checkpoint was read: continue from its counters, which `check_counters` has seen."""

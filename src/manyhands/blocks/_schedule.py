@@ -1,4 +1,4 @@
-"""After which step a fragment is sent and its mean merged, and how long the next block is.
+"""Schedule blocks: after which step a fragment is sent and merged, and the next block's length.
 
 A block of `length` steps begins after step `start`. A model of F fragments sends fragment f (f+1)/F
 of the way through it, so that the link is used evenly. Its mean is merged `overlap` steps later.
@@ -9,14 +9,17 @@ of the way through it, so that the link is used evenly. Its mean is merged `over
 
 The next block's length is fixed (`Every`), or follows from the time of a step (`Seconds`).
 
-With `Seconds(..., own_steps=True)` each worker takes a number of steps of its own in a block
-(`OwnSchedule`). The numbers follow from the seconds that a step took on each worker. These are in
-the reports of a sync round, so every worker knows all numbers when the block begins:
+With `Seconds(..., own_steps=True)` workers take different numbers of steps in a block. The numbers
+follow from the seconds that a step took on each worker. These are in the reports of a sync round,
+so every worker knows all numbers when the block begins:
 
     s_w                     seconds of a step on worker w
     n_w = round(T / s_w)    its steps in a block of T seconds, at least `least`
     length                  the mean of n_w over the workers, by which the common count of steps
                             grows in the block. After i of its steps, worker w counts i length / n_w
+
+        length 4, own 6     taken   1  2  3  4  5  6
+                            count   0  1  2  2  3  4   after the block's start
 
 Everything here is plain integers and floats.
 """
@@ -24,8 +27,8 @@ Everything here is plain integers and floats.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypedDict
 
 from manyhands._arguments import flag, real, whole
@@ -33,128 +36,67 @@ from manyhands.blocks.averaging._payload import RoundResult
 
 
 class BlockPlan(TypedDict, total=False):
-    """With own steps: what all workers know of the present block."""
+    """With own steps: the facts about the present block that all workers know."""
 
     plan: list[tuple[int, int]]  # every worker's number, and its steps
     pace: list[float]  # the schedule's `seconds` and `ahead`
 
 
-@dataclass
+LATE = 1.1  # times a block's expected seconds: a worker that takes longer ends the block early
+
+
 class Schedule:
     """The current block: its start, its length, and its fragments."""
 
-    length: int
-    fragments: int = 1
-    overlap: int = 0
-    start: int = 0
-
-    def due(self, step: int) -> list[int]:
-        """Return the fragments to send after this step."""
-        into = step - self.start
-        count = self.fragments
-        return [f for f in range(count) if self.length * (f + 1) // count == into]
-
-    def ends(self, step: int) -> bool:
-        """Return whether the block ends with this step."""
-        return step - self.start >= self.length
-
-    def begin(self, step: int, length: int) -> None:
-        """Begin a block of this length after a step."""
-        self.start = step
-        self.length = length
-
-    def begin_next(self, step: int, every: Every, seconds: float) -> None:
-        """Begin the next block after this step; a step takes so many seconds."""
-        self.begin(step, every.next(self.length, seconds))
-
-    def follow_round(
-        self, result: RoundResult, every: Every, numbers: Sequence[int], number: int
-    ) -> None:
-        """Take over what the round says that was sent as this block began."""
-        # `numbers` are the workers', in the order of their reports; `number` is this worker's.
-        self.length = int(result.first_report.length)
-
-    # -- what differs if each worker takes steps of its own: see `OwnSchedule` -----------------
+    def __init__(self, every: Every, fragments: int = 1, overlap: int = 0, warmup: int = 0) -> None:
+        self.every = every
+        self.fragments = fragments
+        self.overlap = overlap
+        self.start = every.first_start(warmup)
+        self.length = every.first
+        # The rest is for own steps.
+        self.taken = 0  # steps of this worker in the block
+        # Each worker's steps in the block, by number, from the last sync round. A worker that is
+        # not in the plan takes `length` steps.
+        self.plan: dict[int, int] = {}
+        self.number = 0  # of this worker
+        self.seconds = 0.0  # of the block on the slowest worker; 0: no step was timed yet
+        # The mean of the workers' steps so far, minus the common count. The two differ because the
+        # count is a whole number, and because a worker may end a block early. The next block makes
+        # up for the difference.
+        self.ahead = 0.0
 
     @property
     def own(self) -> int:
-        """The steps that this worker takes in the block."""
-        return self.length
+        """The steps of this worker in the block."""
+        return self.plan.get(self.number, self.length)
 
     @property
     def unfinished(self) -> bool:
         """Whether other workers may be at another step of this block."""
-        return False
+        return self.taken > 0
 
     def into(self, step: int) -> int:
-        """Return how many steps of the block this worker has taken after this common count."""
-        return step - self.start
+        """Return this worker's steps in the block after this common count."""
+        return self.taken if self.every.own_steps else step - self.start
+
+    def due(self, step: int) -> list[int]:
+        """Return the fragments to send after this step."""
+        # A state that another worker has saved may be further than this worker's last step.
+        into = min(self.into(step), self.own)
+        count = self.fragments
+        return [f for f in range(count) if self.own * (f + 1) // count == into]
+
+    def ends(self, step: int) -> bool:
+        """Return whether the block ends with this step."""
+        return self.into(step) >= self.own
 
     def count(self, step: int, *, in_flight: bool, elapsed: float) -> int:
         """Count a step of this worker; return the step count that all workers share after it."""
         # `in_flight`: the round that this block follows is not merged. `elapsed`: seconds since the
         # block began.
-        return step + 1
-
-    def end(self) -> int:
-        """End the block early; return the common count of steps at its end."""
-        return self.start + self.length
-
-    def resume(self, taken: int) -> None:
-        """Go on with a block of which this worker has taken so many steps."""
-
-    def steps_of(self, numbers: Sequence[int]) -> dict[int, int] | None:
-        """Return how many steps each of these workers takes in the block; None if all the same."""
-        return None
-
-    def to_state(self) -> BlockPlan:
-        """Return what all workers know of the block, besides its start and length."""
-        return {}
-
-    def load_state(self, saved: BlockPlan, number: int) -> None:
-        """Take over the numbers of a block that was saved, or that another worker is in."""
-
-
-LATE = 1.1  # times a block's expected seconds: a worker that takes longer ends the block early
-
-
-class OwnSchedule(Schedule):
-    """A block in which this worker takes a number of steps of its own.
-
-    own        steps that this worker takes in the block
-    taken      steps that it has taken so far
-    plan       every worker's steps in the block, by its number, from the last sync round. A worker
-               that is not in the plan takes `length` steps
-    seconds    time that the block takes on the slowest worker; 0: no step was timed yet
-    ahead      the mean of the workers' steps so far, minus the common count. The two differ because
-               the count is a whole number, and because a worker may end a block early. The next
-               block makes up for it
-
-        length 4, own 6     taken   1  2  3  4  5  6
-                            count   0  1  2  2  3  4   after the block's start
-    """
-
-    def __init__(self, length: int, overlap: int = 0, start: int = 0) -> None:
-        super().__init__(length, 1, overlap, start)
-        self._own = length
-        self.taken = 0
-        self.plan: dict[int, int] = {}
-        self.seconds = 0.0
-        self.ahead = 0.0
-
-    @property
-    def own(self) -> int:
-        return self._own
-
-    @property
-    def unfinished(self) -> bool:
-        return self.taken > 0
-
-    def into(self, step: int) -> int:
-        return self.taken
-
-    def count(self, step: int, *, in_flight: bool, elapsed: float) -> int:
-        """Count a step of this worker; return the common count, its share of the block's length."""
+        if not self.every.own_steps:
+            return step + 1
         if in_flight:  # until it is merged, the block's numbers are not known
             self.taken += 1
             return step
@@ -162,57 +104,56 @@ class OwnSchedule(Schedule):
             return self.end()
         self.taken += 1
         # The count is start + length only after the last step: all workers have it as they send.
-        return max(step, self.start + self.length * min(self.taken, self._own) // self._own)
+        return max(step, self.start + self.length * min(self.taken, self.own) // self.own)
 
     def is_late(self, seconds: float) -> bool:
         """Return whether a block that has taken this long so far should have ended."""
         return 0.0 < LATE * self.seconds < seconds
 
     def end(self) -> int:
-        self.taken = self._own
-        return super().end()
-
-    def resume(self, taken: int) -> None:
-        self.taken = taken
-
-    def due(self, step: int) -> list[int]:
-        return [0] if self.ends(step) else []
-
-    def ends(self, step: int) -> bool:
-        return self.taken >= self._own
+        """End the block early; return the common count of steps at its end."""
+        self.taken = self.own
+        return self.start + self.length
 
     def begin(self, step: int, length: int) -> None:
-        super().begin(step, length)
-        self._own = length
+        """Begin a block of this length after a step."""
+        self.start = step
+        self.length = length
         self.taken = 0
         self.plan = {}
 
-    def begin_next(self, step: int, every: Every, seconds: float) -> None:
-        """Begin the next block. It has the numbers of this one until a round sets others."""
+    def begin_next(self, step: int, seconds: float) -> None:
+        """Begin the next block after this step; `seconds` is the time of a step."""
+        if not self.every.own_steps:
+            self.begin(step, self.every.next(self.length, seconds))
+            return
+        # It has the numbers of this block until a round sets others.
         self.start += self.length
         self.ahead -= self.length
         self.taken = 0
 
     def steps_of(self, numbers: Sequence[int]) -> dict[int, int]:
+        """Return the steps of each of these workers in the block."""
         return {number: self.plan.get(number, self.length) for number in numbers}
 
-    def follow_round(
-        self, result: RoundResult, every: Every, numbers: Sequence[int], number: int
-    ) -> None:
-        """Give each worker its number of steps in the block that has begun."""
-        assert isinstance(every, Seconds)
+    def follow_round(self, result: RoundResult, numbers: Sequence[int], number: int) -> None:
+        """Set the length of the block that has begun, from the round that was sent then."""
+        # `numbers` are the workers', in the order of their reports; `number` is this worker's.
+        if not isinstance(self.every, Seconds) or not self.every.own_steps:
+            self.length = int(result.first_report.length)
+            return
         paces = result.reports
         included = result.included
-        timed = [pace for pace in paces if pace.taken > 0]
-        if not included or not timed or min(pace.seconds for pace in timed) <= 0:
+        timed = [pace.seconds for pace in paces if pace.taken > 0]
+        if not included or not timed or min(timed) <= 0:
             return
         if len(numbers) != len(paces):  # a round that was restored from a checkpoint
             numbers = range(len(paces))
-        # A worker that has just come was not timed: it takes as long as the others in the mean.
-        mean = sum(pace.seconds for pace in timed) / len(timed)
+        # A new worker was not timed: it gets the mean time.
+        mean = sum(timed) / len(timed)
         seconds = [pace.seconds if pace.taken > 0 else mean for pace in paces]
-        steps = every.share(seconds)
-        slowest = max(n * each for n, each in zip(steps, seconds, strict=True))
+        steps = self.every.share(seconds)
+        slowest = max(map(operator.mul, steps, seconds))
         taken = sum(paces[rank].taken for rank in included) / len(included)
         self.follow(dict(zip(numbers, steps, strict=True)), number, taken, slowest)
 
@@ -220,20 +161,25 @@ class OwnSchedule(Schedule):
         """Set the numbers of steps in the block that has begun."""
         # `number` is this worker's. `taken` is the mean of the workers' steps in the block before.
         self.plan = dict(plan)
+        self.number = number
         self.seconds = seconds
         self.ahead += taken
         # Longer than the overlap, whose steps were not counted: the numbers were not known yet.
         mean = sum(plan.values()) / len(plan)
         self.length = max(self.overlap + 1, round(self.ahead + mean))
-        self._own = plan.get(number, self.length)
 
     def to_state(self) -> BlockPlan:
+        """Return the facts about the block that all workers know, besides start and length."""
+        if not self.every.own_steps:
+            return {}
         return {"plan": list(self.plan.items()), "pace": [self.seconds, self.ahead]}
 
     def load_state(self, saved: BlockPlan, number: int) -> None:
-        self.plan = dict(saved.get("plan", []))
-        self.seconds, self.ahead = saved.get("pace", [0.0, 0.0])
-        self._own = self.plan.get(number, self.length)
+        """Take over the numbers of a block that was saved, or that another worker is in."""
+        if self.every.own_steps:
+            self.plan = dict(saved.get("plan", []))
+            self.seconds, self.ahead = saved.get("pace", [0.0, 0.0])
+            self.number = number
 
 
 class Every:
@@ -246,7 +192,7 @@ class Every:
     50
     """
 
-    own_steps = False  # whether each worker takes a number of steps of its own
+    own_steps = False  # whether workers take different numbers of steps
 
     def __init__(self, steps: int, name: str = "every") -> None:
         self.first = whole(
@@ -284,8 +230,8 @@ class Seconds(Every):
     `first` is the number of steps of the first block, when no step has been timed yet; no block has
     fewer than `least`.
 
-    All workers take equally many steps, unless `own_steps` is set. Then each worker takes as many
-    steps as it can in that time. The mean of a sync round is weighted by these numbers, or by the
+    All workers take the same number of steps, unless `own_steps` is set. Then a faster worker takes
+    more steps in that time. The mean of a sync round is weighted by these numbers, or by the
     samples if `count_samples` is used. The optimizer's `steps` is then the mean of the workers'
     steps: train until it has reached a number.
 
@@ -310,7 +256,7 @@ class Seconds(Every):
         return max(self.least, round(self.seconds / seconds)) if seconds > 0 else length
 
     def share(self, seconds: Sequence[float]) -> list[int]:
-        """Return each worker's number of steps in a block, from the seconds of its steps.
+        """Return each worker's number of steps in a block, from the seconds of a step.
 
         >>> import manyhands as mh
         >>> mh.Seconds(6, own_steps=True).share([1.0, 2.0, 4.0])
@@ -321,14 +267,6 @@ class Seconds(Every):
     def __repr__(self) -> str:
         own = ", own_steps=True" if self.own_steps else ""
         return f"Seconds({self.seconds:g}, first={self.first}, least={self.least}{own})"
-
-
-def make_schedule(every: Every, fragments: int, overlap: int, warmup: int) -> Schedule:
-    """Return the schedule of blocks of this length, after `warmup` steps."""
-    start = every.first_start(warmup)
-    if every.own_steps:
-        return OwnSchedule(every.first, overlap, start)
-    return Schedule(every.first, fragments, overlap, start)
 
 
 def check_schedule(every: Every, overlap: int, fragments: int, *, ranks_per_worker: int) -> None:

@@ -1,11 +1,9 @@
-"""One sync round: payloads go in on every worker, and their mean comes out on all of them.
+"""Run a sync round: payloads go in on every worker, and their mean comes out on all workers.
 
 In the order in which a tensor meets them:
 
-_payload.py  what a worker contributes: payloads, buffers, optimizer state, and a report
-_round.py    what runs a round: its thread, the chunks in flight, the decision of all workers
-_work.py     the steps and samples of a worker
-_drift.py    the distance and the disagreement of the workers
+_payload.py  contributions of a worker: payloads, buffers, optimizer state, work, and a report
+_round.py    the round and its statistics: thread, chunks in flight, decision, drift
 _codec.py    flat values as few bytes, and back
 _chunks.py   a range of a payload on its way: all_reduce, shared memory, or encoded, in pairs
 

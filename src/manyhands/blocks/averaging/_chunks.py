@@ -1,4 +1,4 @@
-"""A chunk: a range of a payload on its way to the other workers, and the mean on its way back.
+"""Carry a range of a payload, a chunk, to the other workers, and the mean back.
 
 Three kinds of chunks do the same work:
 
@@ -13,8 +13,7 @@ first and the last (with several optimizers: the last of each one's).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -36,54 +35,100 @@ class Waitable(Protocol):
         """Return when it is done."""
 
 
-class PayloadChunk(Protocol):
+class PayloadChunk:
     """A range of a payload in flight. The four methods are called in this order."""
 
-    payload: Payload
-    measured: bool  # whether its squared length is part of the drift: differences only
-    has_mean: bool  # whether `send_mean` has nothing to send: all is here to compute the mean from
+    has_mean = False  # whether the values of all workers are here, and `send_mean` sends nothing
+
+    def __init__(self, payload: Payload, start: int, stop: int, workers: RankGroup) -> None:
+        self.payload = payload
+        self.start = start
+        self.length = stop - start
+        self.workers = workers
 
     def send_values(self, report: WorkerReport, squares: list[float]) -> None:
         """Read the payload and start to send its values and the report.
 
-        `squares` are the squared lengths of all that was measured: as sent, and before rounding.
+        `squares` are the squared lengths of the payload's part so far: as sent, and before
+        rounding.
         """
+        raise NotImplementedError
 
     def receive_reports(self) -> list[list[float]]:
         """Wait for all workers' values; return the reports and squared lengths, if any came."""
+        raise NotImplementedError
 
     def send_mean(self, result: RoundResult) -> None:
-        """Average what this worker owns and start to send the mean. The reports are known."""
+        """Average the own slice and start to send the mean. The reports are known."""
+        raise NotImplementedError
 
     def write_mean(self, result: RoundResult) -> float:
         """Wait for the mean, write it to the payload, and return its squared length."""
+        raise NotImplementedError
+
+    def _read(self, report: WorkerReport, first: int, out: Tensor) -> None:
+        """Read values from an element of the chunk on; zeros if this worker is left out."""
+        if report.included:
+            self.payload.read(self.start + first, out)
+        else:
+            out.zero_()  # NaN would reach all workers in a sum, and codecs take finite numbers only
+
+    def _read_all(self, report: WorkerReport, out: Tensor, squares: list[float]) -> None:
+        """Fill `out` with the chunk's values, and add their squared length to both `squares`."""
+        self._read(report, 0, out)
+        square = self._square(out)
+        squares[0] += square
+        squares[1] += square
+
+    def _square(self, values: Tensor) -> float:
+        """Return the squared length of values if it is part of the drift, otherwise 0."""
+        # A dot product reads the slice once, and is faster than norm().square().
+        return float(torch.dot(values, values)) if self.payload.measured else 0.0
+
+    def _average(self, own: Tensor, result: RoundResult, read: Callable[[int], Tensor]) -> None:
+        """Average a slice in place over the included ranks; `read` returns a rank's values."""
+        included = result.included
+        if self.payload.first_only:
+            included = included[:1]
+        weights = dict(zip(included, result.weights(included), strict=True))
+        weight = weights.pop(self.workers.rank, 0.0)
+        if weight == 1.0 and list(weights.values()) == [1.0]:
+            own.lerp_(read(next(iter(weights))), 0.5)  # reads the memory once instead of twice
+            return
+        if weight != 1.0:
+            own.mul_(weight)
+        for rank, other in weights.items():
+            own.add_(read(rank), alpha=other)
+        if len(included) > 1:
+            own.mul_(1 / (weight + sum(weights.values())))
 
 
 def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> list[PayloadChunk]:
     """Return the chunks of all payloads in order, on every worker the same."""
     # An empty payload gives one empty chunk, so that the reports are exchanged all the same.
     spare: list[Tensor] = []  # memory of finished chunks, reused by later ones
-    sizes = [_chunk_length(payload) for payload in payloads]
-    chunks = list[PayloadChunk]()
-    summed = list[AllReduceChunk]()
-    if workers.shared_memory is not None:
-        _make_ring_for_chunks(workers, list(zip(payloads, sizes, strict=True)))
-    for payload, size in zip(payloads, sizes, strict=True):
+    chunks: list[PayloadChunk] = []
+    summed: list[AllReduceChunk] = []
+    largest = 0  # bytes of a chunk in shared memory
+    for payload in payloads:
+        size = _chunk_length(payload)
+        largest = max(largest, PLACE_HEAD + min(size, payload.length) * payload.dtype.itemsize)
         summable = workers.size > 1 and not (payload.codec.rounds or payload.first_only)
         for start in range(0, max(payload.length, 1), size):
             stop = min(start + size, payload.length)
             if workers.shared_memory is not None:
                 chunks.append(SharedMemoryChunk(payload, start, stop, workers))
             elif summable and workers.has_backend(payload.device):
-                summed.append(AllReduceChunk(payload, start, stop, workers, spare))
-                chunks.append(summed[-1])
+                chunk = AllReduceChunk(payload, start, stop, workers, spare)
+                # The last chunk of a part has reports: they say the part's squared length.
+                if len(summed) > 1 and summed[-1].payload.part == payload.part:
+                    summed[-1].reports_in = 0
+                summed.append(chunk)
+                chunks.append(chunk)
             else:
                 chunks.append(PairwiseChunk(payload, start, stop, workers))
-    after = {id(chunk): following for chunk, following in pairwise(chunks)}
-    for chunk in summed[1:-1]:
-        # The last chunk of a part has them too: they say the part's squared length.
-        if chunk.payload.part == after[id(chunk)].payload.part:
-            chunk.reports_in = 0
+    if workers.shared_memory is not None:
+        workers.shared_memory.make_ring(largest, PLACES // 2)
     return chunks
 
 
@@ -100,17 +145,12 @@ def elements_per_chunk(length: int) -> int:
     return max(SMALLEST, min(LARGEST, length // 16)) // ALIGNED * ALIGNED
 
 
-def square_of(values: Tensor) -> float:
-    # A dot product reads the slice once, and is faster than norm().square().
-    return float(torch.dot(values, values))
-
-
 # -- values as they are: an all_reduce -------------------------------------------------------------
 
 PARTS = 3  # 3 × 24 bits of a float32's mantissa hold the 53 of a float64
 
 
-class AllReduceChunk:
+class AllReduceChunk(PayloadChunk):
     """A chunk whose values travel as they are: one all_reduce adds them up on the way.
 
     Everyone's reports travel after the values, in the same tensor:
@@ -125,16 +165,12 @@ class AllReduceChunk:
     into PARTS float32 whose sum is exact.
     """
 
-    measured = False
     has_mean = True
 
     def __init__(
         self, payload: Payload, start: int, stop: int, workers: RankGroup, spare: list[Tensor]
     ) -> None:
-        self.payload = payload
-        self.start = start
-        self.length = stop - start
-        self.workers = workers
+        super().__init__(payload, start, stop, workers)
         self._spare = spare
         self._work: Waitable
         self.reports_in = workers.size  # places for reports
@@ -144,17 +180,12 @@ class AllReduceChunk:
         self._sent = self._allocate(self.length + self.reports_in * REPORT * PARTS)
         self._values = self._sent[: self.length]
         reports = self._sent[self.length :]
-        if report.included:
-            self.payload.read(self.start, self._values)
-        else:
-            self._values.zero_()  # all_reduce adds every rank: a NaN would reach all of them
-        square = square_of(self._values) if self.measured else 0.0
-        squares[:] = [each + square for each in squares]
+        self._read_all(report, self._values, squares)
         if report.weight != 1.0:  # others' are not known yet: `write_mean` divides by all
             self._values.mul_(report.weight)
         self._reports = reports.view(self.reports_in, REPORT, PARTS)
         if self.reports_in:
-            own = _split_exactly([*report.numbers(), *squares]).to(reports)
+            own = _split_exactly([*report, *squares]).to(reports)
             self._work = self.workers.start_all_reduce(self._sent, self._reports, own)
         else:
             self._work = self.workers.start_all_reduce(self._sent)
@@ -168,10 +199,12 @@ class AllReduceChunk:
 
     def write_mean(self, result: RoundResult) -> float:
         """Divide the sum by the weights, write it to the payload; return its square."""
-        total = sum(result.reports[rank].weight for rank in result.included)
+        total = 0.0
+        for rank in result.included:
+            total += result.reports[rank].weight
         if total not in (0.0, 1.0):  # 0: no worker is included
             self._values.mul_(1 / total)
-        square = square_of(self._values) if self.measured else 0.0
+        square = self._square(self._values)
         if self.length:
             self.payload.write(self.start, self._values, result)
         self._spare.append(self._sent)
@@ -202,17 +235,7 @@ PLACE_HEAD = 8 * (REPORT + 1)  # bytes in shared memory: a report, and the mean'
 PLACES = 6  # chunks in shared memory
 
 
-def _make_ring_for_chunks(workers: RankGroup, payloads: list[tuple[Payload, int]]) -> None:
-    """Make places for chunks of these payloads, each with its elements per chunk."""
-    # Collective: call it on every worker with the same payloads.
-    assert workers.shared_memory is not None
-    largest = max(
-        (PLACE_HEAD + min(n, p.length) * p.dtype.itemsize for p, n in payloads), default=0
-    )
-    workers.shared_memory.make_ring(largest, PLACES // 2)
-
-
-class SharedMemoryChunk:
+class SharedMemoryChunk(PayloadChunk):
     """A chunk among workers of one host, which read each other's memory: nothing is sent.
 
     Each worker reads its values into a *place* that all workers can see, averages the slice that
@@ -225,14 +248,8 @@ class SharedMemoryChunk:
     reads the second before it until that barrier is passed.
     """
 
-    measured = False
-    has_mean = False
-
     def __init__(self, payload: Payload, start: int, stop: int, workers: RankGroup) -> None:
-        self.payload = payload
-        self.start = start
-        self.length = stop - start
-        self.workers = workers
+        super().__init__(payload, start, stop, workers)
         self._cuts = [self.length * rank // workers.size for rank in range(workers.size + 1)]
         self._barrier: Waitable
 
@@ -245,13 +262,8 @@ class SharedMemoryChunk:
         self._reports = [place[:PLACE_HEAD].view(torch.float64) for place in places]
         self._values = [place[PLACE_HEAD:].view(self.payload.dtype) for place in places]
         values = self._values[self.workers.rank]
-        if report.included:
-            self.payload.read(self.start, values)
-        else:
-            values.zero_()
-        square = square_of(values) if self.measured else 0.0
-        squares[:] = [each + square for each in squares]
-        own_report = torch.tensor([*report.numbers(), *squares], dtype=torch.float64)
+        self._read_all(report, values, squares)
+        own_report = torch.tensor([*report, *squares], dtype=torch.float64)
         self._reports[self.workers.rank][:REPORT] = own_report
         # The barrier comes last: a worker that passes it may read the report and the values.
         self._barrier = host.barrier()
@@ -265,20 +277,9 @@ class SharedMemoryChunk:
         rank = self.workers.rank
         host = self.workers.shared_memory
         assert host is not None
-        included = result.included[:1] if self.payload.first_only else result.included
-        weights = dict(zip(included, result.weights(included), strict=True))
-        others = [(self._slice(r, rank), w) for r, w in weights.items() if r != rank]
         own = self._slice(rank, rank)
-        if (weight := weights.get(rank, 0.0)) != 1.0:
-            own.mul_(weight)
-        if len(included) == 2 and len(others) == 1 and weight == others[0][1]:
-            own.lerp_(others[0][0], 0.5)  # reads the memory once instead of twice
-        else:
-            for other, weight in others:
-                own.add_(other, alpha=weight)
-            if len(included) > 1:
-                own.mul_(1 / sum(weights.values()))
-        self._reports[rank][REPORT] = square_of(own) if self.measured else 0.0
+        self._average(own, result, lambda other: self._slice(other, rank))
+        self._reports[rank][REPORT] = self._square(own)
         # No message of its own: the barrier of the chunk that is read next says it.
         self._barrier = host.deferred_barrier()
 
@@ -305,7 +306,7 @@ MEAN_HEAD = 8  # bytes of what a mean has in its place: its squared length
 ALIGNED_SLICE = 256  # elements: a multiple of the group of each codec that is sent in pairs
 
 
-class PairwiseChunk:
+class PairwiseChunk(PayloadChunk):
     """A chunk that is encoded: two messages between each pair of workers.
 
     The chunk is cut into one slice per worker, its owner:
@@ -324,147 +325,83 @@ class PairwiseChunk:
     and a mean has its squared length, one float64, in place of the report.
     """
 
-    measured = False
-    has_mean = False
-
     def __init__(self, payload: Payload, start: int, stop: int, workers: RankGroup) -> None:
-        self.payload = payload
-        self.start = start
-        self.workers = workers
+        super().__init__(payload, start, stop, workers)
+        step = -(-self.length // workers.size)
+        step = -(-step // ALIGNED_SLICE) * ALIGNED_SLICE
+        self._cuts = [min(rank * step, self.length) for rank in range(workers.size + 1)]
         self._works: list[Waitable] = []
         self._outgoing: list[Tensor] = []  # torch does not keep a tensor alive while it is sent
         self._incoming: list[Tensor] = []
-        self._reports: list[list[float]] = []
-        step = -(-(stop - start) // workers.size)
-        step = -(-step // ALIGNED_SLICE) * ALIGNED_SLICE
-        self.cuts = [min(rank * step, stop - start) for rank in range(workers.size + 1)]
-        self._lengths = [b - a for a, b in pairwise(self.cuts)]
-        self._sizes = [self._message_bytes(length) for length in self._lengths]
-
-    def receive_reports(self) -> list[list[float]]:
-        """Wait for the messages, and return every worker's report from its head."""
-        self._wait()
-        for rank, message in enumerate(self._incoming):
-            if rank != self.workers.rank:
-                self._reports[rank] = _read_report(message)
-        return self._reports
-
-    def _message_bytes(self, elements: int) -> int:
-        size = MESSAGE_HEAD + self.payload.codec.size(elements, self.payload.dtype)
-        return -(-size // 8) * 8  # view(float64) needs a multiple of 8
-
-    def _decode(self, rank: int, elements: int, head: int = MESSAGE_HEAD) -> Tensor:
-        """Return the values of the message that came from `rank`, which follow its head."""
-        codec = self.payload.codec
-        dtype = self.payload.dtype
-        size = codec.size(elements, dtype)
-        data = self._incoming[rank][head : head + size].to(self.payload.device)
-        return codec.decode(data, elements, dtype)
-
-    def _exchange(self, messages: list[Tensor], sizes: list[int], tag: int) -> None:
-        """Send each of the others its message, and receive one of `sizes[rank]` bytes from each."""
-        if self.workers.size > 1:
-            rank = self.workers.rank
-            device = self.payload.device
-            # nothing to ourselves
-            messages[rank] = messages[rank][:0]
-            sizes[rank] = 0
-            to_host = not self.workers.has_backend(device)  # gloo sends from the host only
-            self._outgoing = [each.cpu() for each in messages] if to_host else messages
-            self._incoming, self._works = self.workers.all_to_all(self._outgoing, sizes, tag)
-
-    def _wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works = []
-        self._outgoing = []
-
-    def _residual(self, rank: int) -> Tensor | None:
-        """Return the residual of a slice."""
-        # Of another worker's slice it is what rounding our values has cut off; of the slice that we
-        # own, what rounding the mean has cut off. The two never overlap.
-        if self.payload.residual is None:
-            return None
-        first = self.start + self.cuts[rank]
-        last = self.start + self.cuts[rank + 1]
-        return self.payload.residual[first:last]
+        self._own: Tensor  # the values of the own slice, and later the mean
+        self._own_message: Tensor
+        self._own_head: list[float] = []
 
     def send_values(self, report: WorkerReport, squares: list[float]) -> None:
         """Send every slice of the values, encoded, to the worker that averages it."""
         payload = self.payload
         rank = self.workers.rank
-        size = self.workers.size
         messages = []
-        square = 0.0
-        exact = 0.0
-        for owner, length in enumerate(self._lengths):
-            message = torch.empty(self._sizes[owner], dtype=torch.uint8, device=payload.device)
-            values = self._values_in(message, length)
-            payload.read(self.start + self.cuts[owner], values)
-            if not report.included:
-                values.zero_()  # codecs take finite numbers only, and these are not added
-            if self.measured:
-                exact += square_of(values)
+        for owner, first in enumerate(self._cuts[:-1]):
+            message = torch.empty(self._bytes(owner), dtype=torch.uint8, device=payload.device)
+            values = self._values_in(message, self._elements(owner))
+            self._read(report, first, values)
+            squares[1] += self._square(values)
             if owner == rank:
                 self._own = values  # stays in full precision
             elif payload.codec.rounds:
-                residual = self._residual(owner) if report.included else None
-                data, values = encode_with_residual(payload.codec, values, residual)
-                _write_data(data, message)
-            if self.measured:
-                square += square_of(values)
+                values = self._encode(values, owner, message, correct=report.included)
+            squares[0] += self._square(values)
             messages.append(message)
-        self._message = messages[rank]
-        squares[:] = [squares[0] + square, squares[1] + exact]
-        own_report = [*report.numbers(), *squares]
+        self._own_message = messages[rank]
+        self._own_head = [*report, *squares]
+        head = torch.tensor(self._own_head, dtype=torch.float64).view(torch.uint8)
         for message in messages:
-            _write_report(own_report, message)
-        self._reports = [own_report] * size
-        self._exchange(messages, [self._sizes[rank]] * size, VALUES_TAG)
+            message[:MESSAGE_HEAD] = head
+        self._exchange(messages, [self._bytes(rank)] * len(messages), VALUES_TAG)
+
+    def receive_reports(self) -> list[list[float]]:
+        self._wait()
+        return [self._head(rank, MESSAGE_HEAD) for rank in range(self.workers.size)]
 
     def send_mean(self, result: RoundResult) -> None:
         """Send the mean of the own slice to all others."""
-        self._average(result)
-        square = square_of(self._own) if self.measured else 0.0
         rank = self.workers.rank
         size = self.workers.size
+        self._average(self._own, result, lambda other: self._decode(other, rank, MESSAGE_HEAD))
+        square = self._square(self._own)
         if self.payload.codec.rounds:
-            residual = self._residual(rank) if result.included else None
             # We keep the decoded mean too, so that all workers write the same rounded values.
-            data, self._own = encode_with_residual(self.payload.codec, self._own, residual)
-            _write_data(data, self._message)
+            correct = bool(result.included)
+            self._own = self._encode(self._own, rank, self._own_message, correct=correct)
         shorter = MESSAGE_HEAD - MEAN_HEAD
-        message = self._message[shorter:]
-        _write_report([square], message)
-        self._reports = [[square]] * size
-        sizes = [each - shorter for each in self._sizes]
+        message = self._own_message[shorter:]
+        message[:MEAN_HEAD] = torch.tensor([square], dtype=torch.float64).view(torch.uint8)
+        self._own_head = [square]
+        sizes = [self._bytes(owner) - shorter for owner in range(size)]
         self._exchange([message] * size, sizes, MEAN_TAG)
 
     def write_mean(self, result: RoundResult) -> float:
         """Decode the owners' means, write them to the payload; return the mean's square."""
         self._wait()
         square = 0.0
-        for rank, length in enumerate(self._lengths):
-            own = rank == self.workers.rank
-            square += (
-                self._reports[rank] if own else _read_report(self._incoming[rank], MEAN_HEAD)
-            )[0]
-            if length:
-                mean = self._own if own else self._decode(rank, length, MEAN_HEAD)
-                self.payload.write(self.start + self.cuts[rank], mean, result)
+        for owner, first in enumerate(self._cuts[:-1]):
+            square += self._head(owner, MEAN_HEAD)[0]
+            mean = self._own
+            if owner != self.workers.rank:
+                mean = self._decode(owner, owner, MEAN_HEAD)
+            if len(mean):
+                self.payload.write(self.start + first, mean, result)
         return square
 
-    def _average(self, result: RoundResult) -> None:
-        """Average the own slice in place over the included ranks, in rank order."""
-        included = result.included[:1] if self.payload.first_only else result.included
-        weights = dict(zip(included, result.weights(included), strict=True))
-        if (weight := weights.get(self.workers.rank, 0.0)) != 1.0:
-            self._own.mul_(weight)
-        for rank, weight in weights.items():
-            if rank != self.workers.rank:
-                self._own.add_(self._decode(rank, self._own.numel()), alpha=weight)
-        if len(included) > 1:
-            self._own.div_(sum(weights.values()))
+    def _elements(self, owner: int) -> int:
+        """Return the elements of a slice."""
+        return self._cuts[owner + 1] - self._cuts[owner]
+
+    def _bytes(self, owner: int) -> int:
+        """Return the size of a message with the values of a slice."""
+        size = self.payload.codec.size(self._elements(owner), self.payload.dtype)
+        return -(-(MESSAGE_HEAD + size) // 8) * 8  # view(float64) needs a multiple of 8
 
     def _values_in(self, message: Tensor, elements: int) -> Tensor:
         """Return memory for a slice's values: inside the message if they travel as they are."""
@@ -473,14 +410,49 @@ class PairwiseChunk:
             return torch.empty(elements, dtype=dtype, device=self.payload.device)
         return message[MESSAGE_HEAD : MESSAGE_HEAD + elements * dtype.itemsize].view(dtype)
 
+    def _encode(self, values: Tensor, owner: int, message: Tensor, *, correct: bool) -> Tensor:
+        """Write values of a slice to a message; return the values that will be decoded from it.
 
-def _write_data(data: Tensor, message: Tensor) -> None:
-    message[MESSAGE_HEAD : MESSAGE_HEAD + data.numel()] = data
+        To `correct` them, add the residual. Of another worker's slice it is what rounding our
+        values has cut off; of the own slice, what rounding the mean has cut off. The two never
+        overlap.
+        """
+        residual = None
+        if correct and self.payload.residual is not None:
+            first = self.start + self._cuts[owner]
+            residual = self.payload.residual[first : first + len(values)]
+        data, arriving = encode_with_residual(self.payload.codec, values, residual)
+        message[MESSAGE_HEAD : MESSAGE_HEAD + len(data)] = data
+        return arriving
 
+    def _decode(self, rank: int, owner: int, head: int) -> Tensor:
+        """Return the values of a slice in the message that came from `rank`, after its head."""
+        codec = self.payload.codec
+        elements = self._elements(owner)
+        size = codec.size(elements, self.payload.dtype)
+        data = self._incoming[rank][head : head + size].to(self.payload.device)
+        return codec.decode(data, elements, self.payload.dtype)
 
-def _write_report(numbers: list[float], message: Tensor) -> None:
-    message[: 8 * len(numbers)] = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)
+    def _head(self, rank: int, size: int) -> list[float]:
+        """Return the numbers at the head of a worker's message."""
+        if rank == self.workers.rank:
+            return self._own_head
+        return self._incoming[rank][:size].cpu().view(torch.float64).tolist()
 
+    def _exchange(self, messages: list[Tensor], sizes: list[int], tag: int) -> None:
+        """Send each of the others its message, and receive one of `sizes[rank]` bytes from each."""
+        if self.workers.size > 1:
+            rank = self.workers.rank
+            # nothing to ourselves
+            messages[rank] = messages[rank][:0]
+            sizes[rank] = 0
+            if not self.workers.has_backend(self.payload.device):  # gloo sends from the host only
+                messages = [message.cpu() for message in messages]
+            self._outgoing = messages
+            self._incoming, self._works = self.workers.all_to_all(messages, sizes, tag)
 
-def _read_report(message: Tensor, head: int = MESSAGE_HEAD) -> list[float]:
-    return message[:head].cpu().view(torch.float64).tolist()
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+        self._outgoing = []

@@ -72,9 +72,25 @@ class HalfPrecision(Codec):
         return data.view(self.dtype).to(dtype)
 
 
+class Grouped(Codec):
+    """Few bits for each value, and a scale (a bfloat16) for each group of neighbours."""
+
+    group: int
+
+    def _groups(self, elements: int) -> int:
+        return -(-elements // self.group)
+
+    def _padded(self, values: Tensor) -> Tensor:
+        """Return the values in rows of a group each; zeros fill the last group."""
+        missing = -values.numel() % self.group
+        if missing:
+            values = F.pad(values, (0, missing))
+        return values.view(-1, self.group)
+
+
 @dataclass(frozen=True)
-class Integers(Codec):
-    """Integers of `bits` bits, with a scale (a bfloat16) for each group of neighbours."""
+class Integers(Grouped):
+    """Integers of `bits` bits, with a scale for each group."""
 
     bits: int
     group: int
@@ -83,17 +99,12 @@ class Integers(Codec):
     def largest(self) -> int:
         return 2 ** (self.bits - 1) - 1
 
-    def _groups(self, elements: int) -> int:
-        return -(-elements // self.group)
-
     def size(self, elements: int, dtype: torch.dtype) -> int:
         return self._groups(elements) * (2 + self.group * self.bits // 8)
 
     def encode(self, values: Tensor) -> Tensor:
         """Return the values as scales, one per group, and signed integers of `bits` bits."""
-        groups = self._groups(values.numel())
-        missing = groups * self.group - values.numel()
-        padded = (F.pad(values, (0, missing)) if missing else values).view(groups, self.group)
+        padded = self._padded(values)
         # Two reads: values.abs() would write a second tensor and read it again.
         largest = torch.maximum(padded.amax(dim=1, keepdim=True), -padded.amin(dim=1, keepdim=True))
         scales = (largest / self.largest).to(torch.bfloat16)
@@ -112,7 +123,7 @@ class Integers(Codec):
         codes = data[2 * groups :].view(torch.int8)
         if self.bits == 4:
             codes = torch.cat([(codes << 4) >> 4, codes >> 4])  # an arithmetic shift keeps the sign
-        values = codes.view(groups, self.group).to(dtype).mul_(scales.unsqueeze(1))
+        values = codes.view(-1, self.group).to(dtype).mul_(scales.unsqueeze(1))
         return values.flatten()[:elements]
 
 
@@ -120,8 +131,8 @@ TRITS = 5  # 3 ** 5 = 243 values fit in a byte
 
 
 @dataclass(frozen=True)
-class Ternary(Codec):
-    """-1, 0 or 1, with a scale (a bfloat16) for each group of neighbours: 1.66 bits a value.
+class Ternary(Grouped):
+    """-1, 0 or 1, with a scale for each group: 1.66 bits a value.
 
     A value becomes 0 if it is less than three quarters of the mean absolute value of its group. The
     scale is the mean absolute value of the others. For normal values that is nearly the smallest
@@ -137,17 +148,12 @@ class Ternary(Codec):
 
     cosine = 0.8  # of normal values on two workers 0.89
 
-    def _groups(self, elements: int) -> int:
-        return -(-elements // self.group)
-
     def size(self, elements: int, dtype: torch.dtype) -> int:
         return 2 * self._groups(elements) + -(-self._groups(elements) * self.group // TRITS)
 
     def encode(self, values: Tensor) -> Tensor:
         """Return the values as scales, one per group, and five of -1, 0, 1 in each byte."""
-        groups = self._groups(values.numel())
-        missing = groups * self.group - values.numel()
-        padded = (F.pad(values, (0, missing)) if missing else values).view(groups, self.group)
+        padded = self._padded(values)
         # Divided by their number before they are added up, because the sum may overflow. Memory is
         # written again and again, because new pages cost more than all that is computed here.
         sizes = padded.abs()
@@ -159,8 +165,7 @@ class Ternary(Codec):
         shares = digits.abs_().mul_(1 / self.group).sum(dim=1)
         scales = sums.div_(shares.clamp_(min=1 / self.group))
         scales.clamp_(max=torch.finfo(torch.bfloat16).max)
-        rows = -(-groups * self.group // TRITS)
-        first, *others = F.pad(trits.flatten(), (0, TRITS * rows - trits.numel())).view(TRITS, rows)
+        first, *others = F.pad(trits.flatten(), (0, -trits.numel() % TRITS)).view(TRITS, -1)
         for place, row in enumerate(others, 1):
             first.add_(row, alpha=3**place)
         codes = first.to(torch.float32).add_(121).mul_(256 / 243).ceil_().to(torch.uint8)

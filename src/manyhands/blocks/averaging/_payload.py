@@ -1,14 +1,12 @@
-"""What a worker contributes to a sync round, and what all workers learn from it.
+"""Describe the contributions of a worker to a sync round, and the result of the round.
 
-Payload          tensors of one type that a worker contributes, read and written in ranges
+Work             steps and samples of a worker: its weight in the mean
 WorkerReport     a few numbers about the worker itself, sent with every chunk
-RoundResult      everyone's reports and the squared lengths; equal on all workers
+RoundResult      all workers' reports and the squared lengths; equal on all workers
+Payload          tensors of one type that a worker contributes, read and written in ranges
 TensorPayload    tensors that are averaged as they are: buffers, optimizer state, gradients
-GradientPayloads all gradients as such payloads, for the steps of a shared warm-up
-ArrivedMean      the mean of a `TensorPayload`, kept apart from the tensors
-Buffers          the buffers of the model whose parameters are trained
-Extras           these and the optimizer state, as far as they are averaged, as payloads
-InitialState     the optimizer state to which state="reset" goes back
+SnapshotPayload  a copy of a `TensorPayload`, and later the mean
+Extras           the model's buffers and the optimizer state, to be averaged or reset
 
 Parameters come as differences from the anchor; those payloads are in `blocks/_anchor.py`.
 
@@ -28,8 +26,8 @@ import copy
 import weakref
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +43,6 @@ from manyhands._tensors.flat import (
     norm,
 )
 from manyhands.blocks.averaging._codec import CODECS, Codec
-from manyhands.blocks.averaging._work import Work
 
 STATES = ("keep", "average", "reset", "average_moments")
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's: what fairseq's `average_sync` averages
@@ -61,9 +58,30 @@ SAMPLES_UNKNOWN = -1.0
 SAMPLES_INCOMPLETE = -2.0
 
 
-@dataclass(frozen=True)
-class WorkerReport:
-    """What a worker says of itself.
+class Work(NamedTuple):
+    """Steps of one worker, and their samples: its weight in a sync round."""
+
+    steps: int = 0
+    counted: int = 0  # of these, the steps whose samples are known
+    samples: int = 0  # of the counted steps
+
+    def plus(self, samples: int | None) -> Work:
+        """Add a step on this many samples; None: not known."""
+        if samples is None:
+            return self._replace(steps=self.steps + 1)
+        return Work(self.steps + 1, self.counted + 1, self.samples + samples)
+
+    def minus(self, other: Work) -> Work:
+        return Work(
+            self.steps - other.steps, self.counted - other.counted, self.samples - other.samples
+        )
+
+
+NO_WORK = Work()
+
+
+class WorkerReport(NamedTuple):
+    """A worker's description of itself.
 
     All fields are floats, because a report travels as float64 in the same message as the values.
     """
@@ -86,42 +104,44 @@ class WorkerReport:
         """Whether this worker's values are in the mean."""
         return self.status > 0
 
-    def numbers(self) -> list[float]:
-        return [getattr(self, f.name) for f in fields(self)]
-
     @property
     def work(self) -> Work:
         """The work that this worker's values are the result of."""
-        counted = self.samples >= 0.0
         steps = int(self.taken)
-        return Work(steps, steps if counted else 0, int(self.samples) if counted else 0)
+        if self.samples < 0.0:
+            return Work(steps)
+        return Work(steps, steps, int(self.samples))
 
     def with_work(self, work: Work) -> WorkerReport:
         """Return the report of values that are the result of this work."""
-        known = SAMPLES_UNKNOWN
-        if work.counted:
-            known = float(work.samples) if work.counted == work.steps else SAMPLES_INCOMPLETE
-        return replace(self, taken=float(work.steps), samples=known)
+        samples = SAMPLES_UNKNOWN
+        if work.counted == work.steps > 0:
+            samples = float(work.samples)
+        elif work.counted:
+            samples = SAMPLES_INCOMPLETE
+        return self._replace(taken=float(work.steps), samples=samples)
 
 
 # Numbers that travel with a chunk: a report, and the squared lengths of the values as they are sent
 # and before they are rounded.
-REPORT = len(fields(WorkerReport)) + 2
+REPORT = len(WorkerReport._fields) + 2
 
 
-class Payload(Protocol):
+class Payload:
     """Tensors of one type on one device, as one flat sequence of `length` elements."""
 
     length: int
     dtype: torch.dtype
     device: torch.device
-    codec: Codec
-    residual: Tensor | None  # (length,): what rounding has cut off so far; None without rounding
-    first_only: bool  # broadcast the first worker's values instead of averaging
-    part: int  # payloads of one part are measured together
+    codec: Codec = CODECS["float32"]
+    residual: Tensor | None = None  # (length,): what rounding has cut off so far, if it rounds
+    first_only = False  # broadcast the first worker's values instead of averaging
+    measured = False  # whether its squared length is part of the drift
+    part = 0  # payloads of one part are measured together
 
     def read(self, start: int, out: Tensor) -> None:
         """Fill `out` with the elements from `start` on."""
+        raise NotImplementedError
 
     def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
         """Take in the mean of the elements from `start` on. They are not read again.
@@ -129,6 +149,7 @@ class Payload(Protocol):
         `mean` belongs to the caller and is reused: copy what has to stay. `result.reports` is
         complete; the squared lengths are not yet.
         """
+        raise NotImplementedError
 
 
 def fingerprint(options: object) -> float:
@@ -136,23 +157,21 @@ def fingerprint(options: object) -> float:
     return float(zlib.crc32(repr(options).encode()))
 
 
-@dataclass
 class Squares:
-    """Squared lengths of the differences of one part of the payloads."""
+    """Squared lengths of the differences of a part of the payloads."""
 
-    by_rank: list[float]
-    of_mean: float = 0.0
+    def __init__(self, workers: int) -> None:
+        self.by_rank = [0.0] * workers  # as sent; 0 for those that are not finite
+        self.exact = [0.0] * workers  # before rounding; not saved
+        self.of_mean = 0.0
 
 
 @dataclass
 class RoundResult:
-    """What all workers know after a sync round. Equal on all of them, bit for bit."""
+    """The result of a sync round. Equal on all workers, bit for bit."""
 
     reports: list[WorkerReport] = field(default_factory=list)  # by rank
-    squares: list[float] = field(default_factory=list)  # |difference|² by rank, finite ones only
-    exact_squares: list[float] = field(default_factory=list)  # the same before rounding; not saved
-    square_of_mean: float = 0.0
-    parts: list[Squares] = field(default_factory=list)  # squares of each optimizer's parameters
+    parts: list[Squares] = field(default_factory=list)  # one for each optimizer
 
     @property
     def included(self) -> list[int]:
@@ -178,14 +197,15 @@ class RoundResult:
 def are_finite(tensors: Sequence[Tensor]) -> bool:
     """Return whether all numbers in these tensors are finite."""
     for same in group_by_type([local_shard(tensor).detach() for tensor in tensors]):
-        parts = [torch.view_as_real(part) if part.is_complex() else part for part in same]
+        if same[0].is_complex():
+            same = list(map(torch.view_as_real, same))
         # One fused kernel and one wait for the device, instead of one for each tensor.
-        lengths = torch._foreach_norm(parts, dtype=accumulation_dtype(parts[0].dtype))
+        lengths = torch._foreach_norm(same, dtype=accumulation_dtype(same[0].dtype))
         if torch.stack(lengths).isfinite().all():
             continue
-        doubtful = [p for p, size in zip(parts, lengths, strict=True) if not size.isfinite()]
-        if not all(map(_has_finite_maximum, doubtful)):
-            return False
+        for tensor, length in zip(same, lengths, strict=True):
+            if not length.isfinite() and not _has_finite_maximum(tensor):
+                return False
     return True
 
 
@@ -208,12 +228,8 @@ def is_payload_finite(payload: Payload) -> bool:
 # -- tensors that are averaged as they are ---------------------------------------------------------
 
 
-class TensorPayload:
+class TensorPayload(Payload):
     """Tensors of one type on one device, read and written in place."""
-
-    residual: Tensor | None = None
-    part = 0
-    codec: Codec = CODECS["float32"]
 
     def __init__(self, tensors: Mapping[str, Tensor], first_only: bool = False) -> None:
         first = local_shard(next(iter(tensors.values())))
@@ -224,10 +240,12 @@ class TensorPayload:
         self.dtype = accumulation_dtype(first.real.dtype)  # 16-bit tensors are summed in float32
         self.first_only = first_only
 
-    @property
-    def sizes(self) -> list[int]:
-        """Elements of each tensor."""
-        return [stop - start for start, stop in self._vector.spans]
+    def snapshot(self) -> SnapshotPayload:
+        """Return a copy of the values as they are now."""
+        copied = torch.empty(self.length, dtype=self.dtype, device=self.device)
+        self.read(0, copied)
+        sizes = [stop - start for start, stop in self._vector.spans]
+        return SnapshotPayload(self.tensors, sizes, copied, self.first_only)
 
     def read(self, start: int, out: Tensor) -> None:
         self._vector.read(start, out)
@@ -237,83 +255,53 @@ class TensorPayload:
             self._vector.write(start, mean)
 
 
-class GradientPayloads:
-    """The gradients of these parameters, whose means can be put in their place.
-
-    Workers may use different parameters, but have to send the same payloads. So zeros stand for a
-    missing gradient, and one more number for each parameter says whether it has one.
-    """
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self._params = params
-        self._grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-        self._present = torch.tensor([float(p.grad is not None) for p in params])
-        self.payloads = make_payloads(by_index([*self._grads, self._present]))
-
-    def fill_missing(self) -> None:
-        """Give each parameter without a gradient the mean, if any worker has one for it."""
-        # The other gradients are their means already: payloads are averaged in place.
-        anywhere = self._present.tolist()  # the mean over the workers: above 0 if any has one
-        for param, grad, present in zip(self._params, self._grads, anywhere, strict=True):
-            if param.grad is None and present:
-                param.grad = grad
-
-
-class ArrivedMean:
-    """The mean of a `TensorPayload`, kept apart from the tensors until `copy_to`."""
-
-    def __init__(self, keys: Iterable[str], sizes: Sequence[int], mean: Tensor) -> None:
-        self.keys = list(keys)
-        self.sizes = list(sizes)
-        self.mean = mean  # flat, of sum(sizes) elements
-
-    def copy_to(self, result: RoundResult, tensors: Mapping[str, Tensor]) -> None:
-        """Set the tensors with these keys to the mean; skip keys that are gone."""
-        if not result.included:
-            return
-        for key, mean in zip(self.keys, self.mean.split(self.sizes), strict=True):
-            vector = FlatTensors([tensors[key]] if key in tensors else [])
-            if len(vector) == len(mean):
-                vector.write(0, mean)
-
-    def saved(self) -> dict[str, object]:
-        """Return it in plain values and a tensor."""
-        return {"keys": self.keys, "sizes": self.sizes, "mean": self.mean}
-
-
-class SnapshotPayload(ArrivedMean):
-    """A copy of a `TensorPayload`, made when it is sent; the mean overwrites the copy.
+class SnapshotPayload(Payload):
+    """A copy of a `TensorPayload`. The mean overwrites the copy, and `copy_to` writes it back.
 
     Needed where the tensors change while the copy travels (overlap), or where the sync round may
     be undone (elastic members).
     """
 
-    residual: Tensor | None = None
-    part = 0
-
-    def __init__(self, payload: TensorPayload) -> None:
-        copy = torch.empty(payload.length, dtype=payload.dtype, device=payload.device)
-        payload.read(0, copy)
-        super().__init__(list(payload.tensors), payload.sizes, copy)
-        self.length = payload.length
-        self.dtype = payload.dtype
-        self.device = payload.device
-        self.codec = payload.codec
-        self.first_only = payload.first_only
+    def __init__(
+        self, keys: Iterable[str], sizes: Sequence[int], values: Tensor, first_only: bool = False
+    ) -> None:
+        self.keys = list(keys)
+        self.sizes = list(sizes)
+        self.values = values  # flat, of sum(sizes) elements
+        self.length = values.numel()
+        self.dtype = values.dtype
+        self.device = values.device
+        self.first_only = first_only
 
     def read(self, start: int, out: Tensor) -> None:
-        out.copy_(self.mean[start : start + out.numel()])
+        out.copy_(self.values[start : start + out.numel()])
 
     def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
-        self.mean[start : start + mean.numel()].copy_(mean)
+        self.values[start : start + mean.numel()].copy_(mean)
+
+    def copy_to(self, result: RoundResult, tensors: Mapping[str, Tensor]) -> None:
+        """Set the tensors with these keys to the mean; skip keys that are gone."""
+        if not result.included:
+            return
+        for key, mean in zip(self.keys, self.values.split(self.sizes), strict=True):
+            if key not in tensors:
+                continue
+            vector = FlatTensors([tensors[key]])
+            if len(vector) == len(mean):
+                vector.write(0, mean)
+
+    def saved(self) -> dict[str, object]:
+        """Return the mean in plain values and a tensor."""
+        return {"keys": self.keys, "sizes": self.sizes, "mean": self.values}
 
 
 def make_payloads(tensors: Mapping[str, Tensor], first_only: bool = False) -> list[TensorPayload]:
     """Return one payload for each type and device. Integer and bool tensors are left out."""
-    numeric = {k: t for k, t in tensors.items() if t.is_floating_point() or t.is_complex()}
-    keys = {id(tensor): key for key, tensor in numeric.items()}
-    groups = [{keys[id(t)]: t for t in same} for same in group_by_type(list(numeric.values()))]
-    return [TensorPayload(group, first_only) for group in groups]
+    groups: dict[object, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if tensor.is_floating_point() or tensor.is_complex():
+            groups.setdefault((tensor.dtype, tensor.device), {})[key] = tensor
+    return [TensorPayload(group, first_only) for group in groups.values()]
 
 
 def by_index(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -321,26 +309,33 @@ def by_index(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     return {str(number): tensor for number, tensor in enumerate(tensors)}
 
 
+def all_params(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups."""
+    params: list[Tensor] = []
+    for group in optimizer.param_groups:
+        params.extend(group["params"])
+    return params
+
+
 def trainable_params(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters that are not frozen."""
-    return [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+    return [param for param in all_params(optimizer) if param.requires_grad]
 
 
-# -- what is averaged at the end of a block -------------------------------------------------------
+# -- averaged at the end of a block ---------------------------------------------------------------
 
 
 def state_tensors(optimizer: Optimizer, only: Sequence[str] | None = None) -> dict[str, Tensor]:
     """Return the state tensors that have their parameter's shape, in one order on all workers."""
     # Steps and other scalars are not averaged: they are equal, or each worker's own.
     found = {}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for number, param in enumerate(params):
-        state = optimizer.state.get(param, {}) if param.requires_grad else {}
-        for name in sorted(state):
-            value = state[name]
-            if not isinstance(value, Tensor) or value.shape != param.shape:
+    for number, param in enumerate(all_params(optimizer)):
+        if not param.requires_grad:
+            continue
+        for name, value in sorted(optimizer.state.get(param, {}).items()):
+            if only is not None and name not in only:
                 continue
-            if only is None or name in only:
+            if isinstance(value, Tensor) and value.shape == param.shape:
                 found[f"{number}.{name}"] = value
     return found
 
@@ -348,62 +343,74 @@ def state_tensors(optimizer: Optimizer, only: Sequence[str] | None = None) -> di
 def drop_nonfinite_state(optimizer: Optimizer) -> bool:
     """Delete the state of each parameter whose state is not all finite; return if there was one."""
     dropped = False
-    for param in [p for p in optimizer.state if isinstance(p, Tensor)]:
-        values = [v for v in optimizer.state[param].values() if isinstance(v, Tensor)]
-        numeric = [v for v in values if v.is_floating_point() or v.is_complex()]
-        if not are_finite(numeric):
+    for param, state in list(optimizer.state.items()):
+        if not isinstance(param, Tensor):
+            continue
+        numbers = []
+        for value in state.values():
+            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+                numbers.append(value)
+        if not are_finite(numbers):
             del optimizer.state[param]
             dropped = True
     return dropped
 
 
-class Buffers:
-    """The buffers of the model that an optimizer trains.
+class Extras:
+    """The model's buffers and the optimizer state, which are averaged or reset at a block's end.
 
     An optimizer does not know its model. Without `model`, the garbage collector is searched for
     the smallest module that has all of the parameters, or for those that have some of them.
+
+    `buffers` and `state` are the options of `Blocks`.
     """
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module | None) -> None:
-        params = [p for g in optimizer.param_groups for p in g["params"]]
-        modules = [model] if model is not None else _find_modules(params)
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module | None,
+        buffers: str,
+        state: str,
+        resets_state: bool,
+    ) -> None:
+        self.optimizer = optimizer
+        modules = [model] if model is not None else _find_modules(all_params(optimizer))
         # Weak references: an optimizer must not keep the model's memory alive.
         self._modules = [weakref.ref(module) for module in modules]
+        self.buffers = buffers
+        self.state = state
+        # The state to return to, before the first step (Adagrad has some, most have none).
+        self.initial_state: dict[Any, Any] = {}
+        inner = self._innermost
+        if resets_state and inner.state:
+            self.initial_state = copy.deepcopy(inner.state_dict()["state"])
 
     @property
     def modules(self) -> list[nn.Module]:
         """The modules that the buffers belong to, as far as they still exist."""
-        return [module for reference in self._modules if (module := reference()) is not None]
+        found = []
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                found.append(module)
+        return found
 
-    def tensors(self) -> list[Tensor]:
-        """Return the model's buffers as they are now, each once."""
+    def buffer_tensors(self) -> list[Tensor]:
+        """Return the model's buffers as they are now, each once; none if workers keep theirs."""
         found: dict[int, Tensor] = {}
-        for module in self.modules:
-            found.update((id(buffer), buffer) for buffer in module.buffers())
+        if self.buffers != "keep":
+            for module in self.modules:
+                for buffer in module.buffers():
+                    found[id(buffer)] = buffer
         return list(found.values())
 
-
-@dataclass
-class Extras:
-    """The buffers and the optimizer state that are averaged at the end of a block."""
-
-    optimizer: Optimizer
-    model_buffers: Buffers
-    buffers: str  # the option: "average", "broadcast" or "keep"
-    state: str  # the option: one of STATES
+    def buffer_payloads(self) -> list[TensorPayload]:
+        return make_payloads(by_index(self.buffer_tensors()), self.buffers == "broadcast")
 
     @property
     def averages_state(self) -> bool:
         """Whether optimizer state is averaged at the end of a block."""
         return self.state not in ("keep", "reset")
-
-    def buffer_tensors(self) -> list[Tensor]:
-        """Return the model's buffers; none if each worker keeps its own."""
-        return [] if self.buffers == "keep" else self.model_buffers.tensors()
-
-    def buffer_payloads(self) -> list[TensorPayload]:
-        first_only = self.buffers == "broadcast"
-        return make_payloads(by_index(self.buffer_tensors()), first_only)
 
     def state_payloads(self) -> list[TensorPayload]:
         """Return the optimizer's state to be averaged at a block's end; none by default."""
@@ -412,37 +419,30 @@ class Extras:
         only = MOMENTS if self.state == "average_moments" else None
         return make_payloads(state_tensors(self.optimizer, only))
 
+    @property
+    def _innermost(self) -> Optimizer:
+        # A scaling rule around it has separate statistics, which stay.
+        return unwrap(self.optimizer)[-1]
+
+    def reset_state(self) -> None:
+        """Reset the inner optimizer's state; options such as `lr` stay as they are."""
+        inner = self._innermost
+        inner.state.clear()
+        if self.initial_state:
+            now = inner.state_dict()
+            inner.load_state_dict({**now, "state": copy.deepcopy(self.initial_state)})
+
 
 def _find_modules(params: Sequence[Tensor]) -> list[nn.Module]:
     """Return the smallest module with all parameters, or the outermost ones with some of them."""
     candidates = list(modules_holding(params))
     complete = [module for module, found in candidates if len(found) == len(set(map(id, params)))]
     if complete:
-        return [min(complete, key=lambda module: sum(1 for _ in module.modules()))]
-    children = {id(child) for module, _ in candidates for child in module.children()}
+        return [min(complete, key=lambda module: len(list(module.modules())))]
+    children: set[int] = set()
+    for module, _ in candidates:
+        children.update(map(id, module.children()))
     roots = [(module, found) for module, found in candidates if id(module) not in children]
     # The collector's order differs between workers; the parameters' order does not.
     roots.sort(key=lambda pair: min(pair[1]))
     return [module for module, _ in roots]
-
-
-class InitialState:
-    """The inner optimizer's state before its first step (Adagrad has some, most have none)."""
-
-    def __init__(self, optimizer: Optimizer, needed: bool) -> None:
-        self._optimizer = optimizer
-        bare = self._bare()
-        state = bare.state_dict()["state"] if needed and bare.state else {}
-        self.state: dict[object, object] = copy.deepcopy(state)
-
-    def _bare(self) -> Optimizer:
-        # The innermost optimizer: a scaling rule around it keeps its own statistics.
-        return unwrap(self._optimizer)[-1]
-
-    def restore(self) -> None:
-        """Reset the inner optimizer's state; options such as `lr` stay as they are."""
-        bare = self._bare()
-        bare.state.clear()
-        if self.state:
-            now = bare.state_dict()
-            bare.load_state_dict({**now, "state": copy.deepcopy(self.state)})
