@@ -51,6 +51,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_ti
 
 from manyhands._ranks import presence
 from manyhands._ranks.dry_run import DryGroup, dry_group
+from manyhands._ranks.message_box import MessageBox
 from manyhands._ranks.sockets import (
     TCP_CLOSE,
     WatchedSocket,
@@ -200,10 +201,9 @@ class RollCall:
         prefix: str = "manyhands/call",
         ranks: Sequence[int] = (),
     ) -> None:
-        self.store = store
+        self.box = MessageBox(store, prefix)
         self._rank = rank
         self._size = size
-        self.prefix = prefix
         self._ranks = ranks  # among all processes, if they are known
 
     def wait(self, call: str, in_vain: Callable[[], str] = str) -> None:
@@ -212,35 +212,34 @@ class RollCall:
         began = time.monotonic()
         warned = False
         pause = FIRST_PAUSE
-        count = self.store.add(self.prefix, 1)
+        count = self.box.count("", 1)
         earlier = (count - 1) // self._size * self._size  # of calls that all ranks have made
+        everyone = earlier + self._size
         first = count == earlier + 1
-        if count < earlier + self._size:
-            self.store.set(f"{self.prefix}/{self._rank}", str(earlier))
+        if count < everyone:
+            self.box.put(f"/{self._rank}", str(earlier))
         if first and self._size > 1:
             self._note_problem("")
-        looked = began + self.look_after - presence.LOOK
-        others = presence.Presence(self.store)
-        while (here := count - earlier) < self._size:
+        others = presence.Presence(self.box.store)
+        while count < everyone:
             waited = time.monotonic() - began
             problem = ""
             if waited > self.look_after:
                 problem = in_vain()
-                if not problem and time.monotonic() - looked >= presence.LOOK:
-                    looked = time.monotonic()
+                if not problem and others.may_look():
                     problem = self._look_for_missing(others, call, earlier, first)
-            if problem and self._leave(earlier):
+            if not problem and waited > self.give_up_after:
+                who = self._find_missing(earlier, count, first)
+                problem = f"{who} have not called {call} within {waited:.3g} s. {CALL}"
+            if problem and self._leave(everyone):
                 raise RuntimeError(problem)
-            if waited > self.give_up_after and self._leave(earlier):
-                who = self._find_missing(earlier, here, first)
-                raise RuntimeError(f"{who} have not called {call} within {waited:.3g} s. {CALL}")
             if waited > self.warn_after and not warned:
-                who = self._find_missing(earlier, here, first)
+                who = self._find_missing(earlier, count, first)
                 warned = True
                 warn(f"{call} waits: {who} have not called it. {CALL}")
             time.sleep(pause)
             pause = min(2 * pause, 0.05 if waited < self.look_after else LONGEST_PAUSE)
-            count = self.store.add(self.prefix, 0)
+            count = self.box.count("", 0)
 
     def _look_for_missing(
         self, others: presence.Presence, call: str, earlier: int, first: bool
@@ -252,32 +251,30 @@ class RollCall:
             reason = others.why_absent([self._ranks[rank] for rank in self._missing(earlier)])
             self._note_problem(reason)
         else:  # the first to come looks for all
-            number, reason = json.loads(self.store.get(f"{self.prefix}/first"))
+            number, reason = json.loads(self.box.read("/first"))
             reason = reason or others.why_absent([self._ranks[number]])
         return reason and f"rank {self._rank} has called {call}, and {reason}. {CALL}"
 
     def _note_problem(self, reason: str) -> None:
         """Tell the others, on the first rank to come, that it is the first, and its `reason`."""
-        self.store.set(f"{self.prefix}/first", json.dumps([self._rank, reason]))
+        self.box.put("/first", json.dumps([self._rank, reason]))
 
     def _missing(self, earlier: int) -> list[int]:
-        missing: list[int] = []
-        for rank in range(self._size):
-            key = f"{self.prefix}/{rank}"
-            if not self.store.check([key]) or int(self.store.get(key)) != earlier:
-                missing.append(rank)
-        return missing
+        here = str(earlier)
+        return [rank for rank in range(self._size) if self.box.read(f"/{rank}") != here]
 
-    def _find_missing(self, earlier: int, here: int, first: bool) -> str:
+    def _find_missing(self, earlier: int, count: int, first: bool) -> str:
         """Return who is missing. The first to come asks for their names: all would be too many."""
         missing = self._missing(earlier) if first else []
-        return f"rank(s) {missing[:8]}" if missing else f"{self._size - here} of {self._size} ranks"
+        if missing:
+            return f"rank(s) {missing[:8]}"
+        return f"{earlier + self._size - count} of {self._size} ranks"
 
-    def _leave(self, earlier: int) -> bool:
+    def _leave(self, everyone: int) -> bool:
         """Return whether this rank could take back that it was here, before all were."""
-        if self.store.add(self.prefix, -1) < earlier + self._size - 1:
+        if self.box.count("", -1) < everyone - 1:
             return True
-        self.store.add(self.prefix, 1)  # the last one has come in this moment
+        self.box.count("", 1)  # the last one has come in this moment
         return False
 
 

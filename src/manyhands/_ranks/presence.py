@@ -38,6 +38,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from manyhands._ranks.dry_run import dry_group
+from manyhands._ranks.message_box import MessageBox
 from manyhands._ranks.sockets import is_connected_to
 from manyhands._ranks.standstill import Standstill
 
@@ -47,7 +48,7 @@ BLOCKED = 10.0  # seconds for which a thread must have stood still to count as w
 LATE = 1.0  # seconds after a lost connection in which the others with that rank close, too
 NAMED = 8  # ranks that a message names
 TAG = 7061  # of receives that no rank ever sends to
-PREFIX = "manyhands/presence"
+PREFIX = "manyhands/presence/"
 LONGEST = 500  # characters of an error that other ranks are told
 KILLED = "Was its process killed, for instance because the memory was full?"
 UNEVEN = (
@@ -68,8 +69,17 @@ class Presence:
     """What is known of ranks, by their numbers among all processes."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._box = MessageBox(store, PREFIX)
         self._waiting = ""  # where ranks waited, when this one last looked
+        self._looked = -LOOK  # when that was
+
+    def may_look(self) -> bool:
+        """Return whether `LOOK` seconds have passed since the last look, and count the next."""
+        now = time.monotonic()
+        if now - self._looked < LOOK:
+            return False
+        self._looked = now
+        return True
 
     def find_ended(self, ranks: Sequence[int]) -> list[int]:
         """Return those of these ranks that have closed their connections."""
@@ -91,8 +101,8 @@ class Presence:
     def why_absent(self, ranks: Sequence[int]) -> str:
         """Return why waiting for all of these ranks is in vain, or "" while they may come.
 
-        Ask every `LOOK` seconds: that ranks wait elsewhere counts at the second time, because they
-        may have gone on since they said so.
+        Ask when `may_look` says so: that ranks wait elsewhere counts at the second time, because
+        they may have gone on since they said so.
         """
         if ended := self.find_ended(ranks):
             return have_ended(ended)
@@ -136,33 +146,24 @@ class Presence:
                 failed = f"rank {rank} has failed: {text}"
         return first, failed
 
-    def say_failed(self, text: str) -> None:
-        """Tell the other ranks why this one fails: they lose their connections to it next."""
-        self._say("failed", text)
-
-    def say_waits(self, place: str) -> None:
-        """Tell the other ranks in which line this one waits; "" if it has gone on."""
-        self._say("waits", place)
-
     def count_at_work(self, own: int = 0) -> int:
         """Return how often ranks have said that they are at work, with this one's `own`."""
-        return int(self._store.add(f"{PREFIX}/at work", own))
+        return self._box.count("at work", own)
 
-    def _say(self, kind: str, text: str) -> None:
+    def say(self, kind: str, text: str) -> None:
+        """Tell the other ranks that this one has "failed", and why, or in which line it "waits"."""
         with suppress(RuntimeError):  # the store ends in this moment
             if self._answers():
-                self._store.set(f"{PREFIX}/{kind}/{dist.get_rank()}", text)
+                self._box.put(f"{kind}/{dist.get_rank()}", text)
 
     def _read(self, kind: str, rank: int) -> str:
-        key = f"{PREFIX}/{kind}/{rank}"
         with suppress(RuntimeError):
-            if self._store.check([key]):
-                return str(self._store.get(key).decode())
+            return self._box.read(f"{kind}/{rank}")
         return ""
 
     def _answers(self) -> bool:
         """Return whether the store is there: a request to one that has ended prints a stack."""
-        store: Any = self._store
+        store: Any = self._box.store
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         return not isinstance(store, TCPStore) or is_connected_to(store.port)
@@ -226,7 +227,7 @@ def explain(
     own = dist.get_rank()
     ranks = range(dist.get_world_size()) if among is None else among.ranks
     presence = Presence(_get_default_store())
-    presence.say_failed("it has lost its connection to another rank.")
+    presence.say("failed", "it has lost its connection to another rank.")
     ended, failed = presence.find_first_ended(ranks)
     if not ended:
         return RuntimeError(failed) if failed else None
@@ -255,7 +256,7 @@ def _explain_uncaught(
     before(kind, error, trace)
     if dist.is_initialized():
         text = "".join(format_exception_only(kind, error)).strip()
-        Presence(_get_default_store()).say_failed(text[:LONGEST])
+        Presence(_get_default_store()).say("failed", text[:LONGEST])
 
 
 # -- the training thread ---------------------------------------------------------------------------
@@ -279,7 +280,7 @@ class _Watch(threading.Thread):
                 with suppress(RuntimeError, ValueError):
                     # A connection of its own: requests of the training thread may hold the other.
                     store: Any = _get_default_store()
-                    Presence(store.clone()).say_waits(place)
+                    Presence(store.clone()).say("waits", place)
                     self._said = place
 
     def end(self) -> None:

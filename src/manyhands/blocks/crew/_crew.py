@@ -56,6 +56,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from manyhands._arguments import number_in, real, whole
+from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands._ranks.ranks import RankGroup
 from manyhands._ranks.stop_notice import stop_notice
 from manyhands._warn import warn
@@ -63,7 +64,6 @@ from manyhands.blocks.crew._enrollment import NO_FACTS, Enrollment, MemberFacts,
 from manyhands.blocks.crew._roster import NO_VERSION, WATCHED, Roster, Version
 from manyhands.blocks.crew._store import (
     PREFIX,
-    HeartbeatMonitor,
     SharedRoster,
     Signer,
     StoreClient,

@@ -111,10 +111,10 @@ class MemberFacts:
     def digest(self) -> str:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
-    def differences(self, text: str | None, digest: str) -> list[str]:
+    def differences(self, text: str, digest: str) -> list[str]:
         """Return how this worker differs from the run's text, whose checksum is `digest`."""
         # The checksum comes from the roster, and is right. The text may be missing or forged.
-        if text is None or MemberFacts(text).digest != digest:
+        if MemberFacts(text).digest != digest:
             return ["what it trains (the store does not hold the run's description any more)"]
         own: Description = json.loads(self.text)
         run: Description = json.loads(text)
@@ -193,7 +193,7 @@ class Enrollment:
         roster = self.shared.change(lambda roster: roster.set_facts(inner_rank, digest))
         agreed = dict(roster.facts)[inner_rank]
         # The roster has the checksum, which decides. The text is only for the error message.
-        text = client.verify_or_ignore(key, client.fetch(key))
+        text = client.read(key)
         if agreed == digest:
             if text != facts.text:  # not written yet, or overwritten by a stranger
                 client.put(key, facts.text)
@@ -240,8 +240,7 @@ class Enrollment:
         others = {*roster.ids, *(m.id for m in roster.waiting)} - {self.id} - roster.gone
         ids = sorted(others - self.shared.silent)
         keys = [f"{PREFIX}door/{id}" for id in ids]
-        texts = map(client.verify_or_ignore, keys, client.fetch_all(keys))
-        doors = {id: text for id, text in zip(ids, texts, strict=True) if text}
+        doors = {id: text for id, text in zip(ids, client.read_all(keys), strict=True) if text}
         return unreachable(doors, self._find_silent)
 
     def _find_silent(self) -> frozenset[str]:

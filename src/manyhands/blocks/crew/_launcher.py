@@ -48,6 +48,7 @@ from typing import IO, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands.blocks.crew import _store
 from manyhands.blocks.crew._crew import PATIENCE
 from manyhands.blocks.crew._kept import ENVIRONMENT, ForkedProcess, KeptProcess, pipes_of
@@ -64,7 +65,6 @@ from manyhands.blocks.crew._roster import Roster, number_of
 from manyhands.blocks.crew._store import (
     PREFIX,
     SECRET_VARIABLE,
-    HeartbeatMonitor,
     SharedRoster,
     Signer,
     StoreClient,
@@ -193,16 +193,16 @@ class Launcher:
         key = PREFIX + "expected"
         until = time.monotonic() + EXPECTED_WAIT
         while expected is None and not self.serving and time.monotonic() < until:
-            if published := client.verify_or_ignore(key, client.fetch(key)):
+            if published := client.read(key):
                 return published
             time.sleep(0.05)
         own = str(expected or len(self.workers))
         found = client.fetch(key)
-        if published := client.verify_or_ignore(key, found):
+        if published := client.text_of(key, found):
             return published
         # Compare and set: if another launcher publishes at this moment, its number counts.
         client.call("compare_set", key, found or "", client.signer.sign(key, own))
-        return client.verify_or_ignore(key, client.fetch(key)) or own
+        return client.read(key) or own
 
     def _connect(self, former_id: str = "") -> SharedRoster:
         """Connect to the store, and enter the roster."""
@@ -278,8 +278,8 @@ class Launcher:
             return False
         for inner_rank in range(self.processes):
             key = f"{ENVIRONMENT}{worker.number * self.processes + inner_rank}"
-            described = shared.client.verify_or_ignore(key, shared.client.fetch(key))
-            if described is None:
+            described = shared.client.read(key)
+            if not described:
                 return False  # it has never joined
             if names := kept.differences(described, self.signer):
                 kept.give_up(f"the script changes {', '.join(names)}")

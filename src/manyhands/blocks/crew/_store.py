@@ -45,11 +45,7 @@ that it knows again, unless a living process knows a newer one: each heartbeat c
 that its sender knows. A decision that only a dead process has read is lost with it: the others
 decide again.
 
-`HeartbeatMonitor` decides which processes have no heartbeat any more. Clocks are not compared
-between hosts. Each worker reads the others' counters, and measures with its own clock for how long
-it has *watched* a counter stand still. The time between two observations counts for no more than an
-observation should take. So workers that were all stopped together, as on a laptop that sleeps, do
-not consider each other lost when they wake up.
+`HeartbeatMonitor` (_ranks/message_box.py) decides which processes have no heartbeat any more.
 """
 
 from __future__ import annotations
@@ -65,10 +61,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -76,6 +71,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from manyhands._arguments import shown
+from manyhands._ranks.message_box import HeartbeatMonitor, MessageBox
 from manyhands._ranks.sockets import survive_cuts, survive_cuts_to
 from manyhands.blocks.crew._roster import WATCHED, Member, Roster
 from manyhands.errors import StoreLost
@@ -85,6 +81,7 @@ SHORTEST_SECRET = 16  # characters
 UNSIGNED = "it is not signed with the secret of this run"
 SIGNATURE_LENGTH = hashlib.sha256().digest_size * 2  # hexadecimal digits
 STORE_TIMEOUT = 30.0  # seconds in which the store must answer, and in which it must be reachable
+LOOK = 0.5  # seconds between two looks of a waiting call whether the connection has ended
 MISSING = secrets.token_hex(8)  # equals no stored value
 LOOPBACK = re.compile(r"localhost|127\..*|::1")
 
@@ -166,11 +163,11 @@ class Signer:
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
 
 
-class StoreClient:
-    """Calls to the store, one after the other. None of them can hang its caller."""
+class StoreClient(MessageBox):
+    """The crew's message box: all messages are signed, and no call can hang its caller."""
 
     def __init__(self, store: str, interval: float, signer: Signer) -> None:
-        self.store = store
+        super().__init__(store)
         self.signer = signer
         self.known_revision = 0  # of the roster; each heartbeat carries it
         self._interval = interval
@@ -186,27 +183,19 @@ class StoreClient:
 
     def call(self, name: str, *args: object) -> Any:
         """Call the store's method of this name, and return its result."""
-        if self._error is not None:
-            raise StoreLost(self.store, self._error)
         result: Future[Any] = Future()
         self._calls.put((result, name, args))
         while self._error is None:
-            try:
-                return result.result(self._seconds_left())
-            except FutureTimeout as error:
-                if result.done():  # the store's own method has timed out, and this is its error
+            began = self._waiting_since
+            passed = 0.0 if began is None else time.monotonic() - began
+            if wait([result], max(0.0, min(LOOK, STORE_TIMEOUT - passed))).done:
+                try:
+                    return result.result()
+                except (dist.DistError, OSError) as error:
                     self._error = error
-                elif self._seconds_left() <= 0.0:
-                    self._error = TimeoutError(f"no answer for {STORE_TIMEOUT:g} s")
-            except (dist.DistError, OSError) as error:
-                self._error = error
+            elif passed >= STORE_TIMEOUT:
+                self._error = TimeoutError(f"no answer for {STORE_TIMEOUT:g} s")
         raise StoreLost(self.store, self._error) from self._error
-
-    def _seconds_left(self) -> float:
-        """Return how long the store may still take for the call that it has not answered."""
-        began = self._waiting_since
-        passed = 0.0 if began is None else time.monotonic() - began
-        return max(0.0, STORE_TIMEOUT - passed)
 
     def put(self, key: str, text: str) -> None:
         """Store a text, signed."""
@@ -229,9 +218,13 @@ class StoreClient:
             return list(self.call("multi_get", list(keys)))  # one round trip for all
         return [self.fetch(key) for key in keys]
 
-    def verify_or_ignore(self, key: str, value: bytes | None) -> str | None:
-        """Return the text of a fetched value, if a member wrote it under this key."""
-        return None if value is None else self.signer.verify_or_ignore(key, value)
+    def text_of(self, key: str, value: bytes | None) -> str:
+        """Return the text of a stored value, if a member wrote it under this key; else ""."""
+        return "" if value is None else self.signer.verify_or_ignore(key, value) or ""
+
+    def read_all(self, keys: Sequence[str]) -> list[str]:
+        """Return the texts of several keys, as `read` does."""
+        return list(map(self.text_of, keys, self.fetch_all(keys)))
 
     def start_heartbeat(self, key: str) -> None:
         """Increase the signed counter under this key from now on."""
@@ -252,47 +245,30 @@ class StoreClient:
         """Make the calls of all threads, one by one, and the heartbeats between them."""
         try:
             client = connect_to_store(self.store)
-        except Exception as error:
-            self._fail(error)
-            return
-        due = time.monotonic()
-        while True:
-            self._waiting_since = None
-            wait = due - time.monotonic()
-            if wait <= 0:  # the heartbeat comes first, so that many calls do not delay it
-                due = (now := time.monotonic()) + self._interval
-                try:
+            due = time.monotonic()
+            while True:
+                self._waiting_since = None
+                pause = due - time.monotonic()
+                if pause <= 0:  # the heartbeat comes first, so that many calls do not delay it
+                    self._waiting_since = time.monotonic()
+                    due = self._waiting_since + self._interval
                     if (key := self._heartbeat_key) is not None:
-                        self._waiting_since = now
                         client.set(key, self.signer.sign(key, self._next_heartbeat()))
-                except Exception as error:
-                    self._fail(error)
+                    continue
+                try:
+                    call = self._calls.get(timeout=pause)
+                except queue.Empty:
+                    continue
+                if call is None:
                     return
-                continue
-            try:
-                call = self._calls.get(timeout=wait)
-            except queue.Empty:
-                continue
-            if call is None:
-                return
-            self._waiting_since = time.monotonic()
-            result, name, args = call
-            try:
-                result.set_result(getattr(client, name)(*args))
-            except Exception as error:
-                result.set_exception(error)
-
-    def _fail(self, error: Exception) -> None:
-        """Let every call fail with this error, also calls that are put into the queue just now."""
-        self._error = error
-        while True:
-            try:
-                call = self._calls.get(timeout=STORE_TIMEOUT)
-            except queue.Empty:
-                return
-            if call is None:
-                return
-            call[0].set_exception(error)
+                self._waiting_since = time.monotonic()
+                result, name, args = call
+                try:
+                    result.set_result(getattr(client, name)(*args))
+                except Exception as error:
+                    result.set_exception(error)
+        except Exception as error:
+            self._error = error  # of every call
 
 
 def parse_address(store: str) -> tuple[str, int]:
@@ -336,64 +312,6 @@ def serve_store(host: str, port: int = 0) -> tuple[TCPStore, str]:
 
 
 # -- heartbeats and the roster ---------------------------------------------------------------------
-
-
-@dataclass
-class _Counter:
-    """One process's heartbeat counter, as this process has observed it."""
-
-    count: int
-    last: float  # time of the latest observation
-    silence: float = 0.0  # seconds for which it was watched standing still
-    advanced: bool = False
-
-
-@dataclass
-class HeartbeatMonitor:
-    """The heartbeats of other processes. One without a heartbeat for `stall` seconds is lost."""
-
-    stall: float
-    _counters: dict[str, _Counter] = field(default_factory=dict)
-
-    @property
-    def interval(self) -> float:
-        """Seconds between two heartbeats, and between two observations."""
-        # Five heartbeats for each stall time: one lost or late heartbeat makes no process silent.
-        return min(1.0, self.stall / 5)
-
-    def observe(self, counts: Mapping[str, int], now: float) -> None:
-        """Take in the present counter of each process; processes not named are forgotten."""
-        counters = {}
-        for id, count in counts.items():
-            counter = self._counters.get(id) or _Counter(count, now)
-            # A lower count is an old value that a stranger has put back: no sign of life.
-            if count > counter.count:
-                counter.count = count
-                counter.silence = 0.0
-                counter.advanced = True
-            else:
-                # The limit leaves out time in which this process itself was stopped.
-                counter.silence += min(now - counter.last, 2 * self.interval)
-            counter.last = now
-            counters[id] = counter
-        self._counters = counters
-
-    @property
-    def silent(self) -> frozenset[str]:
-        """The processes without a heartbeat for `stall` seconds."""
-        return self.silent_for(self.stall)
-
-    def silent_for(self, seconds: float) -> frozenset[str]:
-        """Return the processes without a heartbeat for this long."""
-        return frozenset(id for id, one in self._counters.items() if one.silence >= seconds)
-
-    def has_advanced(self, id: str) -> bool:
-        """Return whether this counter has increased since the first observation."""
-        return id in self._counters and self._counters[id].advanced
-
-    def reset(self) -> None:
-        """Forget all observations, as after a long stop of this process."""
-        self._counters = {}
 
 
 class SharedRoster:
@@ -488,7 +406,7 @@ class SharedRoster:
             to_come = {*now.ids} - now.gone - {m.id for m in now.waiting}
             if time.monotonic() - began > spread * len(to_come):
                 lines = (self.client.fetch(key) or b"").splitlines()
-                texts = (self.client.verify_or_ignore(key, line) for line in lines)
+                texts = (self.client.text_of(key, line) for line in lines)
                 others |= {m.id: m for text in texts if text for m in Roster.of(text).waiting}
                 self.change(ask)
             time.sleep(ASK_PAUSE * len(before.ids))
@@ -582,9 +500,8 @@ class SharedRoster:
         names = list(ids)
         counts = dict.fromkeys(names, 0)
         keys = [f"{PREFIX}heartbeat/{id}" for id in names]
-        for id, key, value in zip(names, keys, self.client.fetch_all(keys), strict=True):
-            text = self.client.verify_or_ignore(key, value)
-            if text is not None:
+        for id, text in zip(names, self.client.read_all(keys), strict=True):
+            if text:
                 count, revision = map(int, text.split())
                 counts[id] = count
                 self._known_revisions[id] = revision
@@ -606,9 +523,8 @@ class SharedRoster:
     def not_arrived(self, generation: int, round_index: int, ids: Sequence[str]) -> tuple[str, ...]:
         """Return those of these members that have not arrived at the round."""
         keys = [f"{PREFIX}arrived/{generation}/{id}" for id in ids]
-        texts = map(self.client.verify_or_ignore, keys, self.client.fetch_all(keys))
-        here = [text is not None and int(text) >= round_index for text in texts]
-        return tuple(id for id, came in zip(ids, here, strict=True) if not came)
+        latest = zip(ids, self.client.read_all(keys), strict=True)
+        return tuple(id for id, text in latest if not text or int(text) < round_index)
 
     def sweep(self, generation: int) -> None:
         """Delete this generation's addresses, and all keys of earlier generations."""
