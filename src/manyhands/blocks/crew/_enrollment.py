@@ -1,12 +1,12 @@
 """How a process joins a crew: its facts, its id, and its way into the next generation.
 
-    enrollment = Enrollment(shared, number, inner, expected, patience)
-    enrollment.agree_on_incarnation()     all processes of the worker count its starts alike
+    enrollment = Enrollment(shared, siblings, expected, patience)
+    enrollment.siblings.agree_on_incarnation(shared)    all processes of the worker count its starts
     enrollment.check_facts(facts)         or raise: this worker would not fit the others
     enrollment.begin_incarnation()        a new id, and a heartbeat under it
-    roster = enrollment.wait_for_generation(version, after=0)
+    roster = enrollment.wait_for_generation(version, after=0, longest_wait=600.0)
 
-It knows nothing of rounds or connections: these are `Crew`'s (_crew.py).
+`Crew` (_crew.py) has the rounds and connections.
 
 `MemberFacts` are what all workers of a crew must have in common: the options, and the tensors that
 are averaged. A worker describes its own in a text when it joins. The first worker's text is the
@@ -34,6 +34,7 @@ import errno
 import hashlib
 import json
 import logging
+import os
 import selectors
 import socket
 import threading
@@ -129,49 +130,23 @@ class MemberFacts:
 NO_FACTS = MemberFacts("{}")
 
 
-class Enrollment:
-    """This process's entry in the shared roster."""
+class Siblings:
+    """The processes of this worker, which train one model together, and live and die together."""
 
-    def __init__(
-        self,
-        shared: SharedRoster,
-        number: int,
-        inner: RankGroup,
-        expected: int,
-        patience: float,
-        quorum: int = 1,
-        former_ids: frozenset[str] = frozenset(),
-    ) -> None:
-        self.shared = shared
+    def __init__(self, number: int, inner: RankGroup) -> None:
         self.number = number  # the worker's
         self.inner = inner
-        self.expected = expected
-        self.patience = patience
-        self.longest_wait = patience  # seconds for living members that have not come
-        self.quorum = quorum
-        # Only with a quorum: without one, both halves of a divided network would go on.
-        self._door = Door(own_address(shared.client.store)) if quorum > 1 else None
-        self._cut_from: tuple[str, ...] = ()  # ids of processes that this one cannot reach
         self.process_number = number * inner.size + inner.rank
-        self.id = ""  # "number.incarnation", once there is one
-        self.own_ids = former_ids  # all that this process has had: none of them is another worker
-        self._worker_incarnation = 0
-        # Ids of this worker's other processes in the present generation. Ours dies with them.
-        self._siblings: frozenset[str] = frozenset()
-        self._closed = threading.Event()
-        self._watch = threading.Thread(
-            target=self._watch_others, name="manyhands watch", daemon=True
-        )
+        self.incarnation = 0  # of the worker
+        self.ids: frozenset[str] = frozenset()  # of the other ones in the present generation
 
-    # -- before the others notice --------------------------------------------------------------
-
-    def agree_on_incarnation(self) -> None:
+    def agree_on_incarnation(self, shared: SharedRoster) -> None:
         """Set this worker's incarnation number, identical in all its processes."""
         if self.inner.size == 1:
             return
-        roster = self.shared.refresh()
+        roster = shared.refresh()
         if self.inner.rank == 0:  # one process counts, and the others learn the number from it
-            roster = self.shared.change(lambda roster: roster.count_worker_incarnation(self.number))
+            roster = shared.change(lambda roster: roster.count_worker_incarnation(self.number))
         incarnation = dict(roster.worker_incarnations).get(self.number, 0)
         own = [float(self.number), float(incarnation)]
         gathered = self.inner.all_gather(own, self.inner.any_device)
@@ -182,11 +157,72 @@ class Enrollment:
                 f"the processes of an inner_group are one worker of the crew, and have different "
                 f"numbers: {listed}. Give all of them the same (MANYHANDS_WORKER)."
             )
-        self._worker_incarnation = int(incarnations[0])
+        self.incarnation = int(incarnations[0])
+
+    def enter(self, roster: Roster, own: str) -> None:
+        """Note the other processes in a generation: the process `own` dies with them."""
+        ids = (id for id in roster.ids if roster.worker_of(id) == self.number)
+        self.ids = frozenset(ids) - {own}
+
+    def check(self, roster: Roster, late: bool) -> None:
+        """Raise if this worker can never be complete again, or is not though it is `late`.
+
+        That is so if one of its processes is gone, or has been started anew. A stopped process may
+        wake up, so it is waited for: nothing is done without it meanwhile.
+        """
+        if self.inner.size == 1:
+            return
+        restarted = False
+        waiting = 0
+        for member in (*roster.members, *roster.waiting):
+            if roster.worker_of(member.id) == self.number:
+                restarted = restarted or member.worker_incarnation > self.incarnation
+        for member in roster.waiting:
+            if roster.worker_of(member.id) == self.number:
+                waiting += member.worker_incarnation == self.incarnation
+        if restarted or self.ids & roster.gone or (late and waiting < self.inner.size):
+            raise RuntimeError(
+                f"another process of worker {self.number} is lost, and this one cannot train "
+                "without it. It ends here, so that all processes of the worker are started again."
+            )
+
+
+class Enrollment:
+    """This process's entry in the shared roster."""
+
+    def __init__(
+        self,
+        shared: SharedRoster,
+        siblings: Siblings,
+        expected: int,
+        patience: float,
+        quorum: int = 1,
+        former_ids: frozenset[str] = frozenset(),
+    ) -> None:
+        self.shared = shared
+        self.siblings = siblings
+        self.expected = expected
+        self.patience = patience
+        self.quorum = quorum
+        # Only with a quorum: without one, both halves of a divided network would go on.
+        self._door = Door(own_address(shared.client.store)) if quorum > 1 else None
+        self._cut_from: tuple[str, ...] = ()  # ids of processes that this one cannot reach
+        self.id = ""  # "number.incarnation", once there is one
+        self.own_ids = former_ids  # all that this process has had: none of them is another worker
+        self.facts = NO_FACTS  # once they have been checked
+        self.cut_off = False  # whether the store was lost
+        self.process = os.getpid()  # a fork of this process must not leave in its name
+        self._closed = threading.Event()
+        self._watch = threading.Thread(
+            target=self._watch_others, name="manyhands watch", daemon=True
+        )
+
+    # -- before the others notice --------------------------------------------------------------
 
     def check_facts(self, facts: MemberFacts) -> None:
         """Raise JoinRefused if the run has other facts. The first worker sets the run's facts."""
-        inner_rank = self.inner.rank
+        self.facts = facts
+        inner_rank = self.siblings.inner.rank
         digest = facts.digest
         client = self.shared.client
         key = f"{PREFIX}facts/{inner_rank}"
@@ -202,19 +238,19 @@ class Enrollment:
         if not differences:
             return  # the models differ in names only, as when one is wrapped
         # The launcher reads this: a refused worker is not started again.
-        self.shared.change(lambda roster: roster.refuse(self.process_number))
-        raise JoinRefused(self.number, differences)
+        self.shared.change(lambda roster: roster.refuse(self.siblings.process_number))
+        raise JoinRefused(self.siblings.number, differences)
 
     # -- into the next generation --------------------------------------------------------------
 
     def begin_incarnation(self) -> None:
         """Take an id that no process has had. An earlier process with our number is not us."""
         client = self.shared.client
+        number = self.siblings.process_number
         if not self.own_ids:  # later changes come from libraries at work
-            changes = describe_changes(client.signer)
-            client.put(f"{ENVIRONMENT}{self.process_number}", changes)
-        roster = self.shared.change(lambda roster: roster.count_incarnation(self.process_number))
-        self.id = f"{self.process_number}.{dict(roster.incarnations)[self.process_number]}"
+            client.put(f"{ENVIRONMENT}{number}", describe_changes(client.signer))
+        roster = self.shared.change(lambda roster: roster.count_incarnation(number))
+        self.id = f"{number}.{dict(roster.incarnations)[number]}"
         self.own_ids |= {self.id}
         self.shared.id = self.id
         client.start_heartbeat(f"{PREFIX}heartbeat/{self.id}")
@@ -247,9 +283,13 @@ class Enrollment:
         self.shared.refresh()
         return self.shared.silent
 
-    def wait_for_generation(self, version: Version, after: int) -> Roster:
-        """Wait until a generation later than `after` includes this process, or begin it."""
+    def wait_for_generation(self, version: Version, after: int, longest_wait: float) -> Roster:
+        """Wait until a generation later than `after` includes this process, or begin it.
+
+        Living members that have not come are waited for up to `longest_wait` seconds.
+        """
         shared = self.shared
+        number = self.siblings.number
         began = time.monotonic()
         pause = FIRST_PAUSE
         warned = False  # that there are too few workers
@@ -260,17 +300,15 @@ class Enrollment:
         while True:
             roster = shared.refresh()
             if self.id in roster.ids and roster.generation > after:
-                self._siblings = frozenset(
-                    id for id in roster.ids if roster.worker_of(id) == self.number and id != self.id
-                )
+                self.siblings.enter(roster, self.id)
                 if self._watch.ident is None:
                     self._watch.start()
                 return roster
-            check_not_failed(roster, after, self.number)
+            check_not_failed(roster, after, number)
             if roster.finished:
                 raise CrewFinished(
                     "manyhands: the run has ended: all others have left before worker "
-                    f"{self.number} was in. Start a new run, with a store of its own, to train on."
+                    f"{number} was in. Start a new run, with a store of its own, to train on."
                 )
             if not any(member.id == self.id for member in roster.waiting):
                 # The others considered this process lost, as after a long stop. Ask again.
@@ -285,12 +323,15 @@ class Enrollment:
                     self._ask_to_join(version)
                     continue
             self._check_number_is_free(roster)
-            waited = time.monotonic() - began
+            now = time.monotonic()
+            waited = now - began
             silent = shared.silent
-            self._check_siblings(roster, waited)
-            ended = (ended or time.monotonic()) if roster.ended else None
-            late_for = 0.0 if ended is None else time.monotonic() - ended
-            if waited > self.patience or late_for > self.longest_wait:
+            self.siblings.check(roster, waited > self.patience)
+            if not roster.ended:
+                ended = None
+            elif ended is None:
+                ended = now
+            if waited > self.patience or (ended is not None and now - ended > longest_wait):
                 # Living members that have not come for so long are treated as lost. They are late
                 # only from the end of their generation on: before it they are in a block.
                 silent |= set(roster.absent(silent))
@@ -298,9 +339,7 @@ class Enrollment:
             if late and not warned and not roster.has_quorum(silent, self.quorum):
                 warned = True
                 log.warning(
-                    "worker %d waits for others: a round needs %d workers.",
-                    self.number,
-                    self.quorum,
+                    "worker %d waits for others: a round needs %d workers.", number, self.quorum
                 )
             if roster.complete(silent, self.expected, late, self.quorum):
                 shared.change(self._begin_next(roster, silent, late))
@@ -319,8 +358,7 @@ class Enrollment:
 
     def _ask_to_join(self, version: Version) -> None:
         """Ask to be in the next generation: how far we are, and which processes we cannot reach."""
-        member = Member(self.id, version, self._worker_incarnation, self._cut_from)
-        self.shared.ask_to_join(member)
+        self.shared.ask_to_join(Member(self.id, version, self.siblings.incarnation, self._cut_from))
 
     def _begin_next(
         self, seen: Roster, silent: frozenset[str], late: bool
@@ -336,50 +374,19 @@ class Enrollment:
 
         return begin
 
-    def _check_siblings(self, roster: Roster, waited: float) -> None:
-        """Raise if this worker can never be complete again.
-
-        That is so if one of its processes is gone, or has been started anew. A stopped process may
-        wake up, so it is waited for: nothing is done without it meanwhile.
-        """
-        if self.inner.size == 1:
-            return
-        ours = [m for m in (*roster.members, *roster.waiting) if self._is_sibling(roster, m)]
-        restarted = any(member.worker_incarnation > self._worker_incarnation for member in ours)
-        waiting = [
-            member
-            for member in roster.waiting
-            if self._is_sibling(roster, member)
-            and member.worker_incarnation == self._worker_incarnation
-        ]
-        complete = len(waiting) == self.inner.size
-        if restarted or self._siblings & roster.gone or (waited > self.patience and not complete):
-            raise RuntimeError(
-                f"another process of worker {self.number} is lost, and this one cannot train "
-                "without it. It ends here, so that all processes of the worker are started again."
-            )
-
-    def _is_sibling(self, roster: Roster, member: Member) -> bool:
-        """Return whether a process belongs to this worker (as this process itself does)."""
-        return roster.worker_of(member.id) == self.number
-
     def _check_number_is_free(self, roster: Roster) -> None:
         """Raise if another process with our number is alive."""
         # Only an earlier incarnation counts, and only if its heartbeat advances while we watch: our
         # own last life may stand in the roster until it is known to be dead.
         # A heartbeat that this process sent as its line was cut may arrive when the line is back.
-        everyone = {*roster.ids, *(member.id for member in roster.waiting)} - self.own_ids
-        for id in everyone:
-            same_number = number_of(id) == self.process_number
-            if (
-                same_number
-                and _incarnation_of(id) < _incarnation_of(self.id)
-                and self.shared.monitor.has_advanced(id)
-            ):
+        number = self.siblings.process_number
+        for id in {*roster.ids, *(member.id for member in roster.waiting)} - self.own_ids:
+            earlier = number_of(id) == number and _incarnation_of(id) < _incarnation_of(self.id)
+            if earlier and self.shared.monitor.has_advanced(id):
                 raise RuntimeError(
-                    f"two workers with the number {self.number} are alive. Give each worker a "
-                    "number (MANYHANDS_WORKER) of its own; `manyhands run --numbers` does on "
-                    "further hosts."
+                    f"two workers with the number {self.siblings.number} are alive. Give each "
+                    "worker a number (MANYHANDS_WORKER) of its own; `manyhands run --numbers` does "
+                    "on further hosts."
                 )
 
 

@@ -326,6 +326,7 @@ class SharedRoster:
         self.roster = Roster(processes=processes, run=secrets.token_hex(8))
         self._text = self._sign(self.roster)  # as it stands in the store
         self._revision: bytes | None = None  # the hint that was read last
+        self._looked = 0.0  # when a newcomer last looked whether the others await it
         self._observed = -float("inf")  # when the heartbeats were read last
         self._accepted = -float("inf")  # when the roster was read last
         self._known_revisions: dict[str, int] = {}  # the newest one that each process knows
@@ -357,6 +358,14 @@ class SharedRoster:
             if now - self._observed >= self.monitor.interval:
                 self.observe_heartbeats()
             return self.roster
+
+    def may_look(self) -> bool:
+        """Return whether it is time for a newcomer to look again."""
+        now = time.monotonic()
+        if now - self._looked < self.monitor.interval:
+            return False
+        self._looked = now
+        return True
 
     def change(self, update: Callable[[Roster], Roster]) -> Roster:
         """Apply an update, again if another process changed the roster first; return the roster."""

@@ -14,6 +14,7 @@ destroyed in a thread of its own.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import threading
@@ -32,6 +33,8 @@ from manyhands._ranks.groups import (
 )
 from manyhands._ranks.sockets import shut_connections
 from manyhands.blocks.crew._store import UNSIGNED, Signer, connect_to_store, parse_address
+
+log = logging.getLogger("manyhands")
 
 # Seconds between two checks of something that is waited for: at first, and in a long wait.
 FIRST_PAUSE = 0.002
@@ -56,6 +59,7 @@ class StoreConnection:
         self.store = store
         self.signer = signer
         self._client: TCPStore | None = None
+        self._failures = 0  # of groups, since one has connected
 
     def acquire(self) -> TCPStore:
         """Return the connection; a new one if the last user has not put it back."""
@@ -66,6 +70,20 @@ class StoreConnection:
 
     def put_back(self, client: TCPStore) -> None:
         self._client = client
+
+    def forget(self) -> None:
+        """Drop the connection: the store has been lost."""
+        self._client = None
+
+    def count_failure(self, connected: bool, error: Exception | None, number: int) -> None:
+        """Log that worker `number` cannot connect: only the 2nd, 4th, 8th, ... time in a row."""
+        # Once is no news, as a member may have died meanwhile.
+        self._failures = 0 if connected else self._failures + 1
+        tell = self._failures > 1 and self._failures & (self._failures - 1) == 0
+        if tell and error is not None:
+            log.warning(
+                "worker %d cannot connect to the others, and tries again: %s", number, error
+            )
 
 
 class SignedStore(Store):
