@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ Result = TypeVar("Result")
 Names: TypeAlias = Mapping[str, Sequence[str]]
 NO_NAMES: Names = MappingProxyType({})
 ABSENT = "absent"
+UNKNOWN = 0.0  # in place of the checksum of names
 # An error of another rank is raised as the first of these that it was.
 ERROR_TYPES = (FileNotFoundError, TypeError, ValueError, OSError, RuntimeError)
 NAMED = 8  # ranks, and different values, that a message names
@@ -53,29 +55,30 @@ def agree(ranks: RankGroup, facts: Facts, advice: str, *, names: Names = NO_NAME
     if ranks.size == 1:
         return
     known = {title: list(each) for title, each in names.items()}
-    sums = [_checksum(facts), *(_checksum(each) if each else 0.0 for each in known.values())]
+    sums = [_checksum(facts)]
+    for each in known.values():
+        sums.append(_checksum(each) if each else UNKNOWN)
     # From one row for each rank to one tuple for each checksum.
-    values, *of_names = zip(*ranks.all_gather(sums, ranks.any_device), strict=True)
-    # A rank that does not know the names has no say in them.
-    compared = [values, *(each for each in of_names if 0.0 not in each)]
-    if any(len(set(each)) > 1 for each in compared):
-        texts = ranks.all_gather_text(json.dumps([facts, known]))
-        everyone = [json.loads(text) for text in texts]
-        raise_if_different(
-            [theirs for theirs, _ in everyone], advice, names=[theirs for _, theirs in everyone]
-        )
+    for column in zip(*ranks.all_gather(sums, ranks.any_device), strict=True):
+        # A rank that does not know the names has no say in them.
+        if UNKNOWN not in column and len(set(column)) > 1:
+            texts = ranks.all_gather_text(json.dumps([facts, known]))
+            everyone, all_names = zip(*map(json.loads, texts), strict=True)
+            raise_if_different(everyone, advice, names=all_names)
+            return
 
 
 def raise_if_different(
     everyone: Sequence[Facts], advice: str, *, names: Sequence[Names] = ()
 ) -> None:
     """Raise `RanksDisagree` for the first fact that differs; `everyone` is by rank."""
-    for title in dict.fromkeys(title for facts in everyone for title in facts):
+    for title in dict.fromkeys(chain.from_iterable(everyone)):
         values = [facts.get(title, ABSENT) for facts in everyone]
         called = [each.get(title, ()) for each in names]
-        problem, row = _find_difference(title, values, called)
-        if problem:
-            raise RanksDisagree(f"ranks have {problem}. {advice}", list(map(json.dumps, row)))
+        for problem, row in _compared_rows(title, values, called):
+            if not _all_equal(row):
+                text = f"ranks have {problem}: {_list_by_rank(row)}. {advice}"
+                raise RanksDisagree(text, list(map(json.dumps, row)))
 
 
 def run_on_all(ranks: RankGroup, action: Callable[[], Result]) -> Result:
@@ -109,49 +112,31 @@ def to_error(name: str, message: str) -> Exception:
     return next(kind for kind in ERROR_TYPES if kind.__name__ == name)(message)
 
 
-def _find_difference(
-    title: str, values: Sequence[object], names: Sequence[Sequence[str]]
-) -> tuple[str, Sequence[object]]:
-    """Return what differs in one fact, and by rank how; an empty text if it does not differ."""
-    dicts = [value for value in values if isinstance(value, dict)]
-    if len(dicts) == len(values):
-        keys = dict.fromkeys(key for value in dicts for key in value)
-        rows = ((key, [value.get(key, ABSENT) for value in dicts]) for key in keys)
-        found = _first_difference(f"different {title}", rows)
-        order = ((f"number {i}", row) for i, row in enumerate(zip(*dicts, strict=False)))
-        return found if found[0] else _first_difference(f"the same {title} in another order", order)
-    lists = [value for value in values if isinstance(value, list)]
-    # Values that are lists on some ranks only are compared as a whole.
-    if len(lists) < len(values):
-        return _compare_values(f"different {title}", values)
-    thing = title.removesuffix("s") if title.isalpha() else "number"
-    first = names[0] if names else ()
-    numbered = (
-        (f"{thing} {number}" + (f" ({first[number]})" if first else ""), row)
-        for number, row in enumerate(zip(*lists, strict=False))
-    )
-    found = _first_difference(f"different {title}", numbered)
-    if not found[0]:
-        found = _compare_values(f"different numbers of {title}", [len(value) for value in lists])
-    # All elements look alike, but a collective would mix tensors of different names.
-    if not found[0] and all(names) and _all_equal([sorted(each) for each in names]):
-        order = ((f"{thing} {number}", row) for number, row in enumerate(zip(*names, strict=True)))
-        found = _first_difference(f"the same {title} in another order", order)
-    return found
-
-
-def _first_difference(
-    what: str, rows: Iterable[tuple[str, Sequence[object]]]
-) -> tuple[str, Sequence[object]]:
-    """Return which row's values differ first between ranks, and these; "" if none do."""
-    for name, row in rows:
-        if not _all_equal(row):
-            return _compare_values(f"{what}. The first that differs is {name}", row)
-    return "", ()
-
-
-def _compare_values(what: str, row: Sequence[object]) -> tuple[str, Sequence[object]]:
-    return ("", ()) if _all_equal(row) else (f"{what}: {_list_by_rank(row)}", row)
+def _compared_rows(
+    title: str, values: Sequence[Any], names: Sequence[Sequence[str]]
+) -> Iterator[tuple[str, Sequence[object]]]:
+    """Yield what must be equal on all ranks in one fact, and the problem if it is not."""
+    kinds = set(map(type, values))
+    different = f"different {title}. The first that differs is"
+    reordered = f"the same {title} in another order. The first that differs is"
+    if kinds == {dict}:
+        for key in dict.fromkeys(chain.from_iterable(values)):
+            yield f"{different} {key}", [value.get(key, ABSENT) for value in values]
+        for number, row in enumerate(zip(*values, strict=False)):
+            yield f"{reordered} number {number}", row
+    elif kinds == {list}:
+        thing = title.removesuffix("s") if title.isalpha() else "number"
+        first = names[0] if names else ()
+        for number, row in enumerate(zip(*values, strict=False)):
+            name = f" ({first[number]})" if first else ""
+            yield f"{different} {thing} {number}{name}", row
+        yield f"different numbers of {title}", [len(value) for value in values]
+        # All elements look alike, but a collective would mix tensors of different names.
+        if all(names) and _all_equal([sorted(each) for each in names]):
+            for number, row in enumerate(zip(*names, strict=True)):
+                yield f"{reordered} {thing} {number}", row
+    else:  # values that are lists on some ranks only, too
+        yield f"different {title}", values
 
 
 def _all_equal(values: Sequence[object]) -> bool:
@@ -163,11 +148,13 @@ def _list_by_rank(values: Sequence[object]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(_format_value(value), []).append(rank)
-    return "; ".join(
-        f"rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those[:NAMED]))}"
-        f"{', ...' if len(those) > NAMED else ''}: {value}"
-        for value, those in list(ranks.items())[:NAMED]
-    )
+    parts = []
+    for value, those in list(ranks.items())[:NAMED]:
+        noun = "ranks" if len(those) > 1 else "rank"
+        numbers = ", ".join(map(str, those[:NAMED]))
+        more = ", ..." if len(those) > NAMED else ""
+        parts.append(f"{noun} {numbers}{more}: {value}")
+    return "; ".join(parts)
 
 
 def _format_value(value: object) -> str:

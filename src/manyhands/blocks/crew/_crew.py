@@ -426,7 +426,7 @@ class Crew:
             all_known = {*closing, *roster.gone, *shared.silent} >= {*roster.ids}
             # One that saw before us who is lost has ended the generation, and asks for the next
             # one, to hold the last round there. If one that trains on has ended it, we leave.
-            regrouping = {member.id for member in roster.waiting} & {*roster.ids}
+            regrouping = roster.waiting_ids.intersection(roster.ids)
             if (all_known or regrouping & closing.keys()) and {*closing.values()} == {steps}:
                 return True
             others_took_more = max(closing.values()) > steps

@@ -15,8 +15,7 @@ of a process group compare the same things when the optimizer is made (`_ranks/a
 crew's members are never all present at one time.
 
     {"options": {"every": "16", ...},
-     "parameter": ["(4, 3) float32 on cpu", ...], "buffer": [...],
-     "names": {"parameter": ["encoder.weight", ...], "buffer": [...]}}
+     "parameter": [["encoder.weight", "(4, 3) float32 on cpu"], ...], "buffer": [...]}
 
 Tensors are averaged by position, so their order matters, and only names can reveal a different
 order. If names are unknown, or if two workers have no name in common (one model is wrapped), names
@@ -39,10 +38,9 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Literal, TypedDict
 
 from torch import Tensor, nn
 
@@ -63,25 +61,7 @@ log = logging.getLogger("manyhands")
 LOOK_AGAIN = 2.0  # seconds until a worker tries again to reach those that it could not reach
 LISTED = 3  # differences of a kind in an error message: more add nothing
 
-Kind = Literal["parameter", "buffer"]
-KINDS: tuple[Kind, ...] = ("parameter", "buffer")
 DescribedTensor = tuple[str, str]  # name (empty if unknown), description
-
-
-class Names(TypedDict, total=False):
-    """The names of a worker's tensors, as far as they are known."""
-
-    parameter: list[str]
-    buffer: list[str]
-
-
-class Description(TypedDict, total=False):
-    """What `MemberFacts` describe. A text that no member wrote may lack any of it."""
-
-    options: dict[str, str]
-    parameter: list[str]
-    buffer: list[str]
-    names: Names
 
 
 @dataclass(frozen=True)
@@ -99,12 +79,11 @@ class MemberFacts:
         modules: Sequence[nn.Module],
     ) -> MemberFacts:
         """Describe a worker's options and tensors."""
-        described: Description = {
+        described = {
             # As text, so that every option can be compared after a trip through JSON.
             "options": {name: str(value) for name, value in options.items()},
-            "parameter": describe_tensors(params, frozen=True),
-            "buffer": describe_tensors(buffers),
-            "names": {"parameter": names_in(modules, params), "buffer": names_in(modules, buffers)},
+            "parameter": _name_all(params, describe_tensors(params, frozen=True), modules),
+            "buffer": _name_all(buffers, describe_tensors(buffers), modules),
         }
         return cls(json.dumps(described, separators=(",", ":")))
 
@@ -117,13 +96,11 @@ class MemberFacts:
         # The checksum comes from the roster, and is right. The text may be missing or forged.
         if MemberFacts(text).digest != digest:
             return ["what it trains (the store does not hold the run's description any more)"]
-        own: Description = json.loads(self.text)
-        run: Description = json.loads(text)
-        found = list(_option_differences(own.get("options", {}), run.get("options", {})))
-        for kind in KINDS:
-            found += _tensor_differences(
-                kind, _described_tensors(kind, own), _described_tensors(kind, run)
-            )
+        own = json.loads(self.text)
+        run = json.loads(text)
+        found = _option_differences(own.get("options", {}), run.get("options", {}))
+        for kind in ("parameter", "buffer"):
+            found += _tensor_differences(kind, own.get(kind, []), run.get(kind, []))
         return found
 
 
@@ -172,15 +149,17 @@ class Siblings:
         """
         if self.inner.size == 1:
             return
-        restarted = False
-        waiting = 0
-        for member in (*roster.members, *roster.waiting):
+        newest = 0
+        present = 0
+        for member in roster.members:
             if roster.worker_of(member.id) == self.number:
-                restarted = restarted or member.worker_incarnation > self.incarnation
+                newest = max(newest, member.worker_incarnation)
         for member in roster.waiting:
             if roster.worker_of(member.id) == self.number:
-                waiting += member.worker_incarnation == self.incarnation
-        if restarted or self.ids & roster.gone or (late and waiting < self.inner.size):
+                newest = max(newest, member.worker_incarnation)
+                present += member.worker_incarnation == self.incarnation
+        restarted = newest > self.incarnation
+        if restarted or self.ids & roster.gone or (late and present < self.inner.size):
             raise RuntimeError(
                 f"another process of worker {self.number} is lost, and this one cannot train "
                 "without it. It ends here, so that all processes of the worker are started again."
@@ -273,8 +252,7 @@ class Enrollment:
             return ()
         roster = self.shared.refresh()
         client = self.shared.client
-        others = {*roster.ids, *(m.id for m in roster.waiting)} - {self.id} - roster.gone
-        ids = sorted(others - self.shared.silent)
+        ids = sorted(roster.here - {self.id} - self.shared.silent)
         keys = [f"{PREFIX}door/{id}" for id in ids]
         doors = {id: text for id, text in zip(ids, client.read_all(keys), strict=True) if text}
         return unreachable(doors, self._find_silent)
@@ -310,7 +288,7 @@ class Enrollment:
                     "manyhands: the run has ended: all others have left before worker "
                     f"{number} was in. Start a new run, with a store of its own, to train on."
                 )
-            if not any(member.id == self.id for member in roster.waiting):
+            if self.id not in roster.waiting_ids:
                 # The others considered this process lost, as after a long stop. Ask again.
                 self.begin_incarnation()
                 self._ask_to_join(version)
@@ -380,7 +358,7 @@ class Enrollment:
         # own last life may stand in the roster until it is known to be dead.
         # A heartbeat that this process sent as its line was cut may arrive when the line is back.
         number = self.siblings.process_number
-        for id in {*roster.ids, *(member.id for member in roster.waiting)} - self.own_ids:
+        for id in roster.waiting_ids.union(roster.ids) - self.own_ids:
             earlier = number_of(id) == number and _incarnation_of(id) < _incarnation_of(self.id)
             if earlier and self.shared.monitor.has_advanced(id):
                 raise RuntimeError(
@@ -404,46 +382,42 @@ def _incarnation_of(id: str) -> int:
     return int(id.partition(".")[2])
 
 
-def _described_tensors(kind: Kind, described: Description) -> list[DescribedTensor]:
-    """Return the parameters or buffers that a worker's facts describe, each with its name."""
-    tensors = described.get(kind, [])
-    known: Names = described.get("names", {})
-    names = known.get(kind) or [""] * len(tensors)
-    return list(zip(names, tensors, strict=True))
+def _name_all(
+    tensors: Sequence[Tensor], descriptions: Sequence[str], modules: Sequence[nn.Module]
+) -> list[DescribedTensor]:
+    """Return a worker's parameters or buffers, each with its name."""
+    names = names_in(modules, tensors) or [""] * len(tensors)
+    return list(zip(names, descriptions, strict=True))
 
 
-def _option_differences(own: Mapping[str, str], run: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each option that this worker and the run have not in common."""
+def _option_differences(own: Mapping[str, str], run: Mapping[str, str]) -> list[str]:
+    """Return a line for each option that this worker and the run have not in common."""
+    found = []
     for name in {**own, **run}:  # the options of both, in order
         here = own.get(name, "missing")
         there = run.get(name, "missing")
         if here != there:
-            yield f"{name}: {here} here, {there} in the run"
+            found.append(f"{name}: {here} here, {there} in the run")
+    return found
 
 
 def _tensor_differences(
     kind: str, own: Sequence[DescribedTensor], run: Sequence[DescribedTensor]
-) -> Iterator[str]:
-    """Yield a line for each tensor that this worker and the run have not in common."""
-    if len(own) != len(run):
-        yield f"the number of {kind}s: {len(own)} here, {len(run)} in the run"
+) -> list[str]:
+    """Return a line for each tensor that this worker and the run have not in common."""
+    lines = []
     # Names that both workers have. Any other name says nothing: one model may be wrapped.
     common = {name for name, _ in own} & {name for name, _ in run} - {""}
-    found = 0
     for position, (here, there) in enumerate(zip(own, run, strict=False)):
         moved = here[0] != there[0] and not common.isdisjoint((here[0], there[0]))
-        if here[1] == there[1] and not moved:
-            continue
-        found += 1
-        if found > LISTED:
-            yield f"and further {kind}s"
-            return
-        yield f"{kind} {position}: {_format_tensor(here)} here, {_format_tensor(there)} in the run"
-
-
-def _format_tensor(tensor: DescribedTensor) -> str:
-    """Return a text such as "encoder.weight (4, 3) float32 on cpu"."""
-    return " ".join(filter(None, tensor))
+        if here[1] != there[1] or moved:
+            texts = (" ".join(filter(None, here)), " ".join(filter(None, there)))
+            lines.append("{} {}: {} here, {} in the run".format(kind, position, *texts))
+    if len(lines) > LISTED:
+        lines[LISTED:] = [f"and further {kind}s"]
+    if len(own) != len(run):
+        lines.insert(0, f"the number of {kind}s: {len(own)} here, {len(run)} in the run")
+    return lines
 
 
 # -- which other workers this one can reach --------------------------------------------------------

@@ -165,7 +165,7 @@ class CrewLink:
         # A host that vanished reports nothing. Its own store calls have timed out by then.
         silent = self.shared.monitor.silent_for(_store.STORE_TIMEOUT)
         ended = {*roster.gone, *silent, self.shared.id}
-        return ended >= {*roster.ids, *(m.id for m in roster.waiting), *roster.launchers}
+        return ended >= {*roster.here, *roster.launchers}
 
     def leave(self) -> None:
         """Tell the others that this launcher ends."""

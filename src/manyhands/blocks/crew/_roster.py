@@ -45,10 +45,10 @@ Everything here is plain values: no store, no clock, no process group.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from operator import attrgetter
 from typing import NamedTuple
 
 WATCHED = 64  # processes whose heartbeats each one reads; those of a smaller crew read all
@@ -76,8 +76,7 @@ class Version(NamedTuple):
 NO_VERSION = Version()
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """One incarnation of a process."""
 
     id: str
@@ -115,6 +114,9 @@ def number_of(id: str) -> int:
     return int(id.partition(".")[0])
 
 
+_number = attrgetter("number")
+
+
 @dataclass(frozen=True)
 class Roster:
     """The shared roster. Each method that changes something returns a new roster."""
@@ -147,7 +149,7 @@ class Roster:
 
     @property
     def text(self) -> str:
-        return json.dumps(vars(self), default=vars, separators=(",", ":"))
+        return json.dumps(self.__dict__, separators=(",", ":"))
 
     @classmethod
     def of(cls, text: str) -> Roster:
@@ -157,7 +159,7 @@ class Roster:
         for name in ("members", "waiting"):
             fields[name] = tuple(
                 Member(id, Version(*version), worker_incarnation, tuple(cut_from))
-                for id, version, worker_incarnation, cut_from in map(dict.values, fields[name])
+                for id, version, worker_incarnation, cut_from in fields[name]
             )
         for name in ("left", "dead", "failed", "refused", "launchers"):
             fields[name] = tuple(fields[name])
@@ -179,9 +181,13 @@ class Roster:
         return tuple(member.id for member in self.members)
 
     @property
+    def waiting_ids(self) -> frozenset[str]:
+        return frozenset(member.id for member in self.waiting)
+
+    @property
     def everyone(self) -> tuple[str, ...]:
         """The ids of all processes in the roster: members, waiting and missed ones."""
-        return (*self.ids, *(m.id for m in self.waiting), *(m.id for m in self.missed))
+        return (*self.ids, *self.waiting_ids, *(m.id for m in self.missed))
 
     @property
     def finished(self) -> bool:
@@ -205,10 +211,12 @@ class Roster:
     @property
     def _versions(self) -> list[Version]:
         """The version that each worker holds, in rank order."""
-        versions = [member.version for member in self.members]
-        size = self.processes  # members are sorted by number, so a worker's processes are adjacent
-        # A worker holds only what all of its processes hold.
-        return [min(versions[i : i + size]) for i in range(0, len(versions), size)]
+        versions: dict[int, Version] = {}
+        for member in self.members:
+            worker = self.worker_of(member.id)
+            # A worker holds only what all of its processes hold.
+            versions[worker] = min(member.version, versions.get(worker, member.version))
+        return list(versions.values())
 
     @property
     def source(self) -> int:
@@ -218,50 +226,54 @@ class Roster:
     @property
     def joiners(self) -> tuple[int, ...]:
         """The ranks that need the state. If no rank holds any state: all but the source."""
-        versions = [version._replace(established=True) for version in self._versions]
+        versions = self._versions
         source = self.source
-        best = versions[source]
-        return tuple(
-            rank
-            for rank, version in enumerate(versions)
-            if version != best or not (best.has_state or rank == source)
-        )
+        best = versions[source]._replace(established=True)
+        joiners = []
+        for rank, version in enumerate(versions):
+            same = version._replace(established=True) == best
+            if not same or not (best.has_state or rank == source):
+                joiners.append(rank)
+        return tuple(joiners)
 
     def ends_with(self, generation: int, round_index: int, id: str) -> bool:
         """Return whether a settled round was its generation's last, with one answer for all."""
         # A later round may have been undone meanwhile. Members with several processes learn that
         # only when they come to that round, so that all processes of a worker get the same answer.
         # A worker of one process may learn it at once.
-        kept = self.rounds
-        ended_kept = self.ended_kept
+        last: Roster | MissedMember = self
         if self.generation != generation:
-            if self.processes == 1:
+            missed = self._find_missed(generation, id)
+            if self.processes == 1 or missed is None:
                 return True
-            ours = (m for m in self.missed if (m.id, m.generation) == (id, generation))
-            found = next(ours, None)
-            kept, ended_kept = (
-                (round_index, False) if found is None else (found.rounds, found.ended_kept)
-            )
-        return kept <= round_index or (ended_kept and kept == round_index + 1)
+            last = missed
+        return last.rounds <= round_index or (last.ended_kept and last.rounds == round_index + 1)
 
     def settled(self, generation: int, round_index: int, id: str) -> bool | None:
         """Return whether the members kept a round; None while that is open."""
         if self.generation == generation:
-            return True if self.rounds > round_index else False if self.ended else None
-        for missed in self.missed:
-            if (missed.id, missed.generation) == (id, generation):
-                return missed.rounds > round_index
+            kept = self.rounds > round_index
+            return kept if kept or self.ended else None
+        missed = self._find_missed(generation, id)
+        if missed is not None:
+            return missed.rounds > round_index
         raise RuntimeError(
             f"worker {self.worker_of(id)} was stopped for some time, and another worker with its "
             "number has joined meanwhile. Give each worker a number (MANYHANDS_WORKER) of its own."
         )
+
+    def _find_missed(self, generation: int, id: str) -> MissedMember | None:
+        for missed in self.missed:
+            if (missed.id, missed.generation) == (id, generation):
+                return missed
+        return None
 
     # -- heartbeats ----------------------------------------------------------------------------
 
     @property
     def here(self) -> frozenset[str]:
         """The members and the waiting processes, but those that are gone."""
-        return frozenset((*self.ids, *(m.id for m in self.waiting))) - self.gone
+        return self.waiting_ids.union(self.ids) - self.gone
 
     def watched_by(self, own: str) -> tuple[str, ...]:
         """Return the members and waiting processes whose heartbeats a process reads.
@@ -273,9 +285,8 @@ class Roster:
         ring = sorted({*self.here, own}, key=lambda id: sha256(id.encode()).digest())
         others = ring[ring.index(own) + 1 :] + ring[: ring.index(own)]
         silent = dict(self.silent)
-        number = own.partition(".")[0]
         awake = [id for id in others if id not in silent]
-        same = [id for id in others if id.partition(".")[0] == number]
+        same = [id for id in others if number_of(id) == number_of(own)]
         return tuple(dict.fromkeys((*others[:WATCHED], *awake[:WATCHED], *same)))
 
     def report(self, counts: Mapping[str, int], silent: Set[str]) -> Roster:
@@ -283,9 +294,12 @@ class Roster:
         here = self.here
         if len(here) <= WATCHED + 1:
             return self  # each process watches all others
-        # A heartbeat beyond its reported count is a sign of life.
-        found = {id: count for id, count in self.silent if counts.get(id, 0) <= count}
-        found |= {id: counts[id] for id in silent & counts.keys()}
+        found = dict(self.silent)
+        for id, count in counts.items():
+            if id in silent:
+                found[id] = count
+            elif count > found.get(id, count):  # beyond its reported count: a sign of life
+                del found[id]
         return replace(self, silent=tuple(sorted((i, n) for i, n in found.items() if i in here)))
 
     # -- a round -------------------------------------------------------------------------------
@@ -322,15 +336,11 @@ class Roster:
 
     def count_incarnation(self, number: int) -> Roster:
         """Count one more start of the process with this number."""
-        counts = dict(self.incarnations)
-        counts[number] = counts.get(number, 0) + 1
-        return replace(self, incarnations=tuple(sorted(counts.items())))
+        return replace(self, incarnations=_count(self.incarnations, number))
 
     def count_worker_incarnation(self, worker: int) -> Roster:
         """Count one more start of this worker with all its processes."""
-        counts = dict(self.worker_incarnations)
-        counts[worker] = counts.get(worker, 0) + 1
-        return replace(self, worker_incarnations=tuple(sorted(counts.items())))
+        return replace(self, worker_incarnations=_count(self.worker_incarnations, worker))
 
     def set_facts(self, inner_rank: int, digest: str) -> Roster:
         """Set the run's facts for an inner rank, unless an earlier process has set them."""
@@ -359,20 +369,19 @@ class Roster:
     def without(self, *ids: str, left: bool = False) -> Roster:
         """Remove processes that have finished (`left`) or died."""
         gone = tuple(id for id in self.ids if id in ids and id not in self.gone)
-        return replace(
-            self,
-            waiting=tuple(member for member in self.waiting if member.id not in ids),
-            left=(*self.left, *gone) if left else self.left,
-            done=self.done + len(gone) if left else self.done,
-            dead=self.dead if left else (*self.dead, *gone),
-            missed=tuple(m for m in self.missed if m.id not in ids),
-        )
+        waiting = tuple(member for member in self.waiting if member.id not in ids)
+        missed = tuple(member for member in self.missed if member.id not in ids)
+        rest = replace(self, waiting=waiting, missed=missed)
+        if left:
+            return replace(rest, left=(*self.left, *gone), done=self.done + len(gone))
+        return replace(rest, dead=(*self.dead, *gone))
 
     def fail(self, id: str) -> Roster:
         """Remove a process that ended with an error; before the first sync round the run ends."""
-        early = id in self.ids and not self.begun
-        failed = (*self.failed, id) if early else self.failed
-        return replace(self.without(id), failed=failed)
+        rest = self.without(id)
+        if id in self.ids and not self.begun:
+            return replace(rest, failed=(*self.failed, id))
+        return rest
 
     def without_number(self, number: int, left: bool = False) -> Roster:
         """Remove the process with this number, whatever its incarnation."""
@@ -391,15 +400,16 @@ class Roster:
 
     def present(self, silent: Set[str]) -> list[Member]:
         """Return the waiting processes of workers that are complete and alive, by number."""
-        found = [member for member in self.waiting if member.id not in silent]
-        if self.processes > 1:
-            count = Counter((self.worker_of(m.id), m.worker_incarnation) for m in found)
-            found = [
-                member
-                for member in found
-                if count[self.worker_of(member.id), member.worker_incarnation] == self.processes
-            ]
-        return sorted(found, key=lambda member: member.number)
+        workers: dict[tuple[int, int], list[Member]] = {}
+        for member in self.waiting:
+            if member.id not in silent:
+                worker = (self.worker_of(member.id), member.worker_incarnation)
+                workers.setdefault(worker, []).append(member)
+        found: list[Member] = []
+        for members in workers.values():
+            if self.processes == 1 or len(members) == self.processes:
+                found += members
+        return sorted(found, key=_number)
 
     @property
     def admissible(self) -> list[Member]:
@@ -418,18 +428,17 @@ class Roster:
         for first in found:
             chosen = [first]
             for member in found:
-                if member is not first and not any(
-                    frozenset((member.id, one.id)) in apart for one in chosen
-                ):
+                lines = (frozenset((member.id, one.id)) for one in chosen)
+                if member is not first and apart.isdisjoint(lines):
                     chosen.append(member)
             sets.append(chosen)
         best = max(sets, key=lambda chosen: (len(chosen), max(m.version for m in chosen)))
-        return sorted(best, key=lambda member: member.number)
+        return sorted(best, key=_number)
 
     def absent(self, silent: Set[str]) -> tuple[str, ...]:
         """Return the members that do not wait yet, though their worker is not known to be lost."""
         lost = {self.worker_of(id) for id in self.ids if id in self.gone or id in silent}
-        here = {member.id for member in self.waiting}
+        here = self.waiting_ids
         return tuple(id for id in self.ids if id not in here and self.worker_of(id) not in lost)
 
     def has_quorum(self, silent: Set[str], quorum: int) -> bool:
@@ -456,7 +465,10 @@ class Roster:
         ids = {member.id for member in members}
         # A member of the last generation, or a process with a checkpoint, still holds the state.
         survivors = any(member.id in self.ids or member.version.has_state for member in members)
-        last = [MissedMember(id, self.generation, self.rounds, self.ended_kept) for id in self.ids]
+        missed = list(self.missed)
+        for id in self.ids:
+            if id not in ids and id not in self.gone:
+                missed.append(MissedMember(id, self.generation, self.rounds, self.ended_kept))
         return replace(
             self,
             generation=self.generation + 1,
@@ -465,7 +477,7 @@ class Roster:
             ended_kept=False,
             members=members,
             waiting=tuple(m for m in self.waiting if m.id not in ids and m.id not in silent),
-            missed=(*self.missed, *(m for m in last if m.id not in ids | self.gone)),
+            missed=tuple(missed),
             left=(),
             dead=(),
             failed=(),
@@ -473,3 +485,10 @@ class Roster:
             closing=(),
             silent=(),
         )
+
+
+def _count(counts: tuple[tuple[int, int], ...], number: int) -> tuple[tuple[int, int], ...]:
+    """Increase the count of a number."""
+    known = dict(counts)
+    known[number] = known.get(number, 0) + 1
+    return tuple(sorted(known.items()))

@@ -401,7 +401,7 @@ class SharedRoster:
             if roster.generation != before.generation or member in roster.waiting:
                 return roster  # it has begun without them, or another one was faster
             # What another one has asked for itself may be newer than its line.
-            here = roster.gone | {m.id for m in roster.waiting} | {member.id}
+            here = roster.gone | roster.waiting_ids | {member.id}
             return roster.ask_to_join(member, *(m for m in others.values() if m.id not in here))
 
         if member.id not in before.ids:
@@ -412,7 +412,7 @@ class SharedRoster:
         began = time.monotonic()
         spread = _dice.uniform(0.0, ASK_SPREAD)
         while (now := self.refresh()).generation == before.generation and member not in now.waiting:
-            to_come = {*now.ids} - now.gone - {m.id for m in now.waiting}
+            to_come = {*now.ids} - now.gone - now.waiting_ids
             if time.monotonic() - began > spread * len(to_come):
                 lines = (self.client.fetch(key) or b"").splitlines()
                 texts = (self.client.text_of(key, line) for line in lines)
