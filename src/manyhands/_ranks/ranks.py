@@ -67,11 +67,10 @@ class RankGroup:
             return cls()
         _warn_if_alone(ready)
         if world_size is not None and world_size != size:
-            raise ValueError(
-                f"world_size={world_size}, but the process group has {size} workers. Leave it out."
-                if ready
-                else f"world_size={world_size}, but there is no process group. {JOIN}"
-            )
+            found = f"the process group has {size} workers. Leave it out."
+            if not ready:
+                found = f"there is no process group. {JOIN}"
+            raise ValueError(f"world_size={world_size}, but {found}")
         if size < 1:  # torch reports -1 to a process that is not in the group
             raise ValueError("this process is not a member of the process group that was given.")
         if size > 1:
@@ -187,8 +186,7 @@ class RankGroup:
         # If they cannot share memory: raise if it is `required`, else leave them as they are.
         if self.size == 1:
             return self
-        memory = SharedMemory.of(self) if required else SharedMemory.if_possible(self)
-        return replace(self, shared_memory=memory)
+        return replace(self, shared_memory=SharedMemory.of(self, required))
 
     # -- slices of a bucket --------------------------------------------------------------------
 
@@ -307,9 +305,9 @@ class RankGroup:
     def all_gather(self, numbers: list[float], device: torch.device) -> list[list[float]]:
         """Return every rank's `numbers`, in rank order."""
         own = torch.tensor(numbers, dtype=widest_float(device), device=device)
-        everyone = self.sum_and_gather(own, 0).read()
-        n = len(numbers)
-        return [everyone[i : i + n] for i in range(0, len(everyone), n)]
+        everyone = self.sum_and_gather(own, 0).wait()
+        rows: list[list[float]] = everyone.view(self.size, -1).tolist()
+        return rows
 
     def all_gather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order. Wait up to `patience` for it."""
@@ -376,8 +374,11 @@ class PendingSums:
         if self.table.dim() == 1 or self.table.device.type != "cpu":
             return self.wait().tolist()
         rows = self.table.tolist()
-        sums = [sum(column) for column in zip(*(row[: self.summed] for row in rows), strict=True)]
-        return [*sums, *(number for row in rows for number in row[self.summed :])]
+        columns = zip(*(row[: self.summed] for row in rows), strict=True)
+        result: list[float] = [sum(column) for column in columns]
+        for row in rows:
+            result += row[self.summed :]
+        return result
 
     def wait(self) -> torch.Tensor:
         """Wait, and return the result as a tensor on the device."""

@@ -68,14 +68,14 @@ class LocalNorm(Tensor):
     ) -> object:
         """Keep local what can be combined later; reduce over the ranks before all else."""
         kwargs = kwargs or {}
-        norms = list(args[0]) if func is torch.stack else [args[0]] if args else []
+        norms = list(args[0] if func is torch.stack else args[:1])
         if _can_combine(norms):
             with torch._C.DisableTorchFunctionSubclass():
                 if func in KEEP_LOCAL:
                     result = func(*args, **kwargs)
-                    return (
-                        _as_local_norm(result, norms[0]) if isinstance(result, Tensor) else result
-                    )
+                    if isinstance(result, Tensor):
+                        return _as_local_norm(result, norms[0].power, norms[0].group)
+                    return result
                 if func is torch.linalg.vector_norm and float((*args, 2)[1]) == norms[0].power:
                     # The norm of norms of one kind is the norm of all their elements.
                     here = torch.linalg.vector_norm(*args, **kwargs)
@@ -107,10 +107,7 @@ def norm_of_slices(slices: Sequence[Tensor], power: float, group: Any) -> LocalN
     """Return the norm of a gradient's slices on this rank; there is one at least."""
     norms = [_norm_of_one(each, power) for each in slices]
     here = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), power)
-    result = here.as_subclass(LocalNorm)
-    result.power = power
-    result.group = group
-    return result
+    return _as_local_norm(here, power, group)
 
 
 def _norm_of_one(elements: Tensor, power: float) -> Tensor:
@@ -121,19 +118,21 @@ def _norm_of_one(elements: Tensor, power: float) -> Tensor:
     return torch.linalg.vector_norm(elements, power) if elements.numel() else elements.new_zeros(())
 
 
-def _as_local_norm(result: Tensor, like: LocalNorm) -> LocalNorm:
-    local_norm = result.as_subclass(LocalNorm)
-    local_norm.power = like.power
-    local_norm.group = like.group
+def _as_local_norm(norms: Tensor, power: float, group: Any) -> LocalNorm:
+    local_norm = norms.as_subclass(LocalNorm)
+    local_norm.power = power
+    local_norm.group = group
     return local_norm
 
 
 def _can_combine(norms: list[Any]) -> TypeGuard[list[LocalNorm]]:
     """Return whether all are norms of one kind, of slices among the same ranks."""
-    return all(
-        isinstance(each, LocalNorm) and (each.power, each.group) == (norms[0].power, norms[0].group)
-        for each in norms
-    ) and bool(norms)
+    for each in norms:
+        if not isinstance(each, LocalNorm):
+            return False
+        if each.power != norms[0].power or each.group != norms[0].group:
+            return False
+    return bool(norms)
 
 
 def _reduce_all(value: Any) -> Any:
@@ -202,7 +201,10 @@ class ShardedGradient(Tensor):
 
     def parts(self) -> list[Tensor]:
         """Return all tensors that this rank holds of the gradient."""
-        return [*self.slices, *([] if self.local is None else [self.local])]
+        parts = list(self.slices)
+        if self.local is not None:
+            parts.append(self.local)
+        return parts
 
     def full_tensor(self) -> Tensor:
         """Return the averaged gradient with all ranks' slices, on each rank; as a DTensor does."""
@@ -234,13 +236,12 @@ class ShardedGradient(Tensor):
 
     def mapped(self, func: Callable[..., Tensor], others: Sequence[Any]) -> ShardedGradient:
         """Return a function of each element, and of the elements of other sharded tensors."""
-        theirs = [o.parts() if isinstance(o, ShardedGradient) else None for o in others]
-        done = [
-            func(part, *(o if t is None else t[i] for o, t in zip(others, theirs, strict=True)))
-            for i, part in enumerate(self.parts())
-        ]
+        done = []
+        for number, part in enumerate(self.parts()):
+            theirs = [o.parts()[number] if isinstance(o, ShardedGradient) else o for o in others]
+            done.append(func(part, *theirs))
         if not done:  # the dtype must be that of the other ranks
-            done = [func(*(_empty_like(o) for o in (self, *others)))]
+            done = [func(*map(_empty_like, (self, *others)))]
         remaining = iter(done)
         return self.twin(lambda _: next(remaining), done[0].dtype)
 
@@ -318,8 +319,8 @@ class ShardedGradient(Tensor):
             raise RuntimeError(
                 "Run the last backward of the step outside no_sync(), and clip after it."
             )
-        nothing = () if self.slices else (torch.empty(0, dtype=self.dtype, device=self.device),)
-        return norm_of_slices([*self.slices, *nothing], power, self.group)
+        nothing = torch.empty(0, dtype=self.dtype, device=self.device)
+        return norm_of_slices(self.slices or [nothing], power, self.group)
 
     def _added(self, other: Tensor, alpha: object) -> ShardedGradient:
         """Add the next backward's gradient, as autograd does; it is averaged later."""
@@ -371,9 +372,8 @@ def _is_large(argument: object) -> bool:
 
 def _apply_foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Apply a foreach operation; an argument that is a list has one element for each gradient."""
-    lists = [a if isinstance(a, list | tuple) else None for a in args[1:]]
-    for i, grad in enumerate(args[0]):
-        own = [a if each is None else [each[i]] for a, each in zip(args[1:], lists, strict=True)]
+    for number, grad in enumerate(args[0]):
+        own = [[a[number]] if isinstance(a, list | tuple) else a for a in args[1:]]
         parts = grad.parts() if isinstance(grad, ShardedGradient) else [grad]
         for part in parts:
             func([part], *own, **kwargs)

@@ -181,26 +181,21 @@ class SharedMemory:
         self._later: list[DeferredBarrier] = []
 
     @classmethod
-    def of(cls, workers: RankIdentity) -> SharedMemory:
-        """Share memory between ranks; raise an error if they are on several hosts."""
-        if not _host_identity():
+    def of(cls, workers: RankIdentity, required: bool = True) -> SharedMemory | None:
+        """Share memory between ranks. If they cannot, raise if it is `required`, or return None."""
+        own = _host_identity()
+        if required and not own:
             raise RuntimeError("shared_memory=True needs Linux. Leave it out on this system.")
-        hosts = workers.all_gather_text(_host_identity())
-        if len(set(hosts)) > 1:
-            listed = ", ".join(f"rank {rank}: {host}" for rank, host in enumerate(hosts[:8]))
-            raise ValueError(
-                f"shared_memory=True needs all workers on one host, and they are on {listed}."
-            )
-        return cls(workers)
-
-    @classmethod
-    def if_possible(cls, workers: RankIdentity) -> SharedMemory | None:
-        """Share memory between ranks, or return None if they cannot read each other's memory."""
-        hosts = workers.all_gather_text(_host_identity())
-        if len(set(hosts)) > 1 or not hosts[0]:
-            return None
+        hosts = workers.all_gather_text(own)
         memory = cls(workers)
-        return memory if memory._reads_the_others() else None
+        if len(set(hosts)) == 1:
+            return memory if required or (own and memory._reads_the_others()) else None
+        if not required:
+            return None
+        listed = ", ".join(f"rank {rank}: {host}" for rank, host in enumerate(hosts[:8]))
+        raise ValueError(
+            f"shared_memory=True needs all workers on one host, and they are on {listed}."
+        )
 
     def _reads_the_others(self) -> bool:
         """Return whether every rank reads in each rank's memory what that rank has written."""

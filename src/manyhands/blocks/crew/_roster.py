@@ -286,7 +286,8 @@ class Roster:
         others = ring[ring.index(own) + 1 :] + ring[: ring.index(own)]
         silent = dict(self.silent)
         awake = [id for id in others if id not in silent]
-        same = [id for id in others if number_of(id) == number_of(own)]
+        number = own.partition(".")[0]
+        same = [id for id in others if id.partition(".")[0] == number]
         return tuple(dict.fromkeys((*others[:WATCHED], *awake[:WATCHED], *same)))
 
     def report(self, counts: Mapping[str, int], silent: Set[str]) -> Roster:
