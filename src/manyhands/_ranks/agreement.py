@@ -1,17 +1,17 @@
-"""Do all ranks have the same facts? If not, every rank raises, and names the first that differs.
+"""Compare facts between ranks. If some differ, every rank raises, and names the first of them.
 
-A rank's *facts* are what it must have in common with the others: titles, each with a value in
-JSON's types. A list is compared element by element, a dict name by name, and in its order.
+A rank's *facts* must be equal on all ranks: titles, each with a value in JSON's types. A list is
+compared element by element, a dict name by name, and in its order.
 
     {"scale": 4.0, "parameters": ["(4, 3) float32 on cpu", ...], "options": {"every": 16, ...}}
 
 One collective of a few checksums tells that all is well. Only if it is not do texts follow. Both
-travel on a device that the group is known to serve, since that of the tensors may be what differs.
+travel on a device that the group is known to serve, since the tensors may be on different ones.
 
-Tensors are described by what a collective over them takes for granted, and checks nowhere: a sum of
+Tensors are described by the properties that a collective takes for granted: a sum of
 float32 on one rank and float64 on another, or of a matrix and its transpose, comes back as garbage.
 
-    shape       of a DTensor the whole one's, and how it is placed
+    shape       of a DTensor the full shape, and how it is placed
     dtype
     layout      strides, unless contiguous: flat views are in the order of memory
     device      its type, and which tensors lie on one device together; not its index, which differs
@@ -82,7 +82,7 @@ def raise_if_different(
 
 
 def run_on_all(ranks: RankGroup, action: Callable[[], Result]) -> Result:
-    """Run something on every rank. If it raises on some, raise on all, and say what those said."""
+    """Run something on every rank. If it raises on some, raise on all, with their message."""
     result = None
     problem = None
     text = ""
@@ -115,7 +115,7 @@ def to_error(name: str, message: str) -> Exception:
 def _compared_rows(
     title: str, values: Sequence[Any], names: Sequence[Sequence[str]]
 ) -> Iterator[tuple[str, Sequence[object]]]:
-    """Yield what must be equal on all ranks in one fact, and the problem if it is not."""
+    """Yield rows that must be equal on all ranks, each after the problem if they are not."""
     kinds = set(map(type, values))
     different = f"different {title}. The first that differs is"
     reordered = f"the same {title} in another order. The first that differs is"
@@ -163,13 +163,13 @@ def _format_value(value: object) -> str:
 
 
 def describe_tensors(tensors: Iterable[Tensor], *, frozen: bool = False) -> list[str]:
-    """Describe in words what ranks must have in common; `frozen`: also whether it is trained."""
+    """Describe tensors in words; `frozen`: also whether they are trained."""
     describer = Describer()
     return [describer.describe(tensor, frozen=frozen) for tensor in tensors]
 
 
 class Describer:
-    """Puts what ranks must have alike in a tensor into words.
+    """Puts the properties of a tensor that must be equal on all ranks into words.
 
     A device is named by its number among those of its type that this describer has met.
     """
@@ -179,7 +179,7 @@ class Describer:
 
     def describe(self, tensor: Tensor, name: str = "", *, frozen: bool = False) -> str:
         """Such as "encoder.weight (4, 3) float32 on cpu"; `frozen`: also whether it is trained."""
-        # Of a DTensor only the shard travels, so its strides are what counts.
+        # Of a DTensor only the shard travels, so its strides count.
         here = local_shard(tensor)
         words = [name, str(tuple(tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
         words.append(f"on {tensor.device.type}{self._describe_device(tensor.device)}")
@@ -216,7 +216,7 @@ def names_in(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[st
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides; 1 for a dimension of one element, where a stride means nothing."""
+    """Return the strides; 1 for a dimension of one element, where a stride has no meaning."""
     return tuple(s if n != 1 else 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 

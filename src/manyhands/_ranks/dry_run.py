@@ -1,10 +1,10 @@
-"""Run as one rank of many, whose others do not exist, and count what this one sends.
+"""Run one rank of a large group without the other ranks, and count its messages.
 
     group   each collective answers as if every rank had this one's tensors, and is counted
-    store   a key that all ranks add to grows by what all would add, and nobody is waited for
+    store   a key that all ranks add to grows by the sum of all, and no rank is waited for
 
 Layouts, buckets, messages, memory and the time that Python takes are those of this rank among so
-many. Values are not: what is gathered from shards is N copies of one of them.
+many. Values are not: gathered shards are N copies of one of them.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def names_of_torch() -> Any:
 
 
 class DryRun:
-    """What one of N ranks has sent, and asked of the store, since it began or since `clear`.
+    """The traffic of one of N ranks, and its requests to the store, since the start or `clear`.
 
     `calls` and `sent` are collectives and their bytes, by kind: 2 (N-1)/N of an all-reduce's
-    tensor, what is for others in an all-to-all, and (N-1)/N of the whole tensor in all others.
+    tensor, the part for other ranks in an all-to-all, and (N-1)/N of the full tensor otherwise.
     `requests` are those to the store, by kind, with keys and values of `store_bytes`. `keys` are
     those that this rank has written.
     """
@@ -70,7 +70,7 @@ class DryRun:
 
 
 class CountingStore(Store):
-    """Counts what a store is asked, and stands for `ranks` ranks that ask the same."""
+    """Counts the requests to a store, and stands for `ranks` ranks with the same requests."""
 
     def __init__(self, inner: Store, counted: DryRun, ranks: int = 1) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def dry_group() -> Any:
 
 
 class DryGroup(Group):
-    """A process group whose other ranks have, in every collective, what this one has."""
+    """A process group in which all ranks have this rank's tensors, in every collective."""
 
     def __init__(self, rank: int, size: int, counted: DryRun) -> None:
         super().__init__(rank, size)
@@ -184,7 +184,7 @@ class DryGroup(Group):
     def barrier(self, options: Any = None) -> Any:
         return self._done("barrier", [], 0)
 
-    # What they were called until torch 2.12.
+    # Their names until torch 2.12.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single

@@ -1,19 +1,19 @@
-"""Process groups of our own, which end with their last user.
+"""Make process groups that only we use, and end them with their last user.
 
 Some of our collectives must never be taken for anybody else's: the small vector that a scaling
 rule sends at the end of a backward pass, the buckets of a `ShardedDataParallel`, a block's mean
-that travels while training goes on. Each of these objects has a gloo group of its own, which costs
+that travels while training goes on. Each of these objects has a separate gloo group, which costs
 a few descriptors and three threads.
 
     connect   all ranks agree on a serial number, and connect to those whom they will send messages
-    Lease     what users of the group hold; the group ends when nobody holds the lease any more
-    end       in a thread, because the end of a gloo group waits for what is under way in it (a
+    Lease     kept by each user of the group; the group ends with the last reference to the lease
+    end       in a thread, because the end of a gloo group waits for its messages under way (a
               crew's groups end the same way)
 
 gloo by itself connects all ranks to all, with N requests of each for N addresses of N bytes. Ours
-connect two ranks when they first exchange a message, and open at once what they will use, the ring
-of an all-gather or an all-reduce, or all pairs: a rank that dies later must not keep the others in
-a connection that never comes.
+connect two ranks when they first exchange a message, and open at once the connections that will be
+used, the ring of an all-gather or an all-reduce, or all pairs: a rank that dies later must not keep
+the others in a connection that never comes.
 
 Two objects share no group. Ranks may issue the collectives of two rules in different orders (the
 hooks of two optimizers on one model fire in the order in which they were made), and what a rank
@@ -65,7 +65,7 @@ from manyhands._warn import warn
 Gather: TypeAlias = Callable[[list[float]], list[list[float]]]  # numbers, over some ranks
 FIRST_PAUSE = 0.001  # seconds between two checks for users of a group, at first
 LONGEST_PAUSE = 1.0  # and later
-STUCK = 0.3  # seconds between two looks at what keeps a group from ending
+STUCK = 0.3  # seconds between two looks for sockets that keep a group from ending
 SHUT_WITHIN = 1.0  # seconds in which gloo closes connections that have been shut
 
 CALL = "Call it on every worker."
@@ -126,7 +126,7 @@ def connect(
     if (dry := dry_group()) is not None:
         return Lease(HeldGroup(DryGroup(rank, size, dry.counted)), tuple(ranks))
     held = make_gloo(own_store, rank, size, timeout or default_pg_timeout)
-    # Around it what torch has around every backend, so that profilers see its collectives too.
+    # In the object that torch has around every backend, so that profilers see its collectives.
     group = dist.ProcessGroup(own_store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, held.group)
@@ -256,7 +256,7 @@ class RollCall:
         return reason and f"rank {self._rank} has called {call}, and {reason}. {CALL}"
 
     def _note_problem(self, reason: str) -> None:
-        """Tell the others, on the first rank to come, that it is the first, and its `reason`."""
+        """Write, on the first rank to come, that it is the first, and its `reason`."""
         self.box.put("/first", json.dumps([self._rank, reason]))
 
     def _missing(self, earlier: int) -> list[int]:
@@ -308,7 +308,7 @@ def _keep_for_ever(group: object) -> None:
 
 
 class GroupCloser:
-    """Closes groups that nobody uses any more, each in a thread of its own.
+    """Closes groups that have no users any more, each in a separate thread.
 
     A thread that returns from C++ while Python ends aborts the process. So no thread drops a group
     then, and a thread that drops one, connects one or waits in one is awaited, for a second.
@@ -371,7 +371,7 @@ class GroupCloser:
         """As Python ends (`atexit`): drop no more groups, and wait for the threads under way."""
         with self._lock:
             self._closed = True
-        until = time.monotonic() + 1.0  # what takes longer waits for a message that does not come
+        until = time.monotonic() + 1.0  # a slower one waits for a message that does not come
         for thread in list(self._under_way):
             if thread.ident is not None:  # it could be started
                 thread.join(max(0.0, until - time.monotonic()))

@@ -66,7 +66,7 @@ def count_step(owner: object) -> None:
 
 
 class Presence:
-    """What is known of ranks, by their numbers among all processes."""
+    """Which ranks have ended, failed or wait elsewhere, by their numbers among all processes."""
 
     def __init__(self, store: Store) -> None:
         self._box = MessageBox(store, PREFIX)
@@ -278,7 +278,7 @@ class _Watch(threading.Thread):
             if place != self._said and dist.is_initialized():
                 # The store may end in this moment, or the process group (a ValueError).
                 with suppress(RuntimeError, ValueError):
-                    # A connection of its own: requests of the training thread may hold the other.
+                    # A separate connection: requests of the training thread may block the other.
                     store: Any = _get_default_store()
                     Presence(store.clone()).say("waits", place)
                     self._said = place

@@ -1,11 +1,11 @@
-"""The ranks of a process group: who they are, and how numbers and text travel between them.
+"""Describe the ranks of a process group, and send numbers, text and tensors between them.
 
     identity   `size`, `rank`, `group`, and which backend serves which device
     numbers    `all_gather`, `sum_and_gather`, `all_reduce`
     text       `all_gather_text`
     tensors    `broadcast`, `broadcast_from_first`, `all_to_all`; slices of a bucket (`slices.py`)
 
-With one rank every collective returns at once, so that callers need no branch of their own.
+With one rank every collective returns at once, so that callers need no branch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 FIRST_ROUND = 512  # bytes of a text that travel in the first all_gather
-SENT_ALONE = 65_536  # elements of a tensor that gets a broadcast of its own, without a copy
+SENT_ALONE = 65_536  # elements of a tensor that gets a separate broadcast, without a copy
 JOIN = "Call manyhands.start(), or torch.distributed.init_process_group(), before this."
 
 _settled = False  # whether this process had a process group, or was told that it has none
@@ -59,8 +59,7 @@ class RankGroup:
     @classmethod
     def of(cls, group: Any = None, world_size: int | None = None) -> RankGroup:
         """Return the ranks of a process group (default: of all), or one rank if there is none."""
-        # `world_size` states what the caller expects. 1 inside a larger group means that each rank
-        # trains on its own.
+        # The caller expects `world_size` ranks. 1 inside a larger group: each rank trains alone.
         ready = dist.is_available() and dist.is_initialized()
         size = dist.get_world_size(group) if ready else 1
         if world_size == 1:
@@ -213,7 +212,7 @@ class RankGroup:
     def all_to_all(
         self, outgoing: Sequence[torch.Tensor], sizes: Sequence[int], tag: int
     ) -> tuple[list[torch.Tensor], list[Any]]:
-        """Begin to send bytes to each rank; return what will arrive from each, and the works.
+        """Begin to send bytes to each rank; return the incoming tensors, and the works.
 
         `outgoing` are uint8 tensors, `sizes` the numbers of bytes that arrive. Both have one entry
         per rank, the own one empty. On gloo the bytes travel between pairs of ranks, without a
@@ -288,7 +287,7 @@ class RankGroup:
 
         It is one small collective. On gloo every rank's row is gathered, which takes half the time
         of reducing it. NCCL reduces among many ranks in fewer steps, so there it is a sum in which
-        every rank has a place of its own for its rest.
+        every rank has a separate place for its rest.
         """
         if self.size == 1:
             return PendingSums(row, summed)

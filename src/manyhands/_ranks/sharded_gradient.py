@@ -1,7 +1,7 @@
 """Stand in `param.grad` for a gradient of which each rank holds slices, and compute its norm.
 
-**A `ShardedGradient`** is what `param.grad` is after a sharded backward. It has the parameter's
-shape and no memory of its own. Behind it are
+**A `ShardedGradient`** is in `param.grad` after a sharded backward. It has the parameter's shape
+and no memory. Behind it are
 
     slices   this rank's elements of the mean gradient: flat tensors, one per bucket
     starts   where in the flat parameter each of them begins
@@ -12,7 +12,7 @@ shape and no memory of its own. Behind it are
 Operations that act on each element alone act on the slices. The norm that
 `torch.nn.utils.clip_grad_norm_` takes is a `LocalNorm`. `all` and `any` are reduced over the ranks
 at once. Any other operation would be of this rank's shard and not of the gradient: it raises, and
-says what to call instead.
+names the call to make instead.
 
 **A `LocalNorm`** is the norm of this rank's slices. torch's clipping takes the norm of each
 gradient, stacks these norms, and takes the norm of the stack. Only the norm of all of them is
@@ -66,7 +66,7 @@ class LocalNorm(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Keep local what can be combined later; reduce over the ranks before all else."""
+        """Keep norms local that can be combined later; else reduce them over the ranks first."""
         kwargs = kwargs or {}
         norms = list(args[0] if func is torch.stack else args[:1])
         if _can_combine(norms):
@@ -92,7 +92,7 @@ class LocalNorm(Tensor):
         if self.group is None:
             return plain
         if math.isinf(self.power):
-            # A maximum may lose a nan, so whether there is one travels as a number of its own.
+            # A maximum may lose a nan, so whether there is one travels as a separate number.
             is_nan = plain.isnan().to(plain.dtype)
             both = torch.stack([plain.nan_to_num(nan=0.0, posinf=math.inf), is_nan])
             dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
@@ -277,7 +277,7 @@ class ShardedGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Do what torch asks on this rank's slices, or raise if it needs the whole gradient."""
+        """Run an operation on this rank's slices, or raise if it needs the full gradient."""
         packet = func.overloadpacket
         kwargs = kwargs or {}
         first = args[0] if args else None

@@ -2,8 +2,8 @@
 
 The cuts of equal slices are a range.
 
-    reduce_scatter_slices   every rank's bucket in, the sum of its own slice out
-    all_gather_slices       every rank's slice in, the whole bucket out
+    reduce_scatter_slices   every rank's bucket in, the sum of this rank's slice out
+    all_gather_slices       every rank's slice in, the full bucket out
 
 Each begins at once and returns something to wait for. Which of torch's collectives carries the
 slices depends on the backend:
@@ -48,7 +48,7 @@ TAG = 28_008  # of our messages between two ranks, so that no other library's ar
 
 
 class RankIdentity(Protocol):
-    """What collectives, and memory that ranks of one host share, need of a `RankGroup`."""
+    """The methods of a `RankGroup` that collectives and shared memory need."""
 
     @property
     def size(self) -> int: ...
@@ -79,7 +79,7 @@ class PendingReduceScatter:
         first, *others = self.rows
         if self.own is not None:
             others.append(self.own)
-        # `to` returns the row itself if the dtype is the same: the sum needs no memory of its own.
+        # `to` returns the row itself if the dtype is the same: the sum needs no other memory.
         total = first.to(accumulation_dtype(self.sent.dtype))
         for row in others:
             total.add_(row)
@@ -89,7 +89,7 @@ class PendingReduceScatter:
 def reduce_scatter_slices(
     ranks: RankIdentity, bucket: Tensor, cuts: Sequence[int], into: Tensor | None
 ) -> PendingReduceScatter:
-    """Begin to send every slice of `bucket` to its owner, who will sum what arrives."""
+    """Begin to send every slice of `bucket` to its owner, who will sum the slices."""
     # `into` is memory for the sum. Leave it and `bucket` alone until the sum is there.
     own = bucket[cuts[ranks.rank] : cuts[ranks.rank + 1]]
     summed_as_sent = bucket.dtype == accumulation_dtype(bucket.dtype)
@@ -198,7 +198,7 @@ class SharedMemory:
         )
 
     def _reads_the_others(self) -> bool:
-        """Return whether every rank reads in each rank's memory what that rank has written."""
+        """Return whether every rank reads the number that each rank has written to its memory."""
         tensors, problem = self._open_all(1, torch.int64)
         if problem:
             return False
@@ -294,7 +294,7 @@ class DeferredBarrier:
         self.work: dist.Work | None = None
 
     def wait(self) -> None:
-        """Wait for the barrier, which the next barrier of this memory begins along with its own."""
+        """Wait for the barrier, which the next barrier of this memory also begins."""
         if self.work is None:
             self._host.barrier()  # which sets `work`
         assert self.work is not None

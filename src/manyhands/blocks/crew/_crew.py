@@ -1,4 +1,4 @@
-"""A crew: workers that join, leave, stall and die, and still agree on every round.
+"""Agree on every round with workers that join, leave, stall and die.
 
 A *round* is one exchange between the members of a *generation*, which share a process group. It is
 kept if every member reports that everything has arrived, and undone otherwise, with one decision
@@ -24,8 +24,8 @@ member has left.
         exchange_a_last_time()
     crew.leave()
 
-What members agree on, and how, is in _roster.py; what a worker must have in common with the others,
-and how a process enters a generation, in _enrollment.py. The state itself belongs to the caller.
+_roster.py has the decisions that members share. _enrollment.py compares the options of workers, and
+lets a process into a generation. The state itself belongs to the caller.
 
 `GraceWindow` says how long to wait for a late member, judged by the time that earlier rounds took.
 Waiting has a cost: each of the other n - 1 members loses a second for every second. Going on
@@ -89,7 +89,7 @@ AUTO = "auto"
 PATIENCE_NEEDS = f'It is at least as long as stall, or "{AUTO}".'
 REPEAT_ARRIVAL = 1.0  # seconds until a worker reports its arrival again
 SHORTEST = 1.0  # seconds; on a busy host living members may be late by less than that
-KNOWN = 3  # waits that are needed to say what is usual
+KNOWN = 3  # waits that are needed to know the usual one
 REGROUP = 1.0  # seconds that a regrouping is assumed to take until one was timed
 JOINED_ALREADY = (
     "this worker has joined the crew already. Wrap several optimizers, such as Muon and AdamW, in "
@@ -224,8 +224,8 @@ class Crew:
         """Join the crew: return when this worker is in a generation.
 
         `version` says how far it is, as from a checkpoint.
-        `facts` are what it must have in common with the others. If they differ, an error says what
-        differs, before the other workers have noticed this one.
+        All workers must have equal `facts`. If they differ, an error names the differences, before
+        the other workers have noticed this one.
         """
         if self.members or self._enrollment is not None:
             raise RuntimeError(JOINED_ALREADY)
@@ -410,7 +410,7 @@ class Crew:
             return False
 
     def _close(self, enrollment: Enrollment, steps: int) -> bool:
-        """Announce the end, and look for up to `patience` seconds what the others announce."""
+        """Announce the end, and wait up to `patience` seconds for announcements of the others."""
         generation = self.generation
         round_index = self._round
         shared = enrollment.shared
@@ -559,7 +559,7 @@ class Crew:
                 )
             if not self._connect():
                 shared.change(lambda roster: roster.undo(self.generation, 0))
-            # Each inner rank has a group of its own, and one of these may have failed. So a
+            # Each inner rank has a separate group, and one of these may have failed. So a
             # round decides, for all processes of all workers, whether everything is connected.
             elif self.inner.size == 1 or self.settle(True, sync_round=False):
                 return

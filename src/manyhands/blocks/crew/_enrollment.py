@@ -1,4 +1,4 @@
-"""How a process joins a crew: its facts, its id, and its way into the next generation.
+"""Let a process into a crew: compare its facts, give it an id, wait for the next generation.
 
     enrollment = Enrollment(shared, siblings, expected, patience)
     enrollment.siblings.agree_on_incarnation(shared)    all processes of the worker count its starts
@@ -8,11 +8,11 @@
 
 `Crew` (_crew.py) has the rounds and connections.
 
-`MemberFacts` are what all workers of a crew must have in common: the options, and the tensors that
-are averaged. A worker describes its own in a text when it joins. The first worker's text is the
-run's. A worker whose text differs is refused, with an error that names the differences. The ranks
-of a process group compare the same things when the optimizer is made (`_ranks/agreement.py`); a
-crew's members are never all present at one time.
+`MemberFacts` are equal on all workers of a crew: the options, and the tensors that are averaged. A
+worker describes them in a text when it joins. The first worker's text is the run's. A worker whose
+text differs is refused, with an error that names the differences. The ranks of a process group
+compare the same things when the optimizer is made (`_ranks/agreement.py`); a crew's members are
+never all present at one time.
 
     {"options": {"every": "16", ...},
      "parameter": [["encoder.weight", "(4, 3) float32 on cpu"], ...], "buffer": [...]}
@@ -144,7 +144,7 @@ class Siblings:
     def check(self, roster: Roster, late: bool) -> None:
         """Raise if this worker can never be complete again, or is not though it is `late`.
 
-        That is so if one of its processes is gone, or has been started anew. A stopped process may
+        That is so if one of its processes is gone, or has been restarted. A stopped process may
         wake up, so it is waited for: nothing is done without it meanwhile.
         """
         if self.inner.size == 1:

@@ -61,7 +61,7 @@ IDENTITY = re.compile(
 
 
 class ForkedProcess:
-    """A child of this process that it did not start: what the launcher needs of a `Popen`."""
+    """A child of this process that it did not start, with the methods of `Popen`."""
 
     def __init__(self, pid: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
         self.pid = pid
@@ -245,7 +245,7 @@ class KeptProcess:
 
 
 def serve() -> None:
-    """Import what workers need, and fork one at each request; return in a worker, when it is done.
+    """Import the modules of workers, and fork one at each request; return when a worker is done.
 
     The launcher ends the kept process.
     """
@@ -294,7 +294,7 @@ def _find_problem() -> str | None:
 
 
 def _take_over(environment: Mapping[str, str], out: int, err: int, begin: int) -> None:
-    """Take the output, environment and random numbers of a worker of one's own."""
+    """Become a separate worker: with its output, its environment and new random numbers."""
     import torch
 
     for number, end in enumerate((out, err), 1):

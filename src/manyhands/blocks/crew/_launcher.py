@@ -19,8 +19,8 @@ worker is started meanwhile. The crew learns of workers that have ended when the
 they are restarted then. (They may have failed because of the cut, so their errors do not count.)
 After `patience` seconds they are given up.
 
-One thread does all this, between waiting for output. What the crew has to know (this worker died,
-this one is done) is in the store before a worker is restarted.
+One thread does all this, between waiting for output. The crew learns that a worker has died, or is
+done, before the worker is restarted.
 
 A worker in place of one that died is forked from a process with torch imported (_kept.py), if that
 is safe.
@@ -91,7 +91,7 @@ class LaunchedWorker:
     code: int = 0
     errors: list[float] = field(default_factory=list)  # times of the latest ones
     short_lives: int = 0  # in a row
-    store: TCPStore | None = None  # where its own processes find each other, if it has several
+    store: TCPStore | None = None  # where its processes find each other, if there are several
     pipes: list[IO[bytes]] = field(default_factory=list)
 
 
@@ -223,7 +223,7 @@ class Launcher:
                 self._output.add(pipe, name, target)
 
     def _may_fork(self, shared: SharedRoster, worker: LaunchedWorker) -> bool:
-        """Return whether libraries would find in a fresh process what they found in the kept one.
+        """Return whether libraries would find the same variables in a fresh process.
 
         The last process of the same number has reported which variables the script changes.
         """
@@ -270,7 +270,7 @@ class Launcher:
         return {name: str(value) for name, value in values.items()}
 
     def _handle_end(self, worker: LaunchedWorker, code: int) -> None:
-        """End what is left of a worker, and decide whether it is restarted."""
+        """End the rest of a worker, and decide whether it is restarted."""
         self._signal(worker, signal.SIGKILL)  # its other processes, and its children
         self._reap(worker)
         worker.code = code if code >= 0 else 128 - code
@@ -327,7 +327,7 @@ class Launcher:
         worker.store = None
 
     def _reap_strangers(self, kept: KeptProcess) -> None:
-        """Reap what workers have left behind: with forked workers its parent is this process."""
+        """Reap children of dead workers: with forked workers their parent is this process."""
         running = [process.pid for worker in self.workers for process in worker.processes]
         own = {*running, kept.pid, self._guard.pid}
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -342,7 +342,7 @@ class Launcher:
                 os.killpg(process.pid, number)
 
     def _stop_all(self) -> None:
-        """Ask all workers to stop, wait as long as the grace lasts, and kill what is left."""
+        """Ask all workers to stop, wait as long as the grace lasts, and kill the rest."""
         running = [worker for worker in self.workers if worker.processes]
         for worker in running:
             self._signal(worker, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The roster of a crew: who takes part, as one immutable value, and every way it may change.
+"""Keep the roster of a crew: its members, as one immutable value, and every change of it.
 
 All workers share one roster, as one text in the store. A *round* is one exchange between the
 members of a generation: a sync round, which moves the anchor, or a state transfer to joiners.
@@ -12,7 +12,7 @@ members of a generation: a sync round, which moves the anchor, or a state transf
     waiting              processes that have asked to be in the next generation, each with those
                          that it cannot reach: only processes that all reach each other are members
     left, dead           members that finished, and members that are known to have died
-    done                 how many processes have finished since the run began
+    done                 number of processes that have finished since the run began
     missed               members that the others went on without, see `MissedMember`
     begun                a sync round was kept, so there is work to lose (a state transfer alone
                          does not count)
@@ -21,7 +21,7 @@ members of a generation: a sync round, which moves the anchor, or a state transf
                          puts back has a lower one
     incarnations         how often each process has been started, by its number
     worker_incarnations  how often each worker has been started, if a worker has several processes
-    facts                checksums of what all workers must have in common, one for each inner rank
+    facts                checksums of the facts that all workers share, one for each inner rank
     failed               members that ended with an error before the first sync round: the run ends
     refused              numbers of processes that came with other facts, and may not join
     closing              members that have finished their steps, see `ClosingMember`: they hold the

@@ -1,4 +1,4 @@
-"""The store of a crew: calls that cannot hang, signed values, heartbeats, and the roster in it.
+"""Use the store of a crew: calls that cannot hang, signed values, heartbeats, and the roster.
 
 A call to a store whose host is frozen or cut off does not return, and cannot be cancelled. So a
 thread with its own connection makes the calls. The caller waits until the store has been silent for
@@ -20,9 +20,8 @@ signature does not say that a value is the newest of its key. Counters in the te
 heartbeats and rounds), and the reader checks them. A value without a valid signature is ignored,
 counted and logged.
 
-Two limits on what is used of torch's store. Nothing calls `add`: if a stranger has stored something
-that is not a number, `add` fails and breaks the connection. Nothing waits for a key: a stranger may
-delete it.
+Two methods of torch's store are not used here. `add` fails and breaks the connection if a stranger has
+stored a text that is not a number. `wait` would hang if a stranger deletes the key.
 
 All keys begin with "manyhands/":
 
@@ -31,10 +30,10 @@ All keys begin with "manyhands/":
     heartbeat/ID      a counter that a living process increases, and the revision that it knows
     asks/G            a line of each member of generation G that asks to be in the next one
     arrived/G/ID      the latest round of generation G at which this member has arrived
-    facts/P           what inner rank P of all workers must have in common (_enrollment.py)
+    facts/P           the facts that inner rank P of all workers shares (_enrollment.py)
     door/ID           where others see whether they reach a process (_enrollment.py); with a quorum
     environment/N     the variables that the script of process number N has changed (_kept.py)
-    expected          how many workers the first round waits for
+    expected          the number of workers that the first round waits for
     group/G/P/...     where inner rank P of each member of generation G publishes its addresses
 
 Keys of a generation are deleted when a later generation has kept its first round.
@@ -330,7 +329,7 @@ class SharedRoster:
         self._observed = -float("inf")  # when the heartbeats were read last
         self._accepted = -float("inf")  # when the roster was read last
         self._known_revisions: dict[str, int] = {}  # the newest one that each process knows
-        # Expecting "" writes the empty roster only if there is none yet, and returns what is there.
+        # Expecting "" writes the empty roster only if there is none, and returns the stored one.
         self._accept(client.call("compare_set", ROSTER, "", self._text))
         if processes != self.roster.processes:
             raise ValueError(
@@ -400,7 +399,7 @@ class SharedRoster:
         def ask(roster: Roster) -> Roster:
             if roster.generation != before.generation or member in roster.waiting:
                 return roster  # it has begun without them, or another one was faster
-            # What another one has asked for itself may be newer than its line.
+            # A member that has asked for itself may have done so after it wrote its line.
             here = roster.gone | roster.waiting_ids | {member.id}
             return roster.ask_to_join(member, *(m for m in others.values() if m.id not in here))
 
@@ -449,7 +448,7 @@ class SharedRoster:
         self._remember(roster, found.decode())
 
     def _parse(self, found: bytes | None) -> tuple[Roster | None, str]:
-        """Return the stored roster, or None and what is wrong: forged, malformed or older."""
+        """Return the stored roster, or None and the reason: forged, malformed or older."""
         if found is None:
             return None, "it was deleted"
         if found == self._text.encode():
@@ -526,7 +525,7 @@ class SharedRoster:
 
     def arrive(self, generation: int, round_index: int, id: str) -> None:
         """Report that this member has received everything that the round sends it."""
-        # A key of its own: members arrive together, and would wait in line to change the roster.
+        # A separate key: members arrive together, and would wait in line to change the roster.
         self.client.put(f"{PREFIX}arrived/{generation}/{id}", str(round_index))
 
     def not_arrived(self, generation: int, round_index: int, ids: Sequence[str]) -> tuple[str, ...]:

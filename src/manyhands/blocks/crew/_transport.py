@@ -1,4 +1,4 @@
-"""The connections of a generation: a gloo group that can be aborted.
+"""Connect the members of a generation in a gloo group that can be aborted.
 
 gloo has no way to end a message that waits for a stopped process: `abort` returns at once and
 changes nothing (torch 2.13), so the message waits until the timeout. Therefore we shut down the
@@ -8,7 +8,7 @@ at both ends.
 There is one rare exception. If gloo is about to send a message and the sending thread itself finds
 the connection broken, gloo forgets the message. A thread that waits for it waits until the
 timeout, in a thread of the group, and the group's destructor waits for that thread. So a group is
-destroyed in a thread of its own.
+destroyed in a separate thread.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class SignedStore(Store):
         self._signer = signer
         self._timeout = timedelta(seconds=timeout)
         self._written: dict[str, str] = {}  # by this member, and by key
-        self._known: dict[str, str] = {}  # what members have written
+        self._known: dict[str, str] = {}  # texts of members, by key
 
     # gloo calls these three from C++, with addresses in bytes.
 
@@ -114,7 +114,7 @@ class SignedStore(Store):
             self.text(key, timeout)
 
     def text(self, key: str, timeout: timedelta | None = None) -> str:
-        """Return what a member wrote under this key; wait until one has written it."""
+        """Return the text of a member under this key; wait until one has written it."""
         if key in self._known:
             return self._known[key]
         key = self._prefix + key
@@ -145,7 +145,7 @@ class SignedStore(Store):
 
 
 class GlooTransport:
-    """A gloo group, connected on a thread of its own because it waits for all the other members."""
+    """A gloo group, connected on a separate thread because it waits for all other members."""
 
     def __init__(
         self, connection: StoreConnection, prefix: str, rank: int, size: int, timeout: float
