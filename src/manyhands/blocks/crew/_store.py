@@ -20,8 +20,8 @@ signature does not say that a value is the newest of its key. Counters in the te
 heartbeats and rounds), and the reader checks them. A value without a valid signature is ignored,
 counted and logged.
 
-Two methods of torch's store are not used here. `add` fails and breaks the connection if a stranger has
-stored a text that is not a number. `wait` would hang if a stranger deletes the key.
+Two methods of torch's store are not used here. `add` fails and breaks the connection if a stranger
+has stored a text that is not a number. `wait` would hang if a stranger deletes the key.
 
 All keys begin with "manyhands/":
 
