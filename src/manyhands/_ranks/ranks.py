@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -190,19 +191,19 @@ class RankGroup:
     # -- slices of a bucket --------------------------------------------------------------------
 
     def reduce_scatter_slices(
-        self, bucket: torch.Tensor, cuts: Sequence[int], into: torch.Tensor | None = None
+        self, bucket: Tensor, cuts: Sequence[int], into: Tensor | None = None
     ) -> PendingReduceScatter | SharedMemoryReduceScatter:
         """Begin to bring every rank its slice of all ranks' buckets, to be summed there."""
         if self.shared_memory is not None:
             return self.shared_memory.reduce_scatter_slices(bucket, cuts)
         return slices.reduce_scatter_slices(self, bucket, cuts, into)
 
-    def all_gather_slices(self, bucket: torch.Tensor, cuts: Sequence[int]) -> list[dist.Work]:
+    def all_gather_slices(self, bucket: Tensor, cuts: Sequence[int]) -> list[dist.Work]:
         """Begin to fill `bucket` on every rank with the slices that each rank owns of it."""
         return slices.all_gather_slices(self, bucket, cuts)
 
     def reduce_scatter(
-        self, total: torch.Tensor, bucket: torch.Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType
+        self, total: Tensor, bucket: Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType
     ) -> None:
         """Fill `total` with this rank's slice of all ranks' buckets, reduced by `op`."""
         slices.reduce_scatter(total, bucket, op=op, group=self.group)
@@ -210,8 +211,8 @@ class RankGroup:
     # -- tensors -------------------------------------------------------------------------------
 
     def all_to_all(
-        self, outgoing: Sequence[torch.Tensor], sizes: Sequence[int], tag: int
-    ) -> tuple[list[torch.Tensor], list[Any]]:
+        self, outgoing: Sequence[Tensor], sizes: Sequence[int], tag: int
+    ) -> tuple[list[Tensor], list[Any]]:
         """Begin to send bytes to each rank; return the incoming tensors, and the works.
 
         `outgoing` are uint8 tensors, `sizes` the numbers of bytes that arrive. Both have one entry
@@ -233,12 +234,12 @@ class RankGroup:
             works.append(group.send([outgoing[to]], to, tag))
         return incoming, works
 
-    def broadcast_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
+    def broadcast_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Fill the tensors on every rank with rank 0's values; small ones of a type together."""
         if self.size == 1:
             return
-        others: list[torch.Tensor] = []
-        for tensor in map(torch.Tensor.detach, tensors):
+        others: list[Tensor] = []
+        for tensor in map(Tensor.detach, tensors):
             if tensor.numel() > SENT_ALONE and tensor.is_contiguous():
                 dist.broadcast(tensor, group_src=0, group=self.group)
             else:
@@ -250,7 +251,7 @@ class RankGroup:
             for tensor, part in zip(small, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
-    def broadcast(self, tensor: torch.Tensor, source: int, recipient: int) -> None:
+    def broadcast(self, tensor: Tensor, source: int, recipient: int) -> None:
         """Fill `tensor` on the recipient (-1: on every rank) with that of rank `source`."""
         if recipient == -1:
             dist.broadcast(tensor, group_src=source, group=self.group)
@@ -259,14 +260,14 @@ class RankGroup:
         elif self.rank == recipient:
             dist.recv(tensor, group_src=source, group=self.group)
 
-    def all_reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
+    def all_reduce(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
         """Sum a tensor over the ranks in place, or take the largest values; return it."""
         if self.size > 1:
             self.start_all_reduce(tensor, largest=largest).wait()
         return tensor
 
     def start_all_reduce(
-        self, tensor: torch.Tensor, rows: Any = None, own: Any = None, *, largest: bool = False
+        self, tensor: Tensor, rows: Any = None, own: Any = None, *, largest: bool = False
     ) -> dist.Work:
         """Begin to sum a tensor over the ranks, in place, or to take the largest values."""
         # `rows` are views of a part of it, one for each rank, which fills in its `own`.
@@ -282,7 +283,7 @@ class RankGroup:
 
     # -- numbers and text ----------------------------------------------------------------------
 
-    def sum_and_gather(self, row: torch.Tensor, summed: int) -> PendingSums:
+    def sum_and_gather(self, row: Tensor, summed: int) -> PendingSums:
         """Begin to sum `row[:summed]` over the ranks, and to gather every rank's rest of the row.
 
         It is one small collective. On gloo every rank's row is gathered, which takes half the time
@@ -335,7 +336,7 @@ class RankGroup:
         # The group's method, not `dist.all_gather`: it takes a timeout for this one call, and still
         # works after `destroy_process_group`, when an asynchronous save may not have ended.
         self._process_group.allgather([rows], [own], options).wait()
-        return [ctypes.string_at(row.data_ptr(), size) for row in map(torch.Tensor.cpu, rows)]
+        return [ctypes.string_at(row.data_ptr(), size) for row in map(Tensor.cpu, rows)]
 
 
 @dataclass
@@ -347,7 +348,7 @@ class PendingSums:
     the program ends.
     """
 
-    table: torch.Tensor  # a row for each rank; one row in all if the collective has summed already
+    table: Tensor  # a row for each rank; one row in all if the collective has summed already
     summed: int
     work: dist.Work | None = None
 
@@ -379,7 +380,7 @@ class PendingSums:
             result += row[self.summed :]
         return result
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Tensor:
         """Wait, and return the result as a tensor on the device."""
         if self.work is not None:
             self.work.wait()
@@ -408,7 +409,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def rank_group_of(
-    params: Sequence[torch.Tensor], group: Any = None, world_size: int | None = None
+    params: Sequence[Tensor], group: Any = None, world_size: int | None = None
 ) -> RankGroup:
     """Return the ranks that share the gradients of these parameters."""
     # They are the ranks of `group`, or those over which the parameters are sharded, or all.

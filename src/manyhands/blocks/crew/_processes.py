@@ -73,15 +73,15 @@ class OutputForwarder:
             # A process that prints without end must not hold up the others.
             if not chunk or (len(data) > LONGEST_LINE and not last):
                 break
-        *lines, rest = data.split(b"\n")
+        lines, newline, rest = data.rpartition(b"\n")
         if rest and (last or len(rest) > LONGEST_LINE):
-            lines = [*lines, rest]
+            lines = data
             rest = b""
         self._unfinished[pipe] = rest
-        if lines:
-            prefix = f"[{name}] ".encode()
+        if lines or newline:
             # As bytes, in one write: a line need not be valid text, and lines do not mix.
-            error = write_or_drop(target, b"".join(prefix + line + b"\n" for line in lines))
+            prefix = f"[{name}] ".encode()
+            error = write_or_drop(target, prefix + lines.replace(b"\n", b"\n" + prefix) + b"\n")
             if error is not None and not self._told:
                 told = f"output is lost ({error.strerror}), and the workers go on."
                 self._told = say(told) is None
