@@ -213,11 +213,10 @@ class RollCall:
         warned = False
         pause = FIRST_PAUSE
         count = self.box.count("", 1)
-        earlier = (count - 1) // self._size * self._size  # of calls that all ranks have made
-        everyone = earlier + self._size
-        first = count == earlier + 1
+        everyone = -(-count // self._size) * self._size  # the count once all ranks have called
+        first = count == everyone - self._size + 1
         if count < everyone:
-            self.box.put(f"/{self._rank}", str(earlier))
+            self.box.put(f"/{self._rank}", str(everyone))
         if first and self._size > 1:
             self._note_problem("")
         others = presence.Presence(self.box.store)
@@ -227,28 +226,32 @@ class RollCall:
             if waited > self.look_after:
                 problem = in_vain()
                 if not problem and others.may_look():
-                    problem = self._look_for_missing(others, call, earlier, first)
-            if not problem and waited > self.give_up_after:
-                who = self._find_missing(earlier, count, first)
-                problem = f"{who} have not called {call} within {waited:.3g} s. {CALL}"
+                    problem = self._look_for_missing(others, call, everyone, first)
+            late = waited > self.give_up_after
+            if not problem and (late or (waited > self.warn_after and not warned)):
+                missing = self._missing(everyone) if first else []  # all would ask too often
+                who = f"rank(s) {missing[:8]}"
+                if not missing:
+                    who = f"{everyone - count} of {self._size} ranks"
+                if late:
+                    problem = f"{who} have not called {call} within {waited:.3g} s. {CALL}"
+                else:
+                    warned = True
+                    warn(f"{call} waits: {who} have not called it. {CALL}")
             if problem and self._leave(everyone):
                 raise RuntimeError(problem)
-            if waited > self.warn_after and not warned:
-                who = self._find_missing(earlier, count, first)
-                warned = True
-                warn(f"{call} waits: {who} have not called it. {CALL}")
             time.sleep(pause)
             pause = min(2 * pause, 0.05 if waited < self.look_after else LONGEST_PAUSE)
             count = self.box.count("", 0)
 
     def _look_for_missing(
-        self, others: presence.Presence, call: str, earlier: int, first: bool
+        self, others: presence.Presence, call: str, everyone: int, first: bool
     ) -> str:
         """Return an error's message if the missing ranks will not come, else ""."""
         if not self._ranks:
             return ""
         if first:
-            reason = others.why_absent([self._ranks[rank] for rank in self._missing(earlier)])
+            reason = others.why_absent([self._ranks[rank] for rank in self._missing(everyone)])
             self._note_problem(reason)
         else:  # the first to come looks for all
             number, reason = json.loads(self.box.read("/first"))
@@ -259,16 +262,8 @@ class RollCall:
         """Write, on the first rank to come, that it is the first, and its `reason`."""
         self.box.put("/first", json.dumps([self._rank, reason]))
 
-    def _missing(self, earlier: int) -> list[int]:
-        here = str(earlier)
-        return [rank for rank in range(self._size) if self.box.read(f"/{rank}") != here]
-
-    def _find_missing(self, earlier: int, count: int, first: bool) -> str:
-        """Return who is missing. The first to come asks for their names: all would be too many."""
-        missing = self._missing(earlier) if first else []
-        if missing:
-            return f"rank(s) {missing[:8]}"
-        return f"{earlier + self._size - count} of {self._size} ranks"
+    def _missing(self, everyone: int) -> list[int]:
+        return [n for n in range(self._size) if self.box.read(f"/{n}") != str(everyone)]
 
     def _leave(self, everyone: int) -> bool:
         """Return whether this rank could take back that it was here, before all were."""

@@ -355,7 +355,7 @@ class Post:
         self.token = ""
         self.begun = False  # whether this rank has the token, and the others wait for its receipt
         self._patience = patience
-        self._next: tuple[Path, int] | None = None  # a folder, and the number of the next in it
+        self._next: dict[Path, int] = {}  # the number of the next checkpoint in a folder
         self._box = MessageBox(store)  # of this save
         self._old: MessageBox | None = None  # of the save before
         self._began = 0.0
@@ -391,20 +391,21 @@ class Post:
         self._began = time.monotonic()
         self._warned = False
         self.begun = False
-        number = self._next[1] if self._next is not None and self._next[0] == folder.path else None
+        number = self._next.get(folder.path)
+        check = partial(self._miss, [0])
         if self.rank == 0:
             number = self._begin_as_first(number, step, folder)
         else:
             if not self.token:
-                self._use(self._wait(self._all, "first", lambda: self._miss([0])))
+                self._use(self._wait(self._all, "first", check))
             if number is None:
-                told = json.loads(self._wait(self._box, "begun", lambda: self._miss([0])))
+                told = json.loads(self._wait(self._box, "begun", check))
                 self.begun = True
                 if "error" in told:
                     raise to_error(*told["error"])
                 number = int(told["number"])
         self.begun = True
-        self._next = (folder.path, number)
+        self._next = {folder.path: number}
         self._done = threading.Event()
         if self.size > 1:
             beat = self._box.beat
@@ -496,8 +497,10 @@ class Post:
 
     def _prepare_next(self, failed: list[str], token: str) -> None:
         self._use(token)
-        if self._next is not None:
-            self._next = None if failed else (self._next[0], self._next[1] + 1)
+        for path in self._next:
+            self._next[path] += 1
+        if failed:
+            self._next.clear()
 
     # -- who is there --------------------------------------------------------------------------
 

@@ -211,19 +211,15 @@ class StoreClient(MessageBox):
         value: bytes = self.call("compare_set", key, MISSING, MISSING)
         return None if value == MISSING.encode() else value
 
-    def fetch_all(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the stored values of several keys, as `fetch` does."""
-        if keys and self.call("check", list(keys)):
-            return list(self.call("multi_get", list(keys)))  # one round trip for all
-        return [self.fetch(key) for key in keys]
-
     def text_of(self, key: str, value: bytes | None) -> str:
         """Return the text of a stored value, if a member wrote it under this key; else ""."""
         return "" if value is None else self.signer.verify_or_ignore(key, value) or ""
 
     def read_all(self, keys: Sequence[str]) -> list[str]:
         """Return the texts of several keys, as `read` does."""
-        return list(map(self.text_of, keys, self.fetch_all(keys)))
+        if keys and self.call("check", list(keys)):  # one round trip for all
+            return list(map(self.text_of, keys, self.call("multi_get", list(keys))))
+        return list(map(self.read, keys))
 
     def start_heartbeat(self, key: str) -> None:
         """Increase the signed counter under this key from now on."""
