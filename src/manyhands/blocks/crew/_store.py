@@ -61,7 +61,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -187,13 +188,13 @@ class StoreClient(MessageBox):
         while self._error is None:
             began = self._waiting_since
             passed = 0.0 if began is None else time.monotonic() - began
-            if wait([result], max(0.0, min(LOOK, STORE_TIMEOUT - passed))).done:
-                try:
-                    return result.result()
-                except (dist.DistError, OSError) as error:
-                    self._error = error
-            elif passed >= STORE_TIMEOUT:
-                self._error = TimeoutError(f"no answer for {STORE_TIMEOUT:g} s")
+            try:
+                return result.result(max(0.0, min(LOOK, STORE_TIMEOUT - passed)))
+            except FutureTimeout:
+                if passed >= STORE_TIMEOUT and not result.done():
+                    self._error = TimeoutError(f"no answer for {STORE_TIMEOUT:g} s")
+            except (dist.DistError, OSError) as error:
+                self._error = error
         raise StoreLost(self.store, self._error) from self._error
 
     def put(self, key: str, text: str) -> None:
