@@ -41,6 +41,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from operator import methodcaller
 
 from torch import Tensor, nn
 
@@ -59,6 +60,10 @@ START_PATIENCE = 30.0  # seconds that the first workers wait for the other expec
 log = logging.getLogger("manyhands")
 
 LOOK_AGAIN = 2.0  # seconds until a worker tries again to reach those that it could not reach
+FINISHED = (
+    "manyhands: the run has ended: all others have left before worker {} was in. Start a new run, "
+    "with a store of its own, to train on."
+)
 LISTED = 3  # differences of a kind in an error message: more add nothing
 
 DescribedTensor = tuple[str, str]  # name (empty if unknown), description
@@ -284,10 +289,7 @@ class Enrollment:
                 return roster
             check_not_failed(roster, after, number)
             if roster.finished:
-                raise CrewFinished(
-                    "manyhands: the run has ended: all others have left before worker "
-                    f"{number} was in. Start a new run, with a store of its own, to train on."
-                )
+                raise CrewFinished(FINISHED.format(number))
             if self.id not in roster.waiting_ids:
                 # The others considered this process lost, as after a long stop. Ask again.
                 self.begin_incarnation()
@@ -320,7 +322,8 @@ class Enrollment:
                     "worker %d waits for others: a round needs %d workers.", number, self.quorum
                 )
             if roster.complete(silent, self.expected, late, self.quorum):
-                shared.change(self._begin_next(roster, silent, late))
+                needed = (silent, self.expected, late, self.quorum)
+                shared.change(methodcaller("begin_next", roster.generation, *needed))
                 pause = FIRST_PAUSE
                 continue
             time.sleep(pause)
@@ -337,20 +340,6 @@ class Enrollment:
     def _ask_to_join(self, version: Version) -> None:
         """Ask to be in the next generation: how far we are, and which processes we cannot reach."""
         self.shared.ask_to_join(Member(self.id, version, self.siblings.incarnation, self._cut_from))
-
-    def _begin_next(
-        self, seen: Roster, silent: frozenset[str], late: bool
-    ) -> Callable[[Roster], Roster]:
-        """Return the update that begins the next generation."""
-        # The roster may have changed since it was `seen`, so the update checks again: another
-        # process may have begun the generation first, or a waiting one may have died.
-
-        def begin(roster: Roster) -> Roster:
-            same = roster.generation == seen.generation
-            ready = same and roster.complete(silent, self.expected, late, self.quorum)
-            return roster.next(silent) if ready else roster
-
-        return begin
 
     def _check_number_is_free(self, roster: Roster) -> None:
         """Raise if another process with our number is alive."""

@@ -155,8 +155,10 @@ class Launcher:
                     self._do_what_is_due()
                 if self._exit_code is None and not self._stop_signal:
                     self._serve_until_others_end()
-                    if self.environment["MANYHANDS_WORKERS"] != "1":
-                        self.link.ask(_say_if_nobody_joined)
+                    roster = self.link.ask(SharedRoster.refresh)
+                    several = self.environment["MANYHANDS_WORKERS"] != "1"
+                    if several and roster is not None and not roster.incarnations:
+                        say(NO_CREW)
             finally:
                 self._stop_all()
                 if self._kept is not None:
@@ -295,7 +297,8 @@ class Launcher:
             say(f"worker {worker.number} ended ({how}) when the others had finished.")
             return
         worker.short_lives = worker.short_lives + 1 if now - worker.began < SHORT_LIFE else 0
-        if code > 0 and self._is_refused(worker, roster) and roster.begun:
+        refused = {number // self.processes for number in roster.refused}
+        if code > 0 and worker.number in refused and roster.begun:
             say(f"worker {worker.number} was not let in ({how}): it is not started again.")
             return
         was_cut_off = worker.began < self.link.lost_at
@@ -312,9 +315,6 @@ class Launcher:
                 return
         worker.due = now + _restart_pause(worker.short_lives)
         say(f"worker {worker.number} ended ({how}) and is started again.")
-
-    def _is_refused(self, worker: LaunchedWorker, roster: Roster) -> bool:
-        return any(number // self.processes == worker.number for number in roster.refused)
 
     def _reap(self, worker: LaunchedWorker) -> None:
         """Wait for the end of a worker's processes, and forward the last of their output."""
@@ -425,12 +425,6 @@ def _exit_code_of(worker: LaunchedWorker) -> int | None:
         # A signal comes first: the other processes may have failed because of it.
         return min(failed)
     return 0 if codes and None not in codes else None
-
-
-def _say_if_nobody_joined(shared: SharedRoster) -> None:
-    shared.refresh()
-    if not shared.roster.incarnations:
-        say(NO_CREW)
 
 
 def _restart_pause(short_lives: int) -> float:

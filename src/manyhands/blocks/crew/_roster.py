@@ -460,6 +460,14 @@ class Roster:
         start = not any(member.id in self.ids for member in here)
         return not start or late or len(here) >= expected * self.processes
 
+    def begin_next(
+        self, after: int, silent: Set[str], expected: int, late: bool, quorum: int
+    ) -> Roster:
+        """Begin the generation that follows `after`, if it is still complete."""
+        # Another process may have begun it meanwhile, or a waiting one may have died.
+        ready = self.generation == after and self.complete(silent, expected, late, quorum)
+        return self.next(silent) if ready else self
+
     def next(self, silent: Set[str]) -> Roster:
         """Begin the next generation, with ranks in the order of the workers' numbers."""
         members = tuple(self.together(silent))
