@@ -501,7 +501,7 @@ class Crew:
         """Return why a round that is waited for cannot be kept, and the numbers of those lost."""
         closing = roster.closing_at(self._round)
         if closing and roster.generation == self.generation and self._joined().id not in closing:
-            numbers = tuple(sorted({roster.worker_of(id) for id in closing}))
+            numbers = tuple(sorted(set(map(roster.worker_of, closing))))
             which = ", ".join(map(str, numbers))
             return f"worker {which} is done, and leaves before this round.", numbers
         if lost := self._lost(roster):
@@ -522,7 +522,7 @@ class Crew:
         if roster.generation != self.generation:
             return (self.number,)  # the others went on without this worker
         lost = (self._joined().shared.silent | roster.gone) & set(roster.ids)
-        return tuple(sorted({roster.worker_of(id) for id in lost}))
+        return tuple(sorted(set(map(roster.worker_of, lost))))
 
     def _joined(self) -> Enrollment:
         if self._enrollment is None:

@@ -174,7 +174,10 @@ class Launcher:
             return 128 + self._stop_signal  # as a shell reports it
         if self._exit_code is not None:
             return self._exit_code
-        return next((worker.code for worker in self.workers if worker.code), 0)
+        for worker in self.workers:
+            if worker.code:
+                return worker.code
+        return 0
 
     def _has_work(self) -> bool:
         return any(w.processes or w.due is not None or w.unreported for w in self.workers)
@@ -219,7 +222,9 @@ class Launcher:
             process = (kept and kept.fork(own)) or self._start_fresh(own)
             worker.processes.append(process)
             self._guard.add(process.pid)
-            name = f"{worker.number}.{inner_rank}" if self.processes > 1 else f"{worker.number}"
+            name = str(worker.number)
+            if self.processes > 1:
+                name += f".{inner_rank}"
             for pipe, target in zip(pipes_of(process), (sys.stdout, sys.stderr), strict=True):
                 worker.pipes.append(pipe)
                 self._output.add(pipe, name, target)
@@ -296,7 +301,9 @@ class Launcher:
             worker.code = 0
             say(f"worker {worker.number} ended ({how}) when the others had finished.")
             return
-        worker.short_lives = worker.short_lives + 1 if now - worker.began < SHORT_LIFE else 0
+        worker.short_lives += 1
+        if now - worker.began >= SHORT_LIFE:
+            worker.short_lives = 0
         refused = {number // self.processes for number in roster.refused}
         if code > 0 and worker.number in refused and roster.begun:
             say(f"worker {worker.number} was not let in ({how}): it is not started again.")
@@ -328,8 +335,9 @@ class Launcher:
 
     def _reap_strangers(self, kept: KeptProcess) -> None:
         """Reap children of dead workers: with forked workers their parent is this process."""
-        running = [process.pid for worker in self.workers for process in worker.processes]
-        own = {*running, kept.pid, self._guard.pid}
+        own = {kept.pid, self._guard.pid}
+        for worker in self.workers:
+            own.update(process.pid for process in worker.processes)
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, flags)) and ended.si_pid not in own:
@@ -351,7 +359,7 @@ class Launcher:
         until = time.monotonic() + grace
         asked = self._stop_signal
         while time.monotonic() < until and asked == self._stop_signal:  # changed: asked again
-            if all(p.poll() is not None for worker in running for p in worker.processes):
+            if not any(map(_is_running, running)):
                 break
             self._output.forward(POLL)
         for worker in running:
@@ -414,6 +422,10 @@ class Launcher:
             self._stop_signal = abs(self._stop_signal)
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _is_running(worker: LaunchedWorker) -> bool:
+    return any(process.poll() is None for process in worker.processes)
 
 
 def _exit_code_of(worker: LaunchedWorker) -> int | None:

@@ -45,11 +45,12 @@ Everything here is plain values: no store, no clock, no process group.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import starmap
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 WATCHED = 64  # processes whose heartbeats each one reads; those of a smaller crew read all
 
@@ -84,6 +85,12 @@ class Member(NamedTuple):
     worker_incarnation: int = 0  # equal in all processes of a worker that were started together
     cut_from: tuple[str, ...] = ()  # processes that it cannot reach
 
+    @classmethod
+    def of(
+        cls, id: str, version: Iterable[Any], worker_incarnation: int, cut_from: Iterable[str]
+    ) -> Member:
+        return cls(id, Version(*version), worker_incarnation, tuple(cut_from))
+
     @property
     def number(self) -> int:
         return number_of(self.id)
@@ -114,6 +121,7 @@ def number_of(id: str) -> int:
     return int(id.partition(".")[0])
 
 
+_id = attrgetter("id")
 _number = attrgetter("number")
 
 
@@ -157,16 +165,13 @@ class Roster:
         fields = json.loads(text)
         # JSON has only lists. Tuples make the value immutable, and equal to the one it came from.
         for name in ("members", "waiting"):
-            fields[name] = tuple(
-                Member(id, Version(*version), worker_incarnation, tuple(cut_from))
-                for id, version, worker_incarnation, cut_from in fields[name]
-            )
+            fields[name] = tuple(starmap(Member.of, fields[name]))
         for name in ("left", "dead", "failed", "refused", "launchers"):
             fields[name] = tuple(fields[name])
         for name in ("incarnations", "worker_incarnations", "facts", "silent"):
-            fields[name] = tuple(tuple(entry) for entry in fields[name])
-        fields["missed"] = tuple(MissedMember(*entry) for entry in fields["missed"])
-        fields["closing"] = tuple(ClosingMember(*entry) for entry in fields["closing"])
+            fields[name] = tuple(map(tuple, fields[name]))
+        fields["missed"] = tuple(starmap(MissedMember, fields["missed"]))
+        fields["closing"] = tuple(starmap(ClosingMember, fields["closing"]))
         return cls(**fields)
 
     # -- questions -----------------------------------------------------------------------------
@@ -178,16 +183,16 @@ class Roster:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        return tuple(member.id for member in self.members)
+        return tuple(map(_id, self.members))
 
     @property
     def waiting_ids(self) -> frozenset[str]:
-        return frozenset(member.id for member in self.waiting)
+        return frozenset(map(_id, self.waiting))
 
     @property
     def everyone(self) -> tuple[str, ...]:
         """The ids of all processes in the roster: members, waiting and missed ones."""
-        return (*self.ids, *self.waiting_ids, *(m.id for m in self.missed))
+        return (*self.ids, *self.waiting_ids, *map(_id, self.missed))
 
     @property
     def finished(self) -> bool:
@@ -206,7 +211,7 @@ class Roster:
     @property
     def workers(self) -> tuple[int, ...]:
         """The numbers of the members' workers, in rank order."""
-        return tuple(dict.fromkeys(self.worker_of(id) for id in self.ids))
+        return tuple(dict.fromkeys(map(self.worker_of, self.ids)))
 
     @property
     def _versions(self) -> list[Version]:
@@ -252,8 +257,9 @@ class Roster:
     def settled(self, generation: int, round_index: int, id: str) -> bool | None:
         """Return whether the members kept a round; None while that is open."""
         if self.generation == generation:
-            kept = self.rounds > round_index
-            return kept if kept or self.ended else None
+            if self.rounds > round_index:
+                return True
+            return False if self.ended else None
         missed = self._find_missed(generation, id)
         if missed is not None:
             return missed.rounds > round_index
@@ -324,10 +330,10 @@ class Roster:
 
     def close(self, id: str, generation: int, round_index: int, steps: int) -> Roster:
         """Record that a member has finished, after this number of steps."""
-        others = tuple(entry for entry in self.closing if entry.id != id)
         if self.generation != generation or self.ended or id not in self.ids:
             return self
-        return replace(self, closing=(*others, ClosingMember(id, round_index, steps)))
+        closing = ClosingMember(id, round_index, steps)
+        return replace(self, closing=(*_others(self.closing, {id}), closing))
 
     def closing_at(self, round_index: int) -> dict[str, int]:
         """Return the steps of each member that is closing at this round, by id."""
@@ -355,12 +361,12 @@ class Roster:
 
     def ask_to_join(self, *asking: Member) -> Roster:
         """Ask to be in the next generation. A member that asks ends the present generation."""
-        ids = {m.id for m in asking}
-        numbers = {m.number for m in asking}
+        ids = set(map(_id, asking))
+        numbers = set(map(_number, asking))
         return replace(
             self,
             ended=self.ended or not ids.isdisjoint(self.ids),
-            waiting=(*(member for member in self.waiting if member.id not in ids), *asking),
+            waiting=(*_others(self.waiting, ids), *asking),
             # The process is back, under this id or a newer one: old entries have no use any more.
             missed=tuple(m for m in self.missed if number_of(m.id) not in numbers),
             silent=tuple(entry for entry in self.silent if entry[0] not in ids),
@@ -370,9 +376,8 @@ class Roster:
     def without(self, *ids: str, left: bool = False) -> Roster:
         """Remove processes that have finished (`left`) or died."""
         gone = tuple(id for id in self.ids if id in ids and id not in self.gone)
-        waiting = tuple(member for member in self.waiting if member.id not in ids)
-        missed = tuple(member for member in self.missed if member.id not in ids)
-        rest = replace(self, waiting=waiting, missed=missed)
+        waiting = _others(self.waiting, ids)
+        rest = replace(self, waiting=waiting, missed=_others(self.missed, ids))
         if left:
             return replace(rest, left=(*self.left, *gone), done=self.done + len(gone))
         return replace(rest, dead=(*self.dead, *gone))
@@ -453,11 +458,11 @@ class Roster:
         # It needs a `quorum` of workers, and waits for all living members. Without a living member
         # this is a start: it waits until `expected` workers are present, or until it is `late`.
         here = self.present(silent)
-        if not here or len({member.number for member in here}) < len(here):
+        if not here or len(set(map(_number, here))) < len(here):
             return False  # of two processes with one number, one will give up
         if self.absent(silent) or not self.has_quorum(silent, quorum):
             return False
-        start = not any(member.id in self.ids for member in here)
+        start = set(self.ids).isdisjoint(map(_id, here))
         return not start or late or len(here) >= expected * self.processes
 
     def begin_next(
@@ -465,13 +470,14 @@ class Roster:
     ) -> Roster:
         """Begin the generation that follows `after`, if it is still complete."""
         # Another process may have begun it meanwhile, or a waiting one may have died.
-        ready = self.generation == after and self.complete(silent, expected, late, quorum)
-        return self.next(silent) if ready else self
+        if self.generation == after and self.complete(silent, expected, late, quorum):
+            return self.next(silent)
+        return self
 
     def next(self, silent: Set[str]) -> Roster:
         """Begin the next generation, with ranks in the order of the workers' numbers."""
         members = tuple(self.together(silent))
-        ids = {member.id for member in members}
+        ids = set(map(_id, members))
         # A member of the last generation, or a process with a checkpoint, still holds the state.
         survivors = any(member.id in self.ids or member.version.has_state for member in members)
         missed = list(self.missed)
@@ -485,7 +491,7 @@ class Roster:
             ended=False,
             ended_kept=False,
             members=members,
-            waiting=tuple(m for m in self.waiting if m.id not in ids and m.id not in silent),
+            waiting=_others(self.waiting, ids | silent),
             missed=tuple(missed),
             left=(),
             dead=(),
@@ -494,6 +500,11 @@ class Roster:
             closing=(),
             silent=(),
         )
+
+
+def _others(entries: Iterable[Any], ids: Collection[str]) -> tuple[Any, ...]:
+    """Return the entries that have none of these ids."""
+    return tuple(entry for entry in entries if entry.id not in ids)
 
 
 def _count(counts: tuple[tuple[int, int], ...], number: int) -> tuple[tuple[int, int], ...]:
