@@ -94,22 +94,25 @@ def run_on_all(ranks: RankGroup, action: Callable[[], Result]) -> Result:
     everyone = ranks.all_gather_text(text)
     if problem is not None:
         raise problem
-    failed = [(rank, *json.loads(text)) for rank, text in enumerate(everyone) if text]
+    failed = [rank for rank, text in enumerate(everyone) if text]
     if failed:
-        _, name, message = failed[0]
-        numbers = ", ".join(str(rank) for rank, *_ in failed[:NAMED])
+        name, message = json.loads(everyone[failed[0]])
+        numbers = ", ".join(map(str, failed[:NAMED]))
         raise to_error(name, f"rank {numbers}: {message}")
     return result  # type: ignore[return-value]
 
 
 def describe_error(error: Exception) -> list[str]:
     """Return the kind of an error and its message, for other ranks to raise."""
-    kinds = (kind.__name__ for kind in ERROR_TYPES if isinstance(error, kind))
-    return [next(kinds, "RuntimeError"), str(error)]
+    for kind in ERROR_TYPES:
+        if isinstance(error, kind):
+            return [kind.__name__, str(error)]
+    return ["RuntimeError", str(error)]
 
 
 def to_error(name: str, message: str) -> Exception:
-    return next(kind for kind in ERROR_TYPES if kind.__name__ == name)(message)
+    kinds = {kind.__name__: kind for kind in ERROR_TYPES}
+    return kinds[name](message)
 
 
 def _compared_rows(
@@ -158,8 +161,9 @@ def _list_by_rank(values: Sequence[object]) -> str:
 
 
 def _format_value(value: object) -> str:
-    short = f"{value:g}" if isinstance(value, float) else ""
-    return short if short and float(short) == value else str(value)
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return str(value)
 
 
 def describe_tensors(tensors: Iterable[Tensor], *, frozen: bool = False) -> list[str]:
@@ -192,7 +196,7 @@ class Describer:
             words.append(f"with strides {_strides(here)}")
         if frozen and not tensor.requires_grad:
             words.append("frozen")
-        return " ".join(word for word in words if word)
+        return " ".join(filter(None, words))
 
     def _describe_device(self, device: torch.device) -> str:
         """Number devices as they are met: ranks have other GPUs, but use them in the same order."""
@@ -200,7 +204,9 @@ class Describer:
         if device not in met:
             met.append(device)
         number = met.index(device)
-        return f", device {number + 1}" if number else ""
+        if number == 0:
+            return ""
+        return f", device {number + 1}"
 
 
 def names_in(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[str]:
@@ -212,12 +218,18 @@ def names_in(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[st
             # A tensor in several modules has its name in the first.
             names.setdefault(id(tensor), f"{number}.{name}" if len(modules) > 1 else name)
     found = [names.get(id(tensor), "") for tensor in tensors]
-    return found if all(found) else []
+    if not all(found):
+        return []
+    return found
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides; 1 for a dimension of one element, where a stride has no meaning."""
-    return tuple(s if n != 1 else 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+    strides = list(tensor.stride())
+    for dimension, length in enumerate(tensor.shape):
+        if length == 1:
+            strides[dimension] = 1
+    return tuple(strides)
 
 
 def _checksum(value: object) -> float:

@@ -61,10 +61,9 @@ class DryRun:
         self.store_bytes = 0
 
     def __repr__(self) -> str:
-        kinds = [
-            f"{kind}: {calls:,} ({format_bytes(self.sent[kind])})"
-            for kind, calls in self.calls.items()
-        ]
+        kinds = []
+        for kind, calls in self.calls.items():
+            kinds.append(f"{kind}: {calls:,} ({format_bytes(self.sent[kind])})")
         requests = f"{self.requests.total():,} ({format_bytes(self.store_bytes)})"
         return f"DryRun({', '.join([*kinds, f'store requests: {requests}'])})"
 
@@ -82,7 +81,8 @@ class CountingStore(Store):
         return self
 
     def __getattribute__(self, kind: str) -> Any:
-        kind = "delete_key" if kind == "deleteKey" else kind  # its name in C++
+        if kind == "deleteKey":  # its name in C++
+            kind = "delete_key"
         if kind not in ("set", "get", "add", "wait", "check", "delete_key"):
             return super().__getattribute__(kind)
 
@@ -91,11 +91,14 @@ class CountingStore(Store):
                 rest = (rest[0] * self.ranks,)
             if kind == "get" and self.ranks > 1 and not self.inner.check([keys]):
                 raise RuntimeError(f"no other rank of a dry run can have written {keys!r}.")
-            alone = self.ranks == 1 or kind not in ("wait", "check")  # else: all have written
-            answer = getattr(self.inner, kind)(keys, *rest) if alone else True
-            parts = [*([keys] if isinstance(keys, str) else keys), *rest, answer]
+            answer = True  # all have written
+            if self.ranks == 1 or kind not in ("wait", "check"):
+                answer = getattr(self.inner, kind)(keys, *rest)
+            names = [keys] if isinstance(keys, str) else keys
             self.counted.requests[kind] += 1
-            self.counted.store_bytes += sum(len(x) for x in parts if isinstance(x, str | bytes))
+            for part in (*names, *rest, answer):
+                if isinstance(part, str | bytes):
+                    self.counted.store_bytes += len(part)
             if kind in ("set", "add"):
                 self.counted.keys.add(keys)
             return answer
@@ -105,7 +108,8 @@ class CountingStore(Store):
 
 def dry_group() -> Any:
     """Return the group of the dry run that this is, or None: the other ranks exist."""
-    return group if isinstance(group := dist.group.WORLD, DryGroup) else None
+    group = dist.group.WORLD
+    return group if isinstance(group, DryGroup) else None
 
 
 class DryGroup(Group):
@@ -126,7 +130,8 @@ class DryGroup(Group):
 
     def _done(self, kind: str, tensors: Any, share: float, result: Any = None) -> Any:
         """Count a collective that has sent this share of the tensors; return its work."""
-        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        if isinstance(tensors, Tensor):
+            tensors = [tensors]
         self.counted.calls[kind] += 1
         self.counted.sent[kind] += round(share * sum(tensor.nbytes for tensor in tensors))
         future: torch.futures.Future[Any] = torch.futures.Future()
@@ -151,10 +156,10 @@ class DryGroup(Group):
         return self._done("broadcast", tensors, self._others)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: Any, options: Any = None) -> Any:
+        all_rows = []
         for rows, own in zip(outputs, inputs, strict=True):
             for row in rows:
-                row.copy_(own)
-        all_rows = [row for rows in outputs for row in rows]
+                all_rows.append(row.copy_(own))
         return self._done("all_gather", all_rows, self._others, outputs)
 
     def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> Any:

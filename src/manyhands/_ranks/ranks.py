@@ -62,7 +62,11 @@ class RankGroup:
         """Return the ranks of a process group (default: of all), or one rank if there is none."""
         # The caller expects `world_size` ranks. 1 inside a larger group: each rank trains alone.
         ready = dist.is_available() and dist.is_initialized()
-        size = dist.get_world_size(group) if ready else 1
+        size = 1
+        rank = 0
+        if ready:
+            size = dist.get_world_size(group)
+            rank = dist.get_rank(group)
         if world_size == 1:
             return cls()
         _warn_if_alone(ready)
@@ -75,7 +79,7 @@ class RankGroup:
             raise ValueError("this process is not a member of the process group that was given.")
         if size > 1:
             presence.begin()
-        return cls(size, dist.get_rank(group) if ready else 0, group)
+        return cls(size, rank, group)
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> RankGroup:
@@ -125,9 +129,11 @@ class RankGroup:
         """Return a roll call: one for all that have this name, or a new one, on each rank."""
         store = _get_default_store()
         gather = partial(self.all_gather, device=self.any_device)
-        own = f"manyhands/{name}/{name_of_ranks(self.ranks)}" if name else ""
-        prefix = own or new_prefix(store, "roll call", self.ranks, gather)
-        return RollCall(store, self.rank, self.size, prefix, self.ranks if self.size > 1 else ())
+        if name:
+            prefix = f"manyhands/{name}/{name_of_ranks(self.ranks)}"
+        else:
+            prefix = new_prefix(store, "roll call", self.ranks, gather)
+        return RollCall(store, self.rank, self.size, prefix, self.ranks)
 
     def with_background_group(self, device: torch.device) -> RankGroup:
         """Return the same ranks in a group that another thread may use."""
@@ -144,9 +150,10 @@ class RankGroup:
         """The group's timeout; None if its backend does not say."""
         group = self._process_group
         # torch has no public way to read a group's timeout back.
-        backends = [group._get_backend(device) for device in group._device_types]
-        options = getattr(next(iter(backends), None), "options", None)
-        return getattr(options, "_timeout", None)
+        for device in group._device_types:
+            options = getattr(group._get_backend(device), "options", None)
+            return getattr(options, "_timeout", None)
+        return None
 
     @cached_property
     def _process_group(self) -> Any:
@@ -163,8 +170,12 @@ class RankGroup:
         # torch keeps no record of our own groups, nor of a crew's: both are gloo.
         if self.lease is not None or isinstance(self.group, dist.ProcessGroupGloo):
             return {"cpu": "gloo"}
-        pairs = dist.get_backend_config(self.group).split(",")
-        return dict(pair.split(":") for pair in pairs if ":" in pair)
+        backends = {}
+        for pair in dist.get_backend_config(self.group).split(","):
+            device, _, backend = pair.partition(":")
+            if backend:
+                backends[device] = backend
+        return backends
 
     def on_gloo(self, device: torch.device) -> bool:
         """Return whether gloo carries tensors on such a device."""
@@ -178,8 +189,9 @@ class RankGroup:
     @property
     def any_device(self) -> torch.device:
         """A device that the group serves: the same on every rank, whatever tensors it holds."""
-        types = self._backends if self.size > 1 else {"cpu": ""}
-        return torch.device("cpu" if "cpu" in types else next(iter(types)))
+        if self.size == 1 or "cpu" in self._backends:
+            return torch.device("cpu")
+        return torch.device(next(iter(self._backends)))
 
     def with_shared_memory(self, required: bool = True) -> RankGroup:
         """Return the same ranks, exchanging slices through memory that all of them can read."""

@@ -98,7 +98,8 @@ class LocalNorm(Tensor):
             dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
             return torch.where(both[1] > 0, math.nan, both[0])
         # In float64 the power neither overflows nor rounds. mps has no float64.
-        total = plain.double().pow(self.power) if plain.device.type != "mps" else plain
+        wide = plain if plain.device.type == "mps" else plain.double()
+        total = wide.pow(self.power)
         dist.all_reduce(total, group=self.group)
         return total.pow(1 / self.power).to(plain.dtype)
 
@@ -222,9 +223,10 @@ class ShardedGradient(Tensor):
         device: torch.device | None = None,
     ) -> ShardedGradient:
         """Return a copy with each tensor changed, perhaps to another dtype and device."""
-        pieces = [change(piece) for piece in self.slices]
+        pieces = list(map(change, self.slices))
         other = ShardedGradient(self, pieces, self.starts, self.group, dtype, device)
-        other.local = None if self.local is None else change(self.local)
+        if self.local is not None:
+            other.local = change(self.local)
         return other
 
     def fits(self, other: object) -> bool:
@@ -247,9 +249,9 @@ class ShardedGradient(Tensor):
 
     def quantified(self, quantifier: Callable[[Tensor], Tensor]) -> Tensor:
         """Return whether all elements are true, or any: over all ranks, so call it on each."""
-        here = [quantifier(part) for part in self.parts()]
-        nothing = quantifier(torch.empty(0, device=self.device))
-        flag = quantifier(torch.stack([*here, nothing])) if here else nothing
+        flags = [quantifier(torch.empty(0, device=self.device))]  # of no elements
+        flags += map(quantifier, self.parts())
+        flag = quantifier(torch.stack(flags))
         if self.group is None:
             return flag
         # An error, not a hang, if a rank is missing.
@@ -261,7 +263,7 @@ class ShardedGradient(Tensor):
         return number.to(torch.bool)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        held = sum(piece.numel() for piece in self.slices)
+        held = sum(map(Tensor.numel, self.slices))
         return f"ShardedGradient(shape={tuple(self.shape)}, {held} of {self.numel()} elements here)"
 
     def __deepcopy__(self, memo: dict[int, object]) -> ShardedGradient:
@@ -282,7 +284,7 @@ class ShardedGradient(Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if packet in NORMS and len(args) <= 2 and not kwargs:  # else of a dimension, or wider
-            power = float(args[1]) if len(args) > 1 else 2.0
+            power = float((*args, 2.0)[1])
             if packet is aten.linalg_vector_norm:
                 return _norm_of(args[0], power)
             return [_norm_of(each, power) for each in args[0]]
@@ -333,7 +335,9 @@ class ShardedGradient(Tensor):
         elif other.shape != self.shape or alpha != 1:
             raise RuntimeError("change a gradient in a hook, before it is averaged and sharded.")
         else:
-            self.local = other if self.local is None else self.local + other
+            if self.local is not None:
+                other = self.local + other
+            self.local = other
         return self
 
 

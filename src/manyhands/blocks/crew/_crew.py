@@ -168,7 +168,7 @@ class Crew:
                 "wait for the store and join again, each by itself. Leave quorum out."
             )
         self.regroup_due = False
-        self._place = Place()
+        self._membership = Membership()
         self._round = 0  # index of the current round of this generation
         self._enrollment: Enrollment | None = None  # None before join() and after leaving
         self._transport: GlooTransport | None = None
@@ -178,26 +178,26 @@ class Crew:
 
     @property
     def generation(self) -> int:
-        return self._place.generation
+        return self._membership.generation
 
     @property
     def members(self) -> tuple[int, ...]:
         """The numbers of the workers, in rank order."""
-        return self._place.members
+        return self._membership.members
 
     @property
     def rank(self) -> int:
-        return self._place.rank
+        return self._membership.rank
 
     @property
     def source(self) -> int:
         """The rank that sends joiners the state."""
-        return self._place.source
+        return self._membership.source
 
     @property
     def joiners(self) -> tuple[int, ...]:
         """The ranks that need the state."""
-        return self._place.joiners
+        return self._membership.joiners
 
     @property
     def size(self) -> int:
@@ -307,7 +307,7 @@ class Crew:
                     raise
                 time.sleep(1.0)  # without a route there is an answer at once
         # No generation has our new id, and a store that was started again counts from 1.
-        self._place = Place()
+        self._membership = Membership()
 
     def leave(self) -> None:
         """Leave because this worker is done. The others go on without waiting for it.
@@ -334,7 +334,7 @@ class Crew:
         """Tell the members that this worker is gone: it has left, or it ends (`atexit`)."""
         enrollment = self._enrollment
         self._enrollment = None
-        self._place = Place()
+        self._membership = Membership()
         atexit.unregister(self._depart)
         if enrollment is None or enrollment.process != os.getpid():
             return
@@ -533,7 +533,7 @@ class Crew:
 
     def _begin_alone(self) -> None:
         """Begin a generation of this worker alone: a crew without a store."""
-        self._place = Place(self.generation + 1, (self.number,))
+        self._membership = Membership(self.generation + 1, (self.number,))
         self.regroup_due = False
 
     def _enter(self, version: Version) -> None:
@@ -547,7 +547,7 @@ class Crew:
             # The old group has other members. It ends in the background, without a wait.
             self._disconnect()
             roster = enrollment.wait_for_generation(version, self.generation, longest_wait)
-            self._place = Place.of(roster, self.number)
+            self._membership = Membership.of(roster, self.number)
             self._round = 0
             self.regroup_due = False
             if roster.all_lost:
@@ -590,7 +590,7 @@ class Crew:
 
 
 @dataclass(frozen=True)
-class Place:
+class Membership:
     """A generation, and the rank of this worker in it."""
 
     generation: int = 0
@@ -600,7 +600,7 @@ class Place:
     joiners: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, roster: Roster, number: int) -> Place:
+    def of(cls, roster: Roster, number: int) -> Membership:
         members = roster.workers
         rank = members.index(number)
         return cls(roster.generation, members, rank, roster.source, roster.joiners)
