@@ -123,7 +123,8 @@ def connect(
     # `pairs`: they will exchange slices, or broadcast; else they pass messages on in a ring.
     own_store = PrefixStore(new_prefix(store, "group", ranks, gather), store)
     size = len(ranks)
-    if (dry := dry_group()) is not None:
+    dry = dry_group()
+    if dry is not None:
         return Lease(HeldGroup(DryGroup(rank, size, dry.counted)), tuple(ranks))
     held = make_gloo(own_store, rank, size, timeout or default_pg_timeout)
     # In the object that torch has around every backend, so that profilers see its collectives.
@@ -169,7 +170,8 @@ def gloo_devices(host: str = "") -> list[Any]:
 
     def devices(lazy: bool) -> list[Any]:
         # As torch does, which reads this variable only where it makes the devices itself.
-        if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        names = os.environ.get("GLOO_SOCKET_IFNAME")
+        if names:
             return [make.create_device(interface=n, lazy_init=lazy) for n in names.split(",")]
         if host:
             return [make.create_device(hostname=host, lazy_init=lazy)]
@@ -241,7 +243,9 @@ class RollCall:
             if problem and self._leave(everyone):
                 raise RuntimeError(problem)
             time.sleep(pause)
-            pause = min(2 * pause, 0.05 if waited < self.look_after else LONGEST_PAUSE)
+            pause = min(2 * pause, LONGEST_PAUSE)
+            if waited < self.look_after:
+                pause = min(pause, 0.05)
             count = self.box.count("", 0)
 
     def _look_for_missing(

@@ -104,11 +104,16 @@ class Presence:
         Ask when `may_look` says so: that ranks wait elsewhere counts at the second time, because
         they may have gone on since they said so.
         """
-        if ended := self.find_ended(ranks):
+        ended = self.find_ended(ranks)
+        if ended:
             return have_ended(ended)
         before = self._waiting
-        self._waiting = self._find_waiting(ranks) if self._answers() else ""
-        return self._waiting if self._waiting == before else ""
+        self._waiting = ""
+        if self._answers():
+            self._waiting = self._find_waiting(ranks)
+        if self._waiting != before:
+            return ""
+        return self._waiting
 
     def _find_waiting(self, ranks: Sequence[int]) -> str:
         """Return in which lines all of these ranks wait; "" if any does not."""
@@ -120,7 +125,9 @@ class Presence:
             places.setdefault(place, []).append(rank)
         waiting = []
         for place, those in places.items():
-            verb = "wait" if len(those) > 1 else "waits"
+            verb = "waits"
+            if len(those) > 1:
+                verb = "wait"
             waiting.append(f"{name_ranks(those)} {verb} in {place}")
         return " and ".join(waiting)
 
@@ -171,8 +178,12 @@ class Presence:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Such as "ranks 1, 2"."""
-    listed = ", ".join(map(str, ranks[:NAMED])) + (", ..." if len(ranks) > NAMED else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
+    listed = ", ".join(map(str, ranks[:NAMED]))
+    if len(ranks) > NAMED:
+        listed += ", ..."
+    if len(ranks) > 1:
+        return f"ranks {listed}"
+    return f"rank {listed}"
 
 
 def have_ended(ranks: Sequence[int]) -> str:
@@ -229,12 +240,16 @@ def explain(
     presence = Presence(_get_default_store())
     presence.say("failed", "it has lost its connection to another rank.")
     ended, failed = presence.find_first_ended(ranks)
+    if failed and not ended:
+        return RuntimeError(failed)
     if not ended:
-        return RuntimeError(failed) if failed else None
+        return None
     if text:
         return RuntimeError(f"{have_ended(ended)} {text}")
     steps = max(_steps.values(), default=0)
-    counts = f" after {steps} steps, and rank {own} is in step {steps + 1}" if steps else ""
+    counts = ""
+    if steps:
+        counts = f" after {steps} steps, and rank {own} is in step {steps + 1}"
     return RuntimeError(f"{have_ended(ended)}{counts}. {UNEVEN}")
 
 
@@ -273,8 +288,9 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         while not self._over.wait(WATCH):
-            blocked = self._standstill.look() >= BLOCKED
-            place = self._standstill.place() if blocked else ""
+            place = ""
+            if self._standstill.look() >= BLOCKED:
+                place = self._standstill.place()
             if place != self._said and dist.is_initialized():
                 # The store may end in this moment, or the process group (a ValueError).
                 with suppress(RuntimeError, ValueError):

@@ -115,8 +115,9 @@ def _norm_of_one(elements: Tensor, power: float) -> Tensor:
     """Return the norm of one slice; 0 of an empty one."""
     if power == 2:
         return norm(elements)  # one read of the memory
-    # An empty slice has no maximum norm.
-    return torch.linalg.vector_norm(elements, power) if elements.numel() else elements.new_zeros(())
+    if not elements.numel():  # which has no maximum norm
+        return elements.new_zeros(())
+    return torch.linalg.vector_norm(elements, power)
 
 
 def _as_local_norm(norms: Tensor, power: float, group: Any) -> LocalNorm:
@@ -378,11 +379,12 @@ def _apply_foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     """Apply a foreach operation; an argument that is a list has one element for each gradient."""
     for number, grad in enumerate(args[0]):
         own = [[a[number]] if isinstance(a, list | tuple) else a for a in args[1:]]
-        parts = grad.parts() if isinstance(grad, ShardedGradient) else [grad]
+        parts = [grad]
+        if isinstance(grad, ShardedGradient):
+            parts = grad.parts()
+            grad.zeroed = grad.zeroed or func.overloadpacket is aten._foreach_zero_
         for part in parts:
             func([part], *own, **kwargs)
-        if isinstance(grad, ShardedGradient) and func.overloadpacket is aten._foreach_zero_:
-            grad.zeroed = True
 
 
 def local_parts(grad: Tensor) -> list[Tensor]:

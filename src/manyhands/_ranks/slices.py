@@ -102,11 +102,11 @@ def reduce_scatter_slices(
         return _send_by_pairs(ranks, bucket, cuts, into if summed_as_sent else None)
     if summed_as_sent and not isinstance(cuts, range):
         # NCCL's reduce_scatter takes equal slices only.
-        works = [
-            dist.reduce(bucket[a:b], group_dst=rank, group=ranks.group, async_op=True)
-            for rank, (a, b) in enumerate(pairwise(cuts))
-            if a < b
-        ]
+        works = []
+        for rank, (start, end) in enumerate(pairwise(cuts)):
+            if start < end:
+                part = bucket[start:end]
+                works.append(dist.reduce(part, group_dst=rank, group=ranks.group, async_op=True))
         return PendingReduceScatter(own, [], works, bucket)
     if summed_as_sent:
         total = torch.empty_like(own)
@@ -153,11 +153,12 @@ def all_gather_slices(ranks: RankIdentity, bucket: Tensor, cuts: Sequence[int]) 
         own = bucket[cuts[ranks.rank] : cuts[ranks.rank + 1]]
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return [gather(bucket, own, group=ranks.group, async_op=True)]
-    return [
-        dist.broadcast(bucket[a:b], group_src=rank, group=ranks.group, async_op=True)
-        for rank, (a, b) in enumerate(pairwise(cuts))
-        if a < b
-    ]
+    works = []
+    for rank, (start, end) in enumerate(pairwise(cuts)):
+        if start < end:
+            part = bucket[start:end]
+            works.append(dist.broadcast(part, group_src=rank, group=ranks.group, async_op=True))
+    return works
 
 
 def reduce_scatter(total: Tensor, bucket: Tensor, **options: Any) -> Any:
@@ -188,9 +189,10 @@ class SharedMemory:
             raise RuntimeError("shared_memory=True needs Linux. Leave it out on this system.")
         hosts = workers.all_gather_text(own)
         memory = cls(workers)
-        if len(set(hosts)) == 1:
-            return memory if required or (own and memory._reads_the_others()) else None
-        if not required:
+        together = len(set(hosts)) == 1
+        if together and (required or (own and memory._reads_the_others())):
+            return memory
+        if together or not required:
             return None
         listed = ", ".join(f"rank {rank}: {host}" for rank, host in enumerate(hosts[:8]))
         raise ValueError(
@@ -206,8 +208,8 @@ class SharedMemory:
         token = int.from_bytes(os.urandom(7), "little")
         tensors[self._workers.rank].fill_(token)
         tokens = self._workers.all_gather_text(str(token))
-        same = all(int(tensor) == int(sent) for tensor, sent in zip(tensors, tokens, strict=True))
-        return all(self._workers.all_gather_text("yes" if same else ""))
+        same = list(map(int, tensors)) == list(map(int, tokens))
+        return "False" not in self._workers.all_gather_text(str(same))
 
     def empty(self, size: int, dtype: torch.dtype) -> list[Tensor]:
         """Return a new tensor of every rank, in rank order. Write to your own only."""

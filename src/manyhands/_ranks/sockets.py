@@ -46,7 +46,8 @@ def survive_cuts_to(port: int, seconds: float) -> None:
 def internet_sockets() -> Iterator[socket.socket]:
     """Yield the process's internet sockets, each under a second descriptor: close it."""
     for name in os.listdir("/dev/fd"):
-        if (found := internet_socket(int(name))) is not None:
+        found = internet_socket(int(name))
+        if found is not None:
             yield found
 
 
@@ -112,8 +113,8 @@ def watched_sockets(epolls: Iterable[int]) -> set[WatchedSocket]:
                 # A forked process has the epolls of its parent, and other sockets under the numbers
                 # in their lists.
                 same = os.fstat(end.fileno()).st_ino == int(inode, 16)
-                state = _state_of(end) if same else None
-            if state is not None:
+                state = _state_of(end)
+            if same and state is not None:
                 found.add(WatchedSocket(epoll, descriptor, inode, state))
     return found
 
