@@ -368,7 +368,8 @@ class Crew:
             roster = self._enrollment.shared.refresh()
             if roster.settled(self.generation, self._round, self._enrollment.id) is not None:
                 raise WorkerLost("another worker has given up this round.", self._lost(roster))
-            if hindrance := self._find_hindrance(roster, began):
+            hindrance = self._find_hindrance(roster, began)
+            if hindrance is not None:
                 raise WorkerLost(*hindrance)
             pause = next_pause(pause, self.size)
 
@@ -383,11 +384,12 @@ class Crew:
             roster = self._enrollment.shared.refresh()
         except StoreLost:
             return False  # the next round finds it lost, too
-        behind = (m.id in roster.ids and m.version.steps < steps for m in roster.waiting)
-        if roster.generation == self.generation and not any(behind):
-            return False
-        self.regroup_due = True
-        return True
+        awaited = roster.generation != self.generation
+        for member in roster.waiting:
+            if member.id in roster.ids and member.version.steps < steps:
+                awaited = True
+        self.regroup_due = self.regroup_due or awaited
+        return awaited
 
     def begin_blocks(self) -> None:
         """Forget how long rounds took: those of a warm-up come after each step."""
@@ -419,8 +421,9 @@ class Crew:
         began = time.monotonic()
         pause = FIRST_PAUSE
         while True:
-            announced = roster.closing_at(round_index).items()
-            closing = {id: taken for id, taken in announced if id not in roster.gone}
+            closing = roster.closing_at(round_index)
+            for id in roster.gone:
+                closing.pop(id, None)
             if roster.generation != generation or own not in closing:
                 return False
             all_known = {*closing, *roster.gone, *shared.silent} >= {*roster.ids}
@@ -504,7 +507,8 @@ class Crew:
             numbers = tuple(sorted(set(map(roster.worker_of, closing))))
             which = ", ".join(map(str, numbers))
             return f"worker {which} is done, and leaves before this round.", numbers
-        if lost := self._lost(roster):
+        lost = self._lost(roster)
+        if lost:
             which = ", ".join(map(str, lost))
             return f"worker {which} is lost: it left, died or stalled.", lost
         if time.monotonic() - began > self._longest_wait:
@@ -514,8 +518,9 @@ class Crew:
     @property
     def _longest_wait(self) -> float:
         """Seconds for which a living member is waited for."""
-        known = math.inf if self._grace is None else self._grace.seconds(self.size)
-        return min(self.patience, known)
+        if self._grace is None:
+            return self.patience
+        return min(self.patience, self._grace.seconds(self.size))
 
     def _lost(self, roster: Roster) -> tuple[int, ...]:
         """Return the numbers of the lost members, as far as this worker knows."""
@@ -659,6 +664,6 @@ class GraceWindow:
             return math.inf
         middle = median(self._waits)
         usual = middle + 4 * median(abs(wait - middle) for wait in self._waits)
-        regroup = median(self._regroups) if self._regroups else REGROUP
+        regroup = median(self._regroups or [REGROUP])
         worth = (median(self._blocks) + 2 * members * regroup) / (members - 1)
         return max(usual, worth, SHORTEST)

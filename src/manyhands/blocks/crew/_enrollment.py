@@ -134,7 +134,7 @@ class Siblings:
         gathered = self.inner.all_gather(own, self.inner.any_device)
         numbers, incarnations = zip(*gathered, strict=True)
         if len(set(numbers)) > 1:
-            listed = ", ".join(f"{number:.0f}" for number in numbers[:8])
+            listed = ", ".join(map("{:.0f}".format, numbers[:8]))
             raise ValueError(
                 f"the processes of an inner_group are one worker of the crew, and have different "
                 f"numbers: {listed}. Give all of them the same (MANYHANDS_WORKER)."
@@ -189,7 +189,9 @@ class Enrollment:
         self.patience = patience
         self.quorum = quorum
         # Only with a quorum: without one, both halves of a divided network would go on.
-        self._door = Door(own_address(shared.client.store)) if quorum > 1 else None
+        self._door: Door | None = None
+        if quorum > 1:
+            self._door = Door(own_address(shared.client.store))
         self._cut_from: tuple[str, ...] = ()  # ids of processes that this one cannot reach
         self.id = ""  # "number.incarnation", once there is one
         self.own_ids = former_ids  # all that this process has had: none of them is another worker

@@ -144,8 +144,9 @@ class Launcher:
         self._last_check = 0.0  # for stopped workers
         self._output = OutputForwarder()
         self._guard = Guard()
-        kept = KeptProcess(self.command, self.environment, preload, self._output) if fork else None
-        self._kept = kept
+        self._kept: KeptProcess | None = None
+        if fork:
+            self._kept = KeptProcess(self.command, self.environment, preload, self._output)
 
     def run(self) -> int:
         """Run until all workers have ended; return the exit code."""
@@ -165,7 +166,8 @@ class Launcher:
                     self._kept.close()
                 self.link.leave()
                 self._guard.close()
-                if ignored := self.link.signer.ignored:
+                ignored = self.link.signer.ignored
+                if ignored:
                     say(
                         f"{ignored} value(s) in the store were ignored here: they were "
                         "not signed with the secret of this run, or not what a member writes."
@@ -197,7 +199,8 @@ class Launcher:
             self._reap_strangers(self._kept)
         self._output.forward(POLL)
         for worker in self.workers:
-            if (code := _exit_code_of(worker)) is not None:
+            code = _exit_code_of(worker)
+            if code is not None:
                 self._handle_end(worker, code)
         if shared is not None and now - self._last_check >= shared.monitor.interval:
             self._last_check = now
@@ -218,8 +221,10 @@ class Launcher:
             port = parse_address(name)[1]
         for inner_rank in range(self.processes):
             own = self._own_environment(worker, inner_rank, run, port)
-            kept = self._kept if forks else None
-            process = (kept and kept.fork(own)) or self._start_fresh(own)
+            forked = None
+            if forks and self._kept is not None:
+                forked = self._kept.fork(own)
+            process = forked or self._start_fresh(own)
             worker.processes.append(process)
             self._guard.add(process.pid)
             name = str(worker.number)
@@ -242,7 +247,8 @@ class Launcher:
             described = shared.client.read(key)
             if not described:
                 return False  # it has never joined
-            if names := kept.differences(described, shared.client.signer):
+            names = kept.differences(described, shared.client.signer)
+            if names:
                 kept.give_up(f"the script changes {', '.join(names)}")
                 return False
         return True
@@ -280,7 +286,9 @@ class Launcher:
         """End the rest of a worker, and decide whether it is restarted."""
         self._signal(worker, signal.SIGKILL)  # its other processes, and its children
         self._reap(worker)
-        worker.code = code if code >= 0 else 128 - code
+        worker.code = code
+        if code < 0:
+            worker.code = 128 - code
         worker.due = None
         roster = self.link.report_end(worker.number, left=code == 0)
         if roster is not None:
@@ -355,7 +363,9 @@ class Launcher:
         for worker in running:
             self._signal(worker, signal.SIGTERM)
             self._signal(worker, signal.SIGCONT)  # a stopped process handles no other signal
-        grace = self.grace if self._stop_signal else min(self.grace, ERROR_GRACE)
+        grace = self.grace
+        if not self._stop_signal:
+            grace = min(grace, ERROR_GRACE)
         until = time.monotonic() + grace
         asked = self._stop_signal
         while time.monotonic() < until and asked == self._stop_signal:  # changed: asked again
@@ -400,11 +410,11 @@ class Launcher:
                 if roster is not None:
                     worker.unreported = None
                     self._decide(worker, code, roster)
-        elif error := self.link.given_up:
+        elif self.link.given_up:
             for worker in self.workers:
                 is_due = worker.due is not None and not worker.processes
                 if worker.unreported or is_due:
-                    say(f"worker {worker.number} is not started again: {error}")
+                    say(f"worker {worker.number} is not started again: {self.link.given_up}")
                     worker.unreported = None
                     worker.due = None
 
@@ -413,7 +423,9 @@ class Launcher:
         """Let SIGINT and SIGTERM stop the workers; a second signal kills them at once."""
 
         def stop(number: int, _: object) -> None:
-            self._stop_signal = number if not self._stop_signal else -number
+            if self._stop_signal:
+                number = -number
+            self._stop_signal = number
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -432,11 +444,13 @@ def _exit_code_of(worker: LaunchedWorker) -> int | None:
     """Return the code with which a worker ended (negative: by a signal); None if it has not."""
     # It ends when all of its processes are done, or when the first of them dies.
     codes = [process.poll() for process in worker.processes]
-    failed = [code for code in codes if code]
+    failed = list(filter(None, codes))
     if failed:
         # A signal comes first: the other processes may have failed because of it.
         return min(failed)
-    return 0 if codes and None not in codes else None
+    if not codes or None in codes:
+        return None
+    return 0
 
 
 def _restart_pause(short_lives: int) -> float:

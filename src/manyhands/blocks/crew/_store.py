@@ -134,8 +134,9 @@ class Signer:
         signature = value[:SIGNATURE_LENGTH]
         text = value[SIGNATURE_LENGTH:]
         # compare_digest takes equally long for every wrong signature: timing tells nothing.
-        valid = hmac.compare_digest(signature, self.signature(key, text).encode())
-        return text.decode() if valid else None
+        if hmac.compare_digest(signature, self.signature(key, text).encode()):
+            return text.decode()
+        return None
 
     def verify_or_ignore(self, key: str, value: bytes) -> str | None:
         """Return the text as `verify` does; count and log a value that no member wrote."""
@@ -210,7 +211,9 @@ class StoreClient(MessageBox):
         # `get` would wait for a missing key. compare_set answers at once: it never matches
         # MISSING, writes nothing, and returns the stored value, or MISSING if there is none.
         value: bytes = self.call("compare_set", key, MISSING, MISSING)
-        return None if value == MISSING.encode() else value
+        if value == MISSING.encode():
+            return None
+        return value
 
     def text_of(self, key: str, value: bytes | None) -> str:
         """Return the text of a stored value, if a member wrote it under this key; else ""."""
@@ -248,7 +251,8 @@ class StoreClient(MessageBox):
                 if pause <= 0:  # the heartbeat comes first, so that many calls do not delay it
                     self._waiting_since = time.monotonic()
                     due = self._waiting_since + self._interval
-                    if (key := self._heartbeat_key) is not None:
+                    key = self._heartbeat_key
+                    if key is not None:
                         client.set(key, self.signer.sign(key, self._next_heartbeat()))
                     continue
                 try:
@@ -345,8 +349,9 @@ class SharedRoster:
             # The hint is not signed and may be missing or wrong: read the roster now and then
             # anyway. A long one is read more rarely, so that equally many bytes a second are read.
             size = len(self.roster.everyone)
-            pause = self.monitor.interval
-            pause = REREAD * size if revision != self._revision else max(1, size / WATCHED) * pause
+            pause = max(1, size / WATCHED) * self.monitor.interval
+            if revision != self._revision:
+                pause = REREAD * size
             if now - self._accepted >= pause:
                 self._revision = revision
                 self._accepted = now
@@ -475,9 +480,9 @@ class SharedRoster:
                 time.sleep(0.1)
                 continue
             now = self._read_heartbeats(names)
-            alive = [id for id in names if now[id] > before[id]]
-            if any(self._known_revisions[id] > self.roster.revision for id in alive):
-                return  # that process repairs the roster when it reads it
+            for id in names:
+                if now[id] > before[id] and self._known_revisions[id] > self.roster.revision:
+                    return  # that process is alive, and repairs the roster when it reads it
             # Compare and set again: of several processes that repair, only the first one writes.
             self.client.call("compare_set", ROSTER, found or "", self._text)
             self.client.call("set", REVISION, f"{self.roster.revision} again")
