@@ -307,6 +307,20 @@ def test_only_sockets_that_were_never_connected_are_taken_off_an_epoll():
         assert not never_connected & watched_sockets([epoll.fileno()])
 
 
+def test_a_socket_that_only_has_the_number_of_one_on_the_list_is_not_watched():
+    """As in a forked process, which has its parent's epolls and opens other sockets."""
+    with (
+        select.epoll() as epoll,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        epoll.register(server)
+        assert {each.descriptor for each in watched_sockets([epoll.fileno()])} == {server.fileno()}
+        with server.dup():  # which keeps it on the list
+            os.dup2(other.fileno(), server.fileno())
+            assert watched_sockets([epoll.fileno()]) == set()
+
+
 def test_connections_that_are_shut_deliver_what_was_sent_before():
     with (
         select.epoll() as epoll,

@@ -30,7 +30,6 @@ def soon(monkeypatch):
     monkeypatch.setattr(presence, "LOOK", 0.25)
     monkeypatch.setattr(presence, "WATCH", 0.1)
     monkeypatch.setattr(presence, "BLOCKED", 0.5)
-    monkeypatch.setattr(_writing, "LOOK", 0.25)
     monkeypatch.setattr(_writing, "SAY_AFTER", 2.0)
     monkeypatch.setattr(RollCall, "look_after", 0.5)
 

@@ -8,14 +8,17 @@ import contextlib
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from helpers.crew_workers import SECRET, Store
 from helpers.run_command import Command
-from manyhands.blocks.crew import _launcher, _store
+from manyhands.blocks.crew import _link, _store
+from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import Member, Roster, Version
 from manyhands.blocks.crew._store import HeartbeatMonitor, SharedRoster, Signer, StoreClient
+from manyhands.errors import StoreLost
 
 # Each life of worker N prints its number. It ends as the file "end N" says.
 SCRIPT = """
@@ -146,7 +149,7 @@ def test_a_store_that_does_not_come_back_is_awaited_for_the_patience(tmp_path, s
 @pytest.mark.long
 def test_a_worker_that_was_cut_off_is_not_taken_for_a_stopped_one(tmp_path, store, monkeypatch):
     """It has lost the store as well, and may have no heartbeat until its block ends."""
-    monkeypatch.setattr(_launcher, "STOPPED_LIMIT", 1.0)
+    monkeypatch.setattr(_link, "STOPPED_LIMIT", 1.0)
     heartbeat = hold_round(store, "1.1")
     with launcher(tmp_path, store, "--patience", "6") as command:
         with silence(store, command):
@@ -160,7 +163,7 @@ def test_a_worker_that_was_cut_off_is_not_taken_for_a_stopped_one(tmp_path, stor
 
 def test_a_worker_with_a_newer_id_is_not_stopped(tmp_path, store, monkeypatch):
     """A member that was considered lost asks to join under a new id, and may wait long to be in."""
-    monkeypatch.setattr(_launcher, "STOPPED_LIMIT", 1.0)
+    monkeypatch.setattr(_link, "STOPPED_LIMIT", 1.0)
     client = hold_round(store, "1.1")
     shared = SharedRoster(client, HeartbeatMonitor(1.0))
     with launcher(tmp_path, store) as command:
@@ -173,3 +176,14 @@ def test_a_worker_with_a_newer_id_is_not_stopped(tmp_path, store, monkeypatch):
         assert "no heartbeat" not in command.said()
         finish(command)
     client.close()
+
+
+def test_a_worker_that_does_not_reach_the_store_for_its_patience_gives_up(monkeypatch):
+    def fail(crew, connection):
+        raise StoreLost(connection.store, TimeoutError("no answer"))
+
+    monkeypatch.setattr(Crew, "_return_to_store", fail)
+    crew = Crew("127.0.0.1:9", number=0, quorum=2, secret=SECRET)
+    crew._enrollment = SimpleNamespace(cut_off=True)
+    with pytest.raises(StoreLost, match="no answer"):
+        crew.regroup(Version(0))

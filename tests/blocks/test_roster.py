@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands.blocks.crew._roster import Member, Roster, Version
-from manyhands.blocks.crew._store import HeartbeatMonitor
 
 pytestmark = pytest.mark.quick
 

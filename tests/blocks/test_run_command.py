@@ -14,7 +14,7 @@ import pytest
 
 from helpers.crew_workers import SECRET, Store
 from helpers.run_command import Command, alive, gone
-from manyhands.blocks.crew import _launcher, _store
+from manyhands.blocks.crew import _launcher, _link, _store
 from manyhands.blocks.crew._roster import Member, Version
 from manyhands.blocks.crew._store import HeartbeatMonitor, SharedRoster, Signer, StoreClient
 
@@ -365,7 +365,7 @@ def test_what_ends_badly_after_the_others_have_finished_does_not_count(tmp_path)
 
 
 def test_a_stopped_worker_is_killed_and_started_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(_launcher, "STOPPED_LIMIT", 0.5)
+    monkeypatch.setattr(_link, "STOPPED_LIMIT", 0.5)
     script = """
         import os, signal, time
         if not os.path.exists("stopped"):
@@ -589,13 +589,13 @@ def test_a_further_host_waits_for_the_number_of_expected_workers(monkeypatch):
 
         def expected():
             launcher = _launcher.Launcher(["true"], range(3), store.address, serving=False)
-            launcher.shared.client.close()
+            launcher.link.shared.client.close()
             return launcher.environment["MANYHANDS_WORKERS"]
 
-        monkeypatch.setattr(_launcher, "EXPECTED_WAIT", 0.0)
+        monkeypatch.setattr(_link, "EXPECTED_WAIT", 0.0)
         assert expected() == "3"  # not published in time: as many as are here
         client.call("delete_key", "manyhands/expected")
-        monkeypatch.setattr(_launcher, "EXPECTED_WAIT", 20.0)
+        monkeypatch.setattr(_link, "EXPECTED_WAIT", 20.0)
         publish = threading.Timer(0.3, client.put, ("manyhands/expected", "7"))
         publish.start()
         assert expected() == "7"

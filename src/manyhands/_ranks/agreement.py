@@ -1,17 +1,17 @@
-"""Do all ranks have the same facts? If not, every rank raises, and names the first that differs.
+"""Compare facts between ranks. If some differ, every rank raises, and names the first of them.
 
-A rank's *facts* are what it must have in common with the others: titles, each with a value in
-JSON's types. A list is compared element by element, a dict name by name, and in its order.
+A rank's *facts* must be equal on all ranks: titles, each with a value in JSON's types. A list is
+compared element by element, a dict name by name, and in its order.
 
     {"scale": 4.0, "parameters": ["(4, 3) float32 on cpu", ...], "options": {"every": 16, ...}}
 
 One collective of a few checksums tells that all is well. Only if it is not do texts follow. Both
-travel on a device that the group is known to serve, since that of the tensors may be what differs.
+travel on a device that the group is known to serve, since the tensors may be on different ones.
 
-Tensors are described by what a collective over them takes for granted, and checks nowhere: a sum of
+Tensors are described by the properties that a collective takes for granted: a sum of
 float32 on one rank and float64 on another, or of a matrix and its transpose, comes back as garbage.
 
-    shape       of a DTensor the whole one's, and how it is placed
+    shape       of a DTensor the full shape, and how it is placed
     dtype
     layout      strides, unless contiguous: flat views are in the order of memory
     device      its type, and which tensors lie on one device together; not its index, which differs
@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ Result = TypeVar("Result")
 Names: TypeAlias = Mapping[str, Sequence[str]]
 NO_NAMES: Names = MappingProxyType({})
 ABSENT = "absent"
+UNKNOWN = 0.0  # in place of the checksum of names
 # An error of another rank is raised as the first of these that it was.
 ERROR_TYPES = (FileNotFoundError, TypeError, ValueError, OSError, RuntimeError)
 NAMED = 8  # ranks, and different values, that a message names
@@ -53,33 +55,34 @@ def agree(ranks: RankGroup, facts: Facts, advice: str, *, names: Names = NO_NAME
     if ranks.size == 1:
         return
     known = {title: list(each) for title, each in names.items()}
-    sums = [_checksum(facts), *(_checksum(each) if each else 0.0 for each in known.values())]
+    sums = [_checksum(facts)]
+    for each in known.values():
+        sums.append(_checksum(each) if each else UNKNOWN)
     # From one row for each rank to one tuple for each checksum.
-    values, *of_names = zip(*ranks.all_gather(sums, ranks.any_device), strict=True)
-    # A rank that does not know the names has no say in them.
-    compared = [values, *(each for each in of_names if 0.0 not in each)]
-    if any(len(set(each)) > 1 for each in compared):
-        texts = ranks.all_gather_text(json.dumps([facts, known]))
-        everyone = [json.loads(text) for text in texts]
-        raise_if_different(
-            [theirs for theirs, _ in everyone], advice, names=[theirs for _, theirs in everyone]
-        )
+    for column in zip(*ranks.all_gather(sums, ranks.any_device), strict=True):
+        # A rank that does not know the names has no say in them.
+        if UNKNOWN not in column and len(set(column)) > 1:
+            texts = ranks.all_gather_text(json.dumps([facts, known]))
+            everyone, all_names = zip(*map(json.loads, texts), strict=True)
+            raise_if_different(everyone, advice, names=all_names)
+            return
 
 
 def raise_if_different(
     everyone: Sequence[Facts], advice: str, *, names: Sequence[Names] = ()
 ) -> None:
     """Raise `RanksDisagree` for the first fact that differs; `everyone` is by rank."""
-    for title in dict.fromkeys(title for facts in everyone for title in facts):
+    for title in dict.fromkeys(chain.from_iterable(everyone)):
         values = [facts.get(title, ABSENT) for facts in everyone]
         called = [each.get(title, ()) for each in names]
-        problem, row = _find_difference(title, values, called)
-        if problem:
-            raise RanksDisagree(f"ranks have {problem}. {advice}", list(map(json.dumps, row)))
+        for problem, row in _compared_rows(title, values, called):
+            if not _all_equal(row):
+                text = f"ranks have {problem}: {_list_by_rank(row)}. {advice}"
+                raise RanksDisagree(text, list(map(json.dumps, row)))
 
 
 def run_on_all(ranks: RankGroup, action: Callable[[], Result]) -> Result:
-    """Run something on every rank. If it raises on some, raise on all, and say what those said."""
+    """Run something on every rank. If it raises on some, raise on all, with their message."""
     result = None
     problem = None
     text = ""
@@ -91,67 +94,52 @@ def run_on_all(ranks: RankGroup, action: Callable[[], Result]) -> Result:
     everyone = ranks.all_gather_text(text)
     if problem is not None:
         raise problem
-    failed = [(rank, *json.loads(text)) for rank, text in enumerate(everyone) if text]
+    failed = [rank for rank, text in enumerate(everyone) if text]
     if failed:
-        _, name, message = failed[0]
-        numbers = ", ".join(str(rank) for rank, *_ in failed[:NAMED])
+        name, message = json.loads(everyone[failed[0]])
+        numbers = ", ".join(map(str, failed[:NAMED]))
         raise to_error(name, f"rank {numbers}: {message}")
     return result  # type: ignore[return-value]
 
 
 def describe_error(error: Exception) -> list[str]:
     """Return the kind of an error and its message, for other ranks to raise."""
-    kinds = (kind.__name__ for kind in ERROR_TYPES if isinstance(error, kind))
-    return [next(kinds, "RuntimeError"), str(error)]
+    for kind in ERROR_TYPES:
+        if isinstance(error, kind):
+            return [kind.__name__, str(error)]
+    return ["RuntimeError", str(error)]
 
 
 def to_error(name: str, message: str) -> Exception:
-    return next(kind for kind in ERROR_TYPES if kind.__name__ == name)(message)
+    kinds = {kind.__name__: kind for kind in ERROR_TYPES}
+    return kinds[name](message)
 
 
-def _find_difference(
-    title: str, values: Sequence[object], names: Sequence[Sequence[str]]
-) -> tuple[str, Sequence[object]]:
-    """Return what differs in one fact, and by rank how; an empty text if it does not differ."""
-    dicts = [value for value in values if isinstance(value, dict)]
-    if len(dicts) == len(values):
-        keys = dict.fromkeys(key for value in dicts for key in value)
-        rows = ((key, [value.get(key, ABSENT) for value in dicts]) for key in keys)
-        found = _first_difference(f"different {title}", rows)
-        order = ((f"number {i}", row) for i, row in enumerate(zip(*dicts, strict=False)))
-        return found if found[0] else _first_difference(f"the same {title} in another order", order)
-    lists = [value for value in values if isinstance(value, list)]
-    # Values that are lists on some ranks only are compared as a whole.
-    if len(lists) < len(values):
-        return _compare_values(f"different {title}", values)
-    thing = title.removesuffix("s") if title.isalpha() else "number"
-    first = names[0] if names else ()
-    numbered = (
-        (f"{thing} {number}" + (f" ({first[number]})" if first else ""), row)
-        for number, row in enumerate(zip(*lists, strict=False))
-    )
-    found = _first_difference(f"different {title}", numbered)
-    if not found[0]:
-        found = _compare_values(f"different numbers of {title}", [len(value) for value in lists])
-    # All elements look alike, but a collective would mix tensors of different names.
-    if not found[0] and all(names) and _all_equal([sorted(each) for each in names]):
-        order = ((f"{thing} {number}", row) for number, row in enumerate(zip(*names, strict=True)))
-        found = _first_difference(f"the same {title} in another order", order)
-    return found
-
-
-def _first_difference(
-    what: str, rows: Iterable[tuple[str, Sequence[object]]]
-) -> tuple[str, Sequence[object]]:
-    """Return which row's values differ first between ranks, and these; "" if none do."""
-    for name, row in rows:
-        if not _all_equal(row):
-            return _compare_values(f"{what}. The first that differs is {name}", row)
-    return "", ()
-
-
-def _compare_values(what: str, row: Sequence[object]) -> tuple[str, Sequence[object]]:
-    return ("", ()) if _all_equal(row) else (f"{what}: {_list_by_rank(row)}", row)
+def _compared_rows(
+    title: str, values: Sequence[Any], names: Sequence[Sequence[str]]
+) -> Iterator[tuple[str, Sequence[object]]]:
+    """Yield rows that must be equal on all ranks, each after the problem if they are not."""
+    kinds = set(map(type, values))
+    different = f"different {title}. The first that differs is"
+    reordered = f"the same {title} in another order. The first that differs is"
+    if kinds == {dict}:
+        for key in dict.fromkeys(chain.from_iterable(values)):
+            yield f"{different} {key}", [value.get(key, ABSENT) for value in values]
+        for number, row in enumerate(zip(*values, strict=False)):
+            yield f"{reordered} number {number}", row
+    elif kinds == {list}:
+        thing = title.removesuffix("s") if title.isalpha() else "number"
+        first = names[0] if names else ()
+        for number, row in enumerate(zip(*values, strict=False)):
+            name = f" ({first[number]})" if first else ""
+            yield f"{different} {thing} {number}{name}", row
+        yield f"different numbers of {title}", [len(value) for value in values]
+        # All elements look alike, but a collective would mix tensors of different names.
+        if all(names) and _all_equal([sorted(each) for each in names]):
+            for number, row in enumerate(zip(*names, strict=True)):
+                yield f"{reordered} {thing} {number}", row
+    else:  # values that are lists on some ranks only, too
+        yield f"different {title}", values
 
 
 def _all_equal(values: Sequence[object]) -> bool:
@@ -163,26 +151,29 @@ def _list_by_rank(values: Sequence[object]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(_format_value(value), []).append(rank)
-    return "; ".join(
-        f"rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those[:NAMED]))}"
-        f"{', ...' if len(those) > NAMED else ''}: {value}"
-        for value, those in list(ranks.items())[:NAMED]
-    )
+    parts = []
+    for value, those in list(ranks.items())[:NAMED]:
+        noun = "ranks" if len(those) > 1 else "rank"
+        numbers = ", ".join(map(str, those[:NAMED]))
+        more = ", ..." if len(those) > NAMED else ""
+        parts.append(f"{noun} {numbers}{more}: {value}")
+    return "; ".join(parts)
 
 
 def _format_value(value: object) -> str:
-    short = f"{value:g}" if isinstance(value, float) else ""
-    return short if short and float(short) == value else str(value)
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return str(value)
 
 
 def describe_tensors(tensors: Iterable[Tensor], *, frozen: bool = False) -> list[str]:
-    """Describe in words what ranks must have in common; `frozen`: also whether it is trained."""
+    """Describe tensors in words; `frozen`: also whether they are trained."""
     describer = Describer()
     return [describer.describe(tensor, frozen=frozen) for tensor in tensors]
 
 
 class Describer:
-    """Puts what ranks must have alike in a tensor into words.
+    """Puts the properties of a tensor that must be equal on all ranks into words.
 
     A device is named by its number among those of its type that this describer has met.
     """
@@ -192,7 +183,7 @@ class Describer:
 
     def describe(self, tensor: Tensor, name: str = "", *, frozen: bool = False) -> str:
         """Such as "encoder.weight (4, 3) float32 on cpu"; `frozen`: also whether it is trained."""
-        # Of a DTensor only the shard travels, so its strides are what counts.
+        # Of a DTensor only the shard travels, so its strides count.
         here = local_shard(tensor)
         words = [name, str(tuple(tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
         words.append(f"on {tensor.device.type}{self._describe_device(tensor.device)}")
@@ -205,7 +196,7 @@ class Describer:
             words.append(f"with strides {_strides(here)}")
         if frozen and not tensor.requires_grad:
             words.append("frozen")
-        return " ".join(word for word in words if word)
+        return " ".join(filter(None, words))
 
     def _describe_device(self, device: torch.device) -> str:
         """Number devices as they are met: ranks have other GPUs, but use them in the same order."""
@@ -213,7 +204,9 @@ class Describer:
         if device not in met:
             met.append(device)
         number = met.index(device)
-        return f", device {number + 1}" if number else ""
+        if number == 0:
+            return ""
+        return f", device {number + 1}"
 
 
 def names_in(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[str]:
@@ -225,12 +218,18 @@ def names_in(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[st
             # A tensor in several modules has its name in the first.
             names.setdefault(id(tensor), f"{number}.{name}" if len(modules) > 1 else name)
     found = [names.get(id(tensor), "") for tensor in tensors]
-    return found if all(found) else []
+    if not all(found):
+        return []
+    return found
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides; 1 for a dimension of one element, where a stride means nothing."""
-    return tuple(s if n != 1 else 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+    """Return the strides; 1 for a dimension of one element, where a stride has no meaning."""
+    strides = list(tensor.stride())
+    for dimension, length in enumerate(tensor.shape):
+        if length == 1:
+            strides[dimension] = 1
+    return tuple(strides)
 
 
 def _checksum(value: object) -> float:

@@ -1,10 +1,10 @@
-"""Run as one rank of many, whose others do not exist, and count what this one sends.
+"""Run one rank of a large group without the other ranks, and count its messages.
 
     group   each collective answers as if every rank had this one's tensors, and is counted
-    store   a key that all ranks add to grows by what all would add, and nobody is waited for
+    store   a key that all ranks add to grows by the sum of all, and no rank is waited for
 
 Layouts, buckets, messages, memory and the time that Python takes are those of this rank among so
-many. Values are not: what is gathered from shards is N copies of one of them.
+many. Values are not: gathered shards are N copies of one of them.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def names_of_torch() -> Any:
 
 
 class DryRun:
-    """What one of N ranks has sent, and asked of the store, since it began or since `clear`.
+    """The traffic of one of N ranks, and its requests to the store, since the start or `clear`.
 
     `calls` and `sent` are collectives and their bytes, by kind: 2 (N-1)/N of an all-reduce's
-    tensor, what is for others in an all-to-all, and (N-1)/N of the whole tensor in all others.
+    tensor, the part for other ranks in an all-to-all, and (N-1)/N of the full tensor otherwise.
     `requests` are those to the store, by kind, with keys and values of `store_bytes`. `keys` are
     those that this rank has written.
     """
@@ -61,16 +61,15 @@ class DryRun:
         self.store_bytes = 0
 
     def __repr__(self) -> str:
-        kinds = [
-            f"{kind}: {calls:,} ({format_bytes(self.sent[kind])})"
-            for kind, calls in self.calls.items()
-        ]
+        kinds = []
+        for kind, calls in self.calls.items():
+            kinds.append(f"{kind}: {calls:,} ({format_bytes(self.sent[kind])})")
         requests = f"{self.requests.total():,} ({format_bytes(self.store_bytes)})"
         return f"DryRun({', '.join([*kinds, f'store requests: {requests}'])})"
 
 
 class CountingStore(Store):
-    """Counts what a store is asked, and stands for `ranks` ranks that ask the same."""
+    """Counts the requests to a store, and stands for `ranks` ranks with the same requests."""
 
     def __init__(self, inner: Store, counted: DryRun, ranks: int = 1) -> None:
         super().__init__()
@@ -82,7 +81,8 @@ class CountingStore(Store):
         return self
 
     def __getattribute__(self, kind: str) -> Any:
-        kind = "delete_key" if kind == "deleteKey" else kind  # its name in C++
+        if kind == "deleteKey":  # its name in C++
+            kind = "delete_key"
         if kind not in ("set", "get", "add", "wait", "check", "delete_key"):
             return super().__getattribute__(kind)
 
@@ -91,11 +91,14 @@ class CountingStore(Store):
                 rest = (rest[0] * self.ranks,)
             if kind == "get" and self.ranks > 1 and not self.inner.check([keys]):
                 raise RuntimeError(f"no other rank of a dry run can have written {keys!r}.")
-            alone = self.ranks == 1 or kind not in ("wait", "check")  # else: all have written
-            answer = getattr(self.inner, kind)(keys, *rest) if alone else True
-            parts = [*([keys] if isinstance(keys, str) else keys), *rest, answer]
+            answer = True  # all have written
+            if self.ranks == 1 or kind not in ("wait", "check"):
+                answer = getattr(self.inner, kind)(keys, *rest)
+            names = [keys] if isinstance(keys, str) else keys
             self.counted.requests[kind] += 1
-            self.counted.store_bytes += sum(len(x) for x in parts if isinstance(x, str | bytes))
+            for part in (*names, *rest, answer):
+                if isinstance(part, str | bytes):
+                    self.counted.store_bytes += len(part)
             if kind in ("set", "add"):
                 self.counted.keys.add(keys)
             return answer
@@ -105,11 +108,12 @@ class CountingStore(Store):
 
 def dry_group() -> Any:
     """Return the group of the dry run that this is, or None: the other ranks exist."""
-    return group if isinstance(group := dist.group.WORLD, DryGroup) else None
+    group = dist.group.WORLD
+    return group if isinstance(group, DryGroup) else None
 
 
 class DryGroup(Group):
-    """A process group whose other ranks have, in every collective, what this one has."""
+    """A process group in which all ranks have this rank's tensors, in every collective."""
 
     def __init__(self, rank: int, size: int, counted: DryRun) -> None:
         super().__init__(rank, size)
@@ -126,7 +130,8 @@ class DryGroup(Group):
 
     def _done(self, kind: str, tensors: Any, share: float, result: Any = None) -> Any:
         """Count a collective that has sent this share of the tensors; return its work."""
-        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        if isinstance(tensors, Tensor):
+            tensors = [tensors]
         self.counted.calls[kind] += 1
         self.counted.sent[kind] += round(share * sum(tensor.nbytes for tensor in tensors))
         future: torch.futures.Future[Any] = torch.futures.Future()
@@ -151,10 +156,10 @@ class DryGroup(Group):
         return self._done("broadcast", tensors, self._others)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: Any, options: Any = None) -> Any:
+        all_rows = []
         for rows, own in zip(outputs, inputs, strict=True):
             for row in rows:
-                row.copy_(own)
-        all_rows = [row for rows in outputs for row in rows]
+                all_rows.append(row.copy_(own))
         return self._done("all_gather", all_rows, self._others, outputs)
 
     def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> Any:
@@ -184,7 +189,7 @@ class DryGroup(Group):
     def barrier(self, options: Any = None) -> Any:
         return self._done("barrier", [], 0)
 
-    # What they were called until torch 2.12.
+    # Their names until torch 2.12.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single

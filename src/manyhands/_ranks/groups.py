@@ -1,19 +1,19 @@
-"""Process groups of our own, which end with their last user.
+"""Make process groups that only we use, and end them with their last user.
 
 Some of our collectives must never be taken for anybody else's: the small vector that a scaling
 rule sends at the end of a backward pass, the buckets of a `ShardedDataParallel`, a block's mean
-that travels while training goes on. Each of these objects has a gloo group of its own, which costs
+that travels while training goes on. Each of these objects has a separate gloo group, which costs
 a few descriptors and three threads.
 
     connect   all ranks agree on a serial number, and connect to those whom they will send messages
-    Lease     what users of the group hold; the group ends when nobody holds the lease any more
-    end       in a thread, because the end of a gloo group waits for what is under way in it (a
+    Lease     kept by each user of the group; the group ends with the last reference to the lease
+    end       in a thread, because the end of a gloo group waits for its messages under way (a
               crew's groups end the same way)
 
 gloo by itself connects all ranks to all, with N requests of each for N addresses of N bytes. Ours
-connect two ranks when they first exchange a message, and open at once what they will use, the ring
-of an all-gather or an all-reduce, or all pairs: a rank that dies later must not keep the others in
-a connection that never comes.
+connect two ranks when they first exchange a message, and open at once the connections that will be
+used, the ring of an all-gather or an all-reduce, or all pairs: a rank that dies later must not keep
+the others in a connection that never comes.
 
 Two objects share no group. Ranks may issue the collectives of two rules in different orders (the
 hooks of two optimizers on one model fire in the order in which they were made), and what a rank
@@ -51,6 +51,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_ti
 
 from manyhands._ranks import presence
 from manyhands._ranks.dry_run import DryGroup, dry_group
+from manyhands._ranks.message_box import MessageBox
 from manyhands._ranks.sockets import (
     TCP_CLOSE,
     WatchedSocket,
@@ -64,7 +65,7 @@ from manyhands._warn import warn
 Gather: TypeAlias = Callable[[list[float]], list[list[float]]]  # numbers, over some ranks
 FIRST_PAUSE = 0.001  # seconds between two checks for users of a group, at first
 LONGEST_PAUSE = 1.0  # and later
-STUCK = 0.3  # seconds between two looks at what keeps a group from ending
+STUCK = 0.3  # seconds between two looks for sockets that keep a group from ending
 SHUT_WITHIN = 1.0  # seconds in which gloo closes connections that have been shut
 
 CALL = "Call it on every worker."
@@ -122,10 +123,11 @@ def connect(
     # `pairs`: they will exchange slices, or broadcast; else they pass messages on in a ring.
     own_store = PrefixStore(new_prefix(store, "group", ranks, gather), store)
     size = len(ranks)
-    if (dry := dry_group()) is not None:
+    dry = dry_group()
+    if dry is not None:
         return Lease(HeldGroup(DryGroup(rank, size, dry.counted)), tuple(ranks))
     held = make_gloo(own_store, rank, size, timeout or default_pg_timeout)
-    # Around it what torch has around every backend, so that profilers see its collectives too.
+    # In the object that torch has around every backend, so that profilers see its collectives.
     group = dist.ProcessGroup(own_store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, held.group)
@@ -168,7 +170,8 @@ def gloo_devices(host: str = "") -> list[Any]:
 
     def devices(lazy: bool) -> list[Any]:
         # As torch does, which reads this variable only where it makes the devices itself.
-        if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        names = os.environ.get("GLOO_SOCKET_IFNAME")
+        if names:
             return [make.create_device(interface=n, lazy_init=lazy) for n in names.split(",")]
         if host:
             return [make.create_device(hostname=host, lazy_init=lazy)]
@@ -200,10 +203,9 @@ class RollCall:
         prefix: str = "manyhands/call",
         ranks: Sequence[int] = (),
     ) -> None:
-        self.store = store
+        self.box = MessageBox(store, prefix)
         self._rank = rank
         self._size = size
-        self.prefix = prefix
         self._ranks = ranks  # among all processes, if they are known
 
     def wait(self, call: str, in_vain: Callable[[], str] = str) -> None:
@@ -212,72 +214,66 @@ class RollCall:
         began = time.monotonic()
         warned = False
         pause = FIRST_PAUSE
-        count = self.store.add(self.prefix, 1)
-        earlier = (count - 1) // self._size * self._size  # of calls that all ranks have made
-        first = count == earlier + 1
-        if count < earlier + self._size:
-            self.store.set(f"{self.prefix}/{self._rank}", str(earlier))
+        count = self.box.count("", 1)
+        everyone = -(-count // self._size) * self._size  # the count once all ranks have called
+        first = count == everyone - self._size + 1
+        if count < everyone:
+            self.box.put(f"/{self._rank}", str(everyone))
         if first and self._size > 1:
             self._note_problem("")
-        looked = began + self.look_after - presence.LOOK
-        others = presence.Presence(self.store)
-        while (here := count - earlier) < self._size:
+        others = presence.Presence(self.box.store)
+        while count < everyone:
             waited = time.monotonic() - began
             problem = ""
             if waited > self.look_after:
                 problem = in_vain()
-                if not problem and time.monotonic() - looked >= presence.LOOK:
-                    looked = time.monotonic()
-                    problem = self._look_for_missing(others, call, earlier, first)
-            if problem and self._leave(earlier):
+                if not problem and others.may_look():
+                    problem = self._look_for_missing(others, call, everyone, first)
+            late = waited > self.give_up_after
+            if not problem and (late or (waited > self.warn_after and not warned)):
+                missing = self._missing(everyone) if first else []  # all would ask too often
+                who = f"rank(s) {missing[:8]}"
+                if not missing:
+                    who = f"{everyone - count} of {self._size} ranks"
+                if late:
+                    problem = f"{who} have not called {call} within {waited:.3g} s. {CALL}"
+                else:
+                    warned = True
+                    warn(f"{call} waits: {who} have not called it. {CALL}")
+            if problem and self._leave(everyone):
                 raise RuntimeError(problem)
-            if waited > self.give_up_after and self._leave(earlier):
-                who = self._find_missing(earlier, here, first)
-                raise RuntimeError(f"{who} have not called {call} within {waited:.3g} s. {CALL}")
-            if waited > self.warn_after and not warned:
-                who = self._find_missing(earlier, here, first)
-                warned = True
-                warn(f"{call} waits: {who} have not called it. {CALL}")
             time.sleep(pause)
-            pause = min(2 * pause, 0.05 if waited < self.look_after else LONGEST_PAUSE)
-            count = self.store.add(self.prefix, 0)
+            pause = min(2 * pause, LONGEST_PAUSE)
+            if waited < self.look_after:
+                pause = min(pause, 0.05)
+            count = self.box.count("", 0)
 
     def _look_for_missing(
-        self, others: presence.Presence, call: str, earlier: int, first: bool
+        self, others: presence.Presence, call: str, everyone: int, first: bool
     ) -> str:
         """Return an error's message if the missing ranks will not come, else ""."""
         if not self._ranks:
             return ""
         if first:
-            reason = others.why_absent([self._ranks[rank] for rank in self._missing(earlier)])
+            reason = others.why_absent([self._ranks[rank] for rank in self._missing(everyone)])
             self._note_problem(reason)
         else:  # the first to come looks for all
-            number, reason = json.loads(self.store.get(f"{self.prefix}/first"))
+            number, reason = json.loads(self.box.read("/first"))
             reason = reason or others.why_absent([self._ranks[number]])
         return reason and f"rank {self._rank} has called {call}, and {reason}. {CALL}"
 
     def _note_problem(self, reason: str) -> None:
-        """Tell the others, on the first rank to come, that it is the first, and its `reason`."""
-        self.store.set(f"{self.prefix}/first", json.dumps([self._rank, reason]))
+        """Write, on the first rank to come, that it is the first, and its `reason`."""
+        self.box.put("/first", json.dumps([self._rank, reason]))
 
-    def _missing(self, earlier: int) -> list[int]:
-        missing: list[int] = []
-        for rank in range(self._size):
-            key = f"{self.prefix}/{rank}"
-            if not self.store.check([key]) or int(self.store.get(key)) != earlier:
-                missing.append(rank)
-        return missing
+    def _missing(self, everyone: int) -> list[int]:
+        return [n for n in range(self._size) if self.box.read(f"/{n}") != str(everyone)]
 
-    def _find_missing(self, earlier: int, here: int, first: bool) -> str:
-        """Return who is missing. The first to come asks for their names: all would be too many."""
-        missing = self._missing(earlier) if first else []
-        return f"rank(s) {missing[:8]}" if missing else f"{self._size - here} of {self._size} ranks"
-
-    def _leave(self, earlier: int) -> bool:
+    def _leave(self, everyone: int) -> bool:
         """Return whether this rank could take back that it was here, before all were."""
-        if self.store.add(self.prefix, -1) < earlier + self._size - 1:
+        if self.box.count("", -1) < everyone - 1:
             return True
-        self.store.add(self.prefix, 1)  # the last one has come in this moment
+        self.box.count("", 1)  # the last one has come in this moment
         return False
 
 
@@ -311,7 +307,7 @@ def _keep_for_ever(group: object) -> None:
 
 
 class GroupCloser:
-    """Closes groups that nobody uses any more, each in a thread of its own.
+    """Closes groups that have no users any more, each in a separate thread.
 
     A thread that returns from C++ while Python ends aborts the process. So no thread drops a group
     then, and a thread that drops one, connects one or waits in one is awaited, for a second.
@@ -374,7 +370,7 @@ class GroupCloser:
         """As Python ends (`atexit`): drop no more groups, and wait for the threads under way."""
         with self._lock:
             self._closed = True
-        until = time.monotonic() + 1.0  # what takes longer waits for a message that does not come
+        until = time.monotonic() + 1.0  # a slower one waits for a message that does not come
         for thread in list(self._under_way):
             if thread.ident is not None:  # it could be started
                 thread.join(max(0.0, until - time.monotonic()))

@@ -38,6 +38,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from manyhands._ranks.dry_run import dry_group
+from manyhands._ranks.message_box import MessageBox
 from manyhands._ranks.sockets import is_connected_to
 from manyhands._ranks.standstill import Standstill
 
@@ -47,7 +48,7 @@ BLOCKED = 10.0  # seconds for which a thread must have stood still to count as w
 LATE = 1.0  # seconds after a lost connection in which the others with that rank close, too
 NAMED = 8  # ranks that a message names
 TAG = 7061  # of receives that no rank ever sends to
-PREFIX = "manyhands/presence"
+PREFIX = "manyhands/presence/"
 LONGEST = 500  # characters of an error that other ranks are told
 KILLED = "Was its process killed, for instance because the memory was full?"
 UNEVEN = (
@@ -65,11 +66,20 @@ def count_step(owner: object) -> None:
 
 
 class Presence:
-    """What is known of ranks, by their numbers among all processes."""
+    """Which ranks have ended, failed or wait elsewhere, by their numbers among all processes."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._box = MessageBox(store, PREFIX)
         self._waiting = ""  # where ranks waited, when this one last looked
+        self._looked = -LOOK  # when that was
+
+    def may_look(self) -> bool:
+        """Return whether `LOOK` seconds have passed since the last look, and count the next."""
+        now = time.monotonic()
+        if now - self._looked < LOOK:
+            return False
+        self._looked = now
+        return True
 
     def find_ended(self, ranks: Sequence[int]) -> list[int]:
         """Return those of these ranks that have closed their connections."""
@@ -91,14 +101,19 @@ class Presence:
     def why_absent(self, ranks: Sequence[int]) -> str:
         """Return why waiting for all of these ranks is in vain, or "" while they may come.
 
-        Ask every `LOOK` seconds: that ranks wait elsewhere counts at the second time, because they
-        may have gone on since they said so.
+        Ask when `may_look` says so: that ranks wait elsewhere counts at the second time, because
+        they may have gone on since they said so.
         """
-        if ended := self.find_ended(ranks):
+        ended = self.find_ended(ranks)
+        if ended:
             return have_ended(ended)
         before = self._waiting
-        self._waiting = self._find_waiting(ranks) if self._answers() else ""
-        return self._waiting if self._waiting == before else ""
+        self._waiting = ""
+        if self._answers():
+            self._waiting = self._find_waiting(ranks)
+        if self._waiting != before:
+            return ""
+        return self._waiting
 
     def _find_waiting(self, ranks: Sequence[int]) -> str:
         """Return in which lines all of these ranks wait; "" if any does not."""
@@ -110,7 +125,9 @@ class Presence:
             places.setdefault(place, []).append(rank)
         waiting = []
         for place, those in places.items():
-            verb = "wait" if len(those) > 1 else "waits"
+            verb = "waits"
+            if len(those) > 1:
+                verb = "wait"
             waiting.append(f"{name_ranks(those)} {verb} in {place}")
         return " and ".join(waiting)
 
@@ -136,33 +153,24 @@ class Presence:
                 failed = f"rank {rank} has failed: {text}"
         return first, failed
 
-    def say_failed(self, text: str) -> None:
-        """Tell the other ranks why this one fails: they lose their connections to it next."""
-        self._say("failed", text)
-
-    def say_waits(self, place: str) -> None:
-        """Tell the other ranks in which line this one waits; "" if it has gone on."""
-        self._say("waits", place)
-
     def count_at_work(self, own: int = 0) -> int:
         """Return how often ranks have said that they are at work, with this one's `own`."""
-        return int(self._store.add(f"{PREFIX}/at work", own))
+        return self._box.count("at work", own)
 
-    def _say(self, kind: str, text: str) -> None:
+    def say(self, kind: str, text: str) -> None:
+        """Tell the other ranks that this one has "failed", and why, or in which line it "waits"."""
         with suppress(RuntimeError):  # the store ends in this moment
             if self._answers():
-                self._store.set(f"{PREFIX}/{kind}/{dist.get_rank()}", text)
+                self._box.put(f"{kind}/{dist.get_rank()}", text)
 
     def _read(self, kind: str, rank: int) -> str:
-        key = f"{PREFIX}/{kind}/{rank}"
         with suppress(RuntimeError):
-            if self._store.check([key]):
-                return str(self._store.get(key).decode())
+            return self._box.read(f"{kind}/{rank}")
         return ""
 
     def _answers(self) -> bool:
         """Return whether the store is there: a request to one that has ended prints a stack."""
-        store: Any = self._store
+        store: Any = self._box.store
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         return not isinstance(store, TCPStore) or is_connected_to(store.port)
@@ -170,8 +178,12 @@ class Presence:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Such as "ranks 1, 2"."""
-    listed = ", ".join(map(str, ranks[:NAMED])) + (", ..." if len(ranks) > NAMED else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
+    listed = ", ".join(map(str, ranks[:NAMED]))
+    if len(ranks) > NAMED:
+        listed += ", ..."
+    if len(ranks) > 1:
+        return f"ranks {listed}"
+    return f"rank {listed}"
 
 
 def have_ended(ranks: Sequence[int]) -> str:
@@ -226,14 +238,18 @@ def explain(
     own = dist.get_rank()
     ranks = range(dist.get_world_size()) if among is None else among.ranks
     presence = Presence(_get_default_store())
-    presence.say_failed("it has lost its connection to another rank.")
+    presence.say("failed", "it has lost its connection to another rank.")
     ended, failed = presence.find_first_ended(ranks)
+    if failed and not ended:
+        return RuntimeError(failed)
     if not ended:
-        return RuntimeError(failed) if failed else None
+        return None
     if text:
         return RuntimeError(f"{have_ended(ended)} {text}")
     steps = max(_steps.values(), default=0)
-    counts = f" after {steps} steps, and rank {own} is in step {steps + 1}" if steps else ""
+    counts = ""
+    if steps:
+        counts = f" after {steps} steps, and rank {own} is in step {steps + 1}"
     return RuntimeError(f"{have_ended(ended)}{counts}. {UNEVEN}")
 
 
@@ -255,7 +271,7 @@ def _explain_uncaught(
     before(kind, error, trace)
     if dist.is_initialized():
         text = "".join(format_exception_only(kind, error)).strip()
-        Presence(_get_default_store()).say_failed(text[:LONGEST])
+        Presence(_get_default_store()).say("failed", text[:LONGEST])
 
 
 # -- the training thread ---------------------------------------------------------------------------
@@ -272,14 +288,15 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         while not self._over.wait(WATCH):
-            blocked = self._standstill.look() >= BLOCKED
-            place = self._standstill.place() if blocked else ""
+            place = ""
+            if self._standstill.look() >= BLOCKED:
+                place = self._standstill.place()
             if place != self._said and dist.is_initialized():
                 # The store may end in this moment, or the process group (a ValueError).
                 with suppress(RuntimeError, ValueError):
-                    # A connection of its own: requests of the training thread may hold the other.
+                    # A separate connection: requests of the training thread may block the other.
                     store: Any = _get_default_store()
-                    Presence(store.clone()).say_waits(place)
+                    Presence(store.clone()).say("waits", place)
                     self._said = place
 
     def end(self) -> None:

@@ -1,11 +1,11 @@
-"""The ranks of a process group: who they are, and how numbers and text travel between them.
+"""Describe the ranks of a process group, and send numbers, text and tensors between them.
 
     identity   `size`, `rank`, `group`, and which backend serves which device
     numbers    `all_gather`, `sum_and_gather`, `all_reduce`
     text       `all_gather_text`
     tensors    `broadcast`, `broadcast_from_first`, `all_to_all`; slices of a bucket (`slices.py`)
 
-With one rank every collective returns at once, so that callers need no branch of their own.
+With one rank every collective returns at once, so that callers need no branch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 FIRST_ROUND = 512  # bytes of a text that travel in the first all_gather
-SENT_ALONE = 65_536  # elements of a tensor that gets a broadcast of its own, without a copy
+SENT_ALONE = 65_536  # elements of a tensor that gets a separate broadcast, without a copy
 JOIN = "Call manyhands.start(), or torch.distributed.init_process_group(), before this."
 
 _settled = False  # whether this process had a process group, or was told that it has none
@@ -59,24 +60,26 @@ class RankGroup:
     @classmethod
     def of(cls, group: Any = None, world_size: int | None = None) -> RankGroup:
         """Return the ranks of a process group (default: of all), or one rank if there is none."""
-        # `world_size` states what the caller expects. 1 inside a larger group means that each rank
-        # trains on its own.
+        # The caller expects `world_size` ranks. 1 inside a larger group: each rank trains alone.
         ready = dist.is_available() and dist.is_initialized()
-        size = dist.get_world_size(group) if ready else 1
+        size = 1
+        rank = 0
+        if ready:
+            size = dist.get_world_size(group)
+            rank = dist.get_rank(group)
         if world_size == 1:
             return cls()
         _warn_if_alone(ready)
         if world_size is not None and world_size != size:
-            raise ValueError(
-                f"world_size={world_size}, but the process group has {size} workers. Leave it out."
-                if ready
-                else f"world_size={world_size}, but there is no process group. {JOIN}"
-            )
+            found = f"the process group has {size} workers. Leave it out."
+            if not ready:
+                found = f"there is no process group. {JOIN}"
+            raise ValueError(f"world_size={world_size}, but {found}")
         if size < 1:  # torch reports -1 to a process that is not in the group
             raise ValueError("this process is not a member of the process group that was given.")
         if size > 1:
             presence.begin()
-        return cls(size, dist.get_rank(group) if ready else 0, group)
+        return cls(size, rank, group)
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> RankGroup:
@@ -126,9 +129,11 @@ class RankGroup:
         """Return a roll call: one for all that have this name, or a new one, on each rank."""
         store = _get_default_store()
         gather = partial(self.all_gather, device=self.any_device)
-        own = f"manyhands/{name}/{name_of_ranks(self.ranks)}" if name else ""
-        prefix = own or new_prefix(store, "roll call", self.ranks, gather)
-        return RollCall(store, self.rank, self.size, prefix, self.ranks if self.size > 1 else ())
+        if name:
+            prefix = f"manyhands/{name}/{name_of_ranks(self.ranks)}"
+        else:
+            prefix = new_prefix(store, "roll call", self.ranks, gather)
+        return RollCall(store, self.rank, self.size, prefix, self.ranks)
 
     def with_background_group(self, device: torch.device) -> RankGroup:
         """Return the same ranks in a group that another thread may use."""
@@ -145,9 +150,10 @@ class RankGroup:
         """The group's timeout; None if its backend does not say."""
         group = self._process_group
         # torch has no public way to read a group's timeout back.
-        backends = [group._get_backend(device) for device in group._device_types]
-        options = getattr(next(iter(backends), None), "options", None)
-        return getattr(options, "_timeout", None)
+        for device in group._device_types:
+            options = getattr(group._get_backend(device), "options", None)
+            return getattr(options, "_timeout", None)
+        return None
 
     @cached_property
     def _process_group(self) -> Any:
@@ -164,8 +170,12 @@ class RankGroup:
         # torch keeps no record of our own groups, nor of a crew's: both are gloo.
         if self.lease is not None or isinstance(self.group, dist.ProcessGroupGloo):
             return {"cpu": "gloo"}
-        pairs = dist.get_backend_config(self.group).split(",")
-        return dict(pair.split(":") for pair in pairs if ":" in pair)
+        backends = {}
+        for pair in dist.get_backend_config(self.group).split(","):
+            device, _, backend = pair.partition(":")
+            if backend:
+                backends[device] = backend
+        return backends
 
     def on_gloo(self, device: torch.device) -> bool:
         """Return whether gloo carries tensors on such a device."""
@@ -179,33 +189,33 @@ class RankGroup:
     @property
     def any_device(self) -> torch.device:
         """A device that the group serves: the same on every rank, whatever tensors it holds."""
-        types = self._backends if self.size > 1 else {"cpu": ""}
-        return torch.device("cpu" if "cpu" in types else next(iter(types)))
+        if self.size == 1 or "cpu" in self._backends:
+            return torch.device("cpu")
+        return torch.device(next(iter(self._backends)))
 
     def with_shared_memory(self, required: bool = True) -> RankGroup:
         """Return the same ranks, exchanging slices through memory that all of them can read."""
         # If they cannot share memory: raise if it is `required`, else leave them as they are.
         if self.size == 1:
             return self
-        memory = SharedMemory.of(self) if required else SharedMemory.if_possible(self)
-        return replace(self, shared_memory=memory)
+        return replace(self, shared_memory=SharedMemory.of(self, required))
 
     # -- slices of a bucket --------------------------------------------------------------------
 
     def reduce_scatter_slices(
-        self, bucket: torch.Tensor, cuts: Sequence[int], into: torch.Tensor | None = None
+        self, bucket: Tensor, cuts: Sequence[int], into: Tensor | None = None
     ) -> PendingReduceScatter | SharedMemoryReduceScatter:
         """Begin to bring every rank its slice of all ranks' buckets, to be summed there."""
         if self.shared_memory is not None:
             return self.shared_memory.reduce_scatter_slices(bucket, cuts)
         return slices.reduce_scatter_slices(self, bucket, cuts, into)
 
-    def all_gather_slices(self, bucket: torch.Tensor, cuts: Sequence[int]) -> list[dist.Work]:
+    def all_gather_slices(self, bucket: Tensor, cuts: Sequence[int]) -> list[dist.Work]:
         """Begin to fill `bucket` on every rank with the slices that each rank owns of it."""
         return slices.all_gather_slices(self, bucket, cuts)
 
     def reduce_scatter(
-        self, total: torch.Tensor, bucket: torch.Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType
+        self, total: Tensor, bucket: Tensor, op: dist.ReduceOp | dist.ReduceOp.RedOpType
     ) -> None:
         """Fill `total` with this rank's slice of all ranks' buckets, reduced by `op`."""
         slices.reduce_scatter(total, bucket, op=op, group=self.group)
@@ -213,9 +223,9 @@ class RankGroup:
     # -- tensors -------------------------------------------------------------------------------
 
     def all_to_all(
-        self, outgoing: Sequence[torch.Tensor], sizes: Sequence[int], tag: int
-    ) -> tuple[list[torch.Tensor], list[Any]]:
-        """Begin to send bytes to each rank; return what will arrive from each, and the works.
+        self, outgoing: Sequence[Tensor], sizes: Sequence[int], tag: int
+    ) -> tuple[list[Tensor], list[Any]]:
+        """Begin to send bytes to each rank; return the incoming tensors, and the works.
 
         `outgoing` are uint8 tensors, `sizes` the numbers of bytes that arrive. Both have one entry
         per rank, the own one empty. On gloo the bytes travel between pairs of ranks, without a
@@ -236,12 +246,12 @@ class RankGroup:
             works.append(group.send([outgoing[to]], to, tag))
         return incoming, works
 
-    def broadcast_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
+    def broadcast_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Fill the tensors on every rank with rank 0's values; small ones of a type together."""
         if self.size == 1:
             return
-        others: list[torch.Tensor] = []
-        for tensor in map(torch.Tensor.detach, tensors):
+        others: list[Tensor] = []
+        for tensor in map(Tensor.detach, tensors):
             if tensor.numel() > SENT_ALONE and tensor.is_contiguous():
                 dist.broadcast(tensor, group_src=0, group=self.group)
             else:
@@ -253,7 +263,7 @@ class RankGroup:
             for tensor, part in zip(small, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
-    def broadcast(self, tensor: torch.Tensor, source: int, recipient: int) -> None:
+    def broadcast(self, tensor: Tensor, source: int, recipient: int) -> None:
         """Fill `tensor` on the recipient (-1: on every rank) with that of rank `source`."""
         if recipient == -1:
             dist.broadcast(tensor, group_src=source, group=self.group)
@@ -262,14 +272,14 @@ class RankGroup:
         elif self.rank == recipient:
             dist.recv(tensor, group_src=source, group=self.group)
 
-    def all_reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
+    def all_reduce(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
         """Sum a tensor over the ranks in place, or take the largest values; return it."""
         if self.size > 1:
             self.start_all_reduce(tensor, largest=largest).wait()
         return tensor
 
     def start_all_reduce(
-        self, tensor: torch.Tensor, rows: Any = None, own: Any = None, *, largest: bool = False
+        self, tensor: Tensor, rows: Any = None, own: Any = None, *, largest: bool = False
     ) -> dist.Work:
         """Begin to sum a tensor over the ranks, in place, or to take the largest values."""
         # `rows` are views of a part of it, one for each rank, which fills in its `own`.
@@ -285,12 +295,12 @@ class RankGroup:
 
     # -- numbers and text ----------------------------------------------------------------------
 
-    def sum_and_gather(self, row: torch.Tensor, summed: int) -> PendingSums:
+    def sum_and_gather(self, row: Tensor, summed: int) -> PendingSums:
         """Begin to sum `row[:summed]` over the ranks, and to gather every rank's rest of the row.
 
         It is one small collective. On gloo every rank's row is gathered, which takes half the time
         of reducing it. NCCL reduces among many ranks in fewer steps, so there it is a sum in which
-        every rank has a place of its own for its rest.
+        every rank has a separate place for its rest.
         """
         if self.size == 1:
             return PendingSums(row, summed)
@@ -307,9 +317,9 @@ class RankGroup:
     def all_gather(self, numbers: list[float], device: torch.device) -> list[list[float]]:
         """Return every rank's `numbers`, in rank order."""
         own = torch.tensor(numbers, dtype=widest_float(device), device=device)
-        everyone = self.sum_and_gather(own, 0).read()
-        n = len(numbers)
-        return [everyone[i : i + n] for i in range(0, len(everyone), n)]
+        everyone = self.sum_and_gather(own, 0).wait()
+        rows: list[list[float]] = everyone.view(self.size, -1).tolist()
+        return rows
 
     def all_gather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order. Wait up to `patience` for it."""
@@ -338,7 +348,7 @@ class RankGroup:
         # The group's method, not `dist.all_gather`: it takes a timeout for this one call, and still
         # works after `destroy_process_group`, when an asynchronous save may not have ended.
         self._process_group.allgather([rows], [own], options).wait()
-        return [ctypes.string_at(row.data_ptr(), size) for row in map(torch.Tensor.cpu, rows)]
+        return [ctypes.string_at(row.data_ptr(), size) for row in map(Tensor.cpu, rows)]
 
 
 @dataclass
@@ -350,7 +360,7 @@ class PendingSums:
     the program ends.
     """
 
-    table: torch.Tensor  # a row for each rank; one row in all if the collective has summed already
+    table: Tensor  # a row for each rank; one row in all if the collective has summed already
     summed: int
     work: dist.Work | None = None
 
@@ -376,10 +386,13 @@ class PendingSums:
         if self.table.dim() == 1 or self.table.device.type != "cpu":
             return self.wait().tolist()
         rows = self.table.tolist()
-        sums = [sum(column) for column in zip(*(row[: self.summed] for row in rows), strict=True)]
-        return [*sums, *(number for row in rows for number in row[self.summed :])]
+        columns = zip(*(row[: self.summed] for row in rows), strict=True)
+        result: list[float] = [sum(column) for column in columns]
+        for row in rows:
+            result += row[self.summed :]
+        return result
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Tensor:
         """Wait, and return the result as a tensor on the device."""
         if self.work is not None:
             self.work.wait()
@@ -408,7 +421,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def rank_group_of(
-    params: Sequence[torch.Tensor], group: Any = None, world_size: int | None = None
+    params: Sequence[Tensor], group: Any = None, world_size: int | None = None
 ) -> RankGroup:
     """Return the ranks that share the gradients of these parameters."""
     # They are the ranks of `group`, or those over which the parameters are sharded, or all.

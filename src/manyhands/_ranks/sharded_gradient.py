@@ -1,7 +1,7 @@
 """Stand in `param.grad` for a gradient of which each rank holds slices, and compute its norm.
 
-**A `ShardedGradient`** is what `param.grad` is after a sharded backward. It has the parameter's
-shape and no memory of its own. Behind it are
+**A `ShardedGradient`** is in `param.grad` after a sharded backward. It has the parameter's shape
+and no memory. Behind it are
 
     slices   this rank's elements of the mean gradient: flat tensors, one per bucket
     starts   where in the flat parameter each of them begins
@@ -12,7 +12,7 @@ shape and no memory of its own. Behind it are
 Operations that act on each element alone act on the slices. The norm that
 `torch.nn.utils.clip_grad_norm_` takes is a `LocalNorm`. `all` and `any` are reduced over the ranks
 at once. Any other operation would be of this rank's shard and not of the gradient: it raises, and
-says what to call instead.
+names the call to make instead.
 
 **A `LocalNorm`** is the norm of this rank's slices. torch's clipping takes the norm of each
 gradient, stacks these norms, and takes the norm of the stack. Only the norm of all of them is
@@ -66,16 +66,16 @@ class LocalNorm(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Keep local what can be combined later; reduce over the ranks before all else."""
+        """Keep norms local that can be combined later; else reduce them over the ranks first."""
         kwargs = kwargs or {}
-        norms = list(args[0]) if func is torch.stack else [args[0]] if args else []
+        norms = list(args[0] if func is torch.stack else args[:1])
         if _can_combine(norms):
             with torch._C.DisableTorchFunctionSubclass():
                 if func in KEEP_LOCAL:
                     result = func(*args, **kwargs)
-                    return (
-                        _as_local_norm(result, norms[0]) if isinstance(result, Tensor) else result
-                    )
+                    if isinstance(result, Tensor):
+                        return _as_local_norm(result, norms[0].power, norms[0].group)
+                    return result
                 if func is torch.linalg.vector_norm and float((*args, 2)[1]) == norms[0].power:
                     # The norm of norms of one kind is the norm of all their elements.
                     here = torch.linalg.vector_norm(*args, **kwargs)
@@ -92,13 +92,14 @@ class LocalNorm(Tensor):
         if self.group is None:
             return plain
         if math.isinf(self.power):
-            # A maximum may lose a nan, so whether there is one travels as a number of its own.
+            # A maximum may lose a nan, so whether there is one travels as a separate number.
             is_nan = plain.isnan().to(plain.dtype)
             both = torch.stack([plain.nan_to_num(nan=0.0, posinf=math.inf), is_nan])
             dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
             return torch.where(both[1] > 0, math.nan, both[0])
         # In float64 the power neither overflows nor rounds. mps has no float64.
-        total = plain.double().pow(self.power) if plain.device.type != "mps" else plain
+        wide = plain if plain.device.type == "mps" else plain.double()
+        total = wide.pow(self.power)
         dist.all_reduce(total, group=self.group)
         return total.pow(1 / self.power).to(plain.dtype)
 
@@ -107,33 +108,33 @@ def norm_of_slices(slices: Sequence[Tensor], power: float, group: Any) -> LocalN
     """Return the norm of a gradient's slices on this rank; there is one at least."""
     norms = [_norm_of_one(each, power) for each in slices]
     here = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), power)
-    result = here.as_subclass(LocalNorm)
-    result.power = power
-    result.group = group
-    return result
+    return _as_local_norm(here, power, group)
 
 
 def _norm_of_one(elements: Tensor, power: float) -> Tensor:
     """Return the norm of one slice; 0 of an empty one."""
     if power == 2:
         return norm(elements)  # one read of the memory
-    # An empty slice has no maximum norm.
-    return torch.linalg.vector_norm(elements, power) if elements.numel() else elements.new_zeros(())
+    if not elements.numel():  # which has no maximum norm
+        return elements.new_zeros(())
+    return torch.linalg.vector_norm(elements, power)
 
 
-def _as_local_norm(result: Tensor, like: LocalNorm) -> LocalNorm:
-    local_norm = result.as_subclass(LocalNorm)
-    local_norm.power = like.power
-    local_norm.group = like.group
+def _as_local_norm(norms: Tensor, power: float, group: Any) -> LocalNorm:
+    local_norm = norms.as_subclass(LocalNorm)
+    local_norm.power = power
+    local_norm.group = group
     return local_norm
 
 
 def _can_combine(norms: list[Any]) -> TypeGuard[list[LocalNorm]]:
     """Return whether all are norms of one kind, of slices among the same ranks."""
-    return all(
-        isinstance(each, LocalNorm) and (each.power, each.group) == (norms[0].power, norms[0].group)
-        for each in norms
-    ) and bool(norms)
+    for each in norms:
+        if not isinstance(each, LocalNorm):
+            return False
+        if each.power != norms[0].power or each.group != norms[0].group:
+            return False
+    return bool(norms)
 
 
 def _reduce_all(value: Any) -> Any:
@@ -202,7 +203,10 @@ class ShardedGradient(Tensor):
 
     def parts(self) -> list[Tensor]:
         """Return all tensors that this rank holds of the gradient."""
-        return [*self.slices, *([] if self.local is None else [self.local])]
+        parts = list(self.slices)
+        if self.local is not None:
+            parts.append(self.local)
+        return parts
 
     def full_tensor(self) -> Tensor:
         """Return the averaged gradient with all ranks' slices, on each rank; as a DTensor does."""
@@ -220,9 +224,10 @@ class ShardedGradient(Tensor):
         device: torch.device | None = None,
     ) -> ShardedGradient:
         """Return a copy with each tensor changed, perhaps to another dtype and device."""
-        pieces = [change(piece) for piece in self.slices]
+        pieces = list(map(change, self.slices))
         other = ShardedGradient(self, pieces, self.starts, self.group, dtype, device)
-        other.local = None if self.local is None else change(self.local)
+        if self.local is not None:
+            other.local = change(self.local)
         return other
 
     def fits(self, other: object) -> bool:
@@ -234,21 +239,20 @@ class ShardedGradient(Tensor):
 
     def mapped(self, func: Callable[..., Tensor], others: Sequence[Any]) -> ShardedGradient:
         """Return a function of each element, and of the elements of other sharded tensors."""
-        theirs = [o.parts() if isinstance(o, ShardedGradient) else None for o in others]
-        done = [
-            func(part, *(o if t is None else t[i] for o, t in zip(others, theirs, strict=True)))
-            for i, part in enumerate(self.parts())
-        ]
+        done = []
+        for number, part in enumerate(self.parts()):
+            theirs = [o.parts()[number] if isinstance(o, ShardedGradient) else o for o in others]
+            done.append(func(part, *theirs))
         if not done:  # the dtype must be that of the other ranks
-            done = [func(*(_empty_like(o) for o in (self, *others)))]
+            done = [func(*map(_empty_like, (self, *others)))]
         remaining = iter(done)
         return self.twin(lambda _: next(remaining), done[0].dtype)
 
     def quantified(self, quantifier: Callable[[Tensor], Tensor]) -> Tensor:
         """Return whether all elements are true, or any: over all ranks, so call it on each."""
-        here = [quantifier(part) for part in self.parts()]
-        nothing = quantifier(torch.empty(0, device=self.device))
-        flag = quantifier(torch.stack([*here, nothing])) if here else nothing
+        flags = [quantifier(torch.empty(0, device=self.device))]  # of no elements
+        flags += map(quantifier, self.parts())
+        flag = quantifier(torch.stack(flags))
         if self.group is None:
             return flag
         # An error, not a hang, if a rank is missing.
@@ -260,7 +264,7 @@ class ShardedGradient(Tensor):
         return number.to(torch.bool)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        held = sum(piece.numel() for piece in self.slices)
+        held = sum(map(Tensor.numel, self.slices))
         return f"ShardedGradient(shape={tuple(self.shape)}, {held} of {self.numel()} elements here)"
 
     def __deepcopy__(self, memo: dict[int, object]) -> ShardedGradient:
@@ -276,12 +280,12 @@ class ShardedGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Do what torch asks on this rank's slices, or raise if it needs the whole gradient."""
+        """Run an operation on this rank's slices, or raise if it needs the full gradient."""
         packet = func.overloadpacket
         kwargs = kwargs or {}
         first = args[0] if args else None
         if packet in NORMS and len(args) <= 2 and not kwargs:  # else of a dimension, or wider
-            power = float(args[1]) if len(args) > 1 else 2.0
+            power = float((*args, 2.0)[1])
             if packet is aten.linalg_vector_norm:
                 return _norm_of(args[0], power)
             return [_norm_of(each, power) for each in args[0]]
@@ -318,8 +322,8 @@ class ShardedGradient(Tensor):
             raise RuntimeError(
                 "Run the last backward of the step outside no_sync(), and clip after it."
             )
-        nothing = () if self.slices else (torch.empty(0, dtype=self.dtype, device=self.device),)
-        return norm_of_slices([*self.slices, *nothing], power, self.group)
+        nothing = torch.empty(0, dtype=self.dtype, device=self.device)
+        return norm_of_slices(self.slices or [nothing], power, self.group)
 
     def _added(self, other: Tensor, alpha: object) -> ShardedGradient:
         """Add the next backward's gradient, as autograd does; it is averaged later."""
@@ -332,7 +336,9 @@ class ShardedGradient(Tensor):
         elif other.shape != self.shape or alpha != 1:
             raise RuntimeError("change a gradient in a hook, before it is averaged and sharded.")
         else:
-            self.local = other if self.local is None else self.local + other
+            if self.local is not None:
+                other = self.local + other
+            self.local = other
         return self
 
 
@@ -371,14 +377,14 @@ def _is_large(argument: object) -> bool:
 
 def _apply_foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Apply a foreach operation; an argument that is a list has one element for each gradient."""
-    lists = [a if isinstance(a, list | tuple) else None for a in args[1:]]
-    for i, grad in enumerate(args[0]):
-        own = [a if each is None else [each[i]] for a, each in zip(args[1:], lists, strict=True)]
-        parts = grad.parts() if isinstance(grad, ShardedGradient) else [grad]
+    for number, grad in enumerate(args[0]):
+        own = [[a[number]] if isinstance(a, list | tuple) else a for a in args[1:]]
+        parts = [grad]
+        if isinstance(grad, ShardedGradient):
+            parts = grad.parts()
+            grad.zeroed = grad.zeroed or func.overloadpacket is aten._foreach_zero_
         for part in parts:
             func([part], *own, **kwargs)
-        if isinstance(grad, ShardedGradient) and func.overloadpacket is aten._foreach_zero_:
-            grad.zeroed = True
 
 
 def local_parts(grad: Tensor) -> list[Tensor]:

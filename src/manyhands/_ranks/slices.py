@@ -2,8 +2,8 @@
 
 The cuts of equal slices are a range.
 
-    reduce_scatter_slices   every rank's bucket in, the sum of its own slice out
-    all_gather_slices       every rank's slice in, the whole bucket out
+    reduce_scatter_slices   every rank's bucket in, the sum of this rank's slice out
+    all_gather_slices       every rank's slice in, the full bucket out
 
 Each begins at once and returns something to wait for. Which of torch's collectives carries the
 slices depends on the backend:
@@ -48,7 +48,7 @@ TAG = 28_008  # of our messages between two ranks, so that no other library's ar
 
 
 class RankIdentity(Protocol):
-    """What collectives, and memory that ranks of one host share, need of a `RankGroup`."""
+    """The methods of a `RankGroup` that collectives and shared memory need."""
 
     @property
     def size(self) -> int: ...
@@ -79,7 +79,7 @@ class PendingReduceScatter:
         first, *others = self.rows
         if self.own is not None:
             others.append(self.own)
-        # `to` returns the row itself if the dtype is the same: the sum needs no memory of its own.
+        # `to` returns the row itself if the dtype is the same: the sum needs no other memory.
         total = first.to(accumulation_dtype(self.sent.dtype))
         for row in others:
             total.add_(row)
@@ -89,7 +89,7 @@ class PendingReduceScatter:
 def reduce_scatter_slices(
     ranks: RankIdentity, bucket: Tensor, cuts: Sequence[int], into: Tensor | None
 ) -> PendingReduceScatter:
-    """Begin to send every slice of `bucket` to its owner, who will sum what arrives."""
+    """Begin to send every slice of `bucket` to its owner, who will sum the slices."""
     # `into` is memory for the sum. Leave it and `bucket` alone until the sum is there.
     own = bucket[cuts[ranks.rank] : cuts[ranks.rank + 1]]
     summed_as_sent = bucket.dtype == accumulation_dtype(bucket.dtype)
@@ -102,11 +102,11 @@ def reduce_scatter_slices(
         return _send_by_pairs(ranks, bucket, cuts, into if summed_as_sent else None)
     if summed_as_sent and not isinstance(cuts, range):
         # NCCL's reduce_scatter takes equal slices only.
-        works = [
-            dist.reduce(bucket[a:b], group_dst=rank, group=ranks.group, async_op=True)
-            for rank, (a, b) in enumerate(pairwise(cuts))
-            if a < b
-        ]
+        works = []
+        for rank, (start, end) in enumerate(pairwise(cuts)):
+            if start < end:
+                part = bucket[start:end]
+                works.append(dist.reduce(part, group_dst=rank, group=ranks.group, async_op=True))
         return PendingReduceScatter(own, [], works, bucket)
     if summed_as_sent:
         total = torch.empty_like(own)
@@ -153,11 +153,12 @@ def all_gather_slices(ranks: RankIdentity, bucket: Tensor, cuts: Sequence[int]) 
         own = bucket[cuts[ranks.rank] : cuts[ranks.rank + 1]]
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return [gather(bucket, own, group=ranks.group, async_op=True)]
-    return [
-        dist.broadcast(bucket[a:b], group_src=rank, group=ranks.group, async_op=True)
-        for rank, (a, b) in enumerate(pairwise(cuts))
-        if a < b
-    ]
+    works = []
+    for rank, (start, end) in enumerate(pairwise(cuts)):
+        if start < end:
+            part = bucket[start:end]
+            works.append(dist.broadcast(part, group_src=rank, group=ranks.group, async_op=True))
+    return works
 
 
 def reduce_scatter(total: Tensor, bucket: Tensor, **options: Any) -> Any:
@@ -181,29 +182,25 @@ class SharedMemory:
         self._later: list[DeferredBarrier] = []
 
     @classmethod
-    def of(cls, workers: RankIdentity) -> SharedMemory:
-        """Share memory between ranks; raise an error if they are on several hosts."""
-        if not _host_identity():
+    def of(cls, workers: RankIdentity, required: bool = True) -> SharedMemory | None:
+        """Share memory between ranks. If they cannot, raise if it is `required`, or return None."""
+        own = _host_identity()
+        if required and not own:
             raise RuntimeError("shared_memory=True needs Linux. Leave it out on this system.")
-        hosts = workers.all_gather_text(_host_identity())
-        if len(set(hosts)) > 1:
-            listed = ", ".join(f"rank {rank}: {host}" for rank, host in enumerate(hosts[:8]))
-            raise ValueError(
-                f"shared_memory=True needs all workers on one host, and they are on {listed}."
-            )
-        return cls(workers)
-
-    @classmethod
-    def if_possible(cls, workers: RankIdentity) -> SharedMemory | None:
-        """Share memory between ranks, or return None if they cannot read each other's memory."""
-        hosts = workers.all_gather_text(_host_identity())
-        if len(set(hosts)) > 1 or not hosts[0]:
-            return None
+        hosts = workers.all_gather_text(own)
         memory = cls(workers)
-        return memory if memory._reads_the_others() else None
+        together = len(set(hosts)) == 1
+        if together and (required or (own and memory._reads_the_others())):
+            return memory
+        if together or not required:
+            return None
+        listed = ", ".join(f"rank {rank}: {host}" for rank, host in enumerate(hosts[:8]))
+        raise ValueError(
+            f"shared_memory=True needs all workers on one host, and they are on {listed}."
+        )
 
     def _reads_the_others(self) -> bool:
-        """Return whether every rank reads in each rank's memory what that rank has written."""
+        """Return whether every rank reads the number that each rank has written to its memory."""
         tensors, problem = self._open_all(1, torch.int64)
         if problem:
             return False
@@ -211,8 +208,8 @@ class SharedMemory:
         token = int.from_bytes(os.urandom(7), "little")
         tensors[self._workers.rank].fill_(token)
         tokens = self._workers.all_gather_text(str(token))
-        same = all(int(tensor) == int(sent) for tensor, sent in zip(tensors, tokens, strict=True))
-        return all(self._workers.all_gather_text("yes" if same else ""))
+        same = list(map(int, tensors)) == list(map(int, tokens))
+        return "False" not in self._workers.all_gather_text(str(same))
 
     def empty(self, size: int, dtype: torch.dtype) -> list[Tensor]:
         """Return a new tensor of every rank, in rank order. Write to your own only."""
@@ -299,7 +296,7 @@ class DeferredBarrier:
         self.work: dist.Work | None = None
 
     def wait(self) -> None:
-        """Wait for the barrier, which the next barrier of this memory begins along with its own."""
+        """Wait for the barrier, which the next barrier of this memory also begins."""
         if self.work is None:
             self._host.barrier()  # which sets `work`
         assert self.work is not None

@@ -46,7 +46,8 @@ def survive_cuts_to(port: int, seconds: float) -> None:
 def internet_sockets() -> Iterator[socket.socket]:
     """Yield the process's internet sockets, each under a second descriptor: close it."""
     for name in os.listdir("/dev/fd"):
-        if (found := internet_socket(int(name))) is not None:
+        found = internet_socket(int(name))
+        if found is not None:
             yield found
 
 
@@ -105,8 +106,15 @@ def watched_sockets(epolls: Iterable[int]) -> set[WatchedSocket]:
     found = set()
     for epoll in epolls:
         for descriptor, inode in _watched_by(epoll):
-            state = _tcp_state(descriptor)
-            if state is not None:
+            end = internet_socket(descriptor)
+            if end is None:
+                continue
+            with closing(end):
+                # A forked process has the epolls of its parent, and other sockets under the numbers
+                # in their lists.
+                same = os.fstat(end.fileno()).st_ino == int(inode, 16)
+                state = _state_of(end)
+            if same and state is not None:
                 found.add(WatchedSocket(epoll, descriptor, inode, state))
     return found
 
@@ -159,15 +167,6 @@ def _watched_by(epoll: int) -> list[tuple[int, str]]:
     except OSError:  # closed meanwhile
         return []
     return [(int(fd), inode) for fd, inode in re.findall(r"tfd: *(\d+) .* ino:(\w+)", text)]
-
-
-def _tcp_state(descriptor: int) -> int | None:
-    """Return the state of a TCP socket; None of any other descriptor."""
-    found = internet_socket(descriptor)
-    if found is None:
-        return None
-    with closing(found):
-        return _state_of(found)
 
 
 def _state_of(end: socket.socket) -> int | None:

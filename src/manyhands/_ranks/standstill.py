@@ -43,7 +43,9 @@ class Standstill:
         self.thread = threading.get_ident()
         # Not on macOS, where the time of the process has to do.
         clock_of = getattr(time, "pthread_getcpuclockid", None)
-        self._clock: int | None = None if clock_of is None else clock_of(self.thread)
+        self._clock: int | None = None
+        if clock_of is not None:
+            self._clock = clock_of(self.thread)
         self._since = time.monotonic()
         self._looked = self._since
         self._used_by_thread, self._used_by_process = self._times()

@@ -1,7 +1,7 @@
-"""Whether this process was asked to stop: the one place where that is kept.
+"""Note whether this process was asked to stop.
 
 Signals, a file and engines give the notice (`engines/_stopping.py`). A notice reaches ranks at
-different moments, and some ranks never. So nobody acts on it alone: a scaling rule sends it along
+different moments, and some ranks never. So no rank acts on it alone: a scaling rule sends it along
 with each step's numbers, blocks send it with each sync round, and `mh.stopping` asks the other
 ranks where neither of them does.
 """
@@ -11,14 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-LOOK = 1.0  # seconds between two looks at what has to be asked
+LOOK = 1.0  # seconds between two looks at the sources
 
 
 class StopNotice:
     """Whether this process was asked to stop, why, and how much time it has left."""
 
     def __init__(self) -> None:
-        self.reason = ""  # such as "SIGTERM"; empty while nobody has asked this process to stop
+        self.reason = ""  # such as "SIGTERM"; empty until this process is asked to stop
         self.read = False  # whether the script has asked, since then, whether it should stop
         self.in_crew = (
             False  # whether this process waits for others in a crew, which ends by itself

@@ -8,7 +8,7 @@
 
 Receipt and answer travel through the store in which the ranks have met. So there is no collective,
 and nothing that a rank does grows with the number of ranks, but for rank 0's work in the
-background: one receipt for each rank. `Post` has these messages.
+background: one receipt for each rank. `Post` sends and reads these messages.
 
 A crash leaves either no commit, and the files are removed by a later save, or a commit, and the
 checkpoint is complete.
@@ -24,7 +24,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -37,7 +36,8 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from manyhands._ranks.agreement import NAMED, describe_error, raise_if_different, to_error
 from manyhands._ranks.dry_run import DryGroup, dry_group
-from manyhands._ranks.presence import LOOK, Presence, name_ranks
+from manyhands._ranks.message_box import HeartbeatMonitor, MessageBox
+from manyhands._ranks.presence import Presence, name_ranks
 from manyhands._ranks.ranks import RankGroup
 from manyhands._tensors.random_state import random_state
 from manyhands._warn import warn
@@ -304,21 +304,21 @@ class Post:
         self.size = savers.size
         self.token = ""
         self.begun = False  # whether this rank has the token, and the others wait for its receipt
-        self._store: Any = store
         self._patience = patience
-        self._next: tuple[Path, int] | None = None  # a folder, and the number of the next in it
-        self._old = ""  # the token of the save before
+        self._next: dict[Path, int] = {}  # the number of the next checkpoint in a folder
+        self._box = MessageBox(store)  # of this save
+        self._old: MessageBox | None = None  # of the save before
         self._began = 0.0
         self._warned = False
-        self._seen = (0.0, "", "")
-        self._looked = 0.0  # when this rank last looked whether others will come
+        self._monitor = HeartbeatMonitor(SILENCE)
         self._done = threading.Event()  # set once a rank need not show any more that it lives
         if store is not None:
             self._presence = Presence(store)
             ranks = sha256(",".join(map(str, savers.ranks)).encode()).hexdigest()[:16]
-            self._prefix = f"manyhands/save/{ranks}"
+            prefix = f"manyhands/save/{ranks}/"
             # A store may outlive a process group, and have messages of an earlier one.
-            self._prefix += f"/{store.add(f'{self._prefix}/{self.rank}', 1)}"
+            serial = MessageBox(store, prefix).count(str(self.rank), 1)
+            self._all = MessageBox(store, f"{prefix}{serial}/")  # of all saves
 
     @classmethod
     def of(cls, ranks: RankGroup) -> Post:
@@ -341,29 +341,34 @@ class Post:
         self._began = time.monotonic()
         self._warned = False
         self.begun = False
-        number = self._next[1] if self._next is not None and self._next[0] == folder.path else None
+        number = self._next.get(folder.path)
+        check = partial(self._miss, [0])
         if self.rank == 0:
             number = self._begin_as_first(number, step, folder)
         else:
-            self.token = self.token or self._wait("first", lambda: self._miss([0]))
+            if not self.token:
+                self._use(self._wait(self._all, "first", check))
             if number is None:
-                told = json.loads(self._wait("begun", lambda: self._miss([0])))
+                told = json.loads(self._wait(self._box, "begun", check))
                 self.begun = True
                 if "error" in told:
                     raise to_error(*told["error"])
                 number = int(told["number"])
         self.begun = True
-        self._next = (folder.path, number)
+        self._next = {folder.path: number}
         self._done = threading.Event()
         if self.size > 1:
-            threading.Thread(target=self._show_life, args=(self._done,), daemon=True).start()
+            beat = self._box.beat
+            life = (f"alive/{self.rank}", min(PULSE, self._patience / 4), self._done)
+            threading.Thread(target=beat, args=life, daemon=True).start()
         return folder.name_of(number, step)
 
     def _begin_as_first(self, number: int | None, step: int | None, folder: Folder) -> int:
         """Begin on rank 0, and tell the others the number and, once, the token."""
         first = not self.token
         self.begun = True
-        self.token = self.token or new_token()
+        if first:
+            self._use(new_token())
         told: dict[str, Any] = {}
         try:
             number = folder.begin(number, step)
@@ -372,34 +377,37 @@ class Post:
             told["error"] = describe_error(error)
             raise
         finally:
-            self._set("begun", json.dumps(told))
-            if first:
-                self._set("first", self.token)
+            if self.size > 1:
+                self._box.put("begun", json.dumps(told))
+                if first:
+                    self._all.put("first", self.token)
         return number
 
     def send(self, receipt: dict[str, Any]) -> None:
         """Send rank 0 this rank's receipt."""
         self._done.set()
-        self._set(f"receipt/{self.rank}", json.dumps(receipt))
+        self._box.put(f"receipt/{self.rank}", json.dumps(receipt))
 
     def gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the receipts of all ranks, on rank 0."""
         receipts = [own]
         for rank in range(1, self.size):
             key = f"receipt/{rank}"
-            receipts.append(json.loads(self._wait(key, partial(self._check_called, rank))))
-            self._store.delete_key(self._key(key))
+            check = partial(self._check_called, rank)
+            receipts.append(json.loads(self._wait(self._box, key, check)))
+            self._box.delete(key)
         return receipts
 
     def _check_called(self, first: int) -> None:
         """Find out, on rank 0, whether the ranks from this one on have called."""
-        ranks = range(first, self.size)
-        absent = [r for r in ranks if not (self._has(f"receipt/{r}") or self._has(f"alive/{r}"))]
+        absent = []
+        for rank in range(first, self.size):
+            if not (self._box.has(f"receipt/{rank}") or self._box.has(f"alive/{rank}")):
+                absent.append(rank)
+        self._box.put("absent", name_ranks(absent) if absent else "")
         if absent:
-            self._set("absent", name_ranks(absent))
             self._miss(absent)
         else:
-            self._set("absent", "")
             self._check_alive(first)
 
     def end(self, failed: list[str]) -> None:
@@ -407,19 +415,19 @@ class Post:
         self._done.set()
         after = new_token()
         if self.size > 1:
-            self._set("end", json.dumps([failed, after]))
+            self._box.put("end", json.dumps([failed, after]))
             atexit.unregister(_linger)
             atexit.register(_linger, time.monotonic() + LINGER + self.size / 1000)
             # All have read the answer to the save before if their receipts came, which was later.
-            if self._old and not failed:
-                self._store.delete_key(self._old)
-            self._old = self._key("end")
+            if self._old is not None and not failed:
+                self._old.delete("end")
+            self._old = self._box
         self._prepare_next(failed, after)
 
     def wait_for_end(self, is_published: Callable[[], bool]) -> list[str]:
         """Return how the save has ended: the kind and the message of an error, or nothing."""
         try:
-            failed, after = json.loads(self._wait("end", self._check_rank_0))
+            failed, after = json.loads(self._wait(self._box, "end", self._check_rank_0))
         except dist.DistNetworkError:
             # The store may have ended with rank 0, which was done.
             if is_published():
@@ -430,40 +438,32 @@ class Post:
 
     def _check_rank_0(self) -> None:
         """Wait on as long as rank 0 lives: it gives up for all, and says why."""
-        if not self._has("begun"):
+        if not self._box.has("begun"):
             self._miss([0])
             return
-        absent = (self._get("absent") if self._has("absent") else "") or ""
-        if absent:
+        if absent := self._box.read("absent"):
             self._warn_of(absent)
         self._check_alive(0)
 
     def _prepare_next(self, failed: list[str], token: str) -> None:
-        self.token = token
-        if self._next is not None:
-            self._next = None if failed else (self._next[0], self._next[1] + 1)
+        self._use(token)
+        for path in self._next:
+            self._next[path] += 1
+        if failed:
+            self._next.clear()
 
     # -- who is there --------------------------------------------------------------------------
 
-    def _show_life(self, done: threading.Event) -> None:
-        """Tell rank 0 now and then that this rank is at work."""
-        key = self._key(f"alive/{self.rank}")
-        count = 0
-        while not done.wait(min(PULSE, self._patience / 4)):
-            count += 1
-            self._store.set(key, str(count))
-
     def _check_alive(self, rank: int) -> None:
         """Raise RuntimeError if a rank has ended, or has shown no life for too long."""
-        key = self._key(f"alive/{rank}")
-        now = time.monotonic()
-        found = (self._get(f"alive/{rank}") or "") if self._has(f"alive/{rank}") else ""
-        if (key, found) != self._seen[1:]:
-            self._seen = (now, key, found)
-        ended = self._presence.find_ended([self.savers.ranks[rank]]) if self._may_look() else []
+        count = int(self._box.read(f"alive/{rank}") or 0)
+        self._monitor.observe({f"{self.token}/{rank}": count}, time.monotonic())
+        ended = False
+        if self._presence.may_look():
+            ended = bool(self._presence.find_ended([self.savers.ranks[rank]]))
         if ended:
             problem = f"rank {rank} has ended while it saved."
-        elif now - self._seen[0] > SILENCE:
+        elif self._monitor.silent:
             problem = (
                 f"rank {rank} has not been heard of for {SILENCE:g} s while it saved. Has its "
                 "process ended?"
@@ -476,7 +476,7 @@ class Post:
         """Raise if ranks that have not called will not, or have not for long; or warn."""
         names = name_ranks(absent)
         text = f"rank {self.rank} has called mh.save, and"
-        if self._may_look():
+        if self._presence.may_look():
             reason = self._presence.why_absent([self.savers.ranks[rank] for rank in absent])
             if reason:
                 raise RuntimeError(f"{text} {reason}. {EVERYWHERE}")
@@ -494,48 +494,24 @@ class Post:
                 f"{EVERYWHERE} (This rank waits for {self._patience:g} s in all.)"
             )
 
-    def _may_look(self) -> bool:
-        """Return whether it is time to look at the other ranks again."""
-        now = time.monotonic()
-        if now - self._looked < LOOK:
-            return False
-        self._looked = now
-        return True
-
-    # -- the store -----------------------------------------------------------------------------
-
-    def _key(self, key: str) -> str:
-        return f"{self._prefix}/{key}" if key == "first" else f"{self._prefix}/{self.token}/{key}"
-
-    def _set(self, key: str, text: str) -> None:
+    def _use(self, token: str) -> None:
+        """Set the token of the next save."""
+        self.token = token
         if self.size > 1:
-            self._store.set(self._key(key), text)
+            self._box = MessageBox(self._all.store, f"{self._all.prefix}{token}/")
 
-    def _has(self, key: str) -> bool:
-        return bool(self._store.check([self._key(key)]))
-
-    def _get(self, key: str) -> str | None:
-        """Return a message; None if it takes long to come."""
-        self._store.set_timeout(timedelta(seconds=min(SAY_AFTER, self._patience) / 2))
-        try:
-            return str(self._store.get(self._key(key)).decode())
-        except RuntimeError as error:
-            if "imeout" not in str(error):
-                raise
-            return None
-
-    def _wait(self, key: str, check: Callable[[], None]) -> str:
+    def _wait(self, box: MessageBox, key: str, check: Callable[[], None]) -> str:
         """Return a message. If it takes long to come, `check` now and then whether to go on."""
-        text = self._get(key)
-        while text is None:
+        text = box.wait_for(key, min(SAY_AFTER, self._patience) / 2)
+        while not text:
             try:
                 check()
             except RuntimeError:
-                if not self._has(key):  # else it has come meanwhile, as the last word of a rank
+                if not box.has(key):  # else it has come meanwhile, as the last word of a rank
                     raise
             # Not one long request: gloo's store prints a warning when that ends.
             time.sleep(min(0.5, self._patience / 20))
-            text = self._get(key) if self._has(key) else None
+            text = box.read(key)
         return text
 
 
@@ -555,11 +531,11 @@ class DryPost(Post):
         super().end(failed)
         atexit.unregister(_linger)
 
-    def _wait(self, key: str, check: Callable[[], None]) -> str:
+    def _wait(self, box: MessageBox, key: str, check: Callable[[], None]) -> str:
         told = {"first": new_token(), "begun": '{"number": 1}', "end": f'[[], "{new_token()}"]'}
         text = told.get(key, self._receipt)
         self._counted.requests["get"] += 1
-        self._counted.store_bytes += len(self._key(key)) + len(text)
+        self._counted.store_bytes += len(box.prefix + key) + len(text)
         return text
 
 

@@ -4,7 +4,7 @@ In the order in which a worker meets them:
 
 _launcher.py    `manyhands run`: start workers, and start again those that die
 _kept.py        a worker in place of one that died, forked without importing torch again
-_return.py      the launcher reaches the store again after a cut
+_link.py        the launcher's entry in the roster, and its way back to the store after a cut
 _processes.py   the launcher forwards what workers print, and leaves none behind
 _crew.py        `Crew`: join, settle rounds, regroup, leave; how long to wait for the late
 _enrollment.py  what a worker must have in common with the others, and how it gets in

@@ -1,4 +1,4 @@
-"""A crew: workers that join, leave, stall and die, and still agree on every round.
+"""Agree on every round with workers that join, leave, stall and die.
 
 A *round* is one exchange between the members of a *generation*, which share a process group. It is
 kept if every member reports that everything has arrived, and undone otherwise, with one decision
@@ -24,8 +24,8 @@ member has left.
         exchange_a_last_time()
     crew.leave()
 
-What members agree on, and how, is in _roster.py; what a worker must have in common with the others,
-and how a process enters a generation, in _enrollment.py. The state itself belongs to the caller.
+_roster.py has the decisions that members share. _enrollment.py compares the options of workers, and
+lets a process into a generation. The state itself belongs to the caller.
 
 `GraceWindow` says how long to wait for a late member, judged by the time that earlier rounds took.
 Waiting has a cost: each of the other n - 1 members loses a second for every second. Going on
@@ -44,26 +44,32 @@ then go on, lose at most twice as much as if they had known how late the member 
 from __future__ import annotations
 
 import atexit
-import logging
 import math
 import os
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from manyhands._arguments import number_in, real, whole
+from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands._ranks.ranks import RankGroup
 from manyhands._ranks.stop_notice import stop_notice
 from manyhands._warn import warn
-from manyhands.blocks.crew._enrollment import NO_FACTS, Enrollment, MemberFacts, check_not_failed
+from manyhands.blocks.crew._enrollment import (
+    NO_FACTS,
+    Enrollment,
+    MemberFacts,
+    Siblings,
+    check_not_failed,
+)
 from manyhands.blocks.crew._roster import NO_VERSION, WATCHED, Roster, Version
 from manyhands.blocks.crew._store import (
     PREFIX,
-    HeartbeatMonitor,
     SharedRoster,
     Signer,
     StoreClient,
@@ -83,14 +89,13 @@ AUTO = "auto"
 PATIENCE_NEEDS = f'It is at least as long as stall, or "{AUTO}".'
 REPEAT_ARRIVAL = 1.0  # seconds until a worker reports its arrival again
 SHORTEST = 1.0  # seconds; on a busy host living members may be late by less than that
-KNOWN = 3  # waits that are needed to say what is usual
+KNOWN = 3  # waits that are needed to know the usual one
 REGROUP = 1.0  # seconds that a regrouping is assumed to take until one was timed
 JOINED_ALREADY = (
     "this worker has joined the crew already. Wrap several optimizers, such as Muon and AdamW, in "
     "one list: mh.DiLoCo([muon, adamw], crew=crew). To change the members, call regroup()."
 )
 
-log = logging.getLogger("manyhands")
 Number = TypeVar("Number", int, float)
 
 
@@ -135,14 +140,6 @@ class Crew:
         inner_group: dist.ProcessGroup | None = None,
         secret: str | None = None,
     ) -> None:
-        self.generation = 0
-        self.members: tuple[int, ...] = ()  # worker numbers, in rank order
-        self.rank = 0
-        self.source = 0  # the rank that sends joiners the state
-        self.joiners: tuple[int, ...] = ()  # the ranks that need the state
-        self.regroup_due = False
-        self._round = 0  # index of the current round of this generation
-        self._transport: GlooTransport | None = None
         self.inner = RankGroup() if inner_group is None else RankGroup.of(inner_group)
         self.store = store or os.environ.get("MANYHANDS_STORE") or None
         if self.store:
@@ -157,13 +154,12 @@ class Crew:
         self.expected = whole("expected", _or_environment(expected, "MANYHANDS_WORKERS", int, 1), 1)
         self.stall = real("stall", _or_environment(stall, "MANYHANDS_STALL", float, 5.0), least=0.1)
         given: object = patience
+        self._grace: GraceWindow | None = None
         if (os.environ.get("MANYHANDS_PATIENCE") if patience is None else patience) == AUTO:
-            self._grace: GraceWindow | None = GraceWindow()
+            self._grace = GraceWindow()
             given = max(PATIENCE, self.stall)
-        else:
-            self._grace = None
-            if not isinstance(patience, str):
-                given = _or_environment(patience, "MANYHANDS_PATIENCE", float, PATIENCE)
+        elif not isinstance(patience, str):
+            given = _or_environment(patience, "MANYHANDS_PATIENCE", float, PATIENCE)
         self.patience = real("patience", given, least=self.stall, why=PATIENCE_NEEDS)
         self.quorum = whole("quorum", _or_environment(quorum, "MANYHANDS_QUORUM", int, 1), 1)
         if self.quorum > 1 and self.inner.size > 1:
@@ -171,18 +167,37 @@ class Crew:
                 "a quorum is for workers of one process: the processes of an inner_group cannot "
                 "wait for the store and join again, each by itself. Leave quorum out."
             )
-        self._cut_off = False  # from the store
-        # When the last round was settled, and when this worker arrived at the present one.
-        self._settled = 0.0
-        self._arrived = 0.0
-        self._failures = 0  # to connect, since it worked the last time
-        self._looked = 0.0  # when a newcomer last looked whether the others await it
-        self._facts = NO_FACTS
+        self.regroup_due = False
+        self._membership = Membership()
+        self._round = 0  # index of the current round of this generation
         self._enrollment: Enrollment | None = None  # None before join() and after leaving
+        self._transport: GlooTransport | None = None
+        self._connection: StoreConnection | None = None  # None without a store
         if self.store is not None:
-            self._signer = Signer.from_environment(secret)
-            self._connection = StoreConnection(self.store, self._signer)
-        self._pid = 0  # of the process that joined; a fork of it must not leave in its name
+            self._connection = StoreConnection(self.store, Signer.from_environment(secret))
+
+    @property
+    def generation(self) -> int:
+        return self._membership.generation
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of the workers, in rank order."""
+        return self._membership.members
+
+    @property
+    def rank(self) -> int:
+        return self._membership.rank
+
+    @property
+    def source(self) -> int:
+        """The rank that sends joiners the state."""
+        return self._membership.source
+
+    @property
+    def joiners(self) -> tuple[int, ...]:
+        """The ranks that need the state."""
+        return self._membership.joiners
 
     @property
     def size(self) -> int:
@@ -201,7 +216,7 @@ class Crew:
     @property
     def ignored(self) -> int:
         """Values in the store that this worker ignored, because no member can have written them."""
-        return 0 if self.store is None else self._signer.ignored
+        return 0 if self._connection is None else self._connection.signer.ignored
 
     # -- joining and leaving -------------------------------------------------------------------
 
@@ -209,39 +224,40 @@ class Crew:
         """Join the crew: return when this worker is in a generation.
 
         `version` says how far it is, as from a checkpoint.
-        `facts` are what it must have in common with the others. If they differ, an error says what
-        differs, before the other workers have noticed this one.
+        All workers must have equal `facts`. If they differ, an error names the differences, before
+        the other workers have noticed this one.
         """
         if self.members or self._enrollment is not None:
             raise RuntimeError(JOINED_ALREADY)
-        if self.store is None:
+        if self._connection is None:
             self._begin_alone()
             return
         check_interface()
-        self._facts = facts
-        self._pid = os.getpid()
         try:
-            self._enroll(self.store)
+            self._enroll(self._connection, facts)
             # A script that ends without leave() is lost. The others need not wait for its silence.
             atexit.register(self._depart)
             self._enter(version)
         except BaseException:
             self._depart()
             raise
-        self._settled = time.monotonic()
+        if self._grace is not None:
+            self._grace.begin_block()
 
-    def _enroll(self, store: str) -> None:
+    def _enroll(self, connection: StoreConnection, facts: MemberFacts) -> None:
         """Connect to the store, and check that this worker fits the others."""
+        store = connection.store
         monitor = HeartbeatMonitor(self.stall)
-        client = StoreClient(store, monitor.interval, self._signer)
+        client = StoreClient(store, monitor.interval, connection.signer)
         try:
             shared = SharedRoster(client, monitor, self.inner.size)
             former = frozenset() if self._enrollment is None else self._enrollment.own_ids
+            siblings = Siblings(self.number, self.inner)
             self._enrollment = Enrollment(
-                shared, self.number, self.inner, self.expected, self.patience, self.quorum, former
+                shared, siblings, self.expected, self.patience, self.quorum, former
             )
-            self._enrollment.agree_on_incarnation()
-            self._enrollment.check_facts(self._facts)
+            siblings.agree_on_incarnation(shared)
+            self._enrollment.check_facts(facts)
         except (StoreLost, OSError) as error:
             client.close()
             if self._enrollment is not None:
@@ -252,43 +268,46 @@ class Crew:
 
     def regroup(self, version: Version) -> None:
         """Form the next generation with all living members and all waiting processes."""
-        if self.store is None:
+        if self._connection is None:
             self._begin_alone()
             return
         began = time.monotonic()
         while True:
+            if self._joined().cut_off:
+                self._return_to_store(self._connection)
             try:
-                if self._cut_off:
-                    self._return_to_store()
                 self._enter(version)
                 break
             except StoreLost:
-                if self.quorum == 1:
-                    raise
-                self._cut_off = True
-        self._settled = time.monotonic()
+                self._note_cut()
         if self._grace is not None:
-            self._grace.add_regroup(self._settled - began)
+            self._grace.add_regroup(time.monotonic() - began)
+            self._grace.begin_block()
 
-    def _return_to_store(self) -> None:
+    def _note_cut(self) -> None:
+        """Let this worker join again, with a quorum; else raise the error that is handled."""
+        if self.quorum == 1:
+            raise
+        self._joined().cut_off = True
+        self.regroup_due = True
+
+    def _return_to_store(self, connection: StoreConnection) -> None:
         """Wait until the store answers again; this worker then comes as a new process."""
-        assert self.store is not None
+        former = self._joined()
         self._disconnect()
-        if self._enrollment is not None:
-            self._enrollment.close()
+        former.close()
         until = time.monotonic() + self.patience
         while True:
             try:
-                self._connection = StoreConnection(self.store, self._signer)
-                self._enroll(self.store)
+                connection.forget()
+                self._enroll(connection, former.facts)
                 break
             except StoreLost:
                 if time.monotonic() > until:
                     raise
                 time.sleep(1.0)  # without a route there is an answer at once
         # No generation has our new id, and a store that was started again counts from 1.
-        self._cut_off = False
-        self.generation = 0
+        self._membership = Membership()
 
     def leave(self) -> None:
         """Leave because this worker is done. The others go on without waiting for it.
@@ -315,9 +334,9 @@ class Crew:
         """Tell the members that this worker is gone: it has left, or it ends (`atexit`)."""
         enrollment = self._enrollment
         self._enrollment = None
-        self.members = ()
+        self._membership = Membership()
         atexit.unregister(self._depart)
-        if enrollment is None or self._pid != os.getpid():
+        if enrollment is None or enrollment.process != os.getpid():
             return
         id = enrollment.id
         shared = enrollment.shared
@@ -341,14 +360,16 @@ class Crew:
         """
         began = time.monotonic()
         pause = FIRST_PAUSE
-        self._arrived = began
+        if self._grace is not None:
+            self._grace.arrive()
         while not done(pause):
             if self._enrollment is None:
                 continue
             roster = self._enrollment.shared.refresh()
             if roster.settled(self.generation, self._round, self._enrollment.id) is not None:
                 raise WorkerLost("another worker has given up this round.", self._lost(roster))
-            if hindrance := self._find_hindrance(roster, began):
+            hindrance = self._find_hindrance(roster, began)
+            if hindrance is not None:
                 raise WorkerLost(*hindrance)
             pause = next_pause(pause, self.size)
 
@@ -357,22 +378,18 @@ class Crew:
 
         They hold a round that it does not know of. Then `regroup_due` is set.
         """
-        now = time.monotonic()
-        if self._enrollment is None:
+        if self._enrollment is None or not self._enrollment.shared.may_look():
             return False
-        shared = self._enrollment.shared
-        if now - self._looked < shared.monitor.interval:
-            return False
-        self._looked = now
         try:
-            roster = shared.refresh()
+            roster = self._enrollment.shared.refresh()
         except StoreLost:
             return False  # the next round finds it lost, too
-        behind = (m.id in roster.ids and m.version.steps < steps for m in roster.waiting)
-        if roster.generation == self.generation and not any(behind):
-            return False
-        self.regroup_due = True
-        return True
+        awaited = roster.generation != self.generation
+        for member in roster.waiting:
+            if member.id in roster.ids and member.version.steps < steps:
+                awaited = True
+        self.regroup_due = self.regroup_due or awaited
+        return awaited
 
     def begin_blocks(self) -> None:
         """Forget how long rounds took: those of a warm-up come after each step."""
@@ -391,14 +408,11 @@ class Crew:
         try:
             return self._close(self._enrollment, steps)
         except StoreLost:
-            if self.quorum == 1:
-                raise
-            self._cut_off = True
-            self.regroup_due = True
+            self._note_cut()
             return False
 
     def _close(self, enrollment: Enrollment, steps: int) -> bool:
-        """Announce the end, and look for up to `patience` seconds what the others announce."""
+        """Announce the end, and wait up to `patience` seconds for announcements of the others."""
         generation = self.generation
         round_index = self._round
         shared = enrollment.shared
@@ -407,14 +421,15 @@ class Crew:
         began = time.monotonic()
         pause = FIRST_PAUSE
         while True:
-            announced = roster.closing_at(round_index).items()
-            closing = {id: taken for id, taken in announced if id not in roster.gone}
+            closing = roster.closing_at(round_index)
+            for id in roster.gone:
+                closing.pop(id, None)
             if roster.generation != generation or own not in closing:
                 return False
             all_known = {*closing, *roster.gone, *shared.silent} >= {*roster.ids}
             # One that saw before us who is lost has ended the generation, and asks for the next
             # one, to hold the last round there. If one that trains on has ended it, we leave.
-            regrouping = {member.id for member in roster.waiting} & {*roster.ids}
+            regrouping = roster.waiting_ids.intersection(roster.ids)
             if (all_known or regrouping & closing.keys()) and {*closing.values()} == {steps}:
                 return True
             others_took_more = max(closing.values()) > steps
@@ -436,16 +451,13 @@ class Crew:
         try:
             kept = self._settle(arrived, sync_round)
         except StoreLost:
-            if self.quorum == 1:
-                raise
             # The others may have kept it. They are further then, and send this worker their state.
-            self._cut_off = True
-            self.regroup_due = True
+            self._note_cut()
             return False
-        now = time.monotonic()
-        if kept and sync_round and self._grace is not None:
-            self._grace.add_round(self._arrived - self._settled, now - self._arrived)
-        self._settled = now
+        if self._grace is not None:
+            if kept and sync_round:
+                self._grace.keep_round()
+            self._grace.begin_block()
         return kept
 
     def _settle(self, arrived: bool, sync_round: bool) -> bool:
@@ -492,10 +504,11 @@ class Crew:
         """Return why a round that is waited for cannot be kept, and the numbers of those lost."""
         closing = roster.closing_at(self._round)
         if closing and roster.generation == self.generation and self._joined().id not in closing:
-            numbers = tuple(sorted({roster.worker_of(id) for id in closing}))
+            numbers = tuple(sorted(set(map(roster.worker_of, closing))))
             which = ", ".join(map(str, numbers))
             return f"worker {which} is done, and leaves before this round.", numbers
-        if lost := self._lost(roster):
+        lost = self._lost(roster)
+        if lost:
             which = ", ".join(map(str, lost))
             return f"worker {which} is lost: it left, died or stalled.", lost
         if time.monotonic() - began > self._longest_wait:
@@ -505,15 +518,16 @@ class Crew:
     @property
     def _longest_wait(self) -> float:
         """Seconds for which a living member is waited for."""
-        known = math.inf if self._grace is None else self._grace.seconds(self.size)
-        return min(self.patience, known)
+        if self._grace is None:
+            return self.patience
+        return min(self.patience, self._grace.seconds(self.size))
 
     def _lost(self, roster: Roster) -> tuple[int, ...]:
         """Return the numbers of the lost members, as far as this worker knows."""
         if roster.generation != self.generation:
             return (self.number,)  # the others went on without this worker
         lost = (self._joined().shared.silent | roster.gone) & set(roster.ids)
-        return tuple(sorted({roster.worker_of(id) for id in lost}))
+        return tuple(sorted(set(map(roster.worker_of, lost))))
 
     def _joined(self) -> Enrollment:
         if self._enrollment is None:
@@ -524,23 +538,23 @@ class Crew:
 
     def _begin_alone(self) -> None:
         """Begin a generation of this worker alone: a crew without a store."""
-        self.generation += 1
-        self.members = (self.number,)
-        self.joiners = ()
+        self._membership = Membership(self.generation + 1, (self.number,))
         self.regroup_due = False
 
     def _enter(self, version: Version) -> None:
         """Ask for the next generation until this worker is in one whose members are connected."""
         enrollment = self._joined()
-        enrollment.longest_wait = self._longest_wait
+        longest_wait = self._longest_wait
         shared = enrollment.shared
         if enrollment.id not in shared.refresh().ids:
             enrollment.begin_incarnation()
         while True:
             # The old group has other members. It ends in the background, without a wait.
             self._disconnect()
-            roster = enrollment.wait_for_generation(version, after=self.generation)
-            self._take_place(roster)
+            roster = enrollment.wait_for_generation(version, self.generation, longest_wait)
+            self._membership = Membership.of(roster, self.number)
+            self._round = 0
+            self.regroup_due = False
             if roster.all_lost:
                 warn(
                     "all workers of this run were lost at once, and with them all that they had "
@@ -550,7 +564,7 @@ class Crew:
                 )
             if not self._connect():
                 shared.change(lambda roster: roster.undo(self.generation, 0))
-            # Each inner rank has a group of its own, and one of these may have failed. So a
+            # Each inner rank has a separate group, and one of these may have failed. So a
             # round decides, for all processes of all workers, whether everything is connected.
             elif self.inner.size == 1 or self.settle(True, sync_round=False):
                 return
@@ -562,38 +576,39 @@ class Crew:
 
     def _connect(self) -> bool:
         """Connect the members; return False if that failed, or if a member was lost meanwhile."""
-        if self.size == 1:
+        if self.size == 1 or self._connection is None:
             return True
         prefix = f"{PREFIX}group/{self.generation}/{self.inner.rank}"
-        self._transport = GlooTransport(
-            self._connection, prefix, self.rank, self.size, self.patience
-        )
+        transport = GlooTransport(self._connection, prefix, self.rank, self.size, self.patience)
+        self._transport = transport
         try:
             # Not a plain join of the transport's thread: a member may die before it connects.
-            self.wait(self._transport.wait)
-            connected = self._transport.group is not None
+            self.wait(transport.wait)
         except WorkerLost:
             connected = False
-        self._failures = 0 if connected else self._failures + 1
-        # Once is no news, as a member may have died meanwhile. Of more, say the 2nd, 4th, 8th, ...
-        tell = self._failures > 1 and self._failures & (self._failures - 1) == 0
-        if tell and (error := self._transport.error) is not None:
-            log.warning(
-                "worker %d cannot connect to the others, and tries again: %s", self.number, error
-            )
+        else:
+            connected = transport.group is not None
         if not connected:
             self._disconnect()
+        self._connection.count_failure(connected, transport.error, self.number)
         return connected
 
-    def _take_place(self, roster: Roster) -> None:
-        """Take over the members of the generation that this worker is in now."""
-        self.members = roster.workers
-        self.rank = self.members.index(self.number)
-        self.generation = roster.generation
-        self._round = 0
-        self.source = roster.source
-        self.joiners = roster.joiners
-        self.regroup_due = False
+
+@dataclass(frozen=True)
+class Membership:
+    """A generation, and the rank of this worker in it."""
+
+    generation: int = 0
+    members: tuple[int, ...] = ()
+    rank: int = 0
+    source: int = 0
+    joiners: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, roster: Roster, number: int) -> Membership:
+        members = roster.workers
+        rank = members.index(number)
+        return cls(roster.generation, members, rank, roster.source, roster.joiners)
 
 
 def _or_environment(
@@ -610,6 +625,18 @@ class GraceWindow:
         self._waits: deque[float] = deque(maxlen=32)  # from its arrival until a round was kept
         self._blocks: deque[float] = deque(maxlen=8)  # from a kept round until its next arrival
         self._regroups: deque[float] = deque(maxlen=8)
+        self._began = 0.0  # the present block
+        self._arrived = 0.0  # at the present round
+
+    def begin_block(self) -> None:
+        self._began = time.monotonic()
+
+    def arrive(self) -> None:
+        self._arrived = time.monotonic()
+
+    def keep_round(self) -> None:
+        """Add the times of the present round."""
+        self.add_round(self._arrived - self._began, time.monotonic() - self._arrived)
 
     def add_round(self, block: float, waited: float) -> None:
         """Add the times of a round that was kept."""
@@ -637,6 +664,6 @@ class GraceWindow:
             return math.inf
         middle = median(self._waits)
         usual = middle + 4 * median(abs(wait - middle) for wait in self._waits)
-        regroup = median(self._regroups) if self._regroups else REGROUP
+        regroup = median(self._regroups or [REGROUP])
         worth = (median(self._blocks) + 2 * members * regroup) / (members - 1)
         return max(usual, worth, SHORTEST)

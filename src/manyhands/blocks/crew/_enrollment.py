@@ -1,22 +1,21 @@
-"""How a process joins a crew: its facts, its id, and its way into the next generation.
+"""Let a process into a crew: compare its facts, give it an id, wait for the next generation.
 
-    enrollment = Enrollment(shared, number, inner, expected, patience)
-    enrollment.agree_on_incarnation()     all processes of the worker count its starts alike
+    enrollment = Enrollment(shared, siblings, expected, patience)
+    enrollment.siblings.agree_on_incarnation(shared)    all processes of the worker count its starts
     enrollment.check_facts(facts)         or raise: this worker would not fit the others
     enrollment.begin_incarnation()        a new id, and a heartbeat under it
-    roster = enrollment.wait_for_generation(version, after=0)
+    roster = enrollment.wait_for_generation(version, after=0, longest_wait=600.0)
 
-It knows nothing of rounds or connections: these are `Crew`'s (_crew.py).
+`Crew` (_crew.py) has the rounds and connections.
 
-`MemberFacts` are what all workers of a crew must have in common: the options, and the tensors that
-are averaged. A worker describes its own in a text when it joins. The first worker's text is the
-run's. A worker whose text differs is refused, with an error that names the differences. The ranks
-of a process group compare the same things when the optimizer is made (`_ranks/agreement.py`); a
-crew's members are never all present at one time.
+`MemberFacts` are equal on all workers of a crew: the options, and the tensors that are averaged. A
+worker describes them in a text when it joins. The first worker's text is the run's. A worker whose
+text differs is refused, with an error that names the differences. The ranks of a process group
+compare the same things when the optimizer is made (`_ranks/agreement.py`); a crew's members are
+never all present at one time.
 
     {"options": {"every": "16", ...},
-     "parameter": ["(4, 3) float32 on cpu", ...], "buffer": [...],
-     "names": {"parameter": ["encoder.weight", ...], "buffer": [...]}}
+     "parameter": [["encoder.weight", "(4, 3) float32 on cpu"], ...], "buffer": [...]}
 
 Tensors are averaged by position, so their order matters, and only names can reveal a different
 order. If names are unknown, or if two workers have no name in common (one model is wrapped), names
@@ -34,14 +33,15 @@ import errno
 import hashlib
 import json
 import logging
+import os
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from operator import methodcaller
 
 from torch import Tensor, nn
 
@@ -60,27 +60,13 @@ START_PATIENCE = 30.0  # seconds that the first workers wait for the other expec
 log = logging.getLogger("manyhands")
 
 LOOK_AGAIN = 2.0  # seconds until a worker tries again to reach those that it could not reach
+FINISHED = (
+    "manyhands: the run has ended: all others have left before worker {} was in. Start a new run, "
+    "with a store of its own, to train on."
+)
 LISTED = 3  # differences of a kind in an error message: more add nothing
 
-Kind = Literal["parameter", "buffer"]
-KINDS: tuple[Kind, ...] = ("parameter", "buffer")
 DescribedTensor = tuple[str, str]  # name (empty if unknown), description
-
-
-class Names(TypedDict, total=False):
-    """The names of a worker's tensors, as far as they are known."""
-
-    parameter: list[str]
-    buffer: list[str]
-
-
-class Description(TypedDict, total=False):
-    """What `MemberFacts` describe. A text that no member wrote may lack any of it."""
-
-    options: dict[str, str]
-    parameter: list[str]
-    buffer: list[str]
-    names: Names
 
 
 @dataclass(frozen=True)
@@ -98,12 +84,11 @@ class MemberFacts:
         modules: Sequence[nn.Module],
     ) -> MemberFacts:
         """Describe a worker's options and tensors."""
-        described: Description = {
+        described = {
             # As text, so that every option can be compared after a trip through JSON.
             "options": {name: str(value) for name, value in options.items()},
-            "parameter": describe_tensors(params, frozen=True),
-            "buffer": describe_tensors(buffers),
-            "names": {"parameter": names_in(modules, params), "buffer": names_in(modules, buffers)},
+            "parameter": _name_all(params, describe_tensors(params, frozen=True), modules),
+            "buffer": _name_all(buffers, describe_tensors(buffers), modules),
         }
         return cls(json.dumps(described, separators=(",", ":")))
 
@@ -111,22 +96,79 @@ class MemberFacts:
     def digest(self) -> str:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
-    def differences(self, text: str | None, digest: str) -> list[str]:
+    def differences(self, text: str, digest: str) -> list[str]:
         """Return how this worker differs from the run's text, whose checksum is `digest`."""
         # The checksum comes from the roster, and is right. The text may be missing or forged.
-        if text is None or MemberFacts(text).digest != digest:
+        if MemberFacts(text).digest != digest:
             return ["what it trains (the store does not hold the run's description any more)"]
-        own: Description = json.loads(self.text)
-        run: Description = json.loads(text)
-        found = list(_option_differences(own.get("options", {}), run.get("options", {})))
-        for kind in KINDS:
-            found += _tensor_differences(
-                kind, _described_tensors(kind, own), _described_tensors(kind, run)
-            )
+        own = json.loads(self.text)
+        run = json.loads(text)
+        found = _option_differences(own.get("options", {}), run.get("options", {}))
+        for kind in ("parameter", "buffer"):
+            found += _tensor_differences(kind, own.get(kind, []), run.get(kind, []))
         return found
 
 
 NO_FACTS = MemberFacts("{}")
+
+
+class Siblings:
+    """The processes of this worker, which train one model together, and live and die together."""
+
+    def __init__(self, number: int, inner: RankGroup) -> None:
+        self.number = number  # the worker's
+        self.inner = inner
+        self.process_number = number * inner.size + inner.rank
+        self.incarnation = 0  # of the worker
+        self.ids: frozenset[str] = frozenset()  # of the other ones in the present generation
+
+    def agree_on_incarnation(self, shared: SharedRoster) -> None:
+        """Set this worker's incarnation number, identical in all its processes."""
+        if self.inner.size == 1:
+            return
+        roster = shared.refresh()
+        if self.inner.rank == 0:  # one process counts, and the others learn the number from it
+            roster = shared.change(lambda roster: roster.count_worker_incarnation(self.number))
+        incarnation = dict(roster.worker_incarnations).get(self.number, 0)
+        own = [float(self.number), float(incarnation)]
+        gathered = self.inner.all_gather(own, self.inner.any_device)
+        numbers, incarnations = zip(*gathered, strict=True)
+        if len(set(numbers)) > 1:
+            listed = ", ".join(map("{:.0f}".format, numbers[:8]))
+            raise ValueError(
+                f"the processes of an inner_group are one worker of the crew, and have different "
+                f"numbers: {listed}. Give all of them the same (MANYHANDS_WORKER)."
+            )
+        self.incarnation = int(incarnations[0])
+
+    def enter(self, roster: Roster, own: str) -> None:
+        """Note the other processes in a generation: the process `own` dies with them."""
+        ids = (id for id in roster.ids if roster.worker_of(id) == self.number)
+        self.ids = frozenset(ids) - {own}
+
+    def check(self, roster: Roster, late: bool) -> None:
+        """Raise if this worker can never be complete again, or is not though it is `late`.
+
+        That is so if one of its processes is gone, or has been restarted. A stopped process may
+        wake up, so it is waited for: nothing is done without it meanwhile.
+        """
+        if self.inner.size == 1:
+            return
+        newest = 0
+        present = 0
+        for member in roster.members:
+            if roster.worker_of(member.id) == self.number:
+                newest = max(newest, member.worker_incarnation)
+        for member in roster.waiting:
+            if roster.worker_of(member.id) == self.number:
+                newest = max(newest, member.worker_incarnation)
+                present += member.worker_incarnation == self.incarnation
+        restarted = newest > self.incarnation
+        if restarted or self.ids & roster.gone or (late and present < self.inner.size):
+            raise RuntimeError(
+                f"another process of worker {self.number} is lost, and this one cannot train "
+                "without it. It ends here, so that all processes of the worker are started again."
+            )
 
 
 class Enrollment:
@@ -135,29 +177,27 @@ class Enrollment:
     def __init__(
         self,
         shared: SharedRoster,
-        number: int,
-        inner: RankGroup,
+        siblings: Siblings,
         expected: int,
         patience: float,
         quorum: int = 1,
         former_ids: frozenset[str] = frozenset(),
     ) -> None:
         self.shared = shared
-        self.number = number  # the worker's
-        self.inner = inner
+        self.siblings = siblings
         self.expected = expected
         self.patience = patience
-        self.longest_wait = patience  # seconds for living members that have not come
         self.quorum = quorum
         # Only with a quorum: without one, both halves of a divided network would go on.
-        self._door = Door(own_address(shared.client.store)) if quorum > 1 else None
+        self._door: Door | None = None
+        if quorum > 1:
+            self._door = Door(own_address(shared.client.store))
         self._cut_from: tuple[str, ...] = ()  # ids of processes that this one cannot reach
-        self.process_number = number * inner.size + inner.rank
         self.id = ""  # "number.incarnation", once there is one
         self.own_ids = former_ids  # all that this process has had: none of them is another worker
-        self._worker_incarnation = 0
-        # Ids of this worker's other processes in the present generation. Ours dies with them.
-        self._siblings: frozenset[str] = frozenset()
+        self.facts = NO_FACTS  # once they have been checked
+        self.cut_off = False  # whether the store was lost
+        self.process = os.getpid()  # a fork of this process must not leave in its name
         self._closed = threading.Event()
         self._watch = threading.Thread(
             target=self._watch_others, name="manyhands watch", daemon=True
@@ -165,35 +205,17 @@ class Enrollment:
 
     # -- before the others notice --------------------------------------------------------------
 
-    def agree_on_incarnation(self) -> None:
-        """Set this worker's incarnation number, identical in all its processes."""
-        if self.inner.size == 1:
-            return
-        roster = self.shared.refresh()
-        if self.inner.rank == 0:  # one process counts, and the others learn the number from it
-            roster = self.shared.change(lambda roster: roster.count_worker_incarnation(self.number))
-        incarnation = dict(roster.worker_incarnations).get(self.number, 0)
-        own = [float(self.number), float(incarnation)]
-        gathered = self.inner.all_gather(own, self.inner.any_device)
-        numbers, incarnations = zip(*gathered, strict=True)
-        if len(set(numbers)) > 1:
-            listed = ", ".join(f"{number:.0f}" for number in numbers[:8])
-            raise ValueError(
-                f"the processes of an inner_group are one worker of the crew, and have different "
-                f"numbers: {listed}. Give all of them the same (MANYHANDS_WORKER)."
-            )
-        self._worker_incarnation = int(incarnations[0])
-
     def check_facts(self, facts: MemberFacts) -> None:
         """Raise JoinRefused if the run has other facts. The first worker sets the run's facts."""
-        inner_rank = self.inner.rank
+        self.facts = facts
+        inner_rank = self.siblings.inner.rank
         digest = facts.digest
         client = self.shared.client
         key = f"{PREFIX}facts/{inner_rank}"
         roster = self.shared.change(lambda roster: roster.set_facts(inner_rank, digest))
         agreed = dict(roster.facts)[inner_rank]
         # The roster has the checksum, which decides. The text is only for the error message.
-        text = client.verify_or_ignore(key, client.fetch(key))
+        text = client.read(key)
         if agreed == digest:
             if text != facts.text:  # not written yet, or overwritten by a stranger
                 client.put(key, facts.text)
@@ -202,19 +224,19 @@ class Enrollment:
         if not differences:
             return  # the models differ in names only, as when one is wrapped
         # The launcher reads this: a refused worker is not started again.
-        self.shared.change(lambda roster: roster.refuse(self.process_number))
-        raise JoinRefused(self.number, differences)
+        self.shared.change(lambda roster: roster.refuse(self.siblings.process_number))
+        raise JoinRefused(self.siblings.number, differences)
 
     # -- into the next generation --------------------------------------------------------------
 
     def begin_incarnation(self) -> None:
         """Take an id that no process has had. An earlier process with our number is not us."""
         client = self.shared.client
+        number = self.siblings.process_number
         if not self.own_ids:  # later changes come from libraries at work
-            changes = describe_changes(client.signer)
-            client.put(f"{ENVIRONMENT}{self.process_number}", changes)
-        roster = self.shared.change(lambda roster: roster.count_incarnation(self.process_number))
-        self.id = f"{self.process_number}.{dict(roster.incarnations)[self.process_number]}"
+            client.put(f"{ENVIRONMENT}{number}", describe_changes(client.signer))
+        roster = self.shared.change(lambda roster: roster.count_incarnation(number))
+        self.id = f"{number}.{dict(roster.incarnations)[number]}"
         self.own_ids |= {self.id}
         self.shared.id = self.id
         client.start_heartbeat(f"{PREFIX}heartbeat/{self.id}")
@@ -237,20 +259,22 @@ class Enrollment:
             return ()
         roster = self.shared.refresh()
         client = self.shared.client
-        others = {*roster.ids, *(m.id for m in roster.waiting)} - {self.id} - roster.gone
-        ids = sorted(others - self.shared.silent)
+        ids = sorted(roster.here - {self.id} - self.shared.silent)
         keys = [f"{PREFIX}door/{id}" for id in ids]
-        texts = map(client.verify_or_ignore, keys, client.fetch_all(keys))
-        doors = {id: text for id, text in zip(ids, texts, strict=True) if text}
+        doors = {id: text for id, text in zip(ids, client.read_all(keys), strict=True) if text}
         return unreachable(doors, self._find_silent)
 
     def _find_silent(self) -> frozenset[str]:
         self.shared.refresh()
         return self.shared.silent
 
-    def wait_for_generation(self, version: Version, after: int) -> Roster:
-        """Wait until a generation later than `after` includes this process, or begin it."""
+    def wait_for_generation(self, version: Version, after: int, longest_wait: float) -> Roster:
+        """Wait until a generation later than `after` includes this process, or begin it.
+
+        Living members that have not come are waited for up to `longest_wait` seconds.
+        """
         shared = self.shared
+        number = self.siblings.number
         began = time.monotonic()
         pause = FIRST_PAUSE
         warned = False  # that there are too few workers
@@ -261,19 +285,14 @@ class Enrollment:
         while True:
             roster = shared.refresh()
             if self.id in roster.ids and roster.generation > after:
-                self._siblings = frozenset(
-                    id for id in roster.ids if roster.worker_of(id) == self.number and id != self.id
-                )
+                self.siblings.enter(roster, self.id)
                 if self._watch.ident is None:
                     self._watch.start()
                 return roster
-            check_not_failed(roster, after, self.number)
+            check_not_failed(roster, after, number)
             if roster.finished:
-                raise CrewFinished(
-                    "manyhands: the run has ended: all others have left before worker "
-                    f"{self.number} was in. Start a new run, with a store of its own, to train on."
-                )
-            if not any(member.id == self.id for member in roster.waiting):
+                raise CrewFinished(FINISHED.format(number))
+            if self.id not in roster.waiting_ids:
                 # The others considered this process lost, as after a long stop. Ask again.
                 self.begin_incarnation()
                 self._ask_to_join(version)
@@ -286,12 +305,15 @@ class Enrollment:
                     self._ask_to_join(version)
                     continue
             self._check_number_is_free(roster)
-            waited = time.monotonic() - began
+            now = time.monotonic()
+            waited = now - began
             silent = shared.silent
-            self._check_siblings(roster, waited)
-            ended = (ended or time.monotonic()) if roster.ended else None
-            late_for = 0.0 if ended is None else time.monotonic() - ended
-            if waited > self.patience or late_for > self.longest_wait:
+            self.siblings.check(roster, waited > self.patience)
+            if not roster.ended:
+                ended = None
+            elif ended is None:
+                ended = now
+            if waited > self.patience or (ended is not None and now - ended > longest_wait):
                 # Living members that have not come for so long are treated as lost. They are late
                 # only from the end of their generation on: before it they are in a block.
                 silent |= set(roster.absent(silent))
@@ -299,12 +321,11 @@ class Enrollment:
             if late and not warned and not roster.has_quorum(silent, self.quorum):
                 warned = True
                 log.warning(
-                    "worker %d waits for others: a round needs %d workers.",
-                    self.number,
-                    self.quorum,
+                    "worker %d waits for others: a round needs %d workers.", number, self.quorum
                 )
             if roster.complete(silent, self.expected, late, self.quorum):
-                shared.change(self._begin_next(roster, silent, late))
+                needed = (silent, self.expected, late, self.quorum)
+                shared.change(methodcaller("begin_next", roster.generation, *needed))
                 pause = FIRST_PAUSE
                 continue
             time.sleep(pause)
@@ -320,67 +341,21 @@ class Enrollment:
 
     def _ask_to_join(self, version: Version) -> None:
         """Ask to be in the next generation: how far we are, and which processes we cannot reach."""
-        member = Member(self.id, version, self._worker_incarnation, self._cut_from)
-        self.shared.ask_to_join(member)
-
-    def _begin_next(
-        self, seen: Roster, silent: frozenset[str], late: bool
-    ) -> Callable[[Roster], Roster]:
-        """Return the update that begins the next generation."""
-        # The roster may have changed since it was `seen`, so the update checks again: another
-        # process may have begun the generation first, or a waiting one may have died.
-
-        def begin(roster: Roster) -> Roster:
-            same = roster.generation == seen.generation
-            ready = same and roster.complete(silent, self.expected, late, self.quorum)
-            return roster.next(silent) if ready else roster
-
-        return begin
-
-    def _check_siblings(self, roster: Roster, waited: float) -> None:
-        """Raise if this worker can never be complete again.
-
-        That is so if one of its processes is gone, or has been started anew. A stopped process may
-        wake up, so it is waited for: nothing is done without it meanwhile.
-        """
-        if self.inner.size == 1:
-            return
-        ours = [m for m in (*roster.members, *roster.waiting) if self._is_sibling(roster, m)]
-        restarted = any(member.worker_incarnation > self._worker_incarnation for member in ours)
-        waiting = [
-            member
-            for member in roster.waiting
-            if self._is_sibling(roster, member)
-            and member.worker_incarnation == self._worker_incarnation
-        ]
-        complete = len(waiting) == self.inner.size
-        if restarted or self._siblings & roster.gone or (waited > self.patience and not complete):
-            raise RuntimeError(
-                f"another process of worker {self.number} is lost, and this one cannot train "
-                "without it. It ends here, so that all processes of the worker are started again."
-            )
-
-    def _is_sibling(self, roster: Roster, member: Member) -> bool:
-        """Return whether a process belongs to this worker (as this process itself does)."""
-        return roster.worker_of(member.id) == self.number
+        self.shared.ask_to_join(Member(self.id, version, self.siblings.incarnation, self._cut_from))
 
     def _check_number_is_free(self, roster: Roster) -> None:
         """Raise if another process with our number is alive."""
         # Only an earlier incarnation counts, and only if its heartbeat advances while we watch: our
         # own last life may stand in the roster until it is known to be dead.
         # A heartbeat that this process sent as its line was cut may arrive when the line is back.
-        everyone = {*roster.ids, *(member.id for member in roster.waiting)} - self.own_ids
-        for id in everyone:
-            same_number = number_of(id) == self.process_number
-            if (
-                same_number
-                and _incarnation_of(id) < _incarnation_of(self.id)
-                and self.shared.monitor.has_advanced(id)
-            ):
+        number = self.siblings.process_number
+        for id in roster.waiting_ids.union(roster.ids) - self.own_ids:
+            earlier = number_of(id) == number and _incarnation_of(id) < _incarnation_of(self.id)
+            if earlier and self.shared.monitor.has_advanced(id):
                 raise RuntimeError(
-                    f"two workers with the number {self.number} are alive. Give each worker a "
-                    "number (MANYHANDS_WORKER) of its own; `manyhands run --numbers` does on "
-                    "further hosts."
+                    f"two workers with the number {self.siblings.number} are alive. Give each "
+                    "worker a number (MANYHANDS_WORKER) of its own; `manyhands run --numbers` does "
+                    "on further hosts."
                 )
 
 
@@ -398,46 +373,42 @@ def _incarnation_of(id: str) -> int:
     return int(id.partition(".")[2])
 
 
-def _described_tensors(kind: Kind, described: Description) -> list[DescribedTensor]:
-    """Return the parameters or buffers that a worker's facts describe, each with its name."""
-    tensors = described.get(kind, [])
-    known: Names = described.get("names", {})
-    names = known.get(kind) or [""] * len(tensors)
-    return list(zip(names, tensors, strict=True))
+def _name_all(
+    tensors: Sequence[Tensor], descriptions: Sequence[str], modules: Sequence[nn.Module]
+) -> list[DescribedTensor]:
+    """Return a worker's parameters or buffers, each with its name."""
+    names = names_in(modules, tensors) or [""] * len(tensors)
+    return list(zip(names, descriptions, strict=True))
 
 
-def _option_differences(own: Mapping[str, str], run: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each option that this worker and the run have not in common."""
+def _option_differences(own: Mapping[str, str], run: Mapping[str, str]) -> list[str]:
+    """Return a line for each option that this worker and the run have not in common."""
+    found = []
     for name in {**own, **run}:  # the options of both, in order
         here = own.get(name, "missing")
         there = run.get(name, "missing")
         if here != there:
-            yield f"{name}: {here} here, {there} in the run"
+            found.append(f"{name}: {here} here, {there} in the run")
+    return found
 
 
 def _tensor_differences(
     kind: str, own: Sequence[DescribedTensor], run: Sequence[DescribedTensor]
-) -> Iterator[str]:
-    """Yield a line for each tensor that this worker and the run have not in common."""
-    if len(own) != len(run):
-        yield f"the number of {kind}s: {len(own)} here, {len(run)} in the run"
+) -> list[str]:
+    """Return a line for each tensor that this worker and the run have not in common."""
+    lines = []
     # Names that both workers have. Any other name says nothing: one model may be wrapped.
     common = {name for name, _ in own} & {name for name, _ in run} - {""}
-    found = 0
     for position, (here, there) in enumerate(zip(own, run, strict=False)):
         moved = here[0] != there[0] and not common.isdisjoint((here[0], there[0]))
-        if here[1] == there[1] and not moved:
-            continue
-        found += 1
-        if found > LISTED:
-            yield f"and further {kind}s"
-            return
-        yield f"{kind} {position}: {_format_tensor(here)} here, {_format_tensor(there)} in the run"
-
-
-def _format_tensor(tensor: DescribedTensor) -> str:
-    """Return a text such as "encoder.weight (4, 3) float32 on cpu"."""
-    return " ".join(filter(None, tensor))
+        if here[1] != there[1] or moved:
+            texts = (" ".join(filter(None, here)), " ".join(filter(None, there)))
+            lines.append("{} {}: {} here, {} in the run".format(kind, position, *texts))
+    if len(lines) > LISTED:
+        lines[LISTED:] = [f"and further {kind}s"]
+    if len(own) != len(run):
+        lines.insert(0, f"the number of {kind}s: {len(own)} here, {len(run)} in the run")
+    return lines
 
 
 # -- which other workers this one can reach --------------------------------------------------------

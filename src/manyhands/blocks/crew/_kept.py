@@ -61,7 +61,7 @@ IDENTITY = re.compile(
 
 
 class ForkedProcess:
-    """A child of this process that it did not start: what the launcher needs of a `Popen`."""
+    """A child of this process that it did not start, with the methods of `Popen`."""
 
     def __init__(self, pid: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
         self.pid = pid
@@ -135,7 +135,7 @@ class KeptProcess:
         self._began = -REPLACE
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._ready = False
+        self.ready = False
         self._changed: dict[str, str | None] = {}  # variables, by its imports
         # Otherwise a forked worker's parent would be the system's first process.
         linux = sys.platform.startswith("linux")
@@ -146,10 +146,6 @@ class KeptProcess:
         """The process's id, while there is one."""
         return None if self._process is None else self._process.pid
 
-    @property
-    def ready(self) -> bool:
-        return self._ready
-
     def watch(self) -> None:
         """Start the process if there is none, and learn whether it is ready."""
         if self._process is None:
@@ -159,12 +155,12 @@ class KeptProcess:
                 except OSError as error:  # such as too many processes: the workers go on
                     self.give_up(f"none can be started: {error}")
         elif (code := self._process.poll()) is not None:
-            if not self._ready and not killed_from_outside(code):
+            if not self.ready and not killed_from_outside(code):
                 self.give_up(f"it ended with {how_it_ended(code)}")
             self.close()  # another one takes its place
-        elif self._socket and not self._ready and select([self._socket], [], [], 0.0)[0]:
+        elif self._socket and not self.ready and select([self._socket], [], [], 0.0)[0]:
             changed = self._socket.recv(MESSAGE)
-            self._ready = bool(changed)  # or it has just ended
+            self.ready = bool(changed)  # or it has just ended
             self._changed = json.loads(changed or "{}")
 
     def differences(self, described: str, signer: Signer) -> list[str]:
@@ -178,7 +174,7 @@ class KeptProcess:
 
     def fork(self, environment: Mapping[str, str]) -> ForkedProcess | None:
         """Fork a worker with these variables in addition; None if that cannot be done."""
-        if not self._ready or self._socket is None:
+        if not self.ready or self._socket is None:
             return None
         (out, out_end), (err, err_end), (go, begin) = (os.pipe() for _ in range(3))
         theirs = [out_end, err_end, go]
@@ -210,7 +206,7 @@ class KeptProcess:
             self._socket.close()
         self._process = None
         self._socket = None
-        self._ready = False
+        self.ready = False
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -249,7 +245,7 @@ class KeptProcess:
 
 
 def serve() -> None:
-    """Import what workers need, and fork one at each request; return in a worker, when it is done.
+    """Import the modules of workers, and fork one at each request; return when a worker is done.
 
     The launcher ends the kept process.
     """
@@ -298,7 +294,7 @@ def _find_problem() -> str | None:
 
 
 def _take_over(environment: Mapping[str, str], out: int, err: int, begin: int) -> None:
-    """Take the output, environment and random numbers of a worker of one's own."""
+    """Become a separate worker: with its output, its environment and new random numbers."""
     import torch
 
     for number, end in enumerate((out, err), 1):

@@ -1,9 +1,10 @@
-"""What a launcher does for its processes: their output is forwarded, and none is left behind.
+"""Forward the output of a launcher's processes, and leave none behind.
 
-OutputForwarder   forwards what they print, line by line, with each one's name in front
-write_or_drop     writes it, and goes on if nobody reads it, or the disk is full; say: our own
+OutputForwarder   forwards their output, line by line, with the name of the process in front
+write_or_drop     writes it, and goes on if no process reads it, or the disk is full
+say               writes a message of the launcher
 how_it_ended      names an exit code or a signal; killed_from_outside: a signal, and no crash
-Guard             kills them if the launcher is killed: a process of its own
+Guard             a process that kills them if the launcher is killed
 die_with_parent   lets the system kill them when the launcher dies (Linux)
 
 The guard process is this file, run as a script, with the process groups that run as its arguments.
@@ -27,7 +28,7 @@ from functools import cache, partial
 from typing import IO, Any, TextIO
 
 LONGEST_LINE = 1 << 20  # bytes: a longer line is forwarded in several
-READ_SIZE = 1 << 16  # bytes: what a pipe holds on Linux
+READ_SIZE = 1 << 16  # bytes: the capacity of a pipe on Linux
 CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGSYS", "SIGTRAP"}
 
 
@@ -59,7 +60,7 @@ class OutputForwarder:
                 self._read(pipe, last=True)
 
     def _read(self, pipe: IO[bytes], last: bool = False) -> None:
-        """Read what a pipe has, and forward its whole lines; with `last`, the rest as well."""
+        """Read a pipe, and forward complete lines; with `last`, the rest as well."""
         _, name, target = self._selector.get_key(pipe).data
         data = self._unfinished[pipe]
         while True:
@@ -72,15 +73,15 @@ class OutputForwarder:
             # A process that prints without end must not hold up the others.
             if not chunk or (len(data) > LONGEST_LINE and not last):
                 break
-        *lines, rest = data.split(b"\n")
+        lines, newline, rest = data.rpartition(b"\n")
         if rest and (last or len(rest) > LONGEST_LINE):
-            lines = [*lines, rest]
+            lines = data
             rest = b""
         self._unfinished[pipe] = rest
-        if lines:
-            prefix = f"[{name}] ".encode()
+        if lines or newline:
             # As bytes, in one write: a line need not be valid text, and lines do not mix.
-            error = write_or_drop(target, b"".join(prefix + line + b"\n" for line in lines))
+            prefix = f"[{name}] ".encode()
+            error = write_or_drop(target, prefix + lines.replace(b"\n", b"\n" + prefix) + b"\n")
             if error is not None and not self._told:
                 told = f"output is lost ({error.strerror}), and the workers go on."
                 self._told = say(told) is None
@@ -92,7 +93,7 @@ class OutputForwarder:
 
 def write_or_drop(target: TextIO | None, data: bytes) -> OSError | None:
     """Write to the terminal, or return why that failed: it is no reason to end the workers."""
-    # Past Python's buffer, which would keep what failed, and fail again when Python ends.
+    # Past Python's buffer, which would keep the text, and fail again when Python ends.
     try:
         while data:
             data = data[os.write(-1 if target is None else target.fileno(), data) :]
@@ -134,7 +135,7 @@ class Guard:
         self._write(f"-{group}")
 
     def watch(self) -> None:
-        """Replace the guard if it was killed. (What is written to a dying one is lost.)"""
+        """Replace the guard if it was killed. (Text that is written to a dying one is lost.)"""
         if self._groups and not self._running:
             self._start()
 
@@ -174,7 +175,7 @@ class Guard:
 
 @cache
 def _lifeline() -> tuple[int, int]:
-    """Return the ends of a pipe to which nobody writes. We hold the second one until we die."""
+    """Return the ends of a pipe. We keep the second one open, without writing, until we die."""
     return os.pipe()
 
 

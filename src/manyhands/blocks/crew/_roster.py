@@ -1,4 +1,4 @@
-"""The roster of a crew: who takes part, as one immutable value, and every way it may change.
+"""Keep the roster of a crew: its members, as one immutable value, and every change of it.
 
 All workers share one roster, as one text in the store. A *round* is one exchange between the
 members of a generation: a sync round, which moves the anchor, or a state transfer to joiners.
@@ -12,7 +12,7 @@ members of a generation: a sync round, which moves the anchor, or a state transf
     waiting              processes that have asked to be in the next generation, each with those
                          that it cannot reach: only processes that all reach each other are members
     left, dead           members that finished, and members that are known to have died
-    done                 how many processes have finished since the run began
+    done                 number of processes that have finished since the run began
     missed               members that the others went on without, see `MissedMember`
     begun                a sync round was kept, so there is work to lose (a state transfer alone
                          does not count)
@@ -21,7 +21,7 @@ members of a generation: a sync round, which moves the anchor, or a state transf
                          puts back has a lower one
     incarnations         how often each process has been started, by its number
     worker_incarnations  how often each worker has been started, if a worker has several processes
-    facts                checksums of what all workers must have in common, one for each inner rank
+    facts                checksums of the facts that all workers share, one for each inner rank
     failed               members that ended with an error before the first sync round: the run ends
     refused              numbers of processes that came with other facts, and may not join
     closing              members that have finished their steps, see `ClosingMember`: they hold the
@@ -45,11 +45,12 @@ Everything here is plain values: no store, no clock, no process group.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import NamedTuple
+from itertools import starmap
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 WATCHED = 64  # processes whose heartbeats each one reads; those of a smaller crew read all
 
@@ -76,14 +77,19 @@ class Version(NamedTuple):
 NO_VERSION = Version()
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """One incarnation of a process."""
 
     id: str
     version: Version
     worker_incarnation: int = 0  # equal in all processes of a worker that were started together
     cut_from: tuple[str, ...] = ()  # processes that it cannot reach
+
+    @classmethod
+    def of(
+        cls, id: str, version: Iterable[Any], worker_incarnation: int, cut_from: Iterable[str]
+    ) -> Member:
+        return cls(id, Version(*version), worker_incarnation, tuple(cut_from))
 
     @property
     def number(self) -> int:
@@ -113,6 +119,10 @@ class ClosingMember(NamedTuple):
 def number_of(id: str) -> int:
     """Return the process number in an id. A restarted process keeps its number."""
     return int(id.partition(".")[0])
+
+
+_id = attrgetter("id")
+_number = attrgetter("number")
 
 
 @dataclass(frozen=True)
@@ -147,7 +157,7 @@ class Roster:
 
     @property
     def text(self) -> str:
-        return json.dumps(vars(self), default=vars, separators=(",", ":"))
+        return json.dumps(self.__dict__, separators=(",", ":"))
 
     @classmethod
     def of(cls, text: str) -> Roster:
@@ -155,16 +165,13 @@ class Roster:
         fields = json.loads(text)
         # JSON has only lists. Tuples make the value immutable, and equal to the one it came from.
         for name in ("members", "waiting"):
-            fields[name] = tuple(
-                Member(id, Version(*version), worker_incarnation, tuple(cut_from))
-                for id, version, worker_incarnation, cut_from in map(dict.values, fields[name])
-            )
+            fields[name] = tuple(starmap(Member.of, fields[name]))
         for name in ("left", "dead", "failed", "refused", "launchers"):
             fields[name] = tuple(fields[name])
         for name in ("incarnations", "worker_incarnations", "facts", "silent"):
-            fields[name] = tuple(tuple(entry) for entry in fields[name])
-        fields["missed"] = tuple(MissedMember(*entry) for entry in fields["missed"])
-        fields["closing"] = tuple(ClosingMember(*entry) for entry in fields["closing"])
+            fields[name] = tuple(map(tuple, fields[name]))
+        fields["missed"] = tuple(starmap(MissedMember, fields["missed"]))
+        fields["closing"] = tuple(starmap(ClosingMember, fields["closing"]))
         return cls(**fields)
 
     # -- questions -----------------------------------------------------------------------------
@@ -176,12 +183,16 @@ class Roster:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        return tuple(member.id for member in self.members)
+        return tuple(map(_id, self.members))
+
+    @property
+    def waiting_ids(self) -> frozenset[str]:
+        return frozenset(map(_id, self.waiting))
 
     @property
     def everyone(self) -> tuple[str, ...]:
         """The ids of all processes in the roster: members, waiting and missed ones."""
-        return (*self.ids, *(m.id for m in self.waiting), *(m.id for m in self.missed))
+        return (*self.ids, *self.waiting_ids, *map(_id, self.missed))
 
     @property
     def finished(self) -> bool:
@@ -200,15 +211,17 @@ class Roster:
     @property
     def workers(self) -> tuple[int, ...]:
         """The numbers of the members' workers, in rank order."""
-        return tuple(dict.fromkeys(self.worker_of(id) for id in self.ids))
+        return tuple(dict.fromkeys(map(self.worker_of, self.ids)))
 
     @property
     def _versions(self) -> list[Version]:
         """The version that each worker holds, in rank order."""
-        versions = [member.version for member in self.members]
-        size = self.processes  # members are sorted by number, so a worker's processes are adjacent
-        # A worker holds only what all of its processes hold.
-        return [min(versions[i : i + size]) for i in range(0, len(versions), size)]
+        versions: dict[int, Version] = {}
+        for member in self.members:
+            worker = self.worker_of(member.id)
+            # A worker holds only what all of its processes hold.
+            versions[worker] = min(member.version, versions.get(worker, member.version))
+        return list(versions.values())
 
     @property
     def source(self) -> int:
@@ -218,50 +231,55 @@ class Roster:
     @property
     def joiners(self) -> tuple[int, ...]:
         """The ranks that need the state. If no rank holds any state: all but the source."""
-        versions = [version._replace(established=True) for version in self._versions]
+        versions = self._versions
         source = self.source
-        best = versions[source]
-        return tuple(
-            rank
-            for rank, version in enumerate(versions)
-            if version != best or not (best.has_state or rank == source)
-        )
+        best = versions[source]._replace(established=True)
+        joiners = []
+        for rank, version in enumerate(versions):
+            same = version._replace(established=True) == best
+            if not same or not (best.has_state or rank == source):
+                joiners.append(rank)
+        return tuple(joiners)
 
     def ends_with(self, generation: int, round_index: int, id: str) -> bool:
         """Return whether a settled round was its generation's last, with one answer for all."""
         # A later round may have been undone meanwhile. Members with several processes learn that
         # only when they come to that round, so that all processes of a worker get the same answer.
         # A worker of one process may learn it at once.
-        kept = self.rounds
-        ended_kept = self.ended_kept
+        last: Roster | MissedMember = self
         if self.generation != generation:
-            if self.processes == 1:
+            missed = self._find_missed(generation, id)
+            if self.processes == 1 or missed is None:
                 return True
-            ours = (m for m in self.missed if (m.id, m.generation) == (id, generation))
-            found = next(ours, None)
-            kept, ended_kept = (
-                (round_index, False) if found is None else (found.rounds, found.ended_kept)
-            )
-        return kept <= round_index or (ended_kept and kept == round_index + 1)
+            last = missed
+        return last.rounds <= round_index or (last.ended_kept and last.rounds == round_index + 1)
 
     def settled(self, generation: int, round_index: int, id: str) -> bool | None:
         """Return whether the members kept a round; None while that is open."""
         if self.generation == generation:
-            return True if self.rounds > round_index else False if self.ended else None
-        for missed in self.missed:
-            if (missed.id, missed.generation) == (id, generation):
-                return missed.rounds > round_index
+            if self.rounds > round_index:
+                return True
+            return False if self.ended else None
+        missed = self._find_missed(generation, id)
+        if missed is not None:
+            return missed.rounds > round_index
         raise RuntimeError(
             f"worker {self.worker_of(id)} was stopped for some time, and another worker with its "
             "number has joined meanwhile. Give each worker a number (MANYHANDS_WORKER) of its own."
         )
+
+    def _find_missed(self, generation: int, id: str) -> MissedMember | None:
+        for missed in self.missed:
+            if (missed.id, missed.generation) == (id, generation):
+                return missed
+        return None
 
     # -- heartbeats ----------------------------------------------------------------------------
 
     @property
     def here(self) -> frozenset[str]:
         """The members and the waiting processes, but those that are gone."""
-        return frozenset((*self.ids, *(m.id for m in self.waiting))) - self.gone
+        return self.waiting_ids.union(self.ids) - self.gone
 
     def watched_by(self, own: str) -> tuple[str, ...]:
         """Return the members and waiting processes whose heartbeats a process reads.
@@ -273,8 +291,8 @@ class Roster:
         ring = sorted({*self.here, own}, key=lambda id: sha256(id.encode()).digest())
         others = ring[ring.index(own) + 1 :] + ring[: ring.index(own)]
         silent = dict(self.silent)
-        number = own.partition(".")[0]
         awake = [id for id in others if id not in silent]
+        number = own.partition(".")[0]
         same = [id for id in others if id.partition(".")[0] == number]
         return tuple(dict.fromkeys((*others[:WATCHED], *awake[:WATCHED], *same)))
 
@@ -283,9 +301,12 @@ class Roster:
         here = self.here
         if len(here) <= WATCHED + 1:
             return self  # each process watches all others
-        # A heartbeat beyond its reported count is a sign of life.
-        found = {id: count for id, count in self.silent if counts.get(id, 0) <= count}
-        found |= {id: counts[id] for id in silent & counts.keys()}
+        found = dict(self.silent)
+        for id, count in counts.items():
+            if id in silent:
+                found[id] = count
+            elif count > found.get(id, count):  # beyond its reported count: a sign of life
+                del found[id]
         return replace(self, silent=tuple(sorted((i, n) for i, n in found.items() if i in here)))
 
     # -- a round -------------------------------------------------------------------------------
@@ -309,10 +330,10 @@ class Roster:
 
     def close(self, id: str, generation: int, round_index: int, steps: int) -> Roster:
         """Record that a member has finished, after this number of steps."""
-        others = tuple(entry for entry in self.closing if entry.id != id)
         if self.generation != generation or self.ended or id not in self.ids:
             return self
-        return replace(self, closing=(*others, ClosingMember(id, round_index, steps)))
+        closing = ClosingMember(id, round_index, steps)
+        return replace(self, closing=(*_others(self.closing, {id}), closing))
 
     def closing_at(self, round_index: int) -> dict[str, int]:
         """Return the steps of each member that is closing at this round, by id."""
@@ -322,15 +343,11 @@ class Roster:
 
     def count_incarnation(self, number: int) -> Roster:
         """Count one more start of the process with this number."""
-        counts = dict(self.incarnations)
-        counts[number] = counts.get(number, 0) + 1
-        return replace(self, incarnations=tuple(sorted(counts.items())))
+        return replace(self, incarnations=_count(self.incarnations, number))
 
     def count_worker_incarnation(self, worker: int) -> Roster:
         """Count one more start of this worker with all its processes."""
-        counts = dict(self.worker_incarnations)
-        counts[worker] = counts.get(worker, 0) + 1
-        return replace(self, worker_incarnations=tuple(sorted(counts.items())))
+        return replace(self, worker_incarnations=_count(self.worker_incarnations, worker))
 
     def set_facts(self, inner_rank: int, digest: str) -> Roster:
         """Set the run's facts for an inner rank, unless an earlier process has set them."""
@@ -344,12 +361,12 @@ class Roster:
 
     def ask_to_join(self, *asking: Member) -> Roster:
         """Ask to be in the next generation. A member that asks ends the present generation."""
-        ids = {m.id for m in asking}
-        numbers = {m.number for m in asking}
+        ids = set(map(_id, asking))
+        numbers = set(map(_number, asking))
         return replace(
             self,
             ended=self.ended or not ids.isdisjoint(self.ids),
-            waiting=(*(member for member in self.waiting if member.id not in ids), *asking),
+            waiting=(*_others(self.waiting, ids), *asking),
             # The process is back, under this id or a newer one: old entries have no use any more.
             missed=tuple(m for m in self.missed if number_of(m.id) not in numbers),
             silent=tuple(entry for entry in self.silent if entry[0] not in ids),
@@ -359,20 +376,18 @@ class Roster:
     def without(self, *ids: str, left: bool = False) -> Roster:
         """Remove processes that have finished (`left`) or died."""
         gone = tuple(id for id in self.ids if id in ids and id not in self.gone)
-        return replace(
-            self,
-            waiting=tuple(member for member in self.waiting if member.id not in ids),
-            left=(*self.left, *gone) if left else self.left,
-            done=self.done + len(gone) if left else self.done,
-            dead=self.dead if left else (*self.dead, *gone),
-            missed=tuple(m for m in self.missed if m.id not in ids),
-        )
+        waiting = _others(self.waiting, ids)
+        rest = replace(self, waiting=waiting, missed=_others(self.missed, ids))
+        if left:
+            return replace(rest, left=(*self.left, *gone), done=self.done + len(gone))
+        return replace(rest, dead=(*self.dead, *gone))
 
     def fail(self, id: str) -> Roster:
         """Remove a process that ended with an error; before the first sync round the run ends."""
-        early = id in self.ids and not self.begun
-        failed = (*self.failed, id) if early else self.failed
-        return replace(self.without(id), failed=failed)
+        rest = self.without(id)
+        if id in self.ids and not self.begun:
+            return replace(rest, failed=(*self.failed, id))
+        return rest
 
     def without_number(self, number: int, left: bool = False) -> Roster:
         """Remove the process with this number, whatever its incarnation."""
@@ -391,15 +406,16 @@ class Roster:
 
     def present(self, silent: Set[str]) -> list[Member]:
         """Return the waiting processes of workers that are complete and alive, by number."""
-        found = [member for member in self.waiting if member.id not in silent]
-        if self.processes > 1:
-            count = Counter((self.worker_of(m.id), m.worker_incarnation) for m in found)
-            found = [
-                member
-                for member in found
-                if count[self.worker_of(member.id), member.worker_incarnation] == self.processes
-            ]
-        return sorted(found, key=lambda member: member.number)
+        workers: dict[tuple[int, int], list[Member]] = {}
+        for member in self.waiting:
+            if member.id not in silent:
+                worker = (self.worker_of(member.id), member.worker_incarnation)
+                workers.setdefault(worker, []).append(member)
+        found: list[Member] = []
+        for members in workers.values():
+            if self.processes == 1 or len(members) == self.processes:
+                found += members
+        return sorted(found, key=_number)
 
     @property
     def admissible(self) -> list[Member]:
@@ -418,18 +434,17 @@ class Roster:
         for first in found:
             chosen = [first]
             for member in found:
-                if member is not first and not any(
-                    frozenset((member.id, one.id)) in apart for one in chosen
-                ):
+                lines = (frozenset((member.id, one.id)) for one in chosen)
+                if member is not first and apart.isdisjoint(lines):
                     chosen.append(member)
             sets.append(chosen)
         best = max(sets, key=lambda chosen: (len(chosen), max(m.version for m in chosen)))
-        return sorted(best, key=lambda member: member.number)
+        return sorted(best, key=_number)
 
     def absent(self, silent: Set[str]) -> tuple[str, ...]:
         """Return the members that do not wait yet, though their worker is not known to be lost."""
         lost = {self.worker_of(id) for id in self.ids if id in self.gone or id in silent}
-        here = {member.id for member in self.waiting}
+        here = self.waiting_ids
         return tuple(id for id in self.ids if id not in here and self.worker_of(id) not in lost)
 
     def has_quorum(self, silent: Set[str], quorum: int) -> bool:
@@ -443,20 +458,32 @@ class Roster:
         # It needs a `quorum` of workers, and waits for all living members. Without a living member
         # this is a start: it waits until `expected` workers are present, or until it is `late`.
         here = self.present(silent)
-        if not here or len({member.number for member in here}) < len(here):
+        if not here or len(set(map(_number, here))) < len(here):
             return False  # of two processes with one number, one will give up
         if self.absent(silent) or not self.has_quorum(silent, quorum):
             return False
-        start = not any(member.id in self.ids for member in here)
+        start = set(self.ids).isdisjoint(map(_id, here))
         return not start or late or len(here) >= expected * self.processes
+
+    def begin_next(
+        self, after: int, silent: Set[str], expected: int, late: bool, quorum: int
+    ) -> Roster:
+        """Begin the generation that follows `after`, if it is still complete."""
+        # Another process may have begun it meanwhile, or a waiting one may have died.
+        if self.generation == after and self.complete(silent, expected, late, quorum):
+            return self.next(silent)
+        return self
 
     def next(self, silent: Set[str]) -> Roster:
         """Begin the next generation, with ranks in the order of the workers' numbers."""
         members = tuple(self.together(silent))
-        ids = {member.id for member in members}
+        ids = set(map(_id, members))
         # A member of the last generation, or a process with a checkpoint, still holds the state.
         survivors = any(member.id in self.ids or member.version.has_state for member in members)
-        last = [MissedMember(id, self.generation, self.rounds, self.ended_kept) for id in self.ids]
+        missed = list(self.missed)
+        for id in self.ids:
+            if id not in ids and id not in self.gone:
+                missed.append(MissedMember(id, self.generation, self.rounds, self.ended_kept))
         return replace(
             self,
             generation=self.generation + 1,
@@ -464,8 +491,8 @@ class Roster:
             ended=False,
             ended_kept=False,
             members=members,
-            waiting=tuple(m for m in self.waiting if m.id not in ids and m.id not in silent),
-            missed=(*self.missed, *(m for m in last if m.id not in ids | self.gone)),
+            waiting=_others(self.waiting, ids | silent),
+            missed=tuple(missed),
             left=(),
             dead=(),
             failed=(),
@@ -473,3 +500,15 @@ class Roster:
             closing=(),
             silent=(),
         )
+
+
+def _others(entries: Iterable[Any], ids: Collection[str]) -> tuple[Any, ...]:
+    """Return the entries that have none of these ids."""
+    return tuple(entry for entry in entries if entry.id not in ids)
+
+
+def _count(counts: tuple[tuple[int, int], ...], number: int) -> tuple[tuple[int, int], ...]:
+    """Increase the count of a number."""
+    known = dict(counts)
+    known[number] = known.get(number, 0) + 1
+    return tuple(sorted(known.items()))

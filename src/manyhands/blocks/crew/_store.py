@@ -1,4 +1,4 @@
-"""The store of a crew: calls that cannot hang, signed values, heartbeats, and the roster in it.
+"""Use the store of a crew: calls that cannot hang, signed values, heartbeats, and the roster.
 
 A call to a store whose host is frozen or cut off does not return, and cannot be cancelled. So a
 thread with its own connection makes the calls. The caller waits until the store has been silent for
@@ -20,9 +20,8 @@ signature does not say that a value is the newest of its key. Counters in the te
 heartbeats and rounds), and the reader checks them. A value without a valid signature is ignored,
 counted and logged.
 
-Two limits on what is used of torch's store. Nothing calls `add`: if a stranger has stored something
-that is not a number, `add` fails and breaks the connection. Nothing waits for a key: a stranger may
-delete it.
+Two methods of torch's store are not used here. `add` fails and breaks the connection if a stranger
+has stored a text that is not a number. `wait` would hang if a stranger deletes the key.
 
 All keys begin with "manyhands/":
 
@@ -31,10 +30,10 @@ All keys begin with "manyhands/":
     heartbeat/ID      a counter that a living process increases, and the revision that it knows
     asks/G            a line of each member of generation G that asks to be in the next one
     arrived/G/ID      the latest round of generation G at which this member has arrived
-    facts/P           what inner rank P of all workers must have in common (_enrollment.py)
+    facts/P           the facts that inner rank P of all workers shares (_enrollment.py)
     door/ID           where others see whether they reach a process (_enrollment.py); with a quorum
     environment/N     the variables that the script of process number N has changed (_kept.py)
-    expected          how many workers the first round waits for
+    expected          the number of workers that the first round waits for
     group/G/P/...     where inner rank P of each member of generation G publishes its addresses
 
 Keys of a generation are deleted when a later generation has kept its first round.
@@ -45,11 +44,7 @@ that it knows again, unless a living process knows a newer one: each heartbeat c
 that its sender knows. A decision that only a dead process has read is lost with it: the others
 decide again.
 
-`HeartbeatMonitor` decides which processes have no heartbeat any more. Clocks are not compared
-between hosts. Each worker reads the others' counters, and measures with its own clock for how long
-it has *watched* a counter stand still. The time between two observations counts for no more than an
-observation should take. So workers that were all stopped together, as on a laptop that sleeps, do
-not consider each other lost when they wake up.
+`HeartbeatMonitor` (_ranks/message_box.py) decides which processes have no heartbeat any more.
 """
 
 from __future__ import annotations
@@ -65,10 +60,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -76,6 +71,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from manyhands._arguments import shown
+from manyhands._ranks.message_box import HeartbeatMonitor, MessageBox
 from manyhands._ranks.sockets import survive_cuts, survive_cuts_to
 from manyhands.blocks.crew._roster import WATCHED, Member, Roster
 from manyhands.errors import StoreLost
@@ -85,6 +81,7 @@ SHORTEST_SECRET = 16  # characters
 UNSIGNED = "it is not signed with the secret of this run"
 SIGNATURE_LENGTH = hashlib.sha256().digest_size * 2  # hexadecimal digits
 STORE_TIMEOUT = 30.0  # seconds in which the store must answer, and in which it must be reachable
+LOOK = 0.5  # seconds between two looks of a waiting call whether the connection has ended
 MISSING = secrets.token_hex(8)  # equals no stored value
 LOOPBACK = re.compile(r"localhost|127\..*|::1")
 
@@ -137,8 +134,9 @@ class Signer:
         signature = value[:SIGNATURE_LENGTH]
         text = value[SIGNATURE_LENGTH:]
         # compare_digest takes equally long for every wrong signature: timing tells nothing.
-        valid = hmac.compare_digest(signature, self.signature(key, text).encode())
-        return text.decode() if valid else None
+        if hmac.compare_digest(signature, self.signature(key, text).encode()):
+            return text.decode()
+        return None
 
     def verify_or_ignore(self, key: str, value: bytes) -> str | None:
         """Return the text as `verify` does; count and log a value that no member wrote."""
@@ -166,11 +164,11 @@ class Signer:
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
 
 
-class StoreClient:
-    """Calls to the store, one after the other. None of them can hang its caller."""
+class StoreClient(MessageBox):
+    """The crew's message box: all messages are signed, and no call can hang its caller."""
 
     def __init__(self, store: str, interval: float, signer: Signer) -> None:
-        self.store = store
+        super().__init__(store)
         self.signer = signer
         self.known_revision = 0  # of the roster; each heartbeat carries it
         self._interval = interval
@@ -186,27 +184,19 @@ class StoreClient:
 
     def call(self, name: str, *args: object) -> Any:
         """Call the store's method of this name, and return its result."""
-        if self._error is not None:
-            raise StoreLost(self.store, self._error)
         result: Future[Any] = Future()
         self._calls.put((result, name, args))
         while self._error is None:
+            began = self._waiting_since
+            passed = 0.0 if began is None else time.monotonic() - began
             try:
-                return result.result(self._seconds_left())
-            except FutureTimeout as error:
-                if result.done():  # the store's own method has timed out, and this is its error
-                    self._error = error
-                elif self._seconds_left() <= 0.0:
+                return result.result(max(0.0, min(LOOK, STORE_TIMEOUT - passed)))
+            except FutureTimeout:
+                if passed >= STORE_TIMEOUT and not result.done():
                     self._error = TimeoutError(f"no answer for {STORE_TIMEOUT:g} s")
             except (dist.DistError, OSError) as error:
                 self._error = error
         raise StoreLost(self.store, self._error) from self._error
-
-    def _seconds_left(self) -> float:
-        """Return how long the store may still take for the call that it has not answered."""
-        began = self._waiting_since
-        passed = 0.0 if began is None else time.monotonic() - began
-        return max(0.0, STORE_TIMEOUT - passed)
 
     def put(self, key: str, text: str) -> None:
         """Store a text, signed."""
@@ -221,17 +211,19 @@ class StoreClient:
         # `get` would wait for a missing key. compare_set answers at once: it never matches
         # MISSING, writes nothing, and returns the stored value, or MISSING if there is none.
         value: bytes = self.call("compare_set", key, MISSING, MISSING)
-        return None if value == MISSING.encode() else value
+        if value == MISSING.encode():
+            return None
+        return value
 
-    def fetch_all(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the stored values of several keys, as `fetch` does."""
-        if keys and self.call("check", list(keys)):
-            return list(self.call("multi_get", list(keys)))  # one round trip for all
-        return [self.fetch(key) for key in keys]
+    def text_of(self, key: str, value: bytes | None) -> str:
+        """Return the text of a stored value, if a member wrote it under this key; else ""."""
+        return "" if value is None else self.signer.verify_or_ignore(key, value) or ""
 
-    def verify_or_ignore(self, key: str, value: bytes | None) -> str | None:
-        """Return the text of a fetched value, if a member wrote it under this key."""
-        return None if value is None else self.signer.verify_or_ignore(key, value)
+    def read_all(self, keys: Sequence[str]) -> list[str]:
+        """Return the texts of several keys, as `read` does."""
+        if keys and self.call("check", list(keys)):  # one round trip for all
+            return list(map(self.text_of, keys, self.call("multi_get", list(keys))))
+        return list(map(self.read, keys))
 
     def start_heartbeat(self, key: str) -> None:
         """Increase the signed counter under this key from now on."""
@@ -252,47 +244,31 @@ class StoreClient:
         """Make the calls of all threads, one by one, and the heartbeats between them."""
         try:
             client = connect_to_store(self.store)
-        except Exception as error:
-            self._fail(error)
-            return
-        due = time.monotonic()
-        while True:
-            self._waiting_since = None
-            wait = due - time.monotonic()
-            if wait <= 0:  # the heartbeat comes first, so that many calls do not delay it
-                due = (now := time.monotonic()) + self._interval
-                try:
-                    if (key := self._heartbeat_key) is not None:
-                        self._waiting_since = now
+            due = time.monotonic()
+            while True:
+                self._waiting_since = None
+                pause = due - time.monotonic()
+                if pause <= 0:  # the heartbeat comes first, so that many calls do not delay it
+                    self._waiting_since = time.monotonic()
+                    due = self._waiting_since + self._interval
+                    key = self._heartbeat_key
+                    if key is not None:
                         client.set(key, self.signer.sign(key, self._next_heartbeat()))
-                except Exception as error:
-                    self._fail(error)
+                    continue
+                try:
+                    call = self._calls.get(timeout=pause)
+                except queue.Empty:
+                    continue
+                if call is None:
                     return
-                continue
-            try:
-                call = self._calls.get(timeout=wait)
-            except queue.Empty:
-                continue
-            if call is None:
-                return
-            self._waiting_since = time.monotonic()
-            result, name, args = call
-            try:
-                result.set_result(getattr(client, name)(*args))
-            except Exception as error:
-                result.set_exception(error)
-
-    def _fail(self, error: Exception) -> None:
-        """Let every call fail with this error, also calls that are put into the queue just now."""
-        self._error = error
-        while True:
-            try:
-                call = self._calls.get(timeout=STORE_TIMEOUT)
-            except queue.Empty:
-                return
-            if call is None:
-                return
-            call[0].set_exception(error)
+                self._waiting_since = time.monotonic()
+                result, name, args = call
+                try:
+                    result.set_result(getattr(client, name)(*args))
+                except Exception as error:
+                    result.set_exception(error)
+        except Exception as error:
+            self._error = error  # of every call
 
 
 def parse_address(store: str) -> tuple[str, int]:
@@ -338,64 +314,6 @@ def serve_store(host: str, port: int = 0) -> tuple[TCPStore, str]:
 # -- heartbeats and the roster ---------------------------------------------------------------------
 
 
-@dataclass
-class _Counter:
-    """One process's heartbeat counter, as this process has observed it."""
-
-    count: int
-    last: float  # time of the latest observation
-    silence: float = 0.0  # seconds for which it was watched standing still
-    advanced: bool = False
-
-
-@dataclass
-class HeartbeatMonitor:
-    """The heartbeats of other processes. One without a heartbeat for `stall` seconds is lost."""
-
-    stall: float
-    _counters: dict[str, _Counter] = field(default_factory=dict)
-
-    @property
-    def interval(self) -> float:
-        """Seconds between two heartbeats, and between two observations."""
-        # Five heartbeats for each stall time: one lost or late heartbeat makes no process silent.
-        return min(1.0, self.stall / 5)
-
-    def observe(self, counts: Mapping[str, int], now: float) -> None:
-        """Take in the present counter of each process; processes not named are forgotten."""
-        counters = {}
-        for id, count in counts.items():
-            counter = self._counters.get(id) or _Counter(count, now)
-            # A lower count is an old value that a stranger has put back: no sign of life.
-            if count > counter.count:
-                counter.count = count
-                counter.silence = 0.0
-                counter.advanced = True
-            else:
-                # The limit leaves out time in which this process itself was stopped.
-                counter.silence += min(now - counter.last, 2 * self.interval)
-            counter.last = now
-            counters[id] = counter
-        self._counters = counters
-
-    @property
-    def silent(self) -> frozenset[str]:
-        """The processes without a heartbeat for `stall` seconds."""
-        return self.silent_for(self.stall)
-
-    def silent_for(self, seconds: float) -> frozenset[str]:
-        """Return the processes without a heartbeat for this long."""
-        return frozenset(id for id, one in self._counters.items() if one.silence >= seconds)
-
-    def has_advanced(self, id: str) -> bool:
-        """Return whether this counter has increased since the first observation."""
-        return id in self._counters and self._counters[id].advanced
-
-    def reset(self) -> None:
-        """Forget all observations, as after a long stop of this process."""
-        self._counters = {}
-
-
 class SharedRoster:
     """One process's view of the shared roster."""
 
@@ -408,10 +326,11 @@ class SharedRoster:
         self.roster = Roster(processes=processes, run=secrets.token_hex(8))
         self._text = self._sign(self.roster)  # as it stands in the store
         self._revision: bytes | None = None  # the hint that was read last
+        self._looked = 0.0  # when a newcomer last looked whether the others await it
         self._observed = -float("inf")  # when the heartbeats were read last
         self._accepted = -float("inf")  # when the roster was read last
         self._known_revisions: dict[str, int] = {}  # the newest one that each process knows
-        # Expecting "" writes the empty roster only if there is none yet, and returns what is there.
+        # Expecting "" writes the empty roster only if there is none, and returns the stored one.
         self._accept(client.call("compare_set", ROSTER, "", self._text))
         if processes != self.roster.processes:
             raise ValueError(
@@ -430,8 +349,9 @@ class SharedRoster:
             # The hint is not signed and may be missing or wrong: read the roster now and then
             # anyway. A long one is read more rarely, so that equally many bytes a second are read.
             size = len(self.roster.everyone)
-            pause = self.monitor.interval
-            pause = REREAD * size if revision != self._revision else max(1, size / WATCHED) * pause
+            pause = max(1, size / WATCHED) * self.monitor.interval
+            if revision != self._revision:
+                pause = REREAD * size
             if now - self._accepted >= pause:
                 self._revision = revision
                 self._accepted = now
@@ -439,6 +359,14 @@ class SharedRoster:
             if now - self._observed >= self.monitor.interval:
                 self.observe_heartbeats()
             return self.roster
+
+    def may_look(self) -> bool:
+        """Return whether it is time for a newcomer to look again."""
+        now = time.monotonic()
+        if now - self._looked < self.monitor.interval:
+            return False
+        self._looked = now
+        return True
 
     def change(self, update: Callable[[Roster], Roster]) -> Roster:
         """Apply an update, again if another process changed the roster first; return the roster."""
@@ -473,8 +401,8 @@ class SharedRoster:
         def ask(roster: Roster) -> Roster:
             if roster.generation != before.generation or member in roster.waiting:
                 return roster  # it has begun without them, or another one was faster
-            # What another one has asked for itself may be newer than its line.
-            here = roster.gone | {m.id for m in roster.waiting} | {member.id}
+            # A member that has asked for itself may have done so after it wrote its line.
+            here = roster.gone | roster.waiting_ids | {member.id}
             return roster.ask_to_join(member, *(m for m in others.values() if m.id not in here))
 
         if member.id not in before.ids:
@@ -485,10 +413,10 @@ class SharedRoster:
         began = time.monotonic()
         spread = _dice.uniform(0.0, ASK_SPREAD)
         while (now := self.refresh()).generation == before.generation and member not in now.waiting:
-            to_come = {*now.ids} - now.gone - {m.id for m in now.waiting}
+            to_come = {*now.ids} - now.gone - now.waiting_ids
             if time.monotonic() - began > spread * len(to_come):
                 lines = (self.client.fetch(key) or b"").splitlines()
-                texts = (self.client.verify_or_ignore(key, line) for line in lines)
+                texts = (self.client.text_of(key, line) for line in lines)
                 others |= {m.id: m for text in texts if text for m in Roster.of(text).waiting}
                 self.change(ask)
             time.sleep(ASK_PAUSE * len(before.ids))
@@ -522,7 +450,7 @@ class SharedRoster:
         self._remember(roster, found.decode())
 
     def _parse(self, found: bytes | None) -> tuple[Roster | None, str]:
-        """Return the stored roster, or None and what is wrong: forged, malformed or older."""
+        """Return the stored roster, or None and the reason: forged, malformed or older."""
         if found is None:
             return None, "it was deleted"
         if found == self._text.encode():
@@ -552,9 +480,9 @@ class SharedRoster:
                 time.sleep(0.1)
                 continue
             now = self._read_heartbeats(names)
-            alive = [id for id in names if now[id] > before[id]]
-            if any(self._known_revisions[id] > self.roster.revision for id in alive):
-                return  # that process repairs the roster when it reads it
+            for id in names:
+                if now[id] > before[id] and self._known_revisions[id] > self.roster.revision:
+                    return  # that process is alive, and repairs the roster when it reads it
             # Compare and set again: of several processes that repair, only the first one writes.
             self.client.call("compare_set", ROSTER, found or "", self._text)
             self.client.call("set", REVISION, f"{self.roster.revision} again")
@@ -582,9 +510,8 @@ class SharedRoster:
         names = list(ids)
         counts = dict.fromkeys(names, 0)
         keys = [f"{PREFIX}heartbeat/{id}" for id in names]
-        for id, key, value in zip(names, keys, self.client.fetch_all(keys), strict=True):
-            text = self.client.verify_or_ignore(key, value)
-            if text is not None:
+        for id, text in zip(names, self.client.read_all(keys), strict=True):
+            if text:
                 count, revision = map(int, text.split())
                 counts[id] = count
                 self._known_revisions[id] = revision
@@ -600,15 +527,14 @@ class SharedRoster:
 
     def arrive(self, generation: int, round_index: int, id: str) -> None:
         """Report that this member has received everything that the round sends it."""
-        # A key of its own: members arrive together, and would wait in line to change the roster.
+        # A separate key: members arrive together, and would wait in line to change the roster.
         self.client.put(f"{PREFIX}arrived/{generation}/{id}", str(round_index))
 
     def not_arrived(self, generation: int, round_index: int, ids: Sequence[str]) -> tuple[str, ...]:
         """Return those of these members that have not arrived at the round."""
         keys = [f"{PREFIX}arrived/{generation}/{id}" for id in ids]
-        texts = map(self.client.verify_or_ignore, keys, self.client.fetch_all(keys))
-        here = [text is not None and int(text) >= round_index for text in texts]
-        return tuple(id for id, came in zip(ids, here, strict=True) if not came)
+        latest = zip(ids, self.client.read_all(keys), strict=True)
+        return tuple(id for id, text in latest if not text or int(text) < round_index)
 
     def sweep(self, generation: int) -> None:
         """Delete this generation's addresses, and all keys of earlier generations."""

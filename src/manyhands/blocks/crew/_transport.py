@@ -1,4 +1,4 @@
-"""The connections of a generation: a gloo group that can be aborted.
+"""Connect the members of a generation in a gloo group that can be aborted.
 
 gloo has no way to end a message that waits for a stopped process: `abort` returns at once and
 changes nothing (torch 2.13), so the message waits until the timeout. Therefore we shut down the
@@ -8,12 +8,13 @@ at both ends.
 There is one rare exception. If gloo is about to send a message and the sending thread itself finds
 the connection broken, gloo forgets the message. A thread that waits for it waits until the
 timeout, in a thread of the group, and the group's destructor waits for that thread. So a group is
-destroyed in a thread of its own.
+destroyed in a separate thread.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import threading
@@ -32,6 +33,8 @@ from manyhands._ranks.groups import (
 )
 from manyhands._ranks.sockets import shut_connections
 from manyhands.blocks.crew._store import UNSIGNED, Signer, connect_to_store, parse_address
+
+log = logging.getLogger("manyhands")
 
 # Seconds between two checks of something that is waited for: at first, and in a long wait.
 FIRST_PAUSE = 0.002
@@ -56,6 +59,7 @@ class StoreConnection:
         self.store = store
         self.signer = signer
         self._client: TCPStore | None = None
+        self._failures = 0  # of groups, since one has connected
 
     def acquire(self) -> TCPStore:
         """Return the connection; a new one if the last user has not put it back."""
@@ -66,6 +70,20 @@ class StoreConnection:
 
     def put_back(self, client: TCPStore) -> None:
         self._client = client
+
+    def forget(self) -> None:
+        """Drop the connection: the store has been lost."""
+        self._client = None
+
+    def count_failure(self, connected: bool, error: Exception | None, number: int) -> None:
+        """Log that worker `number` cannot connect: only the 2nd, 4th, 8th, ... time in a row."""
+        # Once is no news, as a member may have died meanwhile.
+        self._failures = 0 if connected else self._failures + 1
+        tell = self._failures > 1 and self._failures & (self._failures - 1) == 0
+        if tell and error is not None:
+            log.warning(
+                "worker %d cannot connect to the others, and tries again: %s", number, error
+            )
 
 
 class SignedStore(Store):
@@ -78,7 +96,7 @@ class SignedStore(Store):
         self._signer = signer
         self._timeout = timedelta(seconds=timeout)
         self._written: dict[str, str] = {}  # by this member, and by key
-        self._known: dict[str, str] = {}  # what members have written
+        self._known: dict[str, str] = {}  # texts of members, by key
 
     # gloo calls these three from C++, with addresses in bytes.
 
@@ -96,7 +114,7 @@ class SignedStore(Store):
             self.text(key, timeout)
 
     def text(self, key: str, timeout: timedelta | None = None) -> str:
-        """Return what a member wrote under this key; wait until one has written it."""
+        """Return the text of a member under this key; wait until one has written it."""
         if key in self._known:
             return self._known[key]
         key = self._prefix + key
@@ -127,7 +145,7 @@ class SignedStore(Store):
 
 
 class GlooTransport:
-    """A gloo group, connected on a thread of its own because it waits for all the other members."""
+    """A gloo group, connected on a separate thread because it waits for all other members."""
 
     def __init__(
         self, connection: StoreConnection, prefix: str, rank: int, size: int, timeout: float

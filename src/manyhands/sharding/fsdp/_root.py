@@ -63,18 +63,14 @@ class Attendance:
             return
         self._trained += 1
         if self._ranks.rank in self._shown:
-            self._roll_call.store.set(self._key(self._ranks.rank), str(self._trained))
-
-    def _key(self, rank: int) -> str:
-        return f"{self._roll_call.prefix}/trained/{rank}"
+            self._roll_call.box.put(f"/trained/{self._ranks.rank}", str(self._trained))
 
     def _find_training(self) -> str:
         """Return an error's message if other ranks train while this one evaluates, else ""."""
-        store = self._roll_call.store
-        keys = {r: self._key(r) for r in self._shown}
-        ahead = [
-            r for r, k in keys.items() if store.check([k]) and int(store.get(k)) > self._trained
-        ]
+        ahead = []
+        for rank in self._shown:
+            if int(self._roll_call.box.read(f"/trained/{rank}") or 0) > self._trained:
+                ahead.append(rank)
         if not ahead:
             return ""
         return (

@@ -1,0 +1,227 @@
+"""Connect a launcher to the crew: its entry in the roster, and its way back after a cut.
+
+    link = CrewLink(store, signer, numbers, processes=1, serving=True, patience=600.0)
+    link.ask(SharedRoster.refresh)        the roster; None while the store is lost
+    link.report_end(number, left=True)    a worker is done
+    link.stopped()                        numbers of workers without a heartbeat
+    link.await_store()                    while the store is lost: whether it answers again
+    link.leave()
+
+A launcher that needs the store is in the roster until it ends. The launcher that serves the store
+waits for the others.
+
+A single try to reach a lost store may take as long as the store's timeout, in which the launcher
+has other things to do. So a thread tries.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from manyhands._ranks.message_box import HeartbeatMonitor
+from manyhands.blocks.crew import _store
+from manyhands.blocks.crew._processes import say
+from manyhands.blocks.crew._roster import Roster, number_of
+from manyhands.blocks.crew._store import (
+    PREFIX,
+    SharedRoster,
+    Signer,
+    StoreClient,
+    parse_address,
+)
+from manyhands.errors import StoreLost
+
+STOPPED_LIMIT = 60.0  # seconds without a heartbeat after which a worker is killed
+EXPECTED_WAIT = 2.0  # seconds that the serving launcher has to publish how many are expected
+PAUSE = 1.0  # seconds between two tries: without a route there is an answer at once
+ANSWER = 5.0  # seconds in which the store's host must answer
+Answer = TypeVar("Answer")
+
+
+class CrewLink:
+    """A launcher's connection to the store, and what it knows of the crew."""
+
+    def __init__(
+        self,
+        store: str,
+        signer: Signer,
+        numbers: Iterable[int],
+        *,
+        processes: int,
+        serving: bool,
+        patience: float,
+    ) -> None:
+        self.store = store
+        self.signer = signer
+        self.processes = processes
+        self.serving = serving
+        self.patience = patience  # seconds for which a lost store is awaited
+        self._numbers = frozenset(numbers)  # of this launcher's workers
+        self.shared: SharedRoster | None = self._connect()  # None while the store is lost
+        self.lost_at = -float("inf")  # when it was lost the last time
+        self._return: ReturnToStore | None = None  # while the store is lost
+        self._cut_off: frozenset[str] = frozenset()  # processes that were here when it was lost
+
+    def _connect(self, former_id: str = "") -> SharedRoster:
+        """Connect to the store, and enter the roster."""
+        client = StoreClient(self.store, 1.0, self.signer)
+        try:
+            shared = SharedRoster(client, HeartbeatMonitor(STOPPED_LIMIT), self.processes)
+            shared.watched = self._watched
+            # A new id each time, because the others know how far the former heartbeat has counted.
+            shared.id = f"host-{secrets.token_hex(4)}"
+            # The heartbeat first: a process that finds this launcher finds its heartbeat, too.
+            client.start_heartbeat(f"{PREFIX}heartbeat/{shared.id}")
+            shared.change(lambda r: r.without_launcher(former_id).with_launcher(shared.id))
+        except BaseException:
+            client.close()
+            raise
+        return shared
+
+    def _watched(self, roster: Roster) -> list[str]:
+        """Return the processes that this launcher watches: its own; all if the others need us."""
+        if self.serving:
+            found = {*roster.everyone, *roster.launchers}
+        else:
+            found = {id for id in roster.everyone if roster.worker_of(id) in self._numbers}
+        return sorted(found - roster.gone)
+
+    def agree_on_expected(self, expected: int | None) -> str:
+        """Return how many workers the first round waits for."""
+        # The launcher that serves the store publishes the number; the others read it, or decide
+        # themselves if it is not published in time.
+        assert self.shared is not None
+        client = self.shared.client
+        key = PREFIX + "expected"
+        until = time.monotonic() + EXPECTED_WAIT
+        while expected is None and not self.serving and time.monotonic() < until:
+            if published := client.read(key):
+                return published
+            time.sleep(0.05)
+        own = str(expected or len(self._numbers))
+        found = client.fetch(key)
+        if published := client.text_of(key, found):
+            return published
+        # Compare and set: if another launcher publishes at this moment, its number counts.
+        client.call("compare_set", key, found or "", client.signer.sign(key, own))
+        return client.read(key) or own
+
+    # -- while the store answers ---------------------------------------------------------------
+
+    def ask(self, action: Callable[[SharedRoster], Answer]) -> Answer | None:
+        """Return the action's answer; None while the store is lost. Then try to reach it again."""
+        shared = self.shared
+        if shared is None:
+            return None
+        try:
+            return action(shared)
+        except StoreLost as error:
+            say(
+                f"the store at {self.store} is lost: {error.why}. This command tries to reach it "
+                f"again for {self.patience:g} s, and starts no worker meanwhile."
+            )
+            self.shared = None
+            shared.client.close()
+            self.lost_at = time.monotonic()
+            self._return = ReturnToStore(self.store, lambda: self._connect(shared.id))
+            return None
+
+    def report_end(self, number: int, left: bool) -> Roster | None:
+        """Tell the crew that a worker has ended, so that nobody waits for its heartbeat."""
+
+        def report(shared: SharedRoster) -> Roster:
+            for inner_rank in range(self.processes):
+                shared.report_end(number * self.processes + inner_rank, left)
+            return shared.roster
+
+        return self.ask(report)
+
+    def stopped(self) -> set[int]:
+        """Return the numbers of workers without a heartbeat, which do not end by themselves."""
+        roster = self.ask(SharedRoster.refresh)
+        if roster is None or self.shared is None:
+            return set()
+        monitor = self.shared.monitor
+        # A worker that was cut off has a heartbeat again after its next round, under a new id.
+        in_a_block = {id for id in self._cut_off if not monitor.has_advanced(id)}
+        spared = in_a_block - monitor.silent_for(self.patience)
+        numbers = set()
+        for id in monitor.silent - spared - roster.gone:
+            # Not everything that was observed is still in the roster.
+            if id in roster.everyone and not roster.is_replaced(id):
+                numbers.add(number_of(id) // self.processes)
+        return numbers
+
+    def others_have_ended(self) -> bool:
+        """Return whether no other host's worker or launcher needs the store any more."""
+        roster = self.ask(SharedRoster.refresh)
+        if roster is None or self.shared is None:
+            return False
+        # A host that vanished reports nothing. Its own store calls have timed out by then.
+        silent = self.shared.monitor.silent_for(_store.STORE_TIMEOUT)
+        ended = {*roster.gone, *silent, self.shared.id}
+        return ended >= {*roster.here, *roster.launchers}
+
+    def leave(self) -> None:
+        """Tell the others that this launcher ends."""
+        shared = self.shared
+        if self._return is not None:
+            self._return.closed.set()
+            shared = self._return.shared
+        if shared is None:
+            return
+        id = shared.id
+        try:
+            shared.change(lambda roster: roster.without_launcher(id))
+        except StoreLost as error:
+            say(f"the store at {self.store} is lost: {error.why}.")
+        shared.client.close()
+
+    # -- while the store is lost ---------------------------------------------------------------
+
+    def await_store(self) -> bool:
+        """Return whether the store answers again, since the last call."""
+        if self._return is None or self._return.shared is None:
+            return False
+        say(f"the store at {self.store} answers again.")
+        self.shared = self._return.shared
+        self._return = None
+        self._cut_off = frozenset(self.shared.roster.everyone)
+        return True
+
+    @property
+    def given_up(self) -> str:
+        """Why a store that has been lost for `patience` seconds is given up; else ""."""
+        if self._return is None or time.monotonic() - self.lost_at <= self.patience:
+            return ""
+        return self._return.error
+
+
+class ReturnToStore:
+    """Tries to connect until the store answers."""
+
+    def __init__(self, store: str, connect: Callable[[], SharedRoster]) -> None:
+        self.shared: SharedRoster | None = None  # once the store answers
+        self.error = f"the store at {store} does not answer."  # of the last try
+        self.closed = threading.Event()
+        self._address = parse_address(store)
+        self._connect = connect
+        threading.Thread(target=self._run, name="manyhands return", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self.closed.wait(PAUSE):
+            try:
+                # torch's own tries are long, and each prints a trace of the stack.
+                socket.create_connection(self._address, ANSWER).close()
+                self.shared = self._connect()
+                return
+            except OSError as error:
+                host, port = self._address
+                self.error = f"the store at {host}:{port} does not answer ({error})."
+            except (StoreLost, ValueError) as error:  # ValueError: it is another run's store
+                self.error = str(error)
