@@ -169,7 +169,7 @@ class ReduceScatter(_Allocator):
         queue: ReduceQueue,
         params: Callable[[], Sequence[Tensor]],
         *,
-        divide: Callable[[], tuple[float, float] | None],
+        divide: Callable[[], tuple[float, float]],
         on_gloo: bool,
         overlap: bool,
     ) -> None:
@@ -202,24 +202,24 @@ class ReduceScatter(_Allocator):
         self._queue.enter()
         ranks = self._queue.ranks
         shards = self._queue.shards
+        before, after = self._divide()
+        is_default = (before, after) == (1, ranks.size)
         # With another operation (SUM, for half precision) the engine divides, before and after.
-        we_divide = op == dist.ReduceOp.AVG
-        divide = self._divide()
-        before, after = divide or (1.0, float(ranks.size))
+        is_mean = op == dist.ReduceOp.AVG
         # The engine takes the mean over the copies, if there are several.
         after /= ranks.size // shards.size
-        if divide is not None and not we_divide:
+        if not is_mean and not is_default:
             # The user's divisors replace the world size, by which the engine divides as well.
-            after = after / shards.size
-            we_divide = True
+            after /= shards.size
         if before != 1:
             input_tensor.div_(before)
         if self._on_gloo:
             # The engine's own division would read the mean at once.
-            wait = not self._overlap or op != dist.ReduceOp.AVG or self._used_at_once(output_tensor)
-            divisor = after if we_divide else 1.0
-            self._queue.send(output_tensor, input_tensor, divisor, wait=wait)
-        elif divide is None:
+            wait = not self._overlap or not is_mean or self._used_at_once(output_tensor)
+            if not is_mean and is_default:
+                after = 1.0
+            self._queue.send(output_tensor, input_tensor, after, wait=wait)
+        elif is_default:
             shards.reduce_scatter(output_tensor, input_tensor, op)
         else:
             shards.reduce_scatter(output_tensor, input_tensor, dist.ReduceOp.SUM)

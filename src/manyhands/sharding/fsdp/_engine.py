@@ -19,8 +19,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from enum import Enum, auto
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -39,15 +38,11 @@ from manyhands._tensors.flat import check_own_shards, is_dtensor
 from manyhands._tensors.trees import as_type, tensors_in, tree_map_tensors
 from manyhands._warn import warn
 from manyhands.sharding.fsdp._collectives import AllGather, ReduceQueue, ReduceScatter
-from manyhands.sharding.fsdp._options import FSDPOptions, Precision
 from manyhands.sharding.fsdp._places import (
     REPLACED,
     Place,
     Places,
-    check_same_model,
-    copy_from_rank_0,
     make_contiguous,
-    named_params,
 )
 
 if TYPE_CHECKING:
@@ -69,52 +64,23 @@ _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = (
 )
 
 
-class TrainingState(Enum):
-    """The state of a `FullyShardedDataParallel`, in its attribute `training_state`.
-
-    >>> import torch, manyhands as mh
-    >>> from manyhands.fairscale import TrainingState
-    >>> model = mh.FSDP(torch.nn.Linear(2, 2))
-    >>> model.assert_state(TrainingState.IDLE)
-    >>> with model.summon_full_params():
-    ...     print(model.training_state.name)
-    SUMMON_FULL_PARAMS
-
-    On one rank, where nothing is sent, a backward is `BACKWARD_PRE` throughout.
-    """
-
-    IDLE = auto()
-    FORWARD = auto()
-    BACKWARD_PRE = auto()  # its parameters are being gathered, or are used, in a backward
-    BACKWARD_POST = auto()  # its gradients are being sent
-    SUMMON_FULL_PARAMS = auto()
-
-
-# The engine's names are private to torch; these are the only ones that users see.
-STATES = {
-    "IDLE": TrainingState.IDLE,
-    "FORWARD": TrainingState.FORWARD,
-    "PRE_BACKWARD": TrainingState.BACKWARD_PRE,
-    "POST_BACKWARD": TrainingState.BACKWARD_POST,
-}
-
-
 class Engine:
     """Shards the parameters at these places (each once) of a module, in place.
 
     Attributes:
         params: the sharded parameters, DTensors with this rank's slice, in the order of `places`.
-        divide: divisors of gradients before and after the sum; None is the number of ranks, after.
+        divide: divisors of gradients before and after the sum.
         on_gloo: whether our own collectives replace the engine's.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        places: Sequence[Place],
+        places: Places,
         ranks: RankGroup,
         device: torch.device,
-        precision: Precision,
+        compute: torch.dtype | None,
+        reduce: torch.dtype | None,
         *,
         reshard_after_forward: bool | None,
         offload: bool,
@@ -128,6 +94,11 @@ class Engine:
             fully_shard,
         )
 
+        make_contiguous(places)
+        # Each parameter once: the engine finds the other places of a tied one by itself.
+        distinct: dict[Tensor, Place] = {}
+        for place in places.values():
+            distinct[_param_at(place)] = place
         # The order of registration matters: fully_shard puts its pre-hook before those that are
         # there and its forward hook after them, so the engine's hooks come between ours.
         module.register_forward_pre_hook(eager(_nest_inputs), prepend=True, with_kwargs=True)
@@ -138,13 +109,11 @@ class Engine:
             module,
             mesh=_find_mesh(ranks, device),
             reshard_after_forward=reshard_after_forward,
-            mp_policy=MixedPrecisionPolicy(
-                precision.compute, precision.reduce, cast_forward_inputs=False
-            ),
+            mp_policy=MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False),
             offload_policy=CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
             ignored_params=ignored or None,
         )
-        flatten_inputs = eager(partial(_flatten_inputs, dtype=precision.compute))
+        flatten_inputs = eager(partial(_flatten_inputs, dtype=compute))
         module.register_forward_pre_hook(flatten_inputs, prepend=True, with_kwargs=True)
         module.register_forward_pre_hook(_begin_another_run, prepend=True)
         module.register_forward_hook(eager(_nest_output))
@@ -155,14 +124,15 @@ class Engine:
             # which is gathered already, switches that off.
             self.module.set_modules_to_backward_prefetch([self.module])
         self.ranks = ranks
-        self.places = list(places)
+        self.places = list(distinct.values())
         self.on_gloo = ranks.on_gloo(device)
-        self.divide: tuple[float, float] | None = None
+        self.divide = (1.0, float(ranks.size))
         # Ranks may use different parameters of a wrap: without this (not in every torch) their
         # reduce_scatters would have different sizes.
         if hasattr(self.module, "set_reduce_scatter_unused_params"):
             self.module.set_reduce_scatter_unused_params(True, recurse=False)
         self.find_params()
+        guard_optimizers(distinct, self.params)
 
     def find_params(self) -> None:
         """Look up the sharded parameters, after they were made or replaced."""
@@ -255,10 +225,10 @@ class Engine:
             yield from group.fsdp_params
 
     @property
-    def state(self) -> TrainingState:
-        """What the engine is doing with this wrap."""
+    def state(self) -> str:
+        """What the engine is doing with this wrap, as it names its states."""
         groups = _param_groups_of(self.module) or [self.module._get_fsdp_state()]
-        return STATES[groups[0]._training_state.name]
+        return str(groups[0]._training_state.name)
 
     @property
     def in_backward(self) -> bool:
@@ -273,47 +243,6 @@ class Engine:
         elif self.in_backward:
             # The engine ends the pass. It sends nothing, because no gradients are left.
             self.module._get_fsdp_state()._root_post_backward_final_callback()
-
-
-def shard_wrap(
-    module: nn.Module,
-    places: Places,
-    ranks: RankGroup,
-    device: torch.device,
-    precision: Precision,
-    options: FSDPOptions,
-    *,
-    compared: Mapping[str, object],
-    private: Collection[nn.Module],
-    offload: bool,
-) -> Engine:
-    """Shard the parameters at these places in `module`, and return the engine of the wrap."""
-    # `options` are those in effect, and ranks must agree on the `compared` ones. `private` modules
-    # are in inner wraps in a group of one. Their parameters are each rank's own: they are not
-    # compared, not copied from rank 0, and not sharded.
-    make_contiguous(places)
-    # Each parameter once: the engine finds the other places of a tied one by itself.
-    distinct = {id(m._parameters[name]): (m, name) for m, name in places.values()}
-    plain = [param for _, param in named_params(places)]
-    shared = {name: each for name, each in module.named_modules() if each not in private}
-    check_same_model(ranks, [(places, compared)], shared)
-    # After the check, because a broadcast between different models would hang or crash.
-    copy_from_rank_0(shared.values(), ranks, device)
-    # The engine's None means "free after forward, except on the root".
-    root_keeps = options.disable_reshard_on_root and options.reshard_after_forward
-    engine = Engine(
-        module,
-        list(distinct.values()),
-        ranks,
-        device,
-        precision,
-        reshard_after_forward=None if root_keeps else options.reshard_after_forward,
-        offload=offload,
-        overlap=options.overlap,
-        ignored={param for each in private for param in each.parameters(recurse=False)},
-    )
-    guard_optimizers(plain, engine.params)
-    return engine
 
 
 @eager

@@ -114,6 +114,15 @@ def check_module(
         )
 
 
+def check_precision(mixed_precision: bool, fp32_reduce_scatter: bool) -> None:
+    """Raise a ValueError if gradients have one type only, and are to be reduced in another."""
+    if fp32_reduce_scatter and not mixed_precision:
+        raise ValueError(
+            "fp32_reduce_scatter=True requires mixed_precision=True: without it gradients are "
+            "reduced in the type of the parameters."
+        )
+
+
 def check_parameters(places: Places, ranks: RankGroup, device: torch.device) -> None:
     """Raise a ValueError if the parameters at these places cannot be sharded together."""
     if ranks.mesh is not None and ranks.mesh.device_type != device.type:

@@ -40,8 +40,25 @@ from manyhands._tensors.flat import is_dtensor, local_shard
 from manyhands._tensors.trees import tree_map_tensors
 from manyhands.sharding._agreement import wait_for_all_ranks
 from manyhands.sharding.fsdp._engine import Engine
-from manyhands.sharding.fsdp._options import COMPARED
 from manyhands.sharding.fsdp._places import Place, Places, children, named_params
+
+# Options that must be the same on every rank, and are shown by `print(model)`.
+COMPARED = (
+    "reshard_after_forward",
+    "disable_reshard_on_root",
+    "mixed_precision",
+    "fp32_reduce_scatter",
+    "move_params_to_cpu",
+    "compute_dtype",
+    "buffer_dtype",
+    "compute_device",
+    "state_dict_device",
+    "clear_autocast_cache",
+    "force_input_to_fp32",
+    "state_dict_on_rank_0_only",
+    "gradient_predivide_factor",
+    "overlap",
+)
 
 W = TypeVar("W", bound="Wrap")
 V = TypeVar("V")
@@ -64,8 +81,8 @@ class Wrap(ModuleWrapper):
     _ranks: RankGroup
     _places: Places  # of its own parameters, without those of wraps inside
     _engine: Engine | None  # None on one rank
-    _is_root: bool | None  # None until a forward has decided
-    _holds_full: bool  # while summon_full_params is open
+    _is_root: bool | None = None  # None until a forward has decided
+    _holds_full = False  # while summon_full_params is open
     _in_local_state = False  # while local_state_dict or load_local_state_dict run
     _in_state_dict = False  # while state_dict of a wrap around this one runs
     _former_buffer_dtypes: dict[str, torch.dtype]  # of buffers that were cast, by name

@@ -18,11 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from manyhands.sharding._agreement import GroupLike
 from manyhands.sharding.fsdp._places import children
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 
@@ -78,23 +75,6 @@ default_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: i
 default_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
 
 
-def config_auto_wrap_policy(
-    module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool
-) -> bool:
-    """The policy by mark: wrap the modules that have an attribute `wrapper_config`.
-
-    >>> import torch.nn as nn, manyhands as mh
-    >>> from manyhands.fairscale import config_auto_wrap_policy
-    >>> layer = nn.Linear(10, 10)
-    >>> layer.wrapper_config = {"mixed_precision": False}
-    >>> config_auto_wrap_policy(layer, False, unwrapped_params=110, module_is_root=False)
-    True
-
-    It is a dict of options for this module's wrapper, which may include `wrapper_cls`.
-    """
-    return recurse or hasattr(module, "wrapper_config")
-
-
 @dataclass(frozen=True)
 class _Scope:
     """The settings of the innermost `enable_wrap`, with those of outer ones merged in."""
@@ -126,6 +106,11 @@ class _Scope:
         own = {**getattr(module, "wrapper_config", {}), **overrides}
         wrapper_cls = own.pop("wrapper_cls", self.wrapper_cls)
         return wrapper_cls(module, **{**self.options, **own})
+
+
+def in_scope() -> bool:
+    """Return whether `enable_wrap` is open."""
+    return _SCOPE.get() is not None
 
 
 # A context variable, so that threads and asyncio tasks do not see each other's settings.
@@ -227,52 +212,6 @@ def auto_wrap(
         return done[each]
 
     return replacement(module)
-
-
-def auto_wrap_bn(
-    module: nn.Module,
-    single_rank_pg: bool = False,
-    process_group: GroupLike | None = None,
-    fsdp_config: Options | None = None,
-    wrap_it: bool = True,
-    assert_on_collision: bool = True,
-) -> nn.Module:
-    """Wrap each BatchNorm by itself in full precision, in a model of lower precision.
-
-    >>> import torch.nn as nn, manyhands as mh
-    >>> from manyhands.fairscale import auto_wrap_bn
-    >>> model = auto_wrap_bn(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
-    >>> isinstance(model[1], mh.FSDP)
-    True
-
-    Call it before a module that contains BatchNorms is wrapped. `enable_wrap` counts as ever.
-
-    Args:
-        module: the model.
-        single_rank_pg: has no effect: in groups of one each rank would train its own BatchNorms.
-        process_group: the ranks that share them, by default those of `enable_wrap`, or all.
-        fsdp_config: options that win over those for full precision.
-        wrap_it: False only writes `wrapper_config`s, for `config_auto_wrap_policy`.
-        assert_on_collision: raise an error if a BatchNorm has a `wrapper_config` already.
-    """
-    config: dict[str, Any] = {
-        **dict.fromkeys(("mixed_precision", "fp32_reduce_scatter", "force_input_to_fp32"), False),
-        **dict.fromkeys(("compute_dtype", "buffer_dtype"), torch.float32),
-        **{"flatten_parameters": False, "reshard_after_forward": False, "bucket_cap_mb": 0},
-        **({} if process_group is None else {"process_group": process_group}),
-        **(fsdp_config or {}),
-    }
-    # BatchNorm1d to 3d and SyncBatchNorm have this private base class in common.
-    norms: list[Any] = [each for each in module.modules() if isinstance(each, _BatchNorm)]
-    if assert_on_collision and any(hasattr(norm, "wrapper_config") for norm in norms):
-        raise ValueError(
-            "a BatchNorm has a wrapper_config already. Call auto_wrap_bn once, or with "
-            "assert_on_collision=False to replace it."
-        )
-    for norm in norms:
-        norm.wrapper_config = dict(config)
-    with enable_wrap():  # outside of another one, too
-        return auto_wrap(module, (_BatchNorm,)) if wrap_it else module
 
 
 def pick_modules(root: nn.Module, policy: Policy, wrappers: Iterable[nn.Module]) -> list[nn.Module]:

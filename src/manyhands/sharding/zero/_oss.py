@@ -101,7 +101,6 @@ class OSS(ShardedOptimizer):
         broadcast_fp16: send updated parameters as float16. All workers then train with the
             rounded values; the exact ones stay with their owners. (With `shared_memory` nothing is
             sent, or rounded.) They are not in state dicts: a resumed run begins with the rounded.
-        force_broadcast_object: accepted for fairscale's callers; no objects are sent.
         layout: "even" cuts parameters anywhere, into equal slices, for optimizers that work
             element by element; "whole" leaves each parameter with one worker. The default is what
             `optim` needs; see `.layout`.
@@ -123,7 +122,6 @@ class OSS(ShardedOptimizer):
         world_size: the number of workers in `group`.
         backend: the name of the group's backend; None for one worker without a process group.
         broadcast_fp16: the argument.
-        force_broadcast_object: the argument.
     """
 
     def __init__(
@@ -133,7 +131,6 @@ class OSS(ShardedOptimizer):
         group: GroupLike | None = None,
         broadcast_buffer_size: int = -1,
         broadcast_fp16: bool = False,
-        force_broadcast_object: bool = False,
         *,
         layout: str | None = None,
         shared_memory: bool = False,
@@ -160,7 +157,6 @@ class OSS(ShardedOptimizer):
         self.world_size = self._workers.size
         self.global_rank, self.backend = _global_rank(group, self.rank)
         self.broadcast_fp16 = broadcast_fp16
-        self.force_broadcast_object = force_broadcast_object
         self._run = OSSRun()
         self._sliced: Any = None  # a SliceOptimizer, once the parameters are laid out
         # Calls add_param_group. No defaults: only `optim` knows which arguments are its defaults.
