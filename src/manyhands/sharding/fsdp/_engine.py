@@ -20,7 +20,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from manyhands._optimizers.optimizers import fused_problem, problem_on_shards
 from manyhands._ranks.presence import count_step
@@ -158,18 +157,10 @@ class Engine:
         When parameters are gathered, `watch` gets their places in each forward that a backward may
         follow, and `run` is called in each forward outside of a backward.
         """
-        # The engine keeps what is registered here, so a strong reference would be a cycle.
-        reference = weakref.ref(self)
         if self.on_gloo:
             self.module.set_custom_all_gather(AllGather(self.ranks.shards))
-        reduce_scatter = ReduceScatter(
-            queue,
-            lambda: dereference(reference).params,
-            divide=lambda: dereference(reference).divide,
-            on_gloo=self.on_gloo,
-            overlap=self.overlap,
-        )
-        self.module.set_custom_reduce_scatter(reduce_scatter)
+        # The engine keeps what is registered here, so a strong reference would be a cycle.
+        self.module.set_custom_reduce_scatter(ReduceScatter(queue, weakref.proxy(self)))
         places = self.places
 
         @eager
@@ -184,18 +175,10 @@ class Engine:
         # Registered last, so that it runs after the engine's own hook has gathered.
         self.module.register_forward_pre_hook(gathered)
 
-    def gather(self) -> None:
-        """Gather the full parameters, and wait for them."""
-        self.module.unshard()
-
-    def reshard(self) -> None:
-        """Free the full parameters, if they are gathered."""
-        self.module.reshard()
-
     def clear_unaveraged(self) -> None:
         """Drop the full gradients left by passes that did not average them."""
         for each in self._engine_params():
-            if "unsharded_accumulated_grad" in vars(each):  # until torch 2.14
+            if "unsharded_accumulated_grad" in each.__dict__:  # until torch 2.14
                 each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):
                 each._unsharded_param.grad = None
@@ -212,7 +195,7 @@ class Engine:
             )
 
     def unaveraged(self) -> Iterator[Any]:
-        """Yield the engine's record of each parameter with a full gradient of this rank's own."""
+        """Yield the engine's record of each parameter with a full gradient of this rank alone."""
         for each in self._engine_params():
             full = getattr(each, "_unsharded_param", None)
             left = getattr(each, "unsharded_accumulated_grad", None) is not None
@@ -220,7 +203,6 @@ class Engine:
                 yield each
 
     def _engine_params(self) -> Iterator[Any]:
-        """Yield the engine's own record of each parameter."""
         for group in _param_groups_of(self.module):
             yield from group.fsdp_params
 
@@ -290,13 +272,6 @@ def _param_groups_of(module: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def dereference(reference: Callable[[], Engine | None]) -> Engine:
-    """Return the engine of a weak reference, which the wrap keeps alive."""
-    engine = reference()
-    assert engine is not None
-    return engine
-
-
 def _param_at(place: Place) -> nn.Parameter:
     """Return the parameter that the module has there now: sharded, or full during a pass."""
     module, name = place
@@ -323,13 +298,16 @@ def _find_mesh(ranks: RankGroup, device: torch.device) -> DeviceMesh:
 
 
 class _Nest:
-    """A nested structure and its tensors, to be rebuilt with other tensors."""
+    """A nested structure and its tensors, to be rebuilt with other tensors.
+
+    No container: the engine does not look into it.
+    """
 
     def __init__(self, tree: object, tensors: Sequence[Tensor]) -> None:
         self._tree = tree
         self._tensors = tensors
 
-    def rebuild(self, tensors: Sequence[Tensor]) -> object:
+    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         # By id, as a structure may contain a tensor several times.
         others = {id(old): new for old, new in zip(self._tensors, tensors, strict=True)}
         return tree_map_tensors(lambda tensor: others[id(tensor)], self._tree)
@@ -354,17 +332,23 @@ def _flatten_output(
     module: nn.Module, _: object, output: object
 ) -> tuple[list[Tensor], _Nest] | None:
     """Before the engine's hook: replace the output by a list of tensors and a nest."""
+    grad = torch.is_grad_enabled()
     if output is None:
-        if torch.is_grad_enabled():
+        if grad:
             raise TypeError(
                 f"the forward of a wrapped {type(module).__name__} returned None: a backward would "
                 "not be seen. Return the output or the loss, or call it under torch.no_grad()."
             )
         return None  # from a hook, None means that the output stays, so it could not be restored
-    tensors = tensors_in(output, _check_output(module))
-    # The engine gathers parameters for backward in a hook on the output. An in-place operation on a
-    # view would remove that hook (torch warns), so a view becomes a tensor of its own.
-    own = [_NotAView.apply(t) if t.requires_grad and t._is_view() else t for t in tensors]
+    # Without gradients there will be no backward.
+    tensors = tensors_in(output, partial(_check_leaf, module)) if grad else tensors_in(output)
+    own = []
+    for tensor in tensors:
+        # The engine gathers parameters for backward in a hook on the output. An in-place operation
+        # on a view would remove that hook (torch warns), so a view becomes a separate tensor.
+        if tensor.requires_grad and tensor._is_view():
+            tensor = _NotAView.apply(tensor)
+        own.append(tensor)
     return own, _Nest(output, tensors)
 
 
@@ -388,25 +372,18 @@ class _NotAView(torch.autograd.Function):
         return grads[0]
 
 
-def _check_output(module: nn.Module) -> Callable[[object], None]:
-    """Return a check of leaves of an output, which raises a TypeError if one hides a tensor."""
+def _check_leaf(module: nn.Module, leaf: object) -> None:
+    """Raise a TypeError if a leaf of an output, which is no tensor, hides one with a gradient."""
     # The engine would put no hook on a hidden tensor, and miss the backward through it.
-
-    def check(leaf: object) -> None:
-        """Raise if a leaf, which is no tensor, has a tensor inside that needs a gradient."""
-        if not torch.is_grad_enabled():
-            return  # there will be no backward
-        inside = dict(leaf) if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
-        for name, value in inside.items():
-            if isinstance(value, Tensor) and value.requires_grad:
-                raise TypeError(
-                    f"the output of a wrapped {type(module).__name__} is a "
-                    f"{type(leaf).__name__}, and its tensor {name!r} would not be seen. Return "
-                    "tensors, or tuples, lists, dicts or dataclasses of them, or register the "
-                    "class with torch.utils._pytree.register_pytree_node."
-                )
-
-    return check
+    inside = dict(leaf) if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
+    for name, value in inside.items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise TypeError(
+                f"the output of a wrapped {type(module).__name__} is a "
+                f"{type(leaf).__name__}, and its tensor {name!r} would not be seen. Return "
+                "tensors, or tuples, lists, dicts or dataclasses of them, or register the "
+                "class with torch.utils._pytree.register_pytree_node."
+            )
 
 
 # -- optimizers, at their first step --------------------------------------------------------------
@@ -418,10 +395,8 @@ SHARDED = "_manyhands_sharded"  # marks a parameter that a wrap has sharded
 
 # The number of parameters with which an optimizer was checked; add_param_group() changes it.
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-_problems: dict[type, str | None] = {}  # by class; None: it works
 _state_calls: weakref.WeakKeyDictionary[Optimizer, _StateDictCalls] = weakref.WeakKeyDictionary()
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-_hook: list[RemovableHandle] = []  # the handle of the hook, once there is one
 
 
 def guard_optimizers(before: Iterable[Tensor], after: Iterable[Tensor]) -> None:
@@ -432,25 +407,33 @@ def guard_optimizers(before: Iterable[Tensor], after: Iterable[Tensor]) -> None:
         setattr(param, REPLACED, True)
     for param in after:
         setattr(param, SHARDED, True)
-    if not _hook:
-        _hook.append(register_optimizer_step_pre_hook(_check_at_step))
+    _check_optimizers_from_now_on()
+
+
+@cache  # once
+def _check_optimizers_from_now_on() -> None:
+    register_optimizer_step_pre_hook(_check_at_step)
+
+
+def _params_of(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def guard_state(optimizer: Optimizer) -> None:
-    """Refuse another rank's shards in `load_state_dict`; notice a rank that saves its own alone."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    """Refuse another rank's shards in `load_state_dict`; notice a rank that saves alone."""
     if optimizer in _state_calls or type(optimizer).__module__.startswith("manyhands."):
         return  # ours save and load by themselves
 
     def check(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        check_own_shards(state, (p for group in optimizer.param_groups for p in group["params"]))
+        check_own_shards(state, _params_of(optimizer))
 
     optimizer.register_load_state_dict_pre_hook(check)
-    mesh = next((param.device_mesh for param in params if is_dtensor(param)), None)
-    if mesh is not None:
-        calls = _StateDictCalls(mesh, type(optimizer).__name__)
-        _state_calls[optimizer] = calls
-        optimizer.register_state_dict_post_hook(calls.note)
+    for param in _params_of(optimizer):
+        if is_dtensor(param):
+            calls = _StateDictCalls(param.device_mesh, type(optimizer).__name__)
+            _state_calls[optimizer] = calls
+            optimizer.register_state_dict_post_hook(calls.note)
+            return
 
 
 class _StateDictCalls:
@@ -469,20 +452,18 @@ class _StateDictCalls:
         self._kind = kind
         self._size = mesh.size()
         self._calls = 0
-        self._compared = 0
-        self._steps = 0
+        self._steps_left = 0  # until the number of calls is compared
 
     def note(self, *_: object) -> None:
         dist.distributed_c10d._get_default_store().add(self._key, 1)
-        self._calls = self._calls + 1
-        self._steps = 0
+        self._calls += 1
+        self._steps_left = 2
 
     def compare(self) -> None:
         """Before a step: warn if `state_dict()` was called on this rank, and not on every other."""
-        self._steps += 1
-        if self._calls == self._compared or self._steps < 2:
+        self._steps_left -= 1
+        if self._steps_left != 0:
             return
-        self._compared = self._calls
         here = dist.distributed_c10d._get_default_store().add(self._key, 0)
         if here < self._calls * self._size:
             warn(
@@ -496,10 +477,12 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
     """Before a step: raise if the optimizer has replaced parameters, or cannot train shards."""
     if optimizer in _state_calls:
         _state_calls[optimizer].compare()
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = _params_of(optimizer)
     if params and is_dtensor(params[0]):
         count_step(optimizer)
-    _check_all_averaged(params)
+    sharded = [param for param in params if getattr(param, SHARDED, False)]
+    if sharded:
+        _check_all_averaged(sharded)
     if _checked.get(optimizer) == len(params):
         return
     if any(getattr(param, REPLACED, False) for param in params):
@@ -507,36 +490,38 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
             f"this {type(optimizer).__name__} was made before the model was wrapped, and holds "
             "parameters that are no longer used. Make it after wrapping, from model.parameters()."
         )
-    if any(getattr(param, SHARDED, False) for param in params):
+    if sharded:
         check_own_shards([optimizer.state.get(param) for param in params], params)
         guard_state(optimizer)
-        _warn_of_new_layers(params)
-        if any(param._backward_hooks and getattr(param, SHARDED, False) for param in params):
+        _warn_of_new_layers(params, sharded)
+        if any(param._backward_hooks for param in sharded):
             warn(
                 "register_hook() on a parameter that FullyShardedDataParallel has sharded is never "
                 "called. Use register_post_accumulate_grad_hook(): param.grad is averaged there, "
                 "and has this rank's slice.",
                 RuntimeWarning,
             )
-        if problem := fused_problem(optimizer):
+        problem = fused_problem(optimizer)
+        if problem:
             raise TypeError(problem)
-        kind = type(optimizer)
-        if kind not in _problems:
-            _problems[kind] = problem_on_shards(optimizer, next(p for p in params if is_dtensor(p)))
-        if _problems[kind] is not None:
+        like: Any = sharded[0]
+        unable = problem_on_shards(optimizer, like)
+        if unable is not None:
+            kind = type(optimizer).__name__
             raise TypeError(
-                f"{kind.__name__} cannot train parameters that FullyShardedDataParallel has "
-                f"sharded: {_problems[kind]}. Use manyhands.WholeTensorOptimizer("
-                f"model.parameters(), optim={kind.__name__}), which gives each full tensor to one "
-                "rank."
+                f"{kind} cannot train parameters that FullyShardedDataParallel has sharded: "
+                f"{unable}. Use manyhands.WholeTensorOptimizer(model.parameters(), optim={kind}), "
+                "which gives each full tensor to one rank."
             )
     _checked[optimizer] = len(params)
 
 
-def _warn_of_new_layers(params: Sequence[Tensor]) -> None:
+def _warn_of_new_layers(params: Sequence[Tensor], sharded: Sequence[Tensor]) -> None:
     """Warn of a parameter that came into a wrapped module later: nothing averages its gradient."""
-    plain = {id(param) for param in params if not getattr(param, SHARDED, False)}
-    for engine in _engines if plain else ():
+    plain = {id(param) for param in params} - {id(param) for param in sharded}
+    if not plain:
+        return
+    for engine in _engines:
         for name, param in engine.module.named_parameters():
             if id(param) in plain - engine.ignored:
                 warn(
@@ -548,12 +533,10 @@ def _warn_of_new_layers(params: Sequence[Tensor]) -> None:
                 return
 
 
-def _check_all_averaged(params: Sequence[Tensor]) -> None:
+def _check_all_averaged(sharded: Sequence[Tensor]) -> None:
     """Raise a RuntimeError if one of these has a gradient from passes inside `no_sync` alone."""
-    if not any(getattr(param, SHARDED, False) for param in params):
-        return
     unaveraged = {id(each.sharded_param) for engine in _engines for each in engine.unaveraged()}
-    if unaveraged and any(id(param) in unaveraged for param in params):
+    if unaveraged and any(id(param) in unaveraged for param in sharded):
         raise RuntimeError(
             "step() after backward passes that were all inside no_sync(): their gradients are not "
             "averaged, and the step would leave them out. Run the last backward of each step "

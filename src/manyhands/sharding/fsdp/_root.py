@@ -37,7 +37,7 @@ from manyhands._optimizers.modules import check_has_memory
 from manyhands._ranks.presence import explained
 from manyhands._ranks.ranks import RankGroup
 from manyhands.sharding.fsdp._collectives import ReduceQueue
-from manyhands.sharding.fsdp._engine import Engine, dereference, eager
+from manyhands.sharding.fsdp._engine import Engine, eager
 from manyhands.sharding.fsdp._places import Place, check_inner_groups, check_same_model
 from manyhands.sharding.fsdp._transparent import Wrap, wraps_in
 
@@ -206,15 +206,15 @@ class RootState:
         self._engines = list(engines)  # the root's first
         # The engines' hooks hold this object. Weak references back let reference counting free a
         # model, without the garbage collector.
-        references = [weakref.ref(engine) for engine in engines]
+        references = [weakref.proxy(engine) for engine in engines]
 
         def params() -> list[Tensor]:
-            return [param for reference in references for param in dereference(reference).params]
+            return [param for engine in references for param in engine.params]
 
         def end() -> None:
             used.end()
-            for reference in references:
-                dereference(reference).check_all_reduced()
+            for engine in references:
+                engine.check_all_reduced()
 
         used = UsedParameters(ranks, params)
         self.used = used
@@ -258,14 +258,14 @@ class RootState:
             engine.module.set_modules_to_forward_prefetch(modules)
         for number in self._order.not_run:
             # A collective that was begun has to be awaited before its buffer can be freed.
-            self._engines[number].gather()
-            self._engines[number].reshard()
+            self._engines[number].module.unshard()
+            self._engines[number].module.reshard()
 
     @eager
     def reshard(self) -> None:
         """Free all full parameters."""
         for engine in self._engines:
-            engine.reshard()
+            engine.module.reshard()
 
     @eager
     def recover(self) -> None:

@@ -19,7 +19,7 @@ Words used here
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import StateDict
 
 from manyhands._arguments import real
 from manyhands._tensors.backward import current_task
@@ -53,10 +51,7 @@ from manyhands.sharding.fsdp._places import (
 from manyhands.sharding.fsdp._root import RootState, become_root
 from manyhands.sharding.fsdp._transparent import (
     Wrap,
-    consolidate_slices,
-    full_optimizer_state,
     hold_full_parameters,
-    sharded_optimizer_state,
     wraps_in,
 )
 
@@ -340,13 +335,6 @@ class FullyShardedDataParallel(Wrap):
         self.set_gradient_divide_factors(self._divide[0], post, recursive=False)
 
     @property
-    def params(self) -> list[nn.Parameter]:
-        """This wrap's own parameters, without those of wraps inside; each once."""
-        if self._engine is not None and not self._holds_full:
-            return list(self._engine.params)
-        return distinct_params(self._places)
-
-    @property
     def params_with_grad(self) -> list[nn.Parameter]:
         """The parameters that have a gradient."""
         return [param for param in self.parameters() if param.grad is not None]
@@ -401,42 +389,6 @@ class FullyShardedDataParallel(Wrap):
 
     # -- state ---------------------------------------------------------------------------------
 
-    @staticmethod
-    def consolidate_shard_weights(
-        shard_weights: Sequence[Mapping[str, Tensor]],
-        shard_metadata: Sequence[Mapping[str, Any]],
-        with_module_buffers: bool = True,
-        strict: bool = True,
-    ) -> dict[str, Tensor]:
-        """Return the plain model's state dict from the `local_state_dict()` of every rank.
-
-        `shard_metadata` are the ranks' `local_metadata_dict()`. Both are in rank order. Buffers
-        are rank 0's. Without `strict`, missing parameters are left out. Needs no process group.
-        """
-        return consolidate_slices(shard_weights, shard_metadata, with_module_buffers, strict)
-
-    def gather_full_optim_state_dict(self, optim: Optimizer, **ignored: object) -> StateDict | None:
-        """Return the plain optimizer's state dict on rank 0, and None on other ranks.
-
-        Call it on every rank. Parameters in a group of one, listed as `uncollected_local_ids`, get
-        rank 0's own state: other ranks have to save theirs.
-        """
-        self._reshard()
-        names = {id(param): name for name, param in self.named_parameters()}
-        return full_optimizer_state(optim, names, self._private_params(), keep=self.rank == 0)
-
-    def get_shard_from_optim_state_dict(
-        self, full_optim_state_dict: Mapping[str, Any]
-    ) -> StateDict:
-        """Return this rank's slices of the plain optimizer's state, for `load_state_dict`.
-
-        Rank 0's own state of parameters in a group of one is left out on other ranks.
-        """
-        self._reshard()
-        left_out = set() if self.rank == 0 else self._private_params()
-        params = dict(self.named_parameters())
-        return sharded_optimizer_state(full_optim_state_dict, params, left_out)
-
     def check_can_save(self, model: nn.Module) -> None:
         """Raise a ValueError if ranks train different parameters: a checkpoint has room for one."""
         if (
@@ -449,12 +401,6 @@ class FullyShardedDataParallel(Wrap):
                 "rank has its own parameters there, and a checkpoint would hold those of one. "
                 "Save each rank's state dicts in a file of its own."
             )
-
-    def _private_params(self) -> set[int]:
-        """Return the ids of parameters that each rank has for itself, in inner groups of one."""
-        if self.world_size == 1:
-            return set()
-        return {id(p) for wrap in self._wraps() if wrap.world_size == 1 for p in wrap.params}
 
     def extra_repr(self) -> str:
         """Return the options, for `print(model)`."""

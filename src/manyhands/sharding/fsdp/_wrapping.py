@@ -123,20 +123,7 @@ def enable_wrap(
 ) -> Iterator[None]:
     """Let `wrap` and `auto_wrap` wrap inside; outside they return the module unchanged.
 
-    >>> import torch.nn as nn, manyhands as mh
-    >>> from manyhands.fairscale import enable_wrap, wrap
-    >>> with enable_wrap(wrapper_cls=mh.FSDP, flatten_parameters=True):
-    ...     layer = wrap(nn.Linear(5, 5))
-    >>> isinstance(layer, mh.FSDP)
-    True
-
-    An `enable_wrap` inside another inherits all settings that it does not change. Each thread has
-    its own. It is a decorator, too.
-
-    Args:
-        auto_wrap_policy: the policy of `auto_wrap`, described there; by default by size.
-        wrapper_kwargs: `wrapper_cls`, the class that wraps (by default `FullyShardedDataParallel`)
-            or a function of a module and options; keywords of the policy; options of the wrapper.
+    `manyhands.fairscale.enable_wrap` describes the arguments.
     """
     outer = _SCOPE.get() or _Scope(FullyShardedDataParallel, default_auto_wrap_policy, {})
     scope, options = outer.changed(auto_wrap_policy, wrapper_kwargs)
@@ -229,18 +216,20 @@ def pick_modules(root: nn.Module, policy: Policy, wrappers: Iterable[nn.Module])
 
     # Modules inside one that is not looked into are left alone even if they are elsewhere, too:
     # attention reads the weights of a module inside it without calling it.
-    opened: dict[nn.Module, bool] = {}
+    opened: set[nn.Module] = set()
     sealed: set[nn.Module] = set()
+    seen: set[nn.Module] = set()
     waiting = [root]
     while waiting:
         module = waiting.pop()
-        if module in opened:
+        if module in seen:
             continue
-        opened[module] = module not in wrappers and ask(module, True, {*module.parameters()})
-        if opened[module]:
-            waiting += [child for _, child in reversed(children(module))]
+        seen.add(module)
+        if module not in wrappers and ask(module, True, set(module.parameters())):
+            opened.add(module)
+            waiting += reversed(list(module.children()))
         else:
-            sealed.update(inner for inner in module.modules() if inner is not module)
+            sealed.update(module.modules())
     to_wrap = []
     # The parameters in each module that no wrapper inside it has taken, found from below.
     rest: dict[nn.Module, set[nn.Parameter]] = {wrapper: set() for wrapper in wrappers}
@@ -248,9 +237,10 @@ def pick_modules(root: nn.Module, policy: Policy, wrappers: Iterable[nn.Module])
     def rest_of(module: nn.Module) -> set[nn.Parameter]:
         """Decide about a module, after those inside it; return the parameters left outside."""
         if module not in rest:
-            params = {p for p in module._parameters.values() if p is not None}
-            params.update(*(rest_of(child) for _, child in children(module)))
-            wanted = opened.get(module) and module not in sealed and ask(module, False, params)
+            params = set(module.parameters(recurse=False))
+            for child in module.children():
+                params |= rest_of(child)
+            wanted = module in opened and module not in sealed and ask(module, False, params)
             if wanted and params.isdisjoint(_params_outside(module, root)):
                 to_wrap.append(module)
                 params = set()
@@ -269,8 +259,8 @@ def _params_outside(module: nn.Module, root: nn.Module) -> Iterator[nn.Parameter
         each = waiting.pop()
         if each not in seen:
             seen.add(each)
-            yield from (param for param in each._parameters.values() if param is not None)
-            waiting += [child for _, child in children(each)]
+            yield from each.parameters(recurse=False)
+            waiting += each.children()
 
 
 def _as_policy(policy: Policy | Classes) -> Policy:

@@ -22,7 +22,6 @@ from manyhands._optimizers.modules import (
 )
 from manyhands._optimizers.wrappers import wrapped_attribute
 from manyhands._ranks.agreement import agree
-from manyhands._ranks.ranks import RankGroup
 from manyhands._ranks.sharded_gradient import ShardedGradient
 from manyhands._warn import warn
 from manyhands.sharding._agreement import ADVICE, Facts, GroupLike, facts_of_model
@@ -113,36 +112,15 @@ class ShardedDataParallel(ModuleWrapper):
                 one._resize_buckets(reduce_buffer_size)
         if sync_models_at_startup:
             self._workers.broadcast_from_first([*module.parameters(), *module.buffers()])
-        self._reducer = self._make_reducer(wire)
-
-    def _make_reducer(self, wire: torch.dtype | None) -> Reducer:
-        """Return what averages this module's gradients, and let the optimizers know it."""
-        reducer = Reducer(
-            [one._shards for one in self._optimizers],
-            _group_of_module(self._workers, self.module),
-            self._averages_pass(),
-            wire,
-            self._after_pass(),
-        )
+        # Otherwise two modules' buckets could be taken for each other's in one backward.
+        workers = self._workers
+        if workers.shared_memory is None:
+            workers = workers.with_own_group(next(module.parameters()).device, pairs=True)
+        shards = [one._shards for one in self._optimizers]
+        self._reducer = Reducer(shards, workers, weakref.ref(self), wire)
         for one in self._optimizers:
             # Weak: the module owns the reducer and its hooks, and the optimizer may outlive them.
-            one._run.reducer_ref = weakref.ref(reducer)
-        return reducer
-
-    def _averages_pass(self) -> Callable[[], bool]:
-        """Return what the reducer asks as a pass begins: is it averaged, or inside `no_sync`?"""
-        me = weakref.ref(self)  # the reducer must not keep the module alive
-        return lambda: (module := me()) is None or module.require_backward_grad_sync
-
-    def _after_pass(self) -> Callable[[], None]:
-        """Return what the reducer calls after each averaged pass: it copies rank 0's buffers."""
-        me = weakref.ref(self)
-
-        def finish() -> None:
-            if (module := me()) is not None and module.broadcast_buffers:
-                module.sync_buffers()
-
-        return finish
+            one._run.reducer_ref = weakref.ref(self._reducer)
 
     # -- training ------------------------------------------------------------------------------
 
@@ -150,29 +128,26 @@ class ShardedDataParallel(ModuleWrapper):
         """Run the wrapped module's forward, with its parameters and buffers up to date."""
         if self._reducer is None:
             return self.module(*inputs, **kwargs)
-        self._prepare(self._reducer)
-        try:
-            return self.module(*inputs, **kwargs)
-        except BaseException:
-            self._reducer.gave_up |= self.training and torch.is_grad_enabled()
-            raise
-
-    def _prepare(self, reducer: Reducer) -> None:
-        """Before a forward: follow parameters that were moved, frozen or unfrozen meanwhile."""
-        if _inside_ddp(self):
+        # Private: torch has no public way to ask whether a forward runs inside of DDP's.
+        outer = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        if outer is not None and self in outer.modules():
             raise inside_ddp(self)
         # `to` or `half` may have given parameters memory outside of the buckets.
         for one in self._optimizers:
             one._follow_moved()
-        if not (self.training and torch.is_grad_enabled()):
-            return
-        if self.auto_refresh_trainable and reducer.trained_changed:
+        trains = self.training and torch.is_grad_enabled()
+        if trains and self.auto_refresh_trainable and self._reducer.trained_changed:
             if self.warn_on_trainable_params_changed:
                 warn(
                     "parameters were frozen or have thawed; their gradients' buckets are laid "
                     "out anew. (warn_on_trainable_params_changed=False silences this.)",
                 )
             self.refresh_trainable()
+        try:
+            return self.module(*inputs, **kwargs)
+        except BaseException:
+            self._reducer.gave_up |= trains
+            raise
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -207,7 +182,7 @@ class ShardedDataParallel(ModuleWrapper):
         """Clear the gradients."""
         super().zero_grad(set_to_none)
         if self._reducer is not None:
-            self._reducer.cleared(*(one._shards for one in self._optimizers))
+            self._reducer.forget(*(one._shards for one in self._optimizers))
 
     # -- as the wrapped module -----------------------------------------------------------------
 
@@ -257,20 +232,6 @@ class ShardedDataParallel(ModuleWrapper):
         for param, grad in zip(sharded, grads, strict=True):
             param.grad = grad
         return self
-
-
-def _inside_ddp(module: nn.Module) -> bool:
-    # Private: torch has no public way to ask whether a forward runs inside of DDP's.
-    active = getattr(DistributedDataParallel, "_get_active_ddp_module", lambda: None)()
-    return active is not None and any(inner is module for inner in active.modules())
-
-
-def _group_of_module(workers: RankGroup, module: nn.Module) -> RankGroup:
-    """Return the workers in a group of this module's own."""
-    # Otherwise two modules' buckets could be taken for each other's in one backward.
-    device = next(module.parameters()).device
-    own = workers.shared_memory is not None
-    return workers if own else workers.with_own_group(device, pairs=True)
 
 
 def _add_module_prefix(

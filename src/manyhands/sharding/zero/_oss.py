@@ -155,7 +155,12 @@ class OSS(ShardedOptimizer):
         self._group = group
         self.rank = self._workers.rank
         self.world_size = self._workers.size
-        self.global_rank, self.backend = _global_rank(group, self.rank)
+        self.global_rank = self.rank
+        self.backend: str | None = None
+        if dist.is_available() and dist.is_initialized():
+            self.global_rank = dist.get_rank()
+            if group is None or isinstance(group, dist.ProcessGroup):
+                self.backend = dist.get_backend(group)
         self.broadcast_fp16 = broadcast_fp16
         self._run = OSSRun()
         self._sliced: Any = None  # a SliceOptimizer, once the parameters are laid out
@@ -289,18 +294,15 @@ class OSS(ShardedOptimizer):
 
         These are whole parameters, or views of a rank's slices of them.
         """
-        return [
-            [
-                {
-                    **options_of(group),
-                    "params": self._shards.held_by(
-                        rank, _state.param_indices(self.param_groups, index)
-                    ),
-                }
-                for index, group in enumerate(self.param_groups)
-            ]
-            for rank in range(self._workers.size)
-        ]
+        by_rank = []
+        for rank in range(self._workers.size):
+            groups: list[ParamGroup] = []
+            for index, group in enumerate(self.param_groups):
+                members = _state.param_indices(self.param_groups, index)
+                held = self._shards.held_by(rank, members)
+                groups.append({**options_of(group), "params": held})
+            by_rank.append(groups)
+        return by_rank
 
     def _resize_buckets(self, elements: int) -> None:
         """Lay the parameters out again in buckets of that size. Only before the first step."""
@@ -341,10 +343,8 @@ class OSS(ShardedOptimizer):
             self.join_in()
             self._check_averaged()
             self._sliced.step(**kwargs)
-            # Before the other ranks' slices arrive, which autograd does not see.
-            self._shards.raise_versions()
             if self._run.reducer is not None:
-                self._run.reducer.stepped(self._shards)
+                self._run.reducer.forget(self._shards)
             with explained(self._workers):
                 self._shards.wait()
             count_step(self)
@@ -356,10 +356,11 @@ class OSS(ShardedOptimizer):
         """Raise if nothing averages the gradients: in the first step, and with new parameters."""
         if self._run.averaged or self._run.reducer is not None:
             return
-        grads = [param.grad for param in self._shards.params]
-        norms = [torch.zeros(()) if grad is None else norm(grad).cpu() for grad in grads]
-        # Weighted, so that gradients of other parameters do not add up to the same.
-        own = sum(float(length) * (1 + i / len(norms)) for i, length in enumerate(norms))
+        own = 0.0
+        for i, param in enumerate(self._shards.params):
+            if param.grad is not None:
+                # Weighted, so that gradients of other parameters do not add up to the same.
+                own += float(norm(param.grad)) * (1 + i / len(self._shards.params))
         by_rank = [there for (there,) in self._workers.all_gather([own], self._workers.any_device)]
         # Not to the last bit: the ranks' processors may differ. Not finite: nothing to compare.
         if any(abs(there - by_rank[0]) > 1e-5 * abs(by_rank[0]) for there in by_rank):
@@ -391,7 +392,7 @@ class OSS(ShardedOptimizer):
         """Clear the gradients."""
         super().zero_grad(set_to_none)
         if self._run.reducer is not None:
-            self._run.reducer.cleared(self._shards)
+            self._run.reducer.forget(self._shards)
 
     def prepare(self) -> None:
         """Follow parameters that have thawed, were moved, or were overwritten; on every worker."""
@@ -410,17 +411,19 @@ class OSS(ShardedOptimizer):
         Call it on every worker, between `backward` and `step`. `filter_params_fn` takes
         the list of parameters and returns those to be clipped, together.
         """
-        shards = self._shards
         params = self._shards.params
         chosen = params if filter_params_fn is None else filter_params_fn(list(params))
         ids = {id(param) for param in chosen}
         self.refresh_trainable()
         self.join_in()
-        clipped = [i for i, param in enumerate(params) if id(param) in ids]
-        grads = [params[i].grad for i in clipped]
-        slices = [shards.gradient(owned) for i in clipped for owned in shards.slices[i]]
-        by = float(max_norm), float(norm_type)
-        return clip(grads, slices, *by, self._workers, params[0].device)
+        grads = []
+        slices = []
+        for param, owned_slices in zip(params, self._shards.slices, strict=True):
+            if id(param) in ids:
+                grads.append(param.grad)
+                slices += [self._shards.gradient(owned) for owned in owned_slices]
+        device = params[0].device
+        return clip(grads, slices, float(max_norm), float(norm_type), self._workers, device)
 
     # -- saving and loading --------------------------------------------------------------------
 
@@ -502,12 +505,3 @@ def find_oss(optimizer: Optimizer) -> OSS:
             "Write OSS(model.parameters(), optim=..., ...)."
         )
     return inner
-
-
-def _global_rank(group: GroupLike | None, rank: int) -> tuple[int, str | None]:
-    """Return the rank among all processes, and the name of the group's backend, if any."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return rank, None
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        return dist.get_rank(), None  # a stand-in, such as DummyProcessGroup
-    return dist.get_rank(), dist.get_backend(group)

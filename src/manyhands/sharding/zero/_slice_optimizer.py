@@ -12,8 +12,7 @@ them when they get other memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,6 +48,7 @@ class SliceOptimizer:
         self.optim = self.make(groups)
 
     def make(self, groups: Groups) -> Optimizer:
+        """Return a new optimizer of this rank's slices."""
         own = [self._own_group(groups, index) for index in range(len(groups))]
         make = partial(self._kind, own, **self._arguments)
         return run_on_all(self._shards.workers, make)
@@ -78,9 +78,8 @@ class SliceOptimizer:
         """Give thawed parameters their state: the loaded one, or the optimizer's initial one."""
         begun = self.make(groups).state  # Adagrad makes its state when it is made
         for owned in slices:
-            loaded = pending.get(owned.param)
-            if loaded is not None:
-                part = slice_state(loaded, owned, self._shards.params[owned.param])
+            if owned.param in pending:
+                part = slice_state(pending[owned.param], owned, self._shards.params[owned.param])
                 self.optim.state[owned.data] = move_state(part, owned.data)
             elif owned.data in begun:
                 self.optim.state[owned.data] = begun[owned.data]
@@ -89,13 +88,13 @@ class SliceOptimizer:
 
     def follow_moved(self, groups: Groups) -> None:
         """Follow a model that was moved or converted, with memory and state."""
-        before = [owned.data for slices in self._shards.slices for owned in slices]
+        before = self._shards.slices
         self._shards.rebuild_buffers()
-        after = [owned.data for slices in self._shards.slices for owned in slices]
         state = self.optim.state
-        for old, new in zip(before, after, strict=True):
-            if old in state:
-                state[new] = move_state(state.pop(old), new, old)
+        for old_slices, new_slices in zip(before, self._shards.slices, strict=True):
+            for old, new in zip(old_slices, new_slices, strict=True):
+                if old.data in state:
+                    state[new.data] = move_state(state.pop(old.data), new.data, old.data)
         self.replace_slices(groups)
 
     # -- options and steps ---------------------------------------------------------------------
@@ -103,8 +102,14 @@ class SliceOptimizer:
     def step(self, **kwargs: Any) -> None:
         """Update this rank's slices, and begin to send them."""
         for buckets in self._turns():
-            with self._gradients_on_slices(buckets):
+            slices = [owned for bucket in buckets for owned, _ in bucket.slices]
+            try:
+                for owned in slices:
+                    owned.data.grad = self._shards.gradient(owned)
                 self.optim.step(**kwargs)
+            finally:
+                for owned in slices:
+                    owned.data.grad = None
             self._shards.start_all_gather(buckets)  # in flight while the next buckets are stepped
 
     def _turns(self) -> list[list[FlatBucket]]:
@@ -119,18 +124,6 @@ class SliceOptimizer:
             return [buckets]
         size = max(-(-len(buckets) // TURNS), 1)
         return [buckets[i : i + size] for i in range(0, len(buckets), size)]
-
-    @contextmanager
-    def _gradients_on_slices(self, buckets: Iterable[FlatBucket]) -> Iterator[None]:
-        """Set the gradients of the slices in these buckets, for the length of a step."""
-        slices = [owned for bucket in buckets for owned, _ in bucket.slices]
-        try:
-            for owned in slices:
-                owned.data.grad = self._shards.gradient(owned)
-            yield
-        finally:
-            for owned in slices:
-                owned.data.grad = None
 
 
 def copy_options(sources: Sequence[SavedState], targets: Groups) -> None:
