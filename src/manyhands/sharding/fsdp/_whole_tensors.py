@@ -12,7 +12,7 @@ changed the shards, as a loaded checkpoint does, they are sent to the owners aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -25,7 +25,6 @@ from torch.optim.optimizer import ParamsT, StateDict
 from manyhands._optimizers.state_parts import (
     OptimizerStatePart,
     ReplicatedState,
-    ShardedOptimizer,
     options_of,
 )
 from manyhands._optimizers.wrappers import ParamGroup
@@ -33,19 +32,16 @@ from manyhands._ranks.agreement import agree, run_on_all
 from manyhands._ranks.ranks import RankGroup, rank_group_of
 from manyhands._tensors.flat import DTensorShards, is_dtensor, local_shard
 from manyhands.sharding._agreement import ADVICE, GroupLike, facts_of_groups, facts_of_options
+from manyhands.sharding._divided import DividedOptimizer, check_params_and_class, copy_options
 from manyhands.sharding.zero._layout import deal_out
-from manyhands.sharding.zero._slice_optimizer import (
-    check_params_and_class,
-    choose_layout,
-    copy_options,
-)
+from manyhands.sharding.zero._slice_optimizer import choose_layout
 
 BUCKET = 2**24  # elements of tensors that travel together
 TAG = 28_103  # of messages between pairs of ranks; far from the tags that users choose
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-class WholeTensorOptimizer(ShardedOptimizer):
+class WholeTensorOptimizer(DividedOptimizer):
     """An optimizer that looks at whole tensors, for parameters that `FSDP` has sharded.
 
     >>> import torch, manyhands as mh
@@ -87,34 +83,20 @@ class WholeTensorOptimizer(ShardedOptimizer):
         self.optim: Any = None  # until the constructor's groups are taken in
         super().__init__(params, {})
         given = [param for group in self.param_groups for param in group["params"]]
-        self._ranks = _ranks_of_copy(given) or rank_group_of(given, group)
-        self.group = self._ranks.group
-        _check_sharded(given, self._ranks)
-        self._load = [0] * self._ranks.size  # elements that each rank owns
+        self._workers = _ranks_of_copy(given) or rank_group_of(given, group)
+        self.group = self._workers.group
+        _check_sharded(given, self._workers)
+        self._load = [0] * self._workers.size  # elements that each rank owns
         self._tensors: list[list[OwnedTensor]] = []  # by group
-        if self._ranks.size > 1:  # raises if the optimizer looks at all parameters together
+        if self._workers.size > 1:  # raises if the optimizer looks at all parameters together
             options = [{**defaults, **options_of(group)} for group in self.param_groups]
             choose_layout(optim, None, options)
         facts = {"values of optim": optim.__name__, **facts_of_groups(self.param_groups)}
-        agree(self._ranks, facts, ADVICE)
+        agree(self._workers, facts, ADVICE)
         groups = [self._take_in(group) for group in self.param_groups]
         make = partial(optim, groups, **self.optimizer_arguments)
-        self.optim = run_on_all(self._ranks, make)
-        self.defaults = self.optim.defaults
-        # Options that were left out are known only from here on.
-        copy_options(self.optim.param_groups, self.param_groups)
-        agree(self._ranks, facts_of_options(self.param_groups, self.defaults), ADVICE)
-
-    @property
-    def shards_state(self) -> bool:
-        """Whether this rank has only a shard of the state, because there are other ranks."""
-        return self._ranks.size > 1
-
-    def __repr__(self) -> str:
-        groups = super().__repr__().removeprefix(type(self).__name__)
-        size = self._ranks.size
-        workers = f"{size} worker{'s' if size > 1 else ''}"
-        return f"{type(self).__name__} of {self.optimizer_class.__name__} ({workers}){groups}"
+        self.optim = run_on_all(self._workers, make)
+        self._adopt_options()
 
     # -- parameters --------------------------------------------------------------------------------
 
@@ -126,13 +108,13 @@ class WholeTensorOptimizer(ShardedOptimizer):
         number = len(self.param_groups) - 1
         added = self.param_groups[number:]
         try:
-            _check_sharded(added[0]["params"], self._ranks)
+            _check_sharded(added[0]["params"], self._workers)
             facts = facts_of_groups(added, first=number)
-            agree(self._ranks, facts | facts_of_options(added, self.defaults, number), ADVICE)
+            agree(self._workers, facts | facts_of_options(added, self.defaults, number), ADVICE)
             owned = self._take_in(added[0])
             # Constructors check what they take, and add_param_group need not: try it out.
             trial = partial(self.optimizer_class, [dict(owned)], **self.optimizer_arguments)
-            run_on_all(self._ranks, trial)
+            run_on_all(self._workers, trial)
             self.optim.add_param_group(owned)
         except Exception:
             for groups in (self.param_groups, self._tensors, self.optim.param_groups):
@@ -142,7 +124,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
 
     def _take_in(self, group: ParamGroup) -> ParamGroup:
         """Give parameters their owners; return the group with the tensors that this rank owns."""
-        if self._ranks.size == 1:
+        if self._workers.size == 1:
             self._tensors.append([])
             return dict(group)
         params = group["params"]
@@ -160,24 +142,6 @@ class WholeTensorOptimizer(ShardedOptimizer):
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], object] | None = None, **kwargs: Any) -> Any:
-        """Step the tensors that this rank owns, and take this rank's shards of the others'.
-
-        A `closure` is called once before, and its loss returned (on a single rank, as the optimizer
-        does). Call it on every rank.
-        """
-        copy_options(self.param_groups, self.optim.param_groups)  # schedules change ours
-        if self._ranks.size == 1:
-            result = self.optim.step(*([] if closure is None else [closure]), **kwargs)
-        else:
-            result = None
-            if closure is not None:
-                with torch.enable_grad():
-                    result = closure()
-            self._step(**kwargs)
-        copy_options(self.optim.param_groups, self.param_groups)
-        return result
-
     @torch.no_grad()
     def _step(self, **kwargs: Any) -> None:
         """Send gradients to the tensors' owners, step there, and send the new rows back."""
@@ -186,8 +150,8 @@ class WholeTensorOptimizer(ShardedOptimizer):
         flags = [tensor.param.grad is not None for tensor in tensors]
         seen = [tensor.seen for tensor in tensors]
         flags.append(fingerprints([tensor.param for tensor in tensors]) != seen)
-        anywhere = torch.tensor(flags, dtype=torch.uint8, device=self._ranks.any_device)
-        *trained, changed = self._ranks.all_reduce(anywhere, largest=True).tolist()
+        anywhere = torch.tensor(flags, dtype=torch.uint8, device=self._workers.any_device)
+        *trained, changed = self._workers.all_reduce(anywhere, largest=True).tolist()
         if changed:
             self._refresh(tensors)
         moved = [tensor for tensor, has in zip(tensors, trained, strict=True) if has]
@@ -229,14 +193,14 @@ class WholeTensorOptimizer(ShardedOptimizer):
         """Send this rank's shards to the owners; return the whole tensors that this rank owns."""
         found = []
         for bucket in _buckets(tensors):
-            outgoing: list[list[Tensor]] = [[] for _ in range(self._ranks.size)]
+            outgoing: list[list[Tensor]] = [[] for _ in range(self._workers.size)]
             mine = []
             for tensor, shard in zip(tensors[bucket], shards[bucket], strict=True):
                 outgoing[tensor.owner].append(shard.reshape(-1))
-                if tensor.owner == self._ranks.rank:
+                if tensor.owner == self._workers.rank:
                     mine.append(tensor)
             sizes = []
-            for rank in range(self._ranks.size):
+            for rank in range(self._workers.size):
                 sizes.append([tensor.elements(rank) for tensor in mine])
             pieces = self._exchange(outgoing, sizes, shards[bucket][0])
             for tensor, rows in zip(mine, zip(*pieces, strict=True), strict=True):
@@ -246,10 +210,10 @@ class WholeTensorOptimizer(ShardedOptimizer):
     def _to_shards(self, tensors: Sequence[OwnedTensor]) -> None:
         """Send the rows of the tensors that this rank owns to the ranks that hold them."""
         for bucket in _buckets(tensors):
-            outgoing: list[list[Tensor]] = [[] for _ in range(self._ranks.size)]
-            sizes: list[list[int]] = [[] for _ in range(self._ranks.size)]
+            outgoing: list[list[Tensor]] = [[] for _ in range(self._workers.size)]
+            sizes: list[list[int]] = [[] for _ in range(self._workers.size)]
             for tensor in tensors[bucket]:
-                sizes[tensor.owner].append(tensor.elements(self._ranks.rank))
+                sizes[tensor.owner].append(tensor.elements(self._workers.rank))
                 if tensor.whole is not None:
                     for rank, rows in enumerate(tensor.rows):
                         outgoing[rank].append(tensor.whole.detach().view(-1)[rows])
@@ -265,14 +229,14 @@ class WholeTensorOptimizer(ShardedOptimizer):
     ) -> list[list[Tensor]]:
         """Send each rank its flat tensors; return those from each rank, of `sizes` elements."""
         # What this rank has for itself comes back as it is.
-        own = self._ranks.rank
+        own = self._workers.rank
         messages = []
         expected = []
         for rank, tensors in enumerate(outgoing):
             message = torch.cat(tensors) if tensors and rank != own else like.new_empty(0)
             messages.append(message.view(torch.uint8))
             expected.append(0 if rank == own else sum(sizes[rank]) * like.element_size())
-        arrived, works = self._ranks.all_to_all(messages, expected, TAG)
+        arrived, works = self._workers.all_to_all(messages, expected, TAG)
         for work in works:
             work.wait()
         pieces = []
@@ -324,13 +288,13 @@ class WholeTensorOptimizer(ShardedOptimizer):
 
     def state_dict(self) -> StateDict:
         """Return the plain optimizer's state dict, with one rank. With several, use `save`."""
-        if self._ranks.size > 1:
+        if self._workers.size > 1:
             raise RuntimeError("each rank has a part of the state. Save it with mh.save().")
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the plain optimizer's state dict, with one rank. With several, use `load`."""
-        if self._ranks.size > 1:
+        if self._workers.size > 1:
             raise RuntimeError("each rank has a part of the state. Load it with mh.load().")
         self.optim.load_state_dict(dict(state_dict))
         copy_options(self.optim.param_groups, self.param_groups)

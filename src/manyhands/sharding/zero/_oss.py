@@ -28,7 +28,6 @@ from manyhands._optimizers.modules import ParallelModules
 from manyhands._optimizers.state_parts import (
     OptimizerStatePart,
     SavedState,
-    ShardedOptimizer,
     options_of,
 )
 from manyhands._optimizers.wrappers import ParamGroup, YieldingProperty, find_layer
@@ -44,15 +43,14 @@ from manyhands.sharding._agreement import (
     facts_of_groups,
     facts_of_options,
 )
+from manyhands.sharding._divided import DividedOptimizer, check_params_and_class
 from manyhands.sharding._gradients import clip
 from manyhands.sharding.zero import _state
 from manyhands.sharding.zero._flat_params import Shards
 from manyhands.sharding.zero._reducer import Reducer
 from manyhands.sharding.zero._slice_optimizer import (
     SliceOptimizer,
-    check_params_and_class,
     choose_layout,
-    copy_options,
 )
 
 
@@ -69,13 +67,19 @@ class OSSRun:
     # Of our ShardedDataParallel: weak, because the module holds it and the OSS.
     reducer_ref: weakref.ref[Reducer] | None = None
 
+    def begin(self) -> None:
+        """Note that there is new state, which was not collected."""
+        self.begun = True
+        self.consolidated = None
+        self.recipient = None
+
     @property
     def reducer(self) -> Reducer | None:
         """The reducer of our ShardedDataParallel, while there is one."""
         return None if self.reducer_ref is None else self.reducer_ref()
 
 
-class OSS(ShardedOptimizer):
+class OSS(DividedOptimizer):
     """Optimizer state sharding: each of N workers keeps 1/N of the optimizer's state.
 
     >>> import torch, manyhands as mh
@@ -197,10 +201,7 @@ class OSS(ShardedOptimizer):
         self._sliced = SliceOptimizer(
             self._shards, self.optimizer_class, self.optimizer_arguments, self.param_groups
         )
-        self.defaults = self.optim.defaults
-        # Options that were left out, such as betas, are known only from here on.
-        copy_options(self.optim.param_groups, self.param_groups)
-        agree(self._workers, facts_of_options(self.param_groups, self.defaults), ADVICE)
+        self._adopt_options()
 
     @YieldingProperty
     def _is_accelerate_prepared(self) -> bool:
@@ -233,11 +234,8 @@ class OSS(ShardedOptimizer):
         """The process group of the workers; None for one worker without."""
         return self._group or (dist.group.WORLD if dist.is_available() else None)
 
-    def __repr__(self) -> str:
-        size = self._workers.size
-        how = f"layout {self.layout!r}, {size} worker{'s' if size > 1 else ''}"
-        groups = super().__repr__().removeprefix("OSS")
-        return f"OSS of {self.optimizer_class.__name__} ({how}){groups}"
+    def _about(self) -> str:
+        return f"layout {self.layout!r}, "
 
     # -- parameters ----------------------------------------------------------------------------
 
@@ -320,37 +318,20 @@ class OSS(ShardedOptimizer):
 
     # -- a step --------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], object] | None = None, **kwargs: Any) -> Any:
-        """Update the parameters: `optim` updates this rank's slices, then all are gathered.
-
-        A `closure` is called once before, and its loss returned.
-        """
-        self._run.consolidated = None
-        self._run.recipient = None
-        self._run.begun = True
+    def _begin_step(self) -> None:
+        self._run.begin()
         self.prepare()
-        # Schedulers change our groups, and `optim` has its own, made of slices.
-        copy_options(self.param_groups, self.optim.param_groups)
-        if self._workers.size == 1:
-            result = self.optim.step(*([] if closure is None else [closure]), **kwargs)
-        else:
-            result = None
-            if closure is not None:
-                # As in torch's optimizers: the caller may have turned gradients off.
-                with torch.enable_grad():
-                    result = closure()
-            self._parallel.check_not_joined(type(self).__name__)
-            self.join_in()
-            self._check_averaged()
-            self._sliced.step(**kwargs)
-            if self._run.reducer is not None:
-                self._run.reducer.forget(self._shards)
-            with explained(self._workers):
-                self._shards.wait()
-            count_step(self)
-        # Some optimizers count steps in their groups.
-        copy_options(self.optim.param_groups, self.param_groups)
-        return result
+
+    def _step(self, **kwargs: Any) -> None:
+        self._parallel.check_not_joined(type(self).__name__)
+        self.join_in()
+        self._check_averaged()
+        self._sliced.step(**kwargs)
+        if self._run.reducer is not None:
+            self._run.reducer.forget(self._shards)
+        with explained(self._workers):
+            self._shards.wait()
+        count_step(self)
 
     def _check_averaged(self) -> None:
         """Raise if nothing averages the gradients: in the first step, and with new parameters."""
@@ -373,11 +354,6 @@ class OSS(ShardedOptimizer):
                 "all_reduce the gradients before step()."
             )
         self._run.averaged = True
-
-    @property
-    def shards_state(self) -> bool:
-        """Whether this rank has only a shard of the state, because there are other ranks."""
-        return self._workers.size > 1
 
     def join_in(self) -> None:
         """Take part in averaging gradients, if this rank has had no backward pass for them.
@@ -482,9 +458,7 @@ class OSS(ShardedOptimizer):
     ) -> None:
         """Load this worker's shard of a state, in the form of the state dict of `optim`."""
         self.optim.load_state_dict(packed)
-        self._run.consolidated = None
-        self._run.recipient = None
-        self._run.begun = True
+        self._run.begin()
         self._run.pending_state = for_later
         _state.restore_options(groups, self.param_groups)
 

@@ -12,18 +12,18 @@ them when they get other memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from manyhands._arguments import one_of
 from manyhands._optimizers.optimizers import can_be_divided, may_be_cut, traits_of
-from manyhands._optimizers.state_parts import SavedState, options_of
+from manyhands._optimizers.state_parts import options_of
 from manyhands._ranks.agreement import run_on_all
+from manyhands.sharding._divided import copy_options
 from manyhands.sharding.zero._flat_params import FlatBucket, ParamSlice, Shards
 from manyhands.sharding.zero._state import (
     Groups,
@@ -126,12 +126,6 @@ class SliceOptimizer:
         return [buckets[i : i + size] for i in range(0, len(buckets), size)]
 
 
-def copy_options(sources: Sequence[SavedState], targets: Groups) -> None:
-    """Set the options of parameter groups to those of others."""
-    for source, target in zip(sources, targets, strict=True):
-        target.update(options_of(source))
-
-
 # -- may parameters be cut? -----------------------------------------------------------------------
 
 
@@ -152,24 +146,3 @@ def choose_layout(
             'Use it without OSS. (If it only adds noise of its own, layout="whole" will do.)'
         )
     return asked or ("even" if traits_of(kind).elementwise else "whole")
-
-
-def check_params_and_class(owner: str, params: object, optim: object) -> None:
-    """Raise a TypeError unless an `owner` of optimizers was given parameters, and a class."""
-    for name, given in (("params", params), ("optim", optim)):
-        if isinstance(given, Optimizer):
-            raise TypeError(
-                f"{name} is an optimizer that is made already. {owner} makes another: "
-                f"{owner}(model.parameters(), optim={type(given).__name__}, lr=...). Or give yours "
-                "to mh.shard(model, optimizer)."
-            )
-    if isinstance(params, nn.Module) or not isinstance(params, Iterable):
-        raise TypeError(
-            f"params must be parameters or groups of them, got {type(params).__name__}. Write "
-            f"{owner}(model.parameters(), optim=..., lr=...)."
-        )
-    if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
-        raise TypeError(
-            f"optim must be an optimizer class, got {type(optim).__name__}. Its arguments "
-            f"follow by name: {owner}(params, optim=AdamW, lr=1e-3)."
-        )

@@ -1,0 +1,105 @@
+"""Step an optimizer of the tensors that this rank owns: the base class of OSS and its kin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from manyhands._optimizers.state_parts import SavedState, ShardedOptimizer, options_of
+from manyhands._ranks.agreement import agree
+from manyhands._ranks.ranks import RankGroup
+from manyhands.sharding._agreement import ADVICE, facts_of_options
+
+
+class DividedOptimizer(ShardedOptimizer):
+    """Base class of an optimizer whose tensors are divided among ranks.
+
+    `optim`, of the class that the user asked for, steps those that this rank owns. On one rank its
+    tensors are the parameters.
+    """
+
+    optimizer_class: type[Optimizer]
+    optimizer_arguments: dict[str, Any]
+    _workers: RankGroup
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether this rank has only a shard of the state, because there are other ranks."""
+        return self._workers.size > 1
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        groups = super().__repr__().removeprefix(name)
+        size = self._workers.size
+        about = f"{self._about()}{size} worker{'s' if size > 1 else ''}"
+        return f"{name} of {self.optimizer_class.__name__} ({about}){groups}"
+
+    def _about(self) -> str:
+        """Return what `repr` shows in addition."""
+        return ""
+
+    def _adopt_options(self) -> None:
+        """Show the options that `optim` has filled in, such as betas; ranks must agree on them."""
+        self.defaults = self.optim.defaults
+        copy_options(self.optim.param_groups, self.param_groups)
+        agree(self._workers, facts_of_options(self.param_groups, self.defaults), ADVICE)
+
+    def step(self, closure: Callable[[], object] | None = None, **kwargs: Any) -> Any:
+        """Update the parameters: `optim` steps what this rank owns, then all ranks get the result.
+
+        A `closure` is called once before, and its loss returned. (On one rank `optim` calls it.)
+        Call it on every rank.
+        """
+        self._begin_step()
+        # Schedulers change our groups, and `optim` has other ones.
+        copy_options(self.param_groups, self.optim.param_groups)
+        if self._workers.size == 1:
+            result = self.optim.step(*([] if closure is None else [closure]), **kwargs)
+        else:
+            result = None
+            if closure is not None:
+                # As in torch's optimizers: the caller may have turned gradients off.
+                with torch.enable_grad():
+                    result = closure()
+            self._step(**kwargs)
+        # Some optimizers count steps in their groups.
+        copy_options(self.optim.param_groups, self.param_groups)
+        return result
+
+    def _begin_step(self) -> None:
+        """Prepare for a step, before options are copied."""
+
+    def _step(self, **kwargs: Any) -> None:
+        """Step what this rank owns, and exchange the new values with other ranks."""
+        raise NotImplementedError
+
+
+def copy_options(sources: Sequence[SavedState], targets: Sequence[dict[str, Any]]) -> None:
+    """Set the options of parameter groups to those of others."""
+    for source, target in zip(sources, targets, strict=True):
+        target.update(options_of(source))
+
+
+def check_params_and_class(owner: str, params: object, optim: object) -> None:
+    """Raise a TypeError unless an `owner` of optimizers was given parameters, and a class."""
+    for name, given in (("params", params), ("optim", optim)):
+        if isinstance(given, Optimizer):
+            raise TypeError(
+                f"{name} is an optimizer that is made already. {owner} makes another: "
+                f"{owner}(model.parameters(), optim={type(given).__name__}, lr=...). Or give yours "
+                "to mh.shard(model, optimizer)."
+            )
+    if isinstance(params, nn.Module) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"params must be parameters or groups of them, got {type(params).__name__}. Write "
+            f"{owner}(model.parameters(), optim=..., lr=...)."
+        )
+    if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
+        raise TypeError(
+            f"optim must be an optimizer class, got {type(optim).__name__}. Its arguments "
+            f"follow by name: {owner}(params, optim=AdamW, lr=1e-3)."
+        )
