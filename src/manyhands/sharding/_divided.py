@@ -39,7 +39,6 @@ class DividedOptimizer(ShardedOptimizer):
         return f"{name} of {self.optimizer_class.__name__} ({about}){groups}"
 
     def _about(self) -> str:
-        """Return what `repr` shows in addition."""
         return ""
 
     def _adopt_options(self) -> None:

@@ -65,7 +65,6 @@ def clip(
 
 
 def _norm_of_shard(grad: Tensor, norm_type: float) -> Tensor:
-    """Return the norm of this rank's slice of a gradient."""
     if norm_type == 2.0:
         return norm(grad)
     return torch.linalg.vector_norm(grad, norm_type, dtype=accumulation_dtype(grad.dtype))

@@ -78,7 +78,6 @@ class _Works(dist.Work):
         self._works = works
 
     def wait(self, timeout: object = None) -> bool:
-        """Wait for all messages of a collective; the engine calls it as a `Work`'s."""
         with _broken_explained():
             for work in self._works:
                 work.wait()
@@ -215,7 +214,6 @@ class ReduceScatter(_Allocator):
             output_tensor.div_(after)
 
     def _used_at_once(self, total: Tensor) -> bool:
-        """Return whether the engine needs this mean at once, so that sending cannot overlap."""
         if self._queue.ranks.mesh is not None:
             return True  # the engine sums over the copies of a mesh
         for param in self._wrap.params:

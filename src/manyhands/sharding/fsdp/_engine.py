@@ -36,6 +36,7 @@ from manyhands._tensors.backward import current_task
 from manyhands._tensors.flat import check_own_shards, is_dtensor
 from manyhands._tensors.trees import as_type, tensors_in, tree_map_tensors
 from manyhands._warn import warn
+from manyhands.sharding._agreement import params_in
 from manyhands.sharding.fsdp._collectives import AllGather, ReduceQueue, ReduceScatter
 from manyhands.sharding.fsdp._places import (
     REPLACED,
@@ -117,7 +118,7 @@ class Engine:
         module.register_forward_pre_hook(_begin_another_run, prepend=True)
         module.register_forward_hook(eager(_nest_output))
         self.overlap = overlap
-        self.ignored = {id(param) for param in ignored}
+        self.ignored = ignored
         if not overlap:
             # By default the engine prefetches the next wrap in backward. Naming the wrap itself,
             # which is gathered already, switches that off.
@@ -134,7 +135,6 @@ class Engine:
         guard_optimizers(distinct, self.params)
 
     def find_params(self) -> None:
-        """Look up the sharded parameters, after they were made or replaced."""
         self.params: list[nn.Parameter] = [_param_at(place) for place in self.places]
         _engines.add(self)
 
@@ -236,7 +236,6 @@ def refuse_second_order(result: object) -> None:
 
 
 def _check_first_order(_: Tensor) -> None:
-    """Raise in a backward with `create_graph`: a hook on the tensors that a wrap returns."""
     if torch.is_grad_enabled():  # in a backward: only with create_graph
         raise RuntimeError(
             "FullyShardedDataParallel cannot differentiate twice: parameters are freed after the "
@@ -257,8 +256,8 @@ def _begin_another_run(module: Any, _: object) -> None:
     """
     if current_task() == -1:
         return
-    groups = _param_groups_of(module)
-    if groups and all(group._training_state.name == "POST_BACKWARD" for group in groups):
+    states = {group._training_state.name for group in _param_groups_of(module)}
+    if states == {"POST_BACKWARD"}:
         state = module._get_fsdp_state()
         state._training_state = type(state._training_state).IDLE  # as before a first forward
 
@@ -318,7 +317,9 @@ def _flatten_inputs(
 ) -> tuple[tuple[list[Tensor], _Nest], dict[str, object]]:
     """Before the engine's hook: replace the inputs by a list of tensors, cast, and a nest."""
     tensors = tensors_in((args, kwargs))
-    cast = tensors if dtype is None else as_type(dtype, tensors)
+    cast = tensors
+    if dtype is not None:
+        cast = as_type(dtype, tensors)
     return (cast, _Nest((args, kwargs), tensors)), {}
 
 
@@ -340,8 +341,10 @@ def _flatten_output(
                 "not be seen. Return the output or the loss, or call it under torch.no_grad()."
             )
         return None  # from a hook, None means that the output stays, so it could not be restored
-    # Without gradients there will be no backward.
-    tensors = tensors_in(output, partial(_check_leaf, module)) if grad else tensors_in(output)
+    if grad:
+        tensors = tensors_in(output, partial(_check_leaf, module))
+    else:
+        tensors = tensors_in(output)
     own = []
     for tensor in tensors:
         # The engine gathers parameters for backward in a hook on the output. An in-place operation
@@ -415,20 +418,16 @@ def _check_optimizers_from_now_on() -> None:
     register_optimizer_step_pre_hook(_check_at_step)
 
 
-def _params_of(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def guard_state(optimizer: Optimizer) -> None:
     """Refuse another rank's shards in `load_state_dict`; notice a rank that saves alone."""
     if optimizer in _state_calls or type(optimizer).__module__.startswith("manyhands."):
         return  # ours save and load by themselves
 
     def check(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        check_own_shards(state, _params_of(optimizer))
+        check_own_shards(state, params_in(optimizer.param_groups))
 
     optimizer.register_load_state_dict_pre_hook(check)
-    for param in _params_of(optimizer):
+    for param in params_in(optimizer.param_groups):
         if is_dtensor(param):
             calls = _StateDictCalls(param.device_mesh, type(optimizer).__name__)
             _state_calls[optimizer] = calls
@@ -477,7 +476,7 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
     """Before a step: raise if the optimizer has replaced parameters, or cannot train shards."""
     if optimizer in _state_calls:
         _state_calls[optimizer].compare()
-    params = _params_of(optimizer)
+    params = params_in(optimizer.param_groups)
     if params and is_dtensor(params[0]):
         count_step(optimizer)
     sharded = [param for param in params if getattr(param, SHARDED, False)]
@@ -518,12 +517,12 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
 
 def _warn_of_new_layers(params: Sequence[Tensor], sharded: Sequence[Tensor]) -> None:
     """Warn of a parameter that came into a wrapped module later: nothing averages its gradient."""
-    plain = {id(param) for param in params} - {id(param) for param in sharded}
+    plain = set(params) - set(sharded)
     if not plain:
         return
     for engine in _engines:
         for name, param in engine.module.named_parameters():
-            if id(param) in plain - engine.ignored:
+            if param in plain and param not in engine.ignored:
                 warn(
                     f"{name}, of shape {tuple(param.shape)}, came into a module after "
                     "FullyShardedDataParallel had sharded it: each rank trains this parameter on "
@@ -535,8 +534,8 @@ def _warn_of_new_layers(params: Sequence[Tensor], sharded: Sequence[Tensor]) -> 
 
 def _check_all_averaged(sharded: Sequence[Tensor]) -> None:
     """Raise a RuntimeError if one of these has a gradient from passes inside `no_sync` alone."""
-    unaveraged = {id(each.sharded_param) for engine in _engines for each in engine.unaveraged()}
-    if unaveraged and any(id(param) in unaveraged for param in sharded):
+    unaveraged = {each.sharded_param for engine in _engines for each in engine.unaveraged()}
+    if not unaveraged.isdisjoint(sharded):
         raise RuntimeError(
             "step() after backward passes that were all inside no_sync(): their gradients are not "
             "averaged, and the step would leave them out. Run the last backward of each step "

@@ -40,7 +40,6 @@ class DummyProcessGroup:
 
 
 def find_ranks(process_group: GroupLike | DeviceMesh | None) -> RankGroup:
-    """Return the ranks among which parameters are sharded."""
     from torch.distributed.device_mesh import DeviceMesh  # not needed to import manyhands
 
     if isinstance(process_group, DeviceMesh):
@@ -69,11 +68,10 @@ def find_device(
     """Return the device to compute on: as asked, the parameters', or the group's accelerator."""
     if compute_device is not None:
         return torch.device(compute_device)
-    tensors = [*module.parameters(), *module.buffers()]
-    # One tensor on an accelerator decides, even if others are still on the CPU or on meta.
-    used = next((t.device for t in tensors if t.device.type not in ("cpu", "meta")), None)
-    if used is not None:
-        return used
+    for tensor in (*module.parameters(), *module.buffers()):
+        # One tensor on an accelerator decides, even if others are still on the CPU or on meta.
+        if tensor.device.type not in ("cpu", "meta"):
+            return tensor.device
     if ranks.size > 1 and torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
         # A gloo group on a machine with GPUs can send CPU tensors only, so ask the group.

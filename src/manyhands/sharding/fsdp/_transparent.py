@@ -38,7 +38,7 @@ from manyhands._optimizers.wrappers import wrapped_attribute
 from manyhands._ranks.ranks import RankGroup
 from manyhands._tensors.flat import is_dtensor, local_shard
 from manyhands._tensors.trees import tree_map_tensors
-from manyhands.sharding._agreement import wait_for_all_ranks
+from manyhands.sharding._agreement import params_in, wait_for_all_ranks
 from manyhands.sharding.fsdp._engine import Engine
 from manyhands.sharding.fsdp._places import Place, Places, children, distinct_params, named_params
 
@@ -88,7 +88,6 @@ class Wrap(ModuleWrapper):
     _former_buffer_dtypes: dict[str, torch.dtype]  # of buffers that were cast, by name
 
     def _hold(self, module: nn.Module) -> None:
-        """Become a wrap of this module: show its attributes, names and state as our own."""
         self.register_module(INNER, module)
         self._register_state_dict_hook(_show_plain)
         self._register_load_state_dict_pre_hook(_take_plain)
@@ -145,7 +144,6 @@ class Wrap(ModuleWrapper):
         return self
 
     def _find_params_again(self) -> None:
-        """Look up the sharded parameters after they may have been replaced."""
         if self._engine is not None and not self._holds_full:
             self._engine.find_params()
 
@@ -315,8 +313,7 @@ class Wrap(ModuleWrapper):
         private = self._private_params()
         state["param_id_map"] = {}
         local_ids = []
-        params = [param for group in optim.param_groups for param in group["params"]]
-        for i, param in enumerate(params):
+        for i, param in enumerate(params_in(optim.param_groups)):
             if id(param) in names:
                 state["param_id_map"][names[id(param)]] = i
             if id(param) in private:
@@ -335,7 +332,9 @@ class Wrap(ModuleWrapper):
         self._reshard()
         result = dict(full_optim_state_dict)
         result.pop("uncollected_local_ids", None)
-        left_out = set() if self.rank == 0 else self._private_params()
+        left_out: set[int] = set()
+        if self.rank > 0:
+            left_out = self._private_params()
         params = dict(self.named_parameters())
         # A state without names, such as a plain optimizer's, numbers parameters in the model's
         # order.
@@ -383,7 +382,6 @@ def _begin_state(reference: WrapReference, *_: object) -> None:
 
 
 def _show_plain(wrap: Wrap, state: dict[str, object], prefix: str, _: object) -> None:
-    """Convert this wrap's entries of a state dict to plain names."""
     for key, value in _pop_last_entries(state, prefix).items():
         state[key.replace(f"{prefix}{INNER}.", prefix, 1)] = value
     versions = getattr(state, "_metadata", None)
@@ -397,7 +395,6 @@ def _show_plain(wrap: Wrap, state: dict[str, object], prefix: str, _: object) ->
 def _show_full(
     reference: WrapReference, _: object, state: dict[str, object], prefix: str, __: object
 ) -> None:
-    """Convert a wrap's entries of a state dict to full tensors."""
     wrap = reference()
     if wrap is None:
         return
@@ -438,7 +435,6 @@ def _pop_last_entries(entries: dict[str, V], prefix: str) -> dict[str, V]:
 
 
 def _take_plain(state: dict[str, object], prefix: str, *_: object) -> None:
-    """Convert a wrap's entries of a state dict to our names."""
     items = list(state.items())
     state.clear()
     for key, value in items:
@@ -450,7 +446,6 @@ def _take_plain(state: dict[str, object], prefix: str, *_: object) -> None:
 def _take_slices(
     reference: WrapReference, state: dict[str, object], prefix: str, *_: object
 ) -> None:
-    """Convert a wrap's entries of a state dict to this rank's slices."""
     wrap = reference()
     if wrap is None:
         return
@@ -510,7 +505,6 @@ def _set_flag_on_wraps(wraps: Iterable[Wrap], flag: str) -> Iterator[None]:
 
 
 def to_full(tensor: Any) -> Any:
-    """Return a sharded tensor in full, on every rank. Call it on every rank."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
@@ -551,14 +545,13 @@ def from_local(tensor: Tensor, like: Any) -> Tensor:
 def hold_full_parameters(places: Sequence[Place], *, keep: bool) -> Iterator[None]:
     """Give modules full parameters at these places; with `keep`, changes stay afterwards."""
     former = [(module, name, module._parameters[name]) for module, name in places]
-    full: dict[int, nn.Parameter] = {}  # by id of the sharded one: tied parameters stay tied
+    full: dict[object, nn.Parameter] = {}  # by sharded one: tied parameters stay tied
     with torch.no_grad():
         for _, _, param in former:
-            if param is not None and id(param) not in full:
-                full[id(param)] = nn.Parameter(to_full(param).clone(), param.requires_grad)
+            if param is not None and param not in full:
+                full[param] = nn.Parameter(to_full(param).clone(), param.requires_grad)
     for module, name, param in former:
-        if param is not None:
-            module._parameters[name] = full[id(param)]
+        module._parameters[name] = full.get(param)
     try:
         yield
     finally:
@@ -572,7 +565,6 @@ def hold_full_parameters(places: Sequence[Place], *, keep: bool) -> Iterator[Non
 
 
 def _shard_state(index: int, param: Tensor, tensor: Tensor) -> Tensor:
-    """Return this rank's slice of a tensor of the loaded state of a parameter."""
     if tensor.shape == param.shape:
         return shard_like(tensor, param)
     # A single number, such as Adam's step count, is the same on all ranks.

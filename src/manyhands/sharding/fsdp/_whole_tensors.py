@@ -31,7 +31,13 @@ from manyhands._optimizers.wrappers import ParamGroup
 from manyhands._ranks.agreement import agree, run_on_all
 from manyhands._ranks.ranks import RankGroup, rank_group_of
 from manyhands._tensors.flat import DTensorShards, is_dtensor, local_shard
-from manyhands.sharding._agreement import ADVICE, GroupLike, facts_of_groups, facts_of_options
+from manyhands.sharding._agreement import (
+    ADVICE,
+    GroupLike,
+    facts_of_groups,
+    facts_of_options,
+    params_in,
+)
 from manyhands.sharding._divided import DividedOptimizer, check_params_and_class, copy_options
 from manyhands.sharding.zero._layout import deal_out
 from manyhands.sharding.zero._slice_optimizer import choose_layout
@@ -80,9 +86,9 @@ class WholeTensorOptimizer(DividedOptimizer):
         check_params_and_class(type(self).__name__, params, optim)
         self.optimizer_class = optim
         self.optimizer_arguments = dict(defaults)
-        self.optim: Any = None  # until the constructor's groups are taken in
+        self._inner: Any = None  # until the constructor's groups are taken in
         super().__init__(params, {})
-        given = [param for group in self.param_groups for param in group["params"]]
+        given = params_in(self.param_groups)
         self._workers = _ranks_of_copy(given) or rank_group_of(given, group)
         self.group = self._workers.group
         _check_sharded(given, self._workers)
@@ -95,15 +101,20 @@ class WholeTensorOptimizer(DividedOptimizer):
         agree(self._workers, facts, ADVICE)
         groups = [self._take_in(group) for group in self.param_groups]
         make = partial(optim, groups, **self.optimizer_arguments)
-        self.optim = run_on_all(self._workers, make)
+        self._inner = run_on_all(self._workers, make)
         self._adopt_options()
+
+    @property
+    def optim(self) -> Any:
+        """The optimizer of the tensors that this rank owns."""
+        return self._inner
 
     # -- parameters --------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add parameters, with their own options, as any optimizer does; on every rank."""
         super().add_param_group(param_group)
-        if self.optim is None:  # the constructor's groups are taken in together
+        if self._inner is None:  # the constructor's groups are taken in together
             return
         number = len(self.param_groups) - 1
         added = self.param_groups[number:]
@@ -131,7 +142,7 @@ class WholeTensorOptimizer(DividedOptimizer):
         owners = deal_out([(n, param.numel()) for n, param in enumerate(params)], self._load)
         tensors = []
         for number, param in enumerate(params):
-            row = param.numel() // param.size(0) if param.numel() else 0
+            row = param.numel() // max(param.size(0), 1)
             rows = []
             for each in DTensorShards.of(param).ranges:
                 rows.append(slice(each.start * row, (each.start + each.length) * row))
@@ -144,7 +155,6 @@ class WholeTensorOptimizer(DividedOptimizer):
 
     @torch.no_grad()
     def _step(self, **kwargs: Any) -> None:
-        """Send gradients to the tensors' owners, step there, and send the new rows back."""
         tensors = [tensor for group in self._tensors for tensor in group]
         # Which have a gradient on any rank, and whether any was changed from outside?
         flags = [tensor.param.grad is not None for tensor in tensors]
@@ -175,7 +185,6 @@ class WholeTensorOptimizer(DividedOptimizer):
 
     @torch.no_grad()
     def _refresh(self, tensors: Sequence[OwnedTensor]) -> None:
-        """Send all shards to the owners of their tensors."""
         shards = [local_shard(tensor.param) for tensor in tensors]
         for tensor, whole in self._to_owners(tensors, shards):
             if tensor.whole is None:
@@ -233,9 +242,13 @@ class WholeTensorOptimizer(DividedOptimizer):
         messages = []
         expected = []
         for rank, tensors in enumerate(outgoing):
-            message = torch.cat(tensors) if tensors and rank != own else like.new_empty(0)
+            message = like.new_empty(0)
+            size = 0
+            if rank != own:
+                message = torch.cat([message, *tensors])
+                size = sum(sizes[rank]) * like.element_size()
             messages.append(message.view(torch.uint8))
-            expected.append(0 if rank == own else sum(sizes[rank]) * like.element_size())
+            expected.append(size)
         arrived, works = self._workers.all_to_all(messages, expected, TAG)
         for work in works:
             work.wait()
@@ -309,9 +322,10 @@ class WholeTensorOptimizer(DividedOptimizer):
 def _ranks_of_copy(params: Sequence[Tensor]) -> RankGroup | None:
     """Return the ranks that hold one copy of the parameters, if a mesh has several copies."""
     meshes = {param.device_mesh for param in params if is_dtensor(param)}
-    if len(meshes) != 1 or (mesh := meshes.pop()).ndim != 2:
+    if len(meshes) != 1:
         return None
-    return RankGroup.of_mesh(mesh).shards
+    mesh = meshes.pop()
+    return RankGroup.of_mesh(mesh).shards if mesh.ndim == 2 else None
 
 
 def _check_sharded(params: Sequence[Tensor], ranks: RankGroup) -> None:
@@ -339,13 +353,14 @@ class OwnedTensor:
     seen: int | None = None  # the fingerprint of the shard that the owner knows
 
     def elements(self, rank: int) -> int:
-        """Return the number of elements that a rank holds."""
         return self.rows[rank].stop - self.rows[rank].start
 
 
 def fingerprints(params: Sequence[Tensor]) -> list[int]:
     """Return a number for each shard, which changes with the bits, and if rows are exchanged."""
     # torch's counts of changes are not enough: it does not count those through `param.data`.
+    if not params:
+        return []
     found = []
     for param in params:
         shard = local_shard(param).detach()
@@ -355,7 +370,7 @@ def fingerprints(params: Sequence[Tensor]) -> list[int]:
             rows = shard.reshape(len(shard), -1).view(integers).sum(dim=1, dtype=torch.int64)
             number = (rows * torch.arange(1, 2 * len(rows), 2, device=rows.device)).sum()
         found.append(number)
-    return torch.stack(found).tolist() if found else []
+    return torch.stack(found).tolist()
 
 
 def _remember(tensors: Sequence[OwnedTensor]) -> None:
@@ -380,4 +395,6 @@ def bucket_ranges(tensors: Sequence[tuple[Hashable, int]]) -> list[slice]:
             start = number
             total = 0
         total += size
-    return [*ranges, slice(start, len(tensors))] if tensors else []
+    if tensors:
+        ranges.append(slice(start, len(tensors)))
+    return ranges

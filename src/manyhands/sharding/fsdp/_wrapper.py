@@ -180,7 +180,6 @@ class FullyShardedDataParallel(Wrap):
         self._begin(module)
 
     def _begin(self, module: nn.Module) -> None:
-        """Shard the parameters if there are other ranks, and become a wrap of the module."""
         self._engine = None
         if self.world_size > 1:
             self._engine = self._make_engine(module)
@@ -262,7 +261,6 @@ class FullyShardedDataParallel(Wrap):
                 yield
 
     def _wraps(self) -> list[FullyShardedDataParallel]:
-        """Return this wrap and those inside, each once."""
         return wraps_in(self, FullyShardedDataParallel)
 
     @contextmanager

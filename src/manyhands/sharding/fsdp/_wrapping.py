@@ -94,7 +94,8 @@ class _Scope:
         of_policy = _keywords_of(chosen)
         bound = {name: options.pop(name) for name in of_policy & options.keys()}
         # Python would refuse it too, but only once a module is large enough to be wrapped.
-        if (unknown := options.keys() - theirs) and "**" not in theirs:
+        unknown = options.keys() - theirs
+        if unknown and "**" not in theirs:
             raise TypeError(
                 f"neither the wrapper nor the policy takes {', '.join(sorted(unknown))}. The "
                 f"policy takes {', '.join(sorted(of_policy)) or 'no options'}."
@@ -109,7 +110,6 @@ class _Scope:
 
 
 def in_scope() -> bool:
-    """Return whether `enable_wrap` is open."""
     return _SCOPE.get() is not None
 
 
@@ -184,18 +184,21 @@ def auto_wrap(
     cls: Any = scope.wrapper_cls
     while isinstance(cls, partial):
         cls = cls.func
-    # A wrapper that is a plain function has no instances, so nothing counts as wrapped by it.
-    wrappers = [m for m in module.modules() if isinstance(cls, type) and isinstance(m, cls)]
+    wrappers = []
+    if isinstance(cls, type):  # a plain function has no instances: nothing counts as wrapped by it
+        wrappers = [each for each in module.modules() if isinstance(each, cls)]
     chosen = set(pick_modules(module, scope.policy, wrappers))
     done: dict[nn.Module, nn.Module] = {}  # a module at two places gets one wrapper
 
     def replacement(each: nn.Module) -> nn.Module:
-        """Wrap the chosen modules inside a module, then itself if it is chosen; return it."""
         if each not in done:
             for name, child in children(each):
-                if (new := replacement(child)) is not child:
+                new = replacement(child)
+                if new is not child:
                     setattr(each, name, new)
-            done[each] = scope.wrap(each, overrides) if each in chosen else each
+            done[each] = each
+            if each in chosen:
+                done[each] = scope.wrap(each, overrides)
         return done[each]
 
     return replacement(module)
@@ -273,9 +276,10 @@ def _as_policy(policy: Policy | Classes) -> Policy:
 
 def _keywords_of(function: Callable[..., object]) -> set[str]:
     """Return a function's keyword arguments, without a policy's first ones; "**" for any other."""
-    kinds = {name: each.kind for name, each in inspect.signature(function).parameters.items()}
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = {name for name, kind in kinds.items() if kind in named}
-    if inspect.Parameter.VAR_KEYWORD in kinds.values():
-        names.add("**")
+    names = set()
+    for name, each in inspect.signature(function).parameters.items():
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+            names.add(name)
+        elif each.kind is each.VAR_KEYWORD:
+            names.add("**")
     return names - {"module", "recurse", "unwrapped_params", "module_is_root"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,8 @@ from manyhands._optimizers.wrappers import wrapped_attribute
 from manyhands._ranks.agreement import agree
 from manyhands._ranks.sharded_gradient import ShardedGradient
 from manyhands._warn import warn
-from manyhands.sharding._agreement import ADVICE, Facts, GroupLike, facts_of_model
+from manyhands.sharding._agreement import ADVICE, Facts, GroupLike, facts_of_model, params_in
+from manyhands.sharding.zero._flat_params import Shards
 from manyhands.sharding.zero._oss import OSS, find_oss
 from manyhands.sharding.zero._reducer import Reducer
 
@@ -79,8 +80,8 @@ class ShardedDataParallel(ModuleWrapper):
     ) -> None:
         super().__init__()
         optimizer = optimizer or sharded_optimizer
-        given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-        self._optimizers = [find_oss(one) for one in given]
+        given = optimizer if isinstance(optimizer, Iterable) else [optimizer]
+        self._optimizers = list(map(find_oss, given))
         check_module_and_oss(module, self._optimizers, process_group)
         self.module = module
         self.process_group = process_group or self._optimizers[0].group
@@ -92,14 +93,15 @@ class ShardedDataParallel(ModuleWrapper):
         self._reducer: Reducer | None = None
         # A larger module loads us under `module.`, which our state dict's names do not have.
         self.register_load_state_dict_pre_hook(_add_module_prefix)
-        wire = torch.float16 if reduce_fp16 else reduce_dtype
+        if reduce_fp16:
+            reduce_dtype = torch.float16
         if reduce_buffer_size is not None:
             whole("reduce_buffer_size", reduce_buffer_size)
         if self._workers.size == 1:
             return
         # Before any other collective: ranks whose models differ would mix data up, or hang.
         facts: Facts = {
-            "values of reduce_dtype": str(wire),
+            "values of reduce_dtype": str(reduce_dtype),
             "values of reduce_buffer_size": reduce_buffer_size,
             "values of broadcast_buffers": broadcast_buffers,
             "values of sync_models_at_startup": sync_models_at_startup,
@@ -116,11 +118,13 @@ class ShardedDataParallel(ModuleWrapper):
         workers = self._workers
         if workers.shared_memory is None:
             workers = workers.with_own_group(next(module.parameters()).device, pairs=True)
-        shards = [one._shards for one in self._optimizers]
-        self._reducer = Reducer(shards, workers, weakref.ref(self), wire)
+        self._reducer = Reducer(self._shards(), workers, weakref.ref(self), reduce_dtype)
         for one in self._optimizers:
             # Weak: the module owns the reducer and its hooks, and the optimizer may outlive them.
             one._run.reducer_ref = weakref.ref(self._reducer)
+
+    def _shards(self) -> list[Shards]:
+        return [one._shards for one in self._optimizers]
 
     # -- training ------------------------------------------------------------------------------
 
@@ -182,7 +186,7 @@ class ShardedDataParallel(ModuleWrapper):
         """Clear the gradients."""
         super().zero_grad(set_to_none)
         if self._reducer is not None:
-            self._reducer.forget(*(one._shards for one in self._optimizers))
+            self._reducer.forget(*self._shards())
 
     # -- as the wrapped module -----------------------------------------------------------------
 
@@ -223,13 +227,14 @@ class ShardedDataParallel(ModuleWrapper):
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> ShardedDataParallel:
         """Convert or move the module (`to`, `half`), and its sharded gradients."""
         # torch sets `param.grad.data`, which would leave a sharded gradient's slices unchanged.
-        sharded = [p for p in self.parameters() if isinstance(p.grad, ShardedGradient)]
-        with torch.no_grad():
-            grads = [cast(ShardedGradient, fn(p.grad)) for p in sharded]
-        for param in sharded:
-            param.grad = None
+        sharded: dict[nn.Parameter, Tensor] = {}
+        for param in self.parameters():
+            if isinstance(param.grad, ShardedGradient):
+                with torch.no_grad():
+                    sharded[param] = fn(param.grad)
+                param.grad = None
         super()._apply(fn, recurse)
-        for param, grad in zip(sharded, grads, strict=True):
+        for param, grad in sharded.items():
             param.grad = grad
         return self
 
@@ -254,16 +259,22 @@ def check_module_and_oss(
         raise ValueError("ShardedDataParallel needs at least one optimizer, got an empty list.")
     check_not_averaged_inside(module)
     check_has_memory(module)
-    given = optimizers[0].group if group is None else group
     for one in optimizers:
         if one._run.reducer is not None:
             raise RuntimeError("this OSS belongs to another ShardedDataParallel already.")
-        if (given or dist.group.WORLD) is not (one.group or dist.group.WORLD):
+        given = group or optimizers[0].group or dist.group.WORLD
+        if given is not (one.group or dist.group.WORLD):
             raise ValueError("the process group is not the optimizer's. Give OSS the same group.")
-    held = {id(p) for one in optimizers for g in one.param_groups for p in g["params"]}
-    named = dict(module.named_parameters())
-    left_out = [n for n, p in named.items() if p.requires_grad and id(p) not in held]
-    foreign = len(held - {id(p) for p in named.values()})
+    held: set[int] = set()
+    for one in optimizers:
+        held.update(map(id, params_in(one.param_groups)))
+    left_out = []
+    inside = set()
+    for name, param in module.named_parameters():
+        inside.add(id(param))
+        if param.requires_grad and id(param) not in held:
+            left_out.append(name)
+    foreign = len(held - inside)
     if left_out or foreign:
         raise ValueError(
             f"{len(left_out)} parameter(s) of the module are in no optimizer {left_out[:4]}, and "

@@ -129,15 +129,15 @@ class Shards:
         self._where: dict[int, tuple[Tensor, int]] = {}  # param -> its buffer and start in it
 
     def extend(self, params: Sequence[Tensor]) -> None:
-        """Add parameters; `lay_out` gives them their places."""
         self.params.extend(params)
         self.slices.extend([] for _ in params)
 
     @property
     def missing(self) -> list[int]:
         """Indices of trained parameters without a place: those that `lay_out` is for."""
-        alone = self.workers.size == 1
-        return [i for i in self.without_slices if self.params[i].requires_grad or alone]
+        if self.workers.size == 1:
+            return self.without_slices
+        return [i for i in self.without_slices if self.params[i].requires_grad]
 
     @property
     def without_slices(self) -> list[int]:
@@ -201,7 +201,6 @@ class Shards:
         self.buffers.append(FlatBuffer(layout, data, buckets))
 
     def _find_slices(self, bucket: FlatBucket) -> None:
-        """Find this rank's slices of parameters in a bucket."""
         start = bucket.layout.cuts[self.workers.rank]
         for place in bucket.layout.owned(self.workers.rank):
             data = bucket.data[start + place.offset : start + place.offset + place.size]
@@ -267,10 +266,10 @@ class Shards:
     @property
     def moved(self) -> bool:
         """Whether `model.to(...)` or `half()` has put parameters outside of our buffers."""
-        return any(
-            self.params[i].data_ptr() != data.data_ptr() + place * data.element_size()
-            for i, (data, place) in self._where.items()
-        )
+        for i, (data, start) in self._where.items():
+            if self.params[i].data_ptr() != data.data_ptr() + start * data.element_size():
+                return True
+        return False
 
     def rebuild_buffers(self) -> None:
         """Build the buffers anew on the device and in the dtype that parameters have now."""
@@ -348,5 +347,4 @@ class Shards:
 
 
 def _narrows(wire: torch.dtype | None, tensor: Tensor) -> bool:
-    """Return whether sending a tensor as `wire` rounds it."""
     return wire is not None and tensor.is_floating_point() and tensor.itemsize > wire.itemsize

@@ -122,7 +122,6 @@ def even_layout(sizes: Sequence[tuple[int, int]], workers: int, largest: int) ->
 def whole_layout(
     sizes: Sequence[tuple[int, int]], workers: int, largest: int, load: list[int]
 ) -> list[BufferLayout]:
-    """Give each parameter to one rank."""
     # `load` counts the elements that each rank owns so far, and is updated.
     owner = deal_out(sizes, load)
     buffers = []
@@ -155,7 +154,6 @@ def deal_out(sizes: Sequence[tuple[int, int]], load: list[int]) -> dict[int, int
 
 
 def _assign_starts(members: Sequence[tuple[int, int]]) -> tuple[dict[int, int], int]:
-    """Return where each parameter begins, and the end of the last one."""
     starts = {}
     end = 0
     for index, size in members:

@@ -42,6 +42,7 @@ from manyhands.sharding._agreement import (
     check_same_frozen,
     facts_of_groups,
     facts_of_options,
+    params_in,
 )
 from manyhands.sharding._divided import DividedOptimizer, check_params_and_class
 from manyhands.sharding._gradients import clip
@@ -75,7 +76,6 @@ class OSSRun:
 
     @property
     def reducer(self) -> Reducer | None:
-        """The reducer of our ShardedDataParallel, while there is one."""
         return None if self.reducer_ref is None else self.reducer_ref()
 
 
@@ -173,16 +173,16 @@ class OSS(DividedOptimizer):
         options = [{**defaults, **options_of(params)} for params in self.param_groups]
         alone = self._workers.size == 1
         self.layout = layout or "whole" if alone else choose_layout(optim, layout, options)
-        self._shards = Shards(
-            self._workers,
-            even=self.layout == "even",
-            largest=bucket_size,
-            wire=torch.float16 if broadcast_fp16 and not shared_memory else None,
-        )
+        even = self.layout == "even"
+        wire = None
+        if broadcast_fp16 and not shared_memory:
+            wire = torch.float16
+        self._shards = Shards(self._workers, even=even, largest=bucket_size, wire=wire)
         self._parallel = ParallelModules(self._shards.params)
         self._lay_out_all(bucket_size, gather_state)
-        several = self._workers.size > 1
-        self._roll_call = self._workers.roll_call() if gather_state and several else None
+        self._roll_call = None
+        if gather_state and not alone:
+            self._roll_call = self._workers.roll_call()
 
     def _lay_out_all(self, bucket_size: int | None, gather_state: bool) -> None:
         """Give all parameters their places, and make the inner optimizer of this rank's slices."""
@@ -242,7 +242,7 @@ class OSS(DividedOptimizer):
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add parameters, with their own options, as any optimizer does; on every worker."""
         super().add_param_group(param_group)
-        if any(is_dtensor(param) for param in self.param_groups[-1]["params"]):
+        if any(map(is_dtensor, self.param_groups[-1]["params"])):
             self.param_groups.pop()
             raise TypeError(
                 "these parameters are sharded already, as by FullyShardedDataParallel. Give them "
@@ -268,7 +268,7 @@ class OSS(DividedOptimizer):
     def refresh_trainable(self) -> None:
         """Lay out parameters that have thawed since. `step` calls this by itself."""
         if self._shards.missing:
-            trained = [p.requires_grad for group in self.param_groups for p in group["params"]]
+            trained = [param.requires_grad for param in params_in(self.param_groups)]
             check_same_frozen(self._workers, trained)
             new = self._shards.lay_out()
             self._sliced.replace_slices(self.param_groups)
@@ -277,7 +277,6 @@ class OSS(DividedOptimizer):
             self._run.averaged = False  # DDP does not average what was frozen when it was made
 
     def _follow_moved(self) -> None:
-        """Follow a model that was moved or converted, with its memory and state."""
         if self._shards.moved:
             self._sliced.follow_moved(self.param_groups)
             self._follow_new_buckets()
@@ -342,7 +341,8 @@ class OSS(DividedOptimizer):
             if param.grad is not None:
                 # Weighted, so that gradients of other parameters do not add up to the same.
                 own += float(norm(param.grad)) * (1 + i / len(self._shards.params))
-        by_rank = [there for (there,) in self._workers.all_gather([own], self._workers.any_device)]
+        gathered = self._workers.all_gather([own], self._workers.any_device)
+        by_rank = [there for (there,) in gathered]
         # Not to the last bit: the ranks' processors may differ. Not finite: nothing to compare.
         if any(abs(there - by_rank[0]) > 1e-5 * abs(by_rank[0]) for there in by_rank):
             listed = ", ".join(f"rank {r}: {there:.6g}" for r, there in enumerate(by_rank[:8]))
@@ -388,8 +388,10 @@ class OSS(DividedOptimizer):
         the list of parameters and returns those to be clipped, together.
         """
         params = self._shards.params
-        chosen = params if filter_params_fn is None else filter_params_fn(list(params))
-        ids = {id(param) for param in chosen}
+        chosen: Iterable[Tensor] = params
+        if filter_params_fn is not None:
+            chosen = filter_params_fn(list(params))
+        ids = set(map(id, chosen))
         self.refresh_trainable()
         self.join_in()
         grads = []

@@ -197,7 +197,6 @@ class Reducer:
                 self._filled.append(bucket.index)
 
     def _take_memory(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for a bucket: the kept buffer if it fits."""
         kept = self._kept
         self._kept = None
         if kept is not None and (kept.numel(), kept.dtype, kept.device) == (size, dtype, device):
@@ -285,7 +284,6 @@ class Reducer:
         self._start_over()
 
     def _flags_of_used(self) -> Tensor:
-        """Return a flag for each parameter: whether it was used on this rank."""
         device = self.params[0].device
         # And two flags: whether any rank has given up a pass, and whether any rank has not.
         used = torch.ones(len(self.params) + 2, dtype=torch.uint8, device=device)
@@ -373,7 +371,6 @@ class GradientBucket:
         self.clear()
 
     def clear(self) -> None:
-        """Empty the bucket for the next pass."""
         self.waiting = self.needed  # gradients that have not arrived
         self.filling: Tensor | None = None
         self.copied = False  # whether `filling` is a buffer of ours, and not a view of a gradient
@@ -382,7 +379,6 @@ class GradientBucket:
 
 
 def _on_gradient(reference: weakref.ref[Reducer], number: int, _: Tensor) -> None:
-    """Tell the reducer that the gradient of a parameter is complete."""
     reducer = reference()
     if reducer is not None:
         reducer.arrived(number)

@@ -48,13 +48,11 @@ class SliceOptimizer:
         self.optim = self.make(groups)
 
     def make(self, groups: Groups) -> Optimizer:
-        """Return a new optimizer of this rank's slices."""
         own = [self._own_group(groups, index) for index in range(len(groups))]
         make = partial(self._kind, own, **self._arguments)
         return run_on_all(self._shards.workers, make)
 
     def _own_group(self, groups: Groups, index: int) -> dict[str, object]:
-        """Return a parameter group's options, with this rank's slices of its parameters."""
         members = param_indices(groups, index)
         slices = [owned.data for i in members for owned in self._shards.slices[i]]
         return {**options_of(groups[index]), "params": slices}
@@ -68,7 +66,6 @@ class SliceOptimizer:
         self.replace_slices(groups)
 
     def replace_slices(self, groups: Groups) -> None:
-        """Put the present slices into the optimizer's groups."""
         for index, inner in enumerate(self.optim.param_groups):
             inner["params"] = self._own_group(groups, index)["params"]
 

@@ -33,6 +33,7 @@ from manyhands._optimizers.state_parts import (
 )
 from manyhands._ranks.agreement import run_on_all
 from manyhands._tensors.flat import check_own_shards, flatten, unflatten
+from manyhands.sharding._agreement import params_in
 from manyhands.sharding.zero._flat_params import FlatBuffer, ParamSlice, Shards
 
 SMALL = 8  # elements
@@ -164,7 +165,7 @@ def cut_state_dict(
     """
     _check_plain_state_dict(state_dict, groups, shards)
     saved = state_dict["state"]
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    keys = params_in(state_dict["param_groups"])
     waiting = {i: copy.deepcopy(saved[keys[i]]) for i in shards.without_slices if keys[i] in saved}
     if shards.workers.size == 1:
         return copy.deepcopy(dict(state_dict)), waiting
@@ -179,8 +180,7 @@ def cut_state_dict(
                     state[count] = slice_state(saved[keys[i]], owned, shards.params[i])
                 members.append(count)
                 count += 1
-        options = {k: v for k, v in given.items() if k not in ("params", "param_names")}
-        inner_groups.append({**options, "params": members})
+        inner_groups.append({**options_of(given), "params": members})
     return {"state": state, "param_groups": inner_groups}, waiting
 
 
@@ -204,7 +204,6 @@ def plain_state_dict(
 
 
 def slice_state(entries: Mapping[str, object], owned: ParamSlice, param: Tensor) -> ParamState:
-    """Cut a slice's state out of its parameter's state."""
     state: ParamState = {}
     for name, value in entries.items():
         if isinstance(value, Tensor):
@@ -235,7 +234,7 @@ def _check_plain_state_dict(state_dict: SavedState, groups: Groups, shards: Shar
             "group of it has. Give the dict as it was saved."
         )
     cut = shards.even and shards.workers.size > 1
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    numbers = params_in(state_dict["param_groups"])
     for number, param in zip(numbers, shards.params, strict=True):
         for name, value in state_dict["state"].get(number, {}).items():
             if not isinstance(value, Tensor) or value.shape == param.shape:
@@ -259,8 +258,10 @@ def move_state(
     moved = {}
     for name, value in entries.items():
         if isinstance(value, Tensor) and value.dim() > 0:
-            follows = before is None or value.dtype == before.dtype
-            value = value.to(after.device, after.dtype if follows else value.dtype)
+            dtype = value.dtype
+            if before is None or dtype == before.dtype:
+                dtype = after.dtype
+            value = value.to(after.device, dtype)
         moved[name] = value
     return moved
 
