@@ -1,4 +1,4 @@
-"""What ranks must have in common to shard a model, and waiting for all of them.
+"""Collect facts that ranks must share to shard a model, and wait for all ranks.
 
 `_ranks/agreement.py` compares the facts that are collected here.
 """

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands._optimizers.state_parts import SavedState, ShardedOptimizer, options_of
+from manyhands._optimizers.wrappers import ParamGroup
 from manyhands._ranks.agreement import agree
 from manyhands._ranks.ranks import RankGroup
-from manyhands.sharding._agreement import ADVICE, facts_of_options
+from manyhands.sharding._agreement import ADVICE, facts_of_groups, facts_of_options
 
 
 class DividedOptimizer(ShardedOptimizer):
@@ -47,8 +48,32 @@ class DividedOptimizer(ShardedOptimizer):
         copy_options(self.optim.param_groups, self.param_groups)
         agree(self._workers, facts_of_options(self.param_groups, self.defaults), ADVICE)
 
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Add parameters, with their own options, as any optimizer does; on every rank."""
+        super().add_param_group(param_group)
+        number = len(self.param_groups) - 1
+        added = self.param_groups[number:]
+        try:
+            self._check_params(added[0]["params"])
+            if self.optim is None:  # the constructor's groups are taken in together
+                return
+            facts = facts_of_groups(added, first=number)
+            facts.update(facts_of_options(added, self.defaults, first=number))
+            agree(self._workers, facts, ADVICE)
+            self._take_in_last_group()
+        except Exception:
+            del self.param_groups[number:]
+            raise
+
+    def _check_params(self, params: Sequence[Tensor]) -> None:
+        """Raise a TypeError if these parameters cannot be divided."""
+
+    def _take_in_last_group(self) -> None:
+        """Divide the parameters of the last group, and add them to `optim`."""
+        raise NotImplementedError
+
     def step(self, closure: Callable[[], object] | None = None, **kwargs: Any) -> Any:
-        """Update the parameters: `optim` steps what this rank owns, then all ranks get the result.
+        """Update the parameters: `optim` steps the tensors of this rank, then all ranks get them.
 
         A `closure` is called once before, and its loss returned. (On one rank `optim` calls it.)
         Call it on every rank.
@@ -73,12 +98,12 @@ class DividedOptimizer(ShardedOptimizer):
         """Prepare for a step, before options are copied."""
 
     def _step(self, **kwargs: Any) -> None:
-        """Step what this rank owns, and exchange the new values with other ranks."""
+        """Step the tensors of this rank, and exchange the new values with other ranks."""
         raise NotImplementedError
 
 
 def copy_options(sources: Sequence[SavedState], targets: Sequence[dict[str, Any]]) -> None:
-    """Set the options of parameter groups to those of others."""
+    """Set the options of the target groups to those of the source groups."""
     for source, target in zip(sources, targets, strict=True):
         target.update(options_of(source))
 

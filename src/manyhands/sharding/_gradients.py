@@ -147,14 +147,20 @@ class ShardedGradScaler(GradScaler):
     ) -> dict[torch.device, Tensor]:
         """Unscale this rank's slices, and look for an overflow on any rank. torch calls this."""
         sharded = find_layer(optimizer, ShardedOptimizer)
-        # The others wait for a rank without a backward pass until it joins in here.
+        # Other ranks wait for a rank without a backward pass until it joins in here.
         if sharded is not None:
             sharded.join_in()
         held: list[Tensor] = []
         for param_group in optimizer.param_groups:
             for param in param_group["params"]:
-                if param.grad is not None:
-                    held += _carriers(param)
+                parts = local_parts(param.grad) if param.grad is not None else ()
+                for part in parts:
+                    # torch puts another gradient there, if it is sparse and in float16.
+                    carrier = param
+                    if part is not param.grad:
+                        carrier = part.detach()
+                        carrier.grad = part
+                    held.append(carrier)
         # torch iterates over the parameters of an optimizer, each with a gradient.
         stand_in: Any = SimpleNamespace(param_groups=[{"params": held}])
         # True: float16 gradients are allowed. torch refuses them, because parameters were probably
@@ -169,17 +175,3 @@ class ShardedGradScaler(GradScaler):
             anywhere = torch.maximum(anywhere, flag.to(anywhere.device))
         RankGroup.of(group).all_reduce(anywhere, largest=True)
         return {anywhere.device: anywhere}
-
-
-def _carriers(param: Tensor) -> list[Tensor]:
-    """Return tensors that have this rank's parts of a parameter's gradient in their `.grad`."""
-    assert param.grad is not None
-    parts = local_parts(param.grad)
-    if parts and parts[0] is param.grad:
-        return [param]  # torch puts another gradient there, if it is sparse and in float16
-    carriers = []
-    for part in parts:
-        carrier = part.detach()
-        carrier.grad = part
-        carriers.append(carrier)
-    return carriers

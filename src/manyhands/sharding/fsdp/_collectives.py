@@ -1,4 +1,4 @@
-"""The two collectives of one wrap that replace those of `fully_shard` on gloo.
+"""Replace two collectives of `fully_shard` on gloo.
 
 gloo's reduce_scatter moves twice the bytes that are needed, and its collectives block. Here
 
@@ -35,7 +35,7 @@ Pending: TypeAlias = PendingReduceScatter | SharedMemoryReduceScatter
 
 @contextmanager
 def _broken_explained() -> Iterator[None]:
-    """Let the error of a broken connection say what may have broken it."""
+    """Let the error of a broken connection name the likely reason."""
     try:
         with explained():
             yield
@@ -97,7 +97,7 @@ class ReduceQueue:
         self.shards = ranks.shards
         self._begin = begin
         self._end = end
-        # For each: what is in flight, the tensor for this rank's slice of the mean, the divisor.
+        # For each: the message, the tensor for this rank's slice of the mean, the divisor.
         self._in_flight: deque[tuple[Pending, Tensor, float]] = deque()
         # At the end of a pass the engine comes first. We come next (`early`), before a scaling
         # rule measures the mean.

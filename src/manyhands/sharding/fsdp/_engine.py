@@ -1,4 +1,4 @@
-"""The engine of one wrap: the only file that calls torch's `fully_shard`.
+"""Shard the parameters of one wrap. No other file calls torch's `fully_shard`.
 
 The engine has few public switches, so some methods here read or set its private state. Each of
 them says for which versions of torch. They are kept in this file, so that a new torch means
@@ -139,20 +139,14 @@ class Engine:
         _engines.add(self)
 
     def sharded_by_full(self) -> dict[int, nn.Parameter]:
-        """Return the sharded parameter of each full one that a module has now, by the id of that.
-
-        Empty while the modules have the sharded ones.
-        """
-        now = [_param_at(place) for place in self.places]
-        # A wrap's parameters are gathered and freed together, so the first one tells.
-        if not now or now[0] is self.params[0]:
-            return {}
-        return {id(full): sharded for full, sharded in zip(now, self.params, strict=True)}
+        """Return each sharded parameter, by the id of the one that the module has now."""
+        pairs = zip(self.places, self.params, strict=True)
+        return {id(_param_at(place)): sharded for place, sharded in pairs}
 
     def connect(
         self, queue: ReduceQueue, watch: Callable[[Sequence[Place]], None], run: Callable[[], None]
     ) -> None:
-        """Send gradients through `queue`. The others learn what happens in a pass.
+        """Send gradients through `queue`, and report forwards to the root.
 
         When parameters are gathered, `watch` gets their places in each forward that a backward may
         follow, and `run` is called in each forward outside of a backward.

@@ -114,7 +114,7 @@ def copy_from_rank_0(modules: Iterable[nn.Module], ranks: RankGroup, device: tor
                 tensor.copy_(on_device)
 
 
-# -- what is refused before anything is sharded or sent -------------------------------------------
+# -- checks, before anything is sharded or sent ----------------------------------------------------
 
 
 def check_module(
@@ -164,7 +164,7 @@ def check_parameters(places: Places, ranks: RankGroup, device: torch.device) -> 
 
 
 def check_inner_groups(ranks: RankGroup, inside: Sequence[RankGroup]) -> None:
-    """Raise a ValueError if an inner wrap has other ranks, unless each rank is in its own group."""
+    """Raise a ValueError if an inner wrap of several ranks has other ranks than the outer one."""
     for inner in inside:
         if inner.size == 1:
             continue

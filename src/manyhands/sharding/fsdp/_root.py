@@ -1,4 +1,4 @@
-"""What the wraps of a root do together, around its forward and in its backward.
+"""Coordinate the wraps of a root, around its forward and in its backward.
 
 **Which wrap is gathered while which other computes?** `PrefetchOrder` works on the numbers of wraps
 only. The order in which wraps run is taken to be that of the last forward. torch's engine is given
@@ -221,7 +221,7 @@ class RootState:
         self.reduce_queue = ReduceQueue(ranks, self.used.begin, self.used.end)
         self._attendance = Attendance(ranks)
         self._order = PrefetchOrder()
-        # With NCCL the engine prefetches by itself, on streams of its own.
+        # With NCCL the engine prefetches by itself, on separate streams.
         self._prefetches = all(engine.on_gloo and engine.overlap for engine in engines)
         first = 0
         for number, engine in enumerate(engines):
@@ -288,7 +288,7 @@ def become_root(wrap: Wrap) -> RootState | None:
 
 
 def _mark_root(wrap: Wrap) -> RootState | None:
-    """Make a wrap the root of those inside, if they fit; return what they do together."""
+    """Make a wrap the root of the wraps inside, if they fit; return their common state."""
     inside = wraps_in(wrap, Wrap)
     # Inner wraps in a group of one send nothing, and take no part.
     members = [each for each in inside if each.world_size > 1 or each is wrap]

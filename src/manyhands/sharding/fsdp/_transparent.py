@@ -1,4 +1,4 @@
-"""A wrap in place of the module inside: its attributes, its parameters' names, its state dict.
+"""Show a wrap as the module inside: attributes, names of parameters, state dict.
 
 Names are the plain model's, and a state dict has the plain model's full tensors. torch calls these
 hooks for every wrap and its module, inner ones first, so each converts only its own entries:
@@ -79,7 +79,7 @@ class Wrap(ModuleWrapper):
     state_dict_device: torch.device
     state_dict_on_rank_0_only: bool
     _ranks: RankGroup
-    _places: Places  # of its own parameters, without those of wraps inside
+    _places: Places  # of the parameters outside inner wraps
     _engine: Engine | None  # None on one rank
     _is_root: bool | None = None  # None until a forward has decided
     _holds_full = False  # while summon_full_params is open
@@ -96,7 +96,7 @@ class Wrap(ModuleWrapper):
         module.register_state_dict_pre_hook(partial(_begin_state, wrap))
         module._register_state_dict_hook(partial(_show_full, wrap))
         handle = module._register_load_state_dict_pre_hook(partial(_take_slices, wrap))
-        # Before torch's checkpoint wrapper puts its own name into the keys.
+        # Before torch's checkpoint wrapper puts another name into the keys.
         module._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
     @property
@@ -222,12 +222,12 @@ class Wrap(ModuleWrapper):
     def load_local_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> _IncompatibleKeys:
-        """Load the `local_state_dict()` of this rank, from a run of as many ranks."""
+        """Load the `local_state_dict()` of this rank, from a run with the same number of ranks."""
         with _set_flag_on_wraps(wraps_in(self, Wrap), "_in_local_state"):
             return Wrap.load_state_dict(self, state_dict, strict=strict)
 
     def local_metadata_dict(self) -> dict[str, Any]:
-        """Return what `consolidate_shard_weights` needs to know about this rank's slices."""
+        """Return facts about this rank's slices, for `consolidate_shard_weights`."""
         self._reshard()
         first_names: dict[int, str] = {}
         facts = {}
@@ -272,7 +272,7 @@ class Wrap(ModuleWrapper):
             if facts["same_as"] in result:
                 result[name] = result[facts["same_as"]]
                 continue
-            # What is not sharded is the same on all ranks.
+            # An unsharded parameter is the same on all ranks.
             tensor = shard_weights[0][name]
             if facts["sharded"]:  # by fully_shard, in dimension 0
                 tensor = torch.cat([each[name] for each in shard_weights[: facts["shards"]]])
@@ -360,7 +360,7 @@ class Wrap(ModuleWrapper):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """This wrap's own parameters, without those of wraps inside; each once."""
+        """The parameters of this wrap, without those of wraps inside; each once."""
         if self._engine is not None and not self._holds_full:
             return list(self._engine.params)
         return distinct_params(self._places)
@@ -515,7 +515,7 @@ def shard_like(tensor: Tensor, like: Any) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     full = tensor.detach().to(like.device)
-    # Every rank has the full tensor, so each cuts its own slice (src_data_rank=None).
+    # Every rank has the full tensor, so each cuts a slice (src_data_rank=None).
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
 
 
@@ -556,7 +556,7 @@ def hold_full_parameters(places: Sequence[Place], *, keep: bool) -> Iterator[Non
         yield
     finally:
         for module, name, param in former:
-            # What is there now counts, as the user may have assigned another parameter.
+            # The user may have assigned another parameter.
             now = module._parameters[name]
             module._parameters[name] = param
             if keep and param is not None and now is not None:

@@ -1,4 +1,4 @@
-"""An optimizer that looks at whole tensors, for parameters that are sharded.
+"""Step whole tensors of sharded parameters, each tensor on one rank.
 
 Each tensor has an *owner*, one of the ranks. A step, in order
 
@@ -35,7 +35,6 @@ from manyhands.sharding._agreement import (
     ADVICE,
     GroupLike,
     facts_of_groups,
-    facts_of_options,
     params_in,
 )
 from manyhands.sharding._divided import DividedOptimizer, check_params_and_class, copy_options
@@ -111,25 +110,20 @@ class WholeTensorOptimizer(DividedOptimizer):
 
     # -- parameters --------------------------------------------------------------------------------
 
-    def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add parameters, with their own options, as any optimizer does; on every rank."""
-        super().add_param_group(param_group)
-        if self._inner is None:  # the constructor's groups are taken in together
-            return
+    def _check_params(self, params: Sequence[Tensor]) -> None:
+        if self._inner is not None:
+            _check_sharded(params, self._workers)
+
+    def _take_in_last_group(self) -> None:
         number = len(self.param_groups) - 1
-        added = self.param_groups[number:]
         try:
-            _check_sharded(added[0]["params"], self._workers)
-            facts = facts_of_groups(added, first=number)
-            agree(self._workers, facts | facts_of_options(added, self.defaults, number), ADVICE)
-            owned = self._take_in(added[0])
+            owned = self._take_in(self.param_groups[number])
             # Constructors check what they take, and add_param_group need not: try it out.
             trial = partial(self.optimizer_class, [dict(owned)], **self.optimizer_arguments)
             run_on_all(self._workers, trial)
             self.optim.add_param_group(owned)
         except Exception:
-            for groups in (self.param_groups, self._tensors, self.optim.param_groups):
-                del groups[number:]
+            del self._tensors[number:], self.optim.param_groups[number:]
             raise
         copy_options(self.optim.param_groups, self.param_groups)
 

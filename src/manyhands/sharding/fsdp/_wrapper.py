@@ -1,4 +1,4 @@
-"""Parameters sharded over the ranks: the documented wrapper around torch's `fully_shard`.
+"""Shard parameters over the ranks: the documented wrapper around torch's `fully_shard`.
 
     between steps   each rank holds a slice of every parameter, its gradient and optimizer state
     in a forward    each wrap gathers its parameters, computes, and frees them

@@ -1,4 +1,4 @@
-"""The sharded module: gradients go to their owners while backward runs (`_reducer.py`)."""
+"""Wrap a model, so that gradients go to their owners while backward runs (`_reducer.py`)."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def _add_module_prefix(
         state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
 
 
-# -- what a ShardedDataParallel is given -----------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def check_module_and_oss(

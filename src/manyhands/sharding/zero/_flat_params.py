@@ -1,8 +1,8 @@
-"""Parameters in flat memory, cut as `_layout.py` says, and the slices that this rank owns.
+"""Move parameters to flat memory, and cut it into slices as `_layout.py` says.
 
 Tensors we hold
     buffer.data   one flat tensor; the parameters are views of it
-    slice.data    what the optimizer updates: a view of the same memory, with the elements of one
+    slice.data    updated by the optimizer: a view of the same memory, with the elements of one
                   parameter that lie in this rank's slice of one bucket
 
 A step, as this file sees it: `gradient` gives each slice its part of `param.grad`, the optimizer
@@ -99,7 +99,7 @@ class FlatBuffer:
 
 
 class Shards:
-    """All parameters of an optimizer, by index, and which rank owns what of them.
+    """All parameters of an optimizer, by index, and the ranks that own them.
 
     `even` chooses the layout. `largest` is the number of elements in a bucket (None: a good one;
     0: a bucket for each parameter). A parameter's *place* is its part of the flat memory. A frozen
@@ -272,7 +272,7 @@ class Shards:
         return False
 
     def rebuild_buffers(self) -> None:
-        """Build the buffers anew on the device and in the dtype that parameters have now."""
+        """Build the buffers again on the device and in the dtype that parameters have now."""
         layouts: list[tuple[_layout.BufferLayout, Kind]] = []
         for buffer in self.buffers:
             kinds = {(self.params[i].dtype, self.params[i].device) for i in buffer.layout.starts}

@@ -1,4 +1,4 @@
-"""Which rank keeps which elements up to date. Integers in, integers out.
+"""Decide which rank keeps which elements up to date. Integers in, integers out.
 
 Parameters lie one after the other in *buffers*, each one flat piece of memory. A buffer is cut into
 *buckets*, which travel as a whole, and a bucket into N slices, one for each rank:
@@ -56,7 +56,7 @@ class ParamRange:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """What travels together: rank r owns the slice from `cuts[r]` to `cuts[r + 1]`.
+    """Data that travels together: rank r owns the slice from `cuts[r]` to `cuts[r + 1]`.
 
     The cuts of an even layout are a range: nothing that grows with the number of ranks.
     """
@@ -88,7 +88,7 @@ class BufferLayout:
 
 
 def bucket_size(workers: int, elements: int) -> int:
-    """Return the number of elements in a bucket, for a model of so many elements.
+    """Return the number of elements in a bucket, for a model of `elements`.
 
     It is 4 Mi, and eight times that among 1,024 ranks; but a tenth of a smaller model, whose
     buckets would otherwise hold more memory than sharding saves.
@@ -103,7 +103,7 @@ def bucket_size(workers: int, elements: int) -> int:
 
 def even_layout(sizes: Sequence[tuple[int, int]], workers: int, largest: int) -> list[BufferLayout]:
     """Cut parameters, given as (index, elements), into equal slices."""
-    # `largest` is the number of elements in a bucket; 0 puts each parameter in a buffer of its own.
+    # `largest` is the number of elements in a bucket; 0 puts each parameter in a separate buffer.
     buffers = []
     for members in in_groups(sizes, itemgetter(1), largest):
         starts, total = _assign_starts(members)

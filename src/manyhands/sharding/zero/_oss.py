@@ -1,4 +1,4 @@
-"""The sharded optimizer: each rank updates its slices, then all ranks gather the parameters.
+"""Shard an optimizer: each rank updates its slices, then all ranks gather the parameters.
 
 A step, in order
     options     learning rates and so on are copied from `param_groups`, which schedulers change
@@ -41,7 +41,6 @@ from manyhands.sharding._agreement import (
     GroupLike,
     check_same_frozen,
     facts_of_groups,
-    facts_of_options,
     params_in,
 )
 from manyhands.sharding._divided import DividedOptimizer, check_params_and_class
@@ -57,12 +56,12 @@ from manyhands.sharding.zero._slice_optimizer import (
 
 @dataclass
 class OSSRun:
-    """What changes while an OSS is used: one object, for the OSS and the proxies around it."""
+    """State that changes while an OSS is used, shared by the OSS and the proxies around it."""
 
     begun: bool = False  # whether there is optimizer state, which is tied to slices
     averaged: bool = False  # whether the ranks had the same gradients in the first step
     consolidated: dict[int, _state.ParamState] | None = None
-    recipient: int | None = None  # of what was consolidated since the last step
+    recipient: int | None = None  # of the state that was consolidated since the last step
     # Loaded state of frozen parameters, by index.
     pending_state: dict[int, _state.ParamState] = field(default_factory=dict)
     # Of our ShardedDataParallel: weak, because the module holds it and the OSS.
@@ -239,31 +238,19 @@ class OSS(DividedOptimizer):
 
     # -- parameters ----------------------------------------------------------------------------
 
-    def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add parameters, with their own options, as any optimizer does; on every worker."""
-        super().add_param_group(param_group)
-        if any(map(is_dtensor, self.param_groups[-1]["params"])):
-            self.param_groups.pop()
+    def _check_params(self, params: Sequence[Tensor]) -> None:
+        if any(map(is_dtensor, params)):
             raise TypeError(
                 "these parameters are sharded already, as by FullyShardedDataParallel. Give them "
                 "to the optimizer itself, or to WholeTensorOptimizer if it needs whole tensors."
             )
-        if self._sliced is None:  # the constructor's groups are taken in together
-            return
-        try:
-            added = self.param_groups[-1:]
-            place = len(self.param_groups) - 1
-            facts = facts_of_groups(added, first=place)
-            facts.update(facts_of_options(added, self.defaults, first=place))
-            agree(self._workers, facts, ADVICE)
-        except ValueError:
-            self.param_groups.pop()
-            raise
+
+    def _take_in_last_group(self) -> None:
         self._shards.extend(self.param_groups[-1]["params"])
         self._shards.lay_out()
         self._sliced.add_last_group(self.param_groups)
         self._follow_new_buckets()
-        self._run.averaged = False  # DDP does not average what it has not seen
+        self._run.averaged = False  # DDP does not average parameters that it has not seen
 
     def refresh_trainable(self) -> None:
         """Lay out parameters that have thawed since. `step` calls this by itself."""
@@ -274,7 +261,7 @@ class OSS(DividedOptimizer):
             self._sliced.replace_slices(self.param_groups)
             self._follow_new_buckets()
             self._sliced.begin_state_of(new, self.param_groups, self._run.pending_state)
-            self._run.averaged = False  # DDP does not average what was frozen when it was made
+            self._run.averaged = False  # DDP does not average parameters that were frozen
 
     def _follow_moved(self) -> None:
         if self._shards.moved:
@@ -287,7 +274,7 @@ class OSS(DividedOptimizer):
             self._run.reducer.lay_out_buckets()
 
     def partition_parameters(self) -> list[list[ParamGroup]]:
-        """Return for each rank the parameter groups with what it keeps up to date.
+        """Return for each rank the parameter groups, with the tensors that the rank owns.
 
         These are whole parameters, or views of a rank's slices of them.
         """

@@ -1,4 +1,4 @@
-"""Gradients on their way: filled into buckets, sent to their owners, averaged there.
+"""Fill gradients into buckets, send these to their owners, and average them there.
 
 Within a backward pass
     arrived    a gradient is complete. It is copied into its buckets (or, if a bucket lies inside
@@ -9,7 +9,7 @@ Within a backward pass
                buckets are sent and finished, and the means become `param.grad`
 
 Tensors we hold, and when
-    filling    per bucket: what will be sent, from its first gradient until it is finished
+    filling    per bucket: the data to send, from the first gradient until it was sent
     mean       per bucket: the mean of our slice, from then on; lives on in `param.grad.slices`
 
 Inside `no_sync()` gradients stay where autograd puts them: in `param.grad`, or, if there is a
@@ -373,7 +373,7 @@ class GradientBucket:
     def clear(self) -> None:
         self.waiting = self.needed  # gradients that have not arrived
         self.filling: Tensor | None = None
-        self.copied = False  # whether `filling` is a buffer of ours, and not a view of a gradient
+        self.copied = False  # whether `filling` is a separate buffer, not a view of a gradient
         self.pending: Pending | None = None
         self.mean: Tensor | None = None
 

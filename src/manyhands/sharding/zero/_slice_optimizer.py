@@ -1,4 +1,4 @@
-"""The optimizer that the user asked for, and what it makes of slices of parameters.
+"""Step slices of parameters with the optimizer that the user asked for.
 
 May parameters be cut anywhere? They may if the optimizer treats each element by itself
 (`_optimizers/optimizers.py`). Parameters of a class that is not torch's are left whole, which is
@@ -33,7 +33,7 @@ from manyhands.sharding.zero._state import (
     slice_state,
 )
 
-TURNS = 4  # of a step: the first buckets are in flight while the others are computed
+TURNS = 4  # parts of a step: buckets are in flight while the next part is computed
 
 
 class SliceOptimizer:
@@ -60,7 +60,7 @@ class SliceOptimizer:
     # -- following the parameters --------------------------------------------------------------
 
     def add_last_group(self, groups: Groups) -> None:
-        """Add the last group, and give the others the slices that they have now."""
+        """Add the last group, and renew the slices of all other groups."""
         self.optim.add_param_group(self._own_group(groups, len(groups) - 1))
         copy_options(self.optim.param_groups[-1:], groups[-1:])
         self.replace_slices(groups)

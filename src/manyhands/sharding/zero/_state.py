@@ -1,4 +1,4 @@
-"""The optimizer's state: from the ranks' slices to the plain optimizer's dict, and back.
+"""Convert state between the ranks' slices and the plain optimizer's dict.
 
 An entry of a slice's state is one of three kinds
     like     a tensor of the slice's shape: the parameter's is put together from all slices'
