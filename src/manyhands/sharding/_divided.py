@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from manyhands._optimizers.state_parts import SavedState, ShardedOptimizer, options_of
 from manyhands._optimizers.wrappers import ParamGroup
-from manyhands._ranks.agreement import agree
+from manyhands._ranks.agreement import agree, run_on_all
 from manyhands._ranks.ranks import RankGroup
 from manyhands.sharding._agreement import ADVICE, facts_of_groups, facts_of_options
 
@@ -26,6 +27,7 @@ class DividedOptimizer(ShardedOptimizer):
     optimizer_class: type[Optimizer]
     optimizer_arguments: dict[str, Any]
     _workers: RankGroup
+    _about = ""  # shown by `repr`
 
     @property
     def shards_state(self) -> bool:
@@ -36,11 +38,13 @@ class DividedOptimizer(ShardedOptimizer):
         name = type(self).__name__
         groups = super().__repr__().removeprefix(name)
         size = self._workers.size
-        about = f"{self._about()}{size} worker{'s' if size > 1 else ''}"
+        about = f"{self._about}{size} worker{'s' if size > 1 else ''}"
         return f"{name} of {self.optimizer_class.__name__} ({about}){groups}"
 
-    def _about(self) -> str:
-        return ""
+    def _make(self, groups: Sequence[ParamGroup]) -> Optimizer:
+        """Make an optimizer of these groups; if that fails on a rank, raise on all."""
+        make = partial(self.optimizer_class, groups, **self.optimizer_arguments)
+        return run_on_all(self._workers, make)
 
     def _adopt_options(self) -> None:
         """Show the options that `optim` has filled in, such as betas; ranks must agree on them."""

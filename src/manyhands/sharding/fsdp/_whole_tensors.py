@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -28,7 +27,7 @@ from manyhands._optimizers.state_parts import (
     options_of,
 )
 from manyhands._optimizers.wrappers import ParamGroup
-from manyhands._ranks.agreement import agree, run_on_all
+from manyhands._ranks.agreement import agree
 from manyhands._ranks.ranks import RankGroup, rank_group_of
 from manyhands._tensors.flat import DTensorShards, is_dtensor, local_shard
 from manyhands.sharding._agreement import (
@@ -98,9 +97,7 @@ class WholeTensorOptimizer(DividedOptimizer):
             choose_layout(optim, None, options)
         facts = {"values of optim": optim.__name__, **facts_of_groups(self.param_groups)}
         agree(self._workers, facts, ADVICE)
-        groups = [self._take_in(group) for group in self.param_groups]
-        make = partial(optim, groups, **self.optimizer_arguments)
-        self._inner = run_on_all(self._workers, make)
+        self._inner = self._make([self._take_in(group) for group in self.param_groups])
         self._adopt_options()
 
     @property
@@ -119,8 +116,7 @@ class WholeTensorOptimizer(DividedOptimizer):
         try:
             owned = self._take_in(self.param_groups[number])
             # Constructors check what they take, and add_param_group need not: try it out.
-            trial = partial(self.optimizer_class, [dict(owned)], **self.optimizer_arguments)
-            run_on_all(self._workers, trial)
+            self._make([dict(owned)])
             self.optim.add_param_group(owned)
         except Exception:
             del self._tensors[number:], self.optim.param_groups[number:]

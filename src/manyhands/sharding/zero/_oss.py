@@ -43,21 +43,19 @@ from manyhands.sharding._agreement import (
     facts_of_groups,
     params_in,
 )
-from manyhands.sharding._divided import DividedOptimizer, check_params_and_class
+from manyhands.sharding._divided import DividedOptimizer, check_params_and_class, copy_options
 from manyhands.sharding._gradients import clip
 from manyhands.sharding.zero import _state
 from manyhands.sharding.zero._flat_params import Shards
 from manyhands.sharding.zero._reducer import Reducer
-from manyhands.sharding.zero._slice_optimizer import (
-    SliceOptimizer,
-    choose_layout,
-)
+from manyhands.sharding.zero._slice_optimizer import choose_layout, follow_moved, step_slices
 
 
 @dataclass
 class OSSRun:
     """State that changes while an OSS is used, shared by the OSS and the proxies around it."""
 
+    optim: Any = None  # an optimizer of slices, once the parameters are laid out
     begun: bool = False  # whether there is optimizer state, which is tied to slices
     averaged: bool = False  # whether the ranks had the same gradients in the first step
     consolidated: dict[int, _state.ParamState] | None = None
@@ -166,12 +164,12 @@ class OSS(DividedOptimizer):
                 self.backend = dist.get_backend(group)
         self.broadcast_fp16 = broadcast_fp16
         self._run = OSSRun()
-        self._sliced: Any = None  # a SliceOptimizer, once the parameters are laid out
         # Calls add_param_group. No defaults: only `optim` knows which arguments are its defaults.
         super().__init__(params, {})
         options = [{**defaults, **options_of(params)} for params in self.param_groups]
         alone = self._workers.size == 1
         self.layout = layout or "whole" if alone else choose_layout(optim, layout, options)
+        self._about = f"layout {self.layout!r}, "
         even = self.layout == "even"
         wire = None
         if broadcast_fp16 and not shared_memory:
@@ -197,9 +195,7 @@ class OSS(DividedOptimizer):
         for group in self.param_groups:
             self._shards.extend(group["params"])
         self._shards.lay_out()
-        self._sliced = SliceOptimizer(
-            self._shards, self.optimizer_class, self.optimizer_arguments, self.param_groups
-        )
+        self._run.optim = self._make_optim()
         self._adopt_options()
 
     @YieldingProperty
@@ -226,15 +222,23 @@ class OSS(DividedOptimizer):
     @property
     def optim(self) -> Any:
         """The optimizer of this worker's slices; None until the first groups are laid out."""
-        return None if self._sliced is None else self._sliced.optim
+        return self._run.optim
 
     @property
     def group(self) -> GroupLike | None:
         """The process group of the workers; None for one worker without."""
         return self._group or (dist.group.WORLD if dist.is_available() else None)
 
-    def _about(self) -> str:
-        return f"layout {self.layout!r}, "
+    def _make_optim(self) -> Optimizer:
+        return self._make([self._group_of_slices(i) for i in range(len(self.param_groups))])
+
+    def _group_of_slices(self, index: int) -> ParamGroup:
+        """Return a parameter group's options, with this rank's slices of its parameters."""
+        group = self.param_groups[index]
+        slices: list[Tensor] = []
+        for i in _state.param_indices(self.param_groups, index):
+            slices += [owned.data for owned in self._shards.slices[i]]
+        return {**options_of(group), "params": slices}
 
     # -- parameters ----------------------------------------------------------------------------
 
@@ -248,7 +252,8 @@ class OSS(DividedOptimizer):
     def _take_in_last_group(self) -> None:
         self._shards.extend(self.param_groups[-1]["params"])
         self._shards.lay_out()
-        self._sliced.add_last_group(self.param_groups)
+        self.optim.add_param_group(self._group_of_slices(len(self.param_groups) - 1))
+        copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
         self._follow_new_buckets()
         self._run.averaged = False  # DDP does not average parameters that it has not seen
 
@@ -258,17 +263,28 @@ class OSS(DividedOptimizer):
             trained = [param.requires_grad for param in params_in(self.param_groups)]
             check_same_frozen(self._workers, trained)
             new = self._shards.lay_out()
-            self._sliced.replace_slices(self.param_groups)
             self._follow_new_buckets()
-            self._sliced.begin_state_of(new, self.param_groups, self._run.pending_state)
+            begun = self._make_optim().state  # Adagrad makes its state when it is made
+            pending = self._run.pending_state
+            for owned in new:
+                if owned.param in pending:
+                    param = self._shards.params[owned.param]
+                    part = _state.slice_state(pending[owned.param], owned, param)
+                    self.optim.state[owned.data] = _state.move_state(part, owned.data)
+                elif owned.data in begun:
+                    self.optim.state[owned.data] = begun[owned.data]
+            for owned in new:
+                pending.pop(owned.param, None)
             self._run.averaged = False  # DDP does not average parameters that were frozen
 
     def _follow_moved(self) -> None:
         if self._shards.moved:
-            self._sliced.follow_moved(self.param_groups)
+            follow_moved(self.optim, self._shards)
             self._follow_new_buckets()
 
     def _follow_new_buckets(self) -> None:
+        for index, group in enumerate(self.optim.param_groups):
+            group["params"] = self._group_of_slices(index)["params"]
         if self._run.reducer is not None:
             # Gradients travel in the parameters' buckets, and these are new.
             self._run.reducer.lay_out_buckets()
@@ -300,7 +316,7 @@ class OSS(DividedOptimizer):
         self._shards.largest = elements
         self._shards.release()
         self._shards.lay_out()
-        self._sliced.optim = self._sliced.make(self.param_groups)
+        self._run.optim = self._make_optim()
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -312,7 +328,7 @@ class OSS(DividedOptimizer):
         self._parallel.check_not_joined(type(self).__name__)
         self.join_in()
         self._check_averaged()
-        self._sliced.step(**kwargs)
+        step_slices(self.optim, self._shards, **kwargs)
         if self._run.reducer is not None:
             self._run.reducer.forget(self._shards)
         with explained(self._workers):

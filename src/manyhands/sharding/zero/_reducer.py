@@ -100,9 +100,9 @@ class Reducer:
             first += len(shards.params)
         # Numbers of the parameters whose gradients travel.
         self._expected = [n for n, where in enumerate(self._where) if where and self._trained[n]]
-        reducer = weakref.ref(self)  # hooks must not keep the reducer alive
+        reducer = weakref.proxy(self)  # hooks must not keep the reducer alive
         for number in self._expected:
-            hook = partial(_on_gradient, reducer, number)
+            hook = partial(Reducer.arrived, reducer, number)
             self._hooks.append(self.params[number].register_post_accumulate_grad_hook(hook))
         if self.workers.shared_memory is not None and self._buckets:
             self.workers.shared_memory.make_ring(largest, IN_FLIGHT)
@@ -136,7 +136,7 @@ class Reducer:
 
     # -- one backward pass ---------------------------------------------------------------------
 
-    def arrived(self, number: int) -> None:
+    def arrived(self, number: int, _: Tensor) -> None:
         """Take the gradient of a parameter, which is complete now. Called in a hook."""
         task = current_task()
         if task != self._passes.task:
@@ -376,12 +376,6 @@ class GradientBucket:
         self.copied = False  # whether `filling` is a separate buffer, not a view of a gradient
         self.pending: Pending | None = None
         self.mean: Tensor | None = None
-
-
-def _on_gradient(reference: weakref.ref[Reducer], number: int, _: Tensor) -> None:
-    reducer = reference()
-    if reducer is not None:
-        reducer.arrived(number)
 
 
 def _detach_hooks(hooks: list[RemovableHandle]) -> None:
