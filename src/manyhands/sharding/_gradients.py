@@ -131,7 +131,9 @@ class ShardedGradScaler(GradScaler):
     ) -> None:
         real("init_scale", init_scale, above=0, why="Give arguments by name.")
         if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+            device = "cpu"
+            if torch.cuda.is_available():
+                device = "cuda"
         super().__init__(
             str(device), init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
@@ -148,8 +150,10 @@ class ShardedGradScaler(GradScaler):
         """Unscale this rank's slices, and look for an overflow on any rank. torch calls this."""
         sharded = find_layer(optimizer, ShardedOptimizer)
         # Other ranks wait for a rank without a backward pass until it joins in here.
+        group = self.process_group
         if sharded is not None:
             sharded.join_in()
+            group = group or sharded.group
         held: list[Tensor] = []
         for param_group in optimizer.param_groups:
             for param in param_group["params"]:
@@ -168,7 +172,6 @@ class ShardedGradScaler(GradScaler):
         found: dict[torch.device, Tensor] = super()._unscale_grads_(
             stand_in, inv_scale, found_inf, True
         )
-        group = self.process_group or (None if sharded is None else sharded.group)
         # One number: 1 if a gradient on any device of this rank has overflowed.
         anywhere = torch.zeros_like(found_inf)
         for flag in found.values():

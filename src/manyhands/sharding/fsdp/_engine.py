@@ -126,7 +126,7 @@ class Engine:
         self.ranks = ranks
         self.places = list(distinct.values())
         self.on_gloo = ranks.on_gloo(device)
-        self.divide = (1.0, float(ranks.size))
+        self.divide: Sequence[float] = (1.0, float(ranks.size))
         # Ranks may use different parameters of a wrap: without this (not in every torch) their
         # reduce_scatters would have different sizes.
         if hasattr(self.module, "set_reduce_scatter_unused_params"):

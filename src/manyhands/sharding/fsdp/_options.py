@@ -59,7 +59,9 @@ def find_group(process_group: GroupLike | DeviceMesh | None) -> GroupLike | Devi
     """Return the group that a wrap shows: its own, else that of all ranks, else a stand-in."""
     if process_group is not None:
         return process_group
-    return dist.group.WORLD if dist.is_initialized() else DummyProcessGroup(rank=0, size=1)
+    if dist.is_initialized():
+        return dist.group.WORLD
+    return DummyProcessGroup(rank=0, size=1)
 
 
 def find_device(

@@ -110,7 +110,8 @@ class Wrap(ModuleWrapper):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield modules by the plain model's names. A wrap comes before its module, of one name."""
-        memo = set() if memo is None else memo
+        if memo is None:
+            memo = set()
         if self in memo:
             return
         if remove_duplicate:
@@ -505,7 +506,9 @@ def _set_flag_on_wraps(wraps: Iterable[Wrap], flag: str) -> Iterator[None]:
 
 
 def to_full(tensor: Any) -> Any:
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+    if is_dtensor(tensor):
+        return tensor.full_tensor()
+    return tensor
 
 
 def shard_like(tensor: Tensor, like: Any) -> Tensor:

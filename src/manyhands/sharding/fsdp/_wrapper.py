@@ -117,6 +117,7 @@ class FullyShardedDataParallel(Wrap):
 
     require_backward_grad_sync = True
     _root_state: RootState | None = None
+    _has_divisor_hooks = False
 
     def __init__(
         self,
@@ -151,8 +152,8 @@ class FullyShardedDataParallel(Wrap):
         before = 1.0
         if gradient_predivide_factor is not None:
             before = real("gradient_predivide_factor", gradient_predivide_factor, above=0)
-        self._divide = (before, self.world_size / before)
-        self._divisor: list[float] = []  # shared with the hooks of `_divide_by`
+        # Shared with the engine, or with the hooks of the parameters.
+        self._divide = [before, self.world_size / before]
         device = find_device(module, self._ranks, compute_device)
         self._places = find_places(module, FullyShardedDataParallel)
         check_parameters(self._places, self._ranks, device)
@@ -226,7 +227,9 @@ class FullyShardedDataParallel(Wrap):
         if self._is_root is None:
             self._root_state = become_root(self)
         # A forward inside a backward recomputes a checkpoint: the root's own forward is over.
-        root = self._root_state if current_task() == -1 else None
+        root = self._root_state
+        if current_task() != -1:
+            root = None
         if root is not None:
             root.start_forward()
         if self.force_input_to_fp32 and self._cast_to is None:
@@ -297,22 +300,14 @@ class FullyShardedDataParallel(Wrap):
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divide gradients by `pre` before they are summed over the ranks, by `post` after."""
         for wrap in self._wraps() if recursive else [self]:
-            wrap._divide = (pre, post)
-            if wrap._engine is not None:
-                wrap._engine.divide = wrap._divide
-            else:
-                wrap._divide_by(pre * post)
-
-    def _divide_by(self, divisor: float) -> None:
-        """Divide gradients that are not sharded by this number from now on."""
-        # No hooks before a divisor is set: they would cost time in every backward. They live as
-        # long as the parameters, and must not keep this object alive.
-        if not self._divisor and divisor != 1:
-            for param in distinct_params(self._places):
-                if param.requires_grad:
-                    param.register_hook(partial(_divide_gradient, self._divisor))
-            self._divisor.append(divisor)
-        self._divisor[:] = [divisor] * len(self._divisor)
+            wrap._divide[:] = [pre, post]
+            if wrap._engine is None and not wrap._has_divisor_hooks and pre * post != 1:
+                # No hooks before a divisor is set: they would cost time in every backward. They
+                # live as long as the parameters, and must not keep the wrap alive.
+                wrap._has_divisor_hooks = True
+                for param in distinct_params(wrap._places):
+                    if param.requires_grad:
+                        param.register_hook(partial(_divide_gradient, wrap._divide))
 
     @property
     def gradient_predivide_factor(self) -> float:
@@ -358,10 +353,11 @@ class FullyShardedDataParallel(Wrap):
         Changes stay unless `volatile`; make the same ones on every rank. Call it on every rank,
         and not inside a forward or backward.
         """
-        wraps = [wrap for wrap in (self._wraps() if recurse else [self]) if not wrap._holds_full]
         self._reshard()
         with ExitStack() as stack:
-            for wrap in wraps:
+            for wrap in self._wraps() if recurse else [self]:
+                if wrap._holds_full:
+                    continue
                 if wrap._engine is not None:
                     places = list(wrap._places.values())
                     stack.enter_context(hold_full_parameters(places, keep=not volatile))
@@ -389,11 +385,8 @@ class FullyShardedDataParallel(Wrap):
 
     def check_can_save(self, model: nn.Module) -> None:
         """Raise a ValueError if ranks train different parameters: a checkpoint has room for one."""
-        if (
-            self.world_size == 1
-            and self.params
-            and any(wrap.world_size > 1 for wrap in wraps_in(model, Wrap))
-        ):
+        sharded = any(wrap.world_size > 1 for wrap in wraps_in(model, Wrap))
+        if sharded and self.world_size == 1 and self.params:
             raise ValueError(
                 f"a {type(self.module).__name__} is wrapped in a process group of one, so each "
                 "rank has its own parameters there, and a checkpoint would hold those of one. "
@@ -408,5 +401,6 @@ class FullyShardedDataParallel(Wrap):
         return f"rank={self.rank}, world_size={self.world_size}, {options}"
 
 
-def _divide_gradient(divisor: Sequence[float], grad: Tensor) -> Tensor:
-    return grad / divisor[0]
+def _divide_gradient(divisors: Sequence[float], grad: Tensor) -> Tensor:
+    pre, post = divisors
+    return grad / (pre * post)

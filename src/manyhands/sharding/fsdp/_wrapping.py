@@ -87,7 +87,9 @@ class _Scope:
         self, policy: Policy | Classes | None, given: Options
     ) -> tuple[_Scope, dict[str, Any]]:
         """Return the settings with this policy and wrapper, and the options for the wrapper."""
-        chosen = self.policy if policy is None else _as_policy(policy)
+        chosen = self.policy
+        if policy is not None:
+            chosen = _as_policy(policy)
         options = dict(given)
         wrapper_cls = options.pop("wrapper_cls", None) or self.wrapper_cls
         theirs = _keywords_of(wrapper_cls)
@@ -148,7 +150,9 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
             module's attribute `wrapper_config` (a dict), and that over `enable_wrap`.
     """
     scope = _SCOPE.get()
-    return module if scope is None else scope.wrap(module, wrap_overrides)
+    if scope is None:
+        return module
+    return scope.wrap(module, wrap_overrides)
 
 
 def auto_wrap(

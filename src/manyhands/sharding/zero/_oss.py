@@ -12,7 +12,6 @@ Saving and loading are in `_state.py`.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -63,7 +62,7 @@ class OSSRun:
     # Loaded state of frozen parameters, by index.
     pending_state: dict[int, _state.ParamState] = field(default_factory=dict)
     # Of our ShardedDataParallel: weak, because the module holds it and the OSS.
-    reducer_ref: weakref.ref[Reducer] | None = None
+    reducer_ref: Callable[[], Reducer | None] = lambda: None
 
     def begin(self) -> None:
         """Note that there is new state, which was not collected."""
@@ -73,7 +72,7 @@ class OSSRun:
 
     @property
     def reducer(self) -> Reducer | None:
-        return None if self.reducer_ref is None else self.reducer_ref()
+        return self.reducer_ref()
 
 
 class OSS(DividedOptimizer):
