@@ -62,6 +62,11 @@ for _public in (AdaScaleWrapper, DummyProcessGroup, auto_wrap, default_auto_wrap
 class OSS(_oss.OSS):
     """`manyhands.OSS`, with an argument of fairscale's that has no effect.
 
+    >>> import torch
+    >>> from manyhands.fairscale import OSS
+    >>> params = torch.nn.Linear(3, 1).parameters()
+    >>> optimizer = OSS(params, torch.optim.SGD, force_broadcast_object=True, lr=0.1)
+
     Args:
         params: parameters, or groups of them.
         optim: class of the optimizer.
@@ -109,6 +114,10 @@ class TrainingState(Enum):
 
 class FullyShardedDataParallel(_wrapper.FullyShardedDataParallel):
     """`manyhands.FullyShardedDataParallel`, with fairscale's order of arguments.
+
+    >>> import torch
+    >>> from manyhands.fairscale import FullyShardedDataParallel
+    >>> model = FullyShardedDataParallel(torch.nn.Linear(2, 2), flatten_parameters=True)
 
     `process_group_reduce_scatter`, `flatten_parameters`, `move_grads_to_cpu`, `bucket_cap_mb` and
     `no_broadcast_optim_state` have no effect. `cpu_offload` is an older name of
