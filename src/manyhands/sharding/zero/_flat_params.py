@@ -42,7 +42,6 @@ class ParamSlice:
     stop: int
     data: Tensor
     whole: bool  # `data` has the parameter's shape; otherwise it is flat
-    number: int = 0  # among this rank's slices of the parameter
     rounded: Tensor | None = None  # the parameter's own elements, if `data` is an exact copy
 
 
@@ -210,17 +209,15 @@ class Shards:
             if _narrows(self.wire, data):
                 rounded = data
                 data = data.clone()
-            known = self.slices[place.param]
             owned = ParamSlice(
                 place.param,
                 place.start,
                 place.stop,
                 torch.nn.Parameter(data),
                 whole=not self.even,
-                number=len(known),
                 rounded=rounded,
             )
-            known.append(owned)
+            self.slices[place.param].append(owned)
             bucket.slices.append((owned, place))
 
     @property
@@ -295,7 +292,7 @@ class Shards:
         param = self.params[owned.param]
         grad = param.grad
         if isinstance(grad, ShardedGradient):
-            flat = grad.slices[owned.number]
+            flat = grad.slices[self.slices[owned.param].index(owned)]
             return unflatten(flat, param) if owned.whole else flat
         if grad is None or owned.whole:
             return grad

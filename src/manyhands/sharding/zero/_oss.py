@@ -165,9 +165,10 @@ class OSS(DividedOptimizer):
         self._run = OSSRun()
         # Calls add_param_group. No defaults: only `optim` knows which arguments are its defaults.
         super().__init__(params, {})
-        options = [{**defaults, **options_of(params)} for params in self.param_groups]
-        alone = self._workers.size == 1
-        self.layout = layout or "whole" if alone else choose_layout(optim, layout, options)
+        self.layout = layout or "whole"
+        if self.world_size > 1:
+            options = [{**defaults, **options_of(params)} for params in self.param_groups]
+            self.layout = choose_layout(optim, layout, options)
         self._about = f"layout {self.layout!r}, "
         even = self.layout == "even"
         wire = None
@@ -177,7 +178,7 @@ class OSS(DividedOptimizer):
         self._parallel = ParallelModules(self._shards.params)
         self._lay_out_all(bucket_size, gather_state)
         self._roll_call = None
-        if gather_state and not alone:
+        if gather_state and self.world_size > 1:
             self._roll_call = self._workers.roll_call()
 
     def _lay_out_all(self, bucket_size: int | None, gather_state: bool) -> None:
