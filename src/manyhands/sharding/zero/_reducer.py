@@ -275,7 +275,11 @@ class Reducer:
                     owned.add_(before)
             param.grad = grad
         if not self._agreed:
-            self._agree_on_order()
+            # From now on, buckets are sent in the order in which they were full on rank 0.
+            order = torch.tensor(self._filled, device=self.params[0].device)
+            self.workers.broadcast_from_first([order])
+            self._order = order.tolist()
+            self._agreed = True
         # Rank 0's buffers (of batch norm) are sent here, where every rank takes part.
         module = self._module()
         if module is not None and module.broadcast_buffers:
@@ -316,13 +320,6 @@ class Reducer:
             elif number in self._before:  # no rank used it: the earlier gradient stays
                 self.params[number].grad = self._before[number]
         return found
-
-    def _agree_on_order(self) -> None:
-        """Send buckets in the order in which they were full on rank 0, from now on."""
-        order = torch.tensor(self._filled, device=self.params[0].device)
-        self.workers.broadcast_from_first([order])
-        self._order = order.tolist()
-        self._agreed = True
 
     # -- between passes ------------------------------------------------------------------------
 
