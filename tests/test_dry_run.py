@@ -81,7 +81,7 @@ def test_data_parallel_ranks_that_are_all_alike_train_as_one(size):
         torch.testing.assert_close(train(*under_rule()), alone)  # no noise: a gain of 1
         for level in (1, 2):
             model, optimizer = sharded(level, SGD)()
-            own = [p for group in optimizer._sliced.optim.param_groups for p in group["params"]]
+            own = [p for group in optimizer.optim.param_groups for p in group["params"]]
             assert sum(p.numel() for p in own) < sum(p.numel() for p in model.parameters())
             train(model, optimizer)
 

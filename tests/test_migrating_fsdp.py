@@ -121,7 +121,7 @@ def test_the_notes_example(side, expected):
 def wrapper_of(side):
     """FullyShardedDataParallel; theirs with its calls to CUDA left out."""
     if side == "ours":
-        yield mh.FSDP
+        yield fairscale.FullyShardedDataParallel
         return
     with warnings.catch_warnings(), fairscale_on_cpu() as wrapper:
         warnings.simplefilter("ignore")
@@ -344,7 +344,7 @@ def looked_at():
 def own_tests():
     """By the first cell: whether the page is right, on each of two ranks."""
     torch.manual_seed(0)
-    linear = mh.FSDP(nn.Linear(4, 3))
+    linear = fairscale.FullyShardedDataParallel(nn.Linear(4, 3))
     inner = nn.Sequential(mh.FSDP(nn.Linear(4, 3)))
     mh.FSDP(inner)
     with linear.summon_full_params():

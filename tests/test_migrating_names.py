@@ -122,10 +122,12 @@ OFFERED = {  # what stands for an original, as it is once it is made
     "fairscale.optim.AdaScaleWrapper": lambda: fairscale.AdaScaleWrapper(
         nn.Linear(2, 1).parameters()
     ),
-    "fairscale.optim.OSS": lambda: mh.OSS(nn.Linear(2, 1).parameters(), lr=0.1),
+    "fairscale.optim.OSS": lambda: fairscale.OSS(nn.Linear(2, 1).parameters(), lr=0.1),
     "fairscale.optim.grad_scaler.ShardedGradScaler": mh.ShardedGradScaler,
     "fairscale.nn.ShardedDataParallel": sharded,
-    "fairscale.nn.FullyShardedDataParallel": lambda: mh.FSDP(nn.Linear(2, 1)),
+    "fairscale.nn.FullyShardedDataParallel": lambda: fairscale.FullyShardedDataParallel(
+        nn.Linear(2, 1)
+    ),
     "fairscale.fair_dev.testing.testing.DummyProcessGroup": lambda: fairscale.DummyProcessGroup(
         0, 1
     ),
@@ -226,10 +228,10 @@ RENAMED = {"sharded_optimizer": "optimizer", "pg": "param_group", "data": "state
 OURS = {
     "fairscale.optim.AdaScale": mh.AdaScale,
     "fairscale.optim.AdaScaleWrapper": fairscale.AdaScaleWrapper,
-    "fairscale.optim.OSS": mh.OSS,
+    "fairscale.optim.OSS": fairscale.OSS,
     "fairscale.optim.grad_scaler.ShardedGradScaler": mh.ShardedGradScaler,
     "fairscale.nn.ShardedDataParallel": mh.ShardedDataParallel,
-    "fairscale.nn.FullyShardedDataParallel": mh.FSDP,
+    "fairscale.nn.FullyShardedDataParallel": fairscale.FullyShardedDataParallel,
     "fairscale.fair_dev.testing.testing.DummyProcessGroup": fairscale.DummyProcessGroup,
     "adaptdl.torch.AdaptiveDataParallel": adaptdl.AdaptiveDataParallel,
     "adaptdl.torch.AdaptiveDataLoader": adaptdl.AdaptiveDataLoader,
@@ -345,7 +347,7 @@ def test_their_order_is_compared_for_all_that_is_made():
 def test_what_is_documented_by_position_works():
     """As a call, because a signature may promise more than the body keeps."""
     module = nn.Linear(2, 1)
-    optimizer = mh.OSS(module.parameters(), SGD, None, -1, True, False, lr=0.1)
+    optimizer = fairscale.OSS(module.parameters(), SGD, None, -1, True, False, lr=0.1)
     model = mh.ShardedDataParallel(module, optimizer, None, True, True, 2**23, True, False, True)
     rule = mh.AdaScale(optimizer, 1, 2.0, 0.5, 2, True, True)
     scaler = mh.ShardedGradScaler(4.0, 2.0, 0.5, 10, True, None)
@@ -354,5 +356,7 @@ def test_what_is_documented_by_position_works():
     scaler.step(rule)
     scaler.update()
     assert optimizer.clip_grad_norm(1.0, 2.0, None) > 0
-    wrapped = mh.FSDP(nn.Linear(2, 1), None, None, True, True, False, False, True, False)
+    wrapped = fairscale.FullyShardedDataParallel(
+        nn.Linear(2, 1), None, None, True, True, False, False, True, False
+    )
     assert wrapped(torch.ones(3, 2)).shape == (3, 1)

@@ -10,6 +10,7 @@ import torch
 
 import manyhands as mh
 from helpers.public import FRONT, MODULES, PUBLIC
+from manyhands import fairscale
 
 
 def test_all_lists_the_public_names_once():
@@ -27,7 +28,9 @@ def test_a_name_of_a_module_beside_is_listed_once_and_is_the_same_object_everywh
     assert len(set(module.__all__)) == len(module.__all__)
     for name in module.__all__:
         thing = getattr(module, name)
-        assert FRONT.get(name, thing) is thing
+        front = FRONT.get(name, thing)
+        # fairscale's classes may accept more arguments than those of `manyhands`.
+        assert thing is front or (module is fairscale and issubclass(thing, front))
         assert thing in PUBLIC.values()  # it shows the module that it is listed in
 
 

@@ -1,25 +1,42 @@
-"""fairscale's names, with its arguments and defaults: change the import, and nothing else.
+"""Accept fairscale's names, arguments and defaults: only the import of a script changes.
 
 >>> from manyhands.fairscale import OSS, AdaScale, ShardedDataParallel, wrap
 
-fairscale has them in several modules; here they are in one.
+fairscale has them in several modules; here they are in one. `OSS` and `FullyShardedDataParallel`
+are those of `manyhands`, and also accept arguments that have no effect here.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import ParamsT
+
+from manyhands._tensors.backward import current_task
 from manyhands.scaling._rules import AdaScale, AdaScaleWrapper
+from manyhands.sharding._agreement import GroupLike
 from manyhands.sharding._gradients import ShardedGradScaler
-from manyhands.sharding.fsdp._engine import TrainingState
+from manyhands.sharding.fsdp import _wrapper, _wrapping
 from manyhands.sharding.fsdp._options import DummyProcessGroup
-from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.fsdp._wrapping import (
+    Classes,
+    Policy,
     auto_wrap,
-    auto_wrap_bn,
-    config_auto_wrap_policy,
     default_auto_wrap_policy,
-    enable_wrap,
     wrap,
 )
+from manyhands.sharding.zero import _oss
 from manyhands.sharding.zero._ddp import ShardedDataParallel
-from manyhands.sharding.zero._oss import OSS
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
     "OSS",
@@ -38,8 +55,252 @@ __all__ = [
     "wrap",
 ]
 
-for _public in (
-    *(AdaScaleWrapper, DummyProcessGroup, TrainingState, auto_wrap, auto_wrap_bn, enable_wrap),
-    *(config_auto_wrap_policy, default_auto_wrap_policy, wrap),
-):
-    _public.__module__ = __name__  # what tracebacks and help() show
+for _public in (AdaScaleWrapper, DummyProcessGroup, auto_wrap, default_auto_wrap_policy, wrap):
+    _public.__module__ = __name__  # for tracebacks and help()
+
+
+class OSS(_oss.OSS):
+    """`manyhands.OSS`, with an argument of fairscale's that has no effect.
+
+    >>> import torch
+    >>> from manyhands.fairscale import OSS
+    >>> params = torch.nn.Linear(3, 1).parameters()
+    >>> optimizer = OSS(params, torch.optim.SGD, force_broadcast_object=True, lr=0.1)
+
+    Args:
+        params: parameters, or groups of them.
+        optim: class of the optimizer.
+        group: the workers that share the state; all, by default.
+        broadcast_buffer_size: elements that travel together; without effect if not positive.
+        broadcast_fp16: send updated parameters as float16.
+        force_broadcast_object: has no effect; no objects are sent.
+        **defaults: arguments of `manyhands.OSS` and of the optimizer.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        optim: type[Optimizer] = SGD,
+        group: GroupLike | None = None,
+        broadcast_buffer_size: int = -1,
+        broadcast_fp16: bool = False,
+        force_broadcast_object: bool = False,
+        **defaults: Any,
+    ) -> None:
+        super().__init__(params, optim, group, broadcast_buffer_size, broadcast_fp16, **defaults)
+        self.force_broadcast_object = force_broadcast_object
+
+
+class TrainingState(Enum):
+    """The state of a `FullyShardedDataParallel`, in the attribute `training_state`.
+
+    >>> import torch
+    >>> from manyhands.fairscale import FullyShardedDataParallel, TrainingState
+    >>> model = FullyShardedDataParallel(torch.nn.Linear(2, 2))
+    >>> model.assert_state(TrainingState.IDLE)
+    >>> with model.summon_full_params():
+    ...     print(model.training_state.name)
+    SUMMON_FULL_PARAMS
+
+    On one rank, where nothing is sent, a backward is `BACKWARD_PRE` throughout.
+    """
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD_PRE = auto()  # its parameters are being gathered, or are used, in a backward
+    BACKWARD_POST = auto()  # its gradients are being sent
+    SUMMON_FULL_PARAMS = auto()
+
+
+class FullyShardedDataParallel(_wrapper.FullyShardedDataParallel):
+    """`manyhands.FullyShardedDataParallel`, with fairscale's order of arguments.
+
+    >>> import torch
+    >>> from manyhands.fairscale import FullyShardedDataParallel
+    >>> model = FullyShardedDataParallel(torch.nn.Linear(2, 2), flatten_parameters=True)
+
+    `process_group_reduce_scatter`, `flatten_parameters`, `move_grads_to_cpu`, `bucket_cap_mb` and
+    `no_broadcast_optim_state` have no effect. `cpu_offload` is an older name of
+    `move_params_to_cpu`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: GroupLike | DeviceMesh | None = None,
+        process_group_reduce_scatter: GroupLike | None = None,
+        reshard_after_forward: bool = True,
+        disable_reshard_on_root: bool = True,
+        mixed_precision: bool = False,
+        fp32_reduce_scatter: bool = False,
+        flatten_parameters: bool = True,
+        move_params_to_cpu: bool = False,
+        compute_dtype: torch.dtype | None = None,
+        buffer_dtype: torch.dtype | None = None,
+        move_grads_to_cpu: bool | None = None,
+        bucket_cap_mb: int = 25,
+        compute_device: torch.device | str | None = None,
+        no_broadcast_optim_state: bool | None = False,
+        state_dict_device: torch.device | str | None = None,
+        clear_autocast_cache: bool = False,
+        force_input_to_fp32: bool = False,
+        verbose: bool = False,
+        cpu_offload: bool = False,
+        state_dict_on_rank_0_only: bool = False,
+        gradient_predivide_factor: float | None = None,
+        allow_reset_parameters: bool = False,
+        *,
+        overlap: bool = True,
+    ) -> None:
+        super().__init__(
+            module,
+            process_group,
+            reshard_after_forward=reshard_after_forward,
+            disable_reshard_on_root=disable_reshard_on_root,
+            mixed_precision=mixed_precision,
+            fp32_reduce_scatter=fp32_reduce_scatter,
+            move_params_to_cpu=move_params_to_cpu or cpu_offload,
+            compute_dtype=compute_dtype,
+            buffer_dtype=buffer_dtype,
+            compute_device=compute_device,
+            state_dict_device=state_dict_device,
+            clear_autocast_cache=clear_autocast_cache,
+            force_input_to_fp32=force_input_to_fp32,
+            verbose=verbose,
+            state_dict_on_rank_0_only=state_dict_on_rank_0_only,
+            gradient_predivide_factor=gradient_predivide_factor,
+            allow_reset_parameters=allow_reset_parameters,
+            overlap=overlap,
+        )
+        self.process_group_reduce_scatter = process_group_reduce_scatter
+        self.flatten_parameters = flatten_parameters
+        self.move_grads_to_cpu = move_grads_to_cpu
+        if move_grads_to_cpu is None:
+            self.move_grads_to_cpu = self.move_params_to_cpu
+        self.bucket_cap_mb = bucket_cap_mb
+        self.no_broadcast_optim_state = no_broadcast_optim_state
+        self.cpu_offload = self.move_params_to_cpu
+        self._forwards = 0  # in progress
+
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        """Run the wrapped module's forward, with its parameters gathered for it."""
+        self._forwards += 1
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._forwards -= 1
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What this wrap is doing."""
+        if self._holds_full:
+            return TrainingState.SUMMON_FULL_PARAMS
+        if self._engine is not None:
+            # The engine's names for a backward are PRE_BACKWARD and POST_BACKWARD.
+            return TrainingState["_".join(reversed(self._engine.state.split("_")))]
+        if self._forwards:
+            return TrainingState.FORWARD
+        return TrainingState.IDLE if current_task() == -1 else TrainingState.BACKWARD_PRE
+
+    def assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
+        """Raise a ValueError unless this wrap is in the state, or in one of several."""
+        states = state if isinstance(state, Iterable) else [state]
+        names = [each.name for each in states]  # so that members of fairscale's enum are accepted
+        if self.training_state.name not in names:
+            raise ValueError(f"expected {' or '.join(names)}, not {self.training_state.name}.")
+
+
+def config_auto_wrap_policy(
+    module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool
+) -> bool:
+    """The policy by mark: wrap the modules that have an attribute `wrapper_config`.
+
+    >>> import torch.nn as nn
+    >>> from manyhands.fairscale import config_auto_wrap_policy
+    >>> layer = nn.Linear(10, 10)
+    >>> layer.wrapper_config = {"mixed_precision": False}
+    >>> config_auto_wrap_policy(layer, False, unwrapped_params=110, module_is_root=False)
+    True
+
+    It is a dict of options for this module's wrapper, which may include `wrapper_cls`.
+    """
+    return recurse or hasattr(module, "wrapper_config")
+
+
+@contextmanager
+def enable_wrap(
+    auto_wrap_policy: Policy | Classes | None = None, **wrapper_kwargs: Any
+) -> Iterator[None]:
+    """Let `wrap` and `auto_wrap` wrap inside; outside they return the module unchanged.
+
+    >>> import torch.nn as nn
+    >>> from manyhands.fairscale import FullyShardedDataParallel, enable_wrap, wrap
+    >>> with enable_wrap(flatten_parameters=True):
+    ...     layer = wrap(nn.Linear(5, 5))
+    >>> isinstance(layer, FullyShardedDataParallel)
+    True
+
+    An `enable_wrap` inside another inherits all settings that it does not change. Each thread has
+    its own. It is a decorator, too.
+
+    Args:
+        auto_wrap_policy: the policy of `auto_wrap`, described there; by default by size.
+        wrapper_kwargs: `wrapper_cls`, the class that wraps (by default `FullyShardedDataParallel`)
+            or a function of a module and options; keywords of the policy; options of the wrapper.
+    """
+    if not _wrapping.in_scope():
+        wrapper_kwargs = {"wrapper_cls": FullyShardedDataParallel, **wrapper_kwargs}
+    with _wrapping.enable_wrap(auto_wrap_policy, **wrapper_kwargs):
+        yield
+
+
+def auto_wrap_bn(
+    module: nn.Module,
+    single_rank_pg: bool = False,
+    process_group: GroupLike | None = None,
+    fsdp_config: Mapping[str, Any] | None = None,
+    wrap_it: bool = True,
+    assert_on_collision: bool = True,
+) -> nn.Module:
+    """Wrap each BatchNorm by itself in full precision, in a model of lower precision.
+
+    >>> import torch.nn as nn
+    >>> from manyhands.fairscale import FullyShardedDataParallel, auto_wrap_bn
+    >>> model = auto_wrap_bn(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+    >>> isinstance(model[1], FullyShardedDataParallel)
+    True
+
+    Call it before a module that contains BatchNorms is wrapped. `enable_wrap` counts as ever.
+
+    Args:
+        module: the model.
+        single_rank_pg: has no effect: in groups of one each rank would train its own BatchNorms.
+        process_group: the ranks that share them, by default those of `enable_wrap`, or all.
+        fsdp_config: options that win over those for full precision.
+        wrap_it: False only writes `wrapper_config`s, for `config_auto_wrap_policy`.
+        assert_on_collision: raise an error if a BatchNorm has a `wrapper_config` already.
+    """
+    config: dict[str, Any] = {
+        "mixed_precision": False,
+        "fp32_reduce_scatter": False,
+        "force_input_to_fp32": False,
+        "compute_dtype": torch.float32,
+        "buffer_dtype": torch.float32,
+        "reshard_after_forward": False,
+    }
+    if process_group is not None:
+        config["process_group"] = process_group
+    config.update(fsdp_config or {})
+    # BatchNorm1d to 3d and SyncBatchNorm have this private base class in common.
+    norms: list[Any] = [each for each in module.modules() if isinstance(each, _BatchNorm)]
+    if assert_on_collision and any(hasattr(norm, "wrapper_config") for norm in norms):
+        raise ValueError(
+            "a BatchNorm has a wrapper_config already. Call auto_wrap_bn once, or with "
+            "assert_on_collision=False to replace it."
+        )
+    for norm in norms:
+        norm.wrapper_config = dict(config)
+    if not wrap_it:
+        return module
+    with enable_wrap():  # outside of another one, too
+        return auto_wrap(module, (_BatchNorm,))

@@ -6,6 +6,7 @@ has in its slice.
 
 from collections import deque
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def buckets_of(*params, ranks=None, largest=0, wire=None, even=True):
     shards = Shards(ranks, even=even, largest=largest, wire=wire)
     shards.extend(params)
     shards.lay_out()
-    return ranks, shards, Reducer([shards], ranks, lambda: True, None)
+    return ranks, shards, Reducer([shards], ranks, lambda: None, None)
 
 
 def parameter(elements, value=0.0, **options):
@@ -86,7 +87,7 @@ def test_a_bucket_that_is_a_view_of_a_gradient_is_not_kept_as_a_buffer():
     whole, small = parameter(2 * SLICE), parameter(3)
     _, _, reducer = buckets_of(whole, small)
     (2 * whole).sum().backward()
-    kept = reducer._buffers._kept
+    kept = reducer._kept
     assert kept is None or kept.numel() < whole.numel()
 
 
@@ -173,13 +174,12 @@ def test_fsdp_puts_the_mean_into_the_engines_tensor_and_frees_the_gradients(dtyp
     assert grads.untyped_storage().nbytes() == 0
 
 
-def reduce_scatter(params=(), divide=None, op=torch.distributed.ReduceOp.AVG):
+def reduce_scatter(params=(), divide=(1.0, 2.0), op=torch.distributed.ReduceOp.AVG):
     """Call the engine's collective with gradients of 6; return the mean, and the queue."""
     reduce, total = queue(), torch.zeros(4)
     reduce.enter = lambda: None  # there is no backward pass here
-    collective = ReduceScatter(
-        reduce, lambda: params, divide=lambda: divide, on_gloo=True, overlap=True
-    )
+    wrap = SimpleNamespace(params=params, divide=divide, on_gloo=True, overlap=True)
+    collective = ReduceScatter(reduce, wrap)
     collective(total, torch.full((8,), 6.0), group=None, op=op)
     return total, reduce
 

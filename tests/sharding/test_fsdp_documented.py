@@ -12,7 +12,7 @@ from helpers.ranks import raises_on_ranks, run_ranks
 from helpers.sharding_oracle import make_model
 from manyhands import fairscale
 from manyhands.errors import RanksDisagree
-from manyhands.fairscale import TrainingState
+from manyhands.fairscale import FullyShardedDataParallel, TrainingState
 
 IDLE, FORWARD = TrainingState.IDLE, TrainingState.FORWARD
 BACKWARD = {TrainingState.BACKWARD_PRE, TrainingState.BACKWARD_POST}
@@ -159,8 +159,8 @@ def test_the_training_state_is_what_a_wrap_is_doing(workers):
                 )
                 return out * 1
 
-        inner = mh.FSDP(Watched(4, 4))
-        model = mh.FSDP(nn.Sequential(inner, nn.Linear(4, 3)))
+        inner = FullyShardedDataParallel(Watched(4, 4))
+        model = FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(4, 3)))
         model.assert_state(IDLE)
         loss = model(torch.ones(1, 4)).sum()
         model.assert_state([IDLE])
@@ -181,7 +181,7 @@ def test_a_state_of_fairscales_own_enum_is_known_by_its_name():
         "fairscale.nn.data_parallel", reason="fairscale is not installed to compare with"
     ).TrainingState
     assert [state.name for state in theirs] == [state.name for state in TrainingState]
-    model = mh.FSDP(nn.Linear(2, 2))
+    model = FullyShardedDataParallel(nn.Linear(2, 2))
     model.assert_state(theirs.IDLE)
     with pytest.raises(ValueError, match="IDLE"):
         model.assert_state([theirs.FORWARD])
@@ -250,7 +250,7 @@ def trained_mixtures(workers):
 def wrapped_mixture(rank):
     model = Mixture(5 + rank, mh.FSDP)
     alone = dist.new_group([rank], use_local_synchronization=True)
-    model.expert = mh.FSDP(model.expert, process_group=alone, no_broadcast_optim_state=True)
+    model.expert = mh.FSDP(model.expert, process_group=alone)
     return mh.FSDP(model)
 
 

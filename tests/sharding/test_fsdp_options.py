@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import manyhands as mh
 from helpers.ranks import run_ranks
 from helpers.sharding_oracle import Lamb, make_batches, make_model, torch_version
+from manyhands import fairscale
 
 from test_fsdp import Tied, nested, one_wrap, steps, whole  # isort: skip
 
@@ -227,7 +228,9 @@ def test_one_worker_without_a_process_group_is_the_bare_module_bit_for_bit():
 
 
 def test_a_stand_in_of_one_worker_needs_no_launcher():
-    layer = mh.FSDP(nn.Linear(5, 5), process_group=Group(1), mixed_precision=True)
+    layer = fairscale.FullyShardedDataParallel(
+        nn.Linear(5, 5), process_group=Group(1), mixed_precision=True
+    )
     assert isinstance(layer, mh.FullyShardedDataParallel) and layer.flatten_parameters
     assert isinstance(layer.module, nn.Linear) and layer.world_size == 1
     assert not dist.is_initialized()
@@ -259,7 +262,7 @@ def test_what_the_wrapper_does_not_have_is_the_modules():
     model = mh.FSDP(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), verbose=True)
     assert len(model) == 2 and isinstance(model[1], nn.ReLU)
     assert [type(m) for m in model] == [nn.Linear, nn.ReLU]
-    assert "bucket_cap_mb=25" in repr(model)
+    assert "reshard_after_forward=True" in repr(model)
     assert mh.FSDP(nn.Linear(2, 3)).out_features == 3
     with pytest.raises(AttributeError, match="nothing"):
         model.nothing  # noqa: B018
@@ -272,9 +275,9 @@ def test_a_wrapped_module_is_true_whatever_its_length(module):
 
 @pytest.mark.parametrize("option", ["cpu_offload", "move_params_to_cpu"])
 def test_the_older_name_of_move_params_to_cpu(option):
-    layer = mh.FSDP(nn.Linear(2, 2), **{option: True})
+    layer = fairscale.FullyShardedDataParallel(nn.Linear(2, 2), **{option: True})
     assert layer.cpu_offload and layer.move_params_to_cpu and layer.move_grads_to_cpu
-    assert not mh.FSDP(nn.Linear(2, 2)).cpu_offload
+    assert not fairscale.FullyShardedDataParallel(nn.Linear(2, 2)).cpu_offload
 
 
 def test_importing_the_library_does_not_import_torchs_engine():

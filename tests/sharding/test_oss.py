@@ -610,7 +610,7 @@ def test_fairscales_attributes():
     def run():
         groups = [dist.new_group([1, 2]), dist.new_group([0])]
         mine = groups[0 if dist.get_rank() else 1]
-        optimizer = mh.OSS(make_model().parameters(), SGD, mine, -1, True, lr=0.1)
+        optimizer = fairscale.OSS(make_model().parameters(), SGD, mine, -1, True, lr=0.1)
         assert optimizer.group is mine
         assert mh.OSS(make_model().parameters(), lr=0.1).group is dist.group.WORLD
         assert (optimizer.broadcast_fp16, optimizer.force_broadcast_object) == (True, False)
@@ -633,7 +633,7 @@ def test_arguments_are_in_fairscales_order():
         moved = []
         for given in ((4, True, False), (-1, False, True)):
             module = make_model(torch.float32)
-            optimizer = mh.OSS(module.parameters(), SGD, None, *given, lr=0.1)
+            optimizer = fairscale.OSS(module.parameters(), SGD, None, *given, lr=0.1)
             assert optimizer.force_broadcast_object is given[2]
             loss_of(module, x[0, 0, 0].float(), y[0, 0, 0].float()).backward()
             optimizer.step()

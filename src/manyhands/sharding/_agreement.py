@@ -1,4 +1,4 @@
-"""What ranks must have in common to shard a model, and waiting for all of them.
+"""Collect facts that ranks must share to shard a model, and wait for all ranks.
 
 `_ranks/agreement.py` compares the facts that are collected here.
 """
@@ -35,6 +35,14 @@ IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 """Options that choose an implementation and change no number. Ranks may differ in them."""
 
 
+def params_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return the parameters of all groups (or in a state dict, the numbers of parameters)."""
+    found = []
+    for group in groups:
+        found += group["params"]
+    return found
+
+
 def facts_of_groups(
     groups: Sequence[Mapping[str, Any]], names: Mapping[int, str] | None = None, first: int = 0
 ) -> Facts:
@@ -42,28 +50,30 @@ def facts_of_groups(
     # `names` are by `id(param)`. `first` is the number of the first of these groups.
     facts: Facts = {"numbers of parameter groups": len(groups)}
     describer = Describer()
+    names = names or {}
     for index, group in enumerate(groups, first):
         own = group.get("param_names")
-        facts[f"parameters in group {index}"] = [
-            describer.describe(
-                param, own[number] if own else (names or {}).get(id(param), ""), frozen=True
-            )
-            for number, param in enumerate(group["params"])
-        ]
+        described = []
+        for number, param in enumerate(group["params"]):
+            name = own[number] if own else names.get(id(param), "")
+            described.append(describer.describe(param, name, frozen=True))
+        facts[f"parameters in group {index}"] = described
     return facts
 
 
 def facts_of_model(module: nn.Module, optimizers: Sequence[Optimizer], with_buffers: bool) -> Facts:
     """Return facts about a model, and its order in the optimizers, which ranks must share."""
     describer = Describer()
-    names = {id(param): name for name, param in module.named_parameters()}
-    buffers = dict(module.named_buffers()) if with_buffers else {}
-    facts: Facts = {
-        "parameters in the module": [
-            describer.describe(p, name, frozen=True) for name, p in module.named_parameters()
-        ],
-        "buffers in the module": [describer.describe(b, name) for name, b in buffers.items()],
-    }
+    names = {}
+    params = []
+    for name, param in module.named_parameters():
+        names[id(param)] = name
+        params.append(describer.describe(param, name, frozen=True))
+    buffers = []
+    if with_buffers:
+        for name, buffer in module.named_buffers():
+            buffers.append(describer.describe(buffer, name))
+    facts: Facts = {"parameters in the module": params, "buffers in the module": buffers}
     for number, one in enumerate(optimizers):
         for title, value in facts_of_groups(one.param_groups, names).items():
             facts[f"{title} of optimizer {number}"] = value
@@ -80,12 +90,13 @@ def facts_of_options(
     that cannot be compared: functions, objects, devices.
     """
     compared = set(declared) - IMPLEMENTATION
-    return {
-        f"values of {name} in group {index}": value
-        for index, group in enumerate(groups, first)
-        for name in sorted(compared & group.keys())
-        if (value := _comparable(group[name])) is not None
-    }
+    facts: Facts = {}
+    for index, group in enumerate(groups, first):
+        for name in sorted(compared & group.keys()):
+            value = _comparable(group[name])
+            if value is not None:
+                facts[f"values of {name} in group {index}"] = value
+    return facts
 
 
 def _comparable(value: object) -> object:
@@ -97,7 +108,7 @@ def _comparable(value: object) -> object:
     if isinstance(value, Tensor):
         return _comparable(value.tolist())
     if isinstance(value, list | tuple):
-        return [_comparable(each) for each in value]
+        return list(map(_comparable, value))
     if isinstance(value, Mapping):
         return {str(key): _comparable(each) for key, each in sorted(value.items(), key=str)}
     return None
@@ -108,7 +119,8 @@ def wait_for_all_ranks(workers: RankGroup, what: str, *, soon: bool = False) -> 
     # A rank that is elsewhere would answer that collective with its own next one, of another size.
     if workers.size > 1:
         roll_call = workers.roll_call(what)
-        roll_call.warn_after = SOON if soon else roll_call.warn_after
+        if soon:
+            roll_call.warn_after = SOON
         roll_call.give_up_after = PATIENCE
         roll_call.wait(what)
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,10 +42,21 @@ def clip(
     device: torch.device,
 ) -> Tensor:
     """Scale gradients to a norm of at most `max_norm`, by this rank's slices; return the norm."""
-    # A rank's slice of a small parameter may be empty, and has no maximum norm.
-    held = [each for each in slices if each is not None and each.numel()]
-    norms = [_norm_of_shard(each, norm_type) for each in held]
-    total = _combine_norms(norms, norm_type, ranks, device)
+    norms = []
+    for grad in slices:
+        # A rank's slice of a small parameter may be empty, and has no maximum norm.
+        if grad is not None and grad.numel():
+            norms.append(_norm_of_shard(grad, norm_type).to(device))
+    values = torch.stack(norms) if norms else torch.zeros(1, device=device)
+    if math.isinf(norm_type):
+        unknown = values.isnan().any().to(values.dtype)  # MAX may drop a NaN: send it as a flag
+        both = torch.stack([values.nan_to_num(nan=0.0, posinf=torch.inf).max(), unknown])
+        most = ranks.all_reduce(both, largest=True)
+        total = torch.where(most[1] > 0, torch.nan, most[0])
+    else:
+        # float64, because a power of a large float32 norm overflows. MPS has no float64.
+        power = values.double() if device.type != "mps" else values
+        total = ranks.all_reduce(power.pow(norm_type).sum()).pow(1.0 / norm_type).to(values.dtype)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # a tensor: no wait for the device
     for grad in grads:
         if grad is not None:
@@ -53,24 +64,7 @@ def clip(
     return total
 
 
-def _combine_norms(
-    lengths: Sequence[Tensor], norm_type: float, workers: RankGroup, device: torch.device
-) -> Tensor:
-    """Return the norm of gradients, given the norms of this rank's slices of them."""
-    there = [length.to(device) for length in lengths]
-    values = torch.stack(there) if there else torch.zeros(1, device=device)
-    if math.isinf(norm_type):
-        unknown = values.isnan().any().to(values.dtype)  # MAX may drop a NaN: send it as a flag
-        both = torch.stack([values.nan_to_num(nan=0.0, posinf=torch.inf).max(), unknown])
-        most = workers.all_reduce(both, largest=True)
-        return torch.where(most[1] > 0, torch.nan, most[0])
-    # float64, because a power of a large float32 norm overflows. MPS has no float64.
-    power = values.double() if device.type != "mps" else values
-    return workers.all_reduce(power.pow(norm_type).sum()).pow(1.0 / norm_type).to(values.dtype)
-
-
 def _norm_of_shard(grad: Tensor, norm_type: float) -> Tensor:
-    """Return the norm of this rank's slice of a gradient."""
     if norm_type == 2.0:
         return norm(grad)
     return torch.linalg.vector_norm(grad, norm_type, dtype=accumulation_dtype(grad.dtype))
@@ -123,29 +117,6 @@ class ShardedGradScaler(GradScaler):
             one.
     """
 
-    @overload
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        process_group: GroupLike | None = None,
-        *,
-        device: Device = None,
-    ) -> None: ...
-    @overload
-    def __init__(
-        self,
-        device: Device,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        process_group: GroupLike | None = None,
-    ) -> None: ...
     @_device_may_come_first
     def __init__(
         self,
@@ -160,7 +131,9 @@ class ShardedGradScaler(GradScaler):
     ) -> None:
         real("init_scale", init_scale, above=0, why="Give arguments by name.")
         if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+            device = "cpu"
+            if torch.cuda.is_available():
+                device = "cuda"
         super().__init__(
             str(device), init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
@@ -176,16 +149,22 @@ class ShardedGradScaler(GradScaler):
     ) -> dict[torch.device, Tensor]:
         """Unscale this rank's slices, and look for an overflow on any rank. torch calls this."""
         sharded = find_layer(optimizer, ShardedOptimizer)
-        # The others wait for a rank without a backward pass until it joins in here.
+        # Other ranks wait for a rank without a backward pass until it joins in here.
+        group = self.process_group
         if sharded is not None:
             sharded.join_in()
-        held = [
-            carrier
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if param.grad is not None
-            for carrier in _carriers(param)
-        ]
+            group = group or sharded.group
+        held: list[Tensor] = []
+        for param_group in optimizer.param_groups:
+            for param in param_group["params"]:
+                parts = local_parts(param.grad) if param.grad is not None else ()
+                for part in parts:
+                    # torch puts another gradient there, if it is sparse and in float16.
+                    carrier = param
+                    if part is not param.grad:
+                        carrier = part.detach()
+                        carrier.grad = part
+                    held.append(carrier)
         # torch iterates over the parameters of an optimizer, each with a gradient.
         stand_in: Any = SimpleNamespace(param_groups=[{"params": held}])
         # True: float16 gradients are allowed. torch refuses them, because parameters were probably
@@ -193,26 +172,9 @@ class ShardedGradScaler(GradScaler):
         found: dict[torch.device, Tensor] = super()._unscale_grads_(
             stand_in, inv_scale, found_inf, True
         )
-        group = self.process_group or (None if sharded is None else sharded.group)
         # One number: 1 if a gradient on any device of this rank has overflowed.
         anywhere = torch.zeros_like(found_inf)
         for flag in found.values():
             anywhere = torch.maximum(anywhere, flag.to(anywhere.device))
         RankGroup.of(group).all_reduce(anywhere, largest=True)
         return {anywhere.device: anywhere}
-
-
-def _carriers(param: Tensor) -> list[Tensor]:
-    """Return tensors that have this rank's parts of a parameter's gradient in their `.grad`."""
-    assert param.grad is not None
-    parts = local_parts(param.grad)
-    if parts and parts[0] is param.grad:
-        return [param]  # torch puts another gradient there, if it is sparse and in float16
-    return [_make_carrier(part) for part in parts]
-
-
-def _make_carrier(grad: Tensor) -> Tensor:
-    """Return a view with this gradient in its `.grad`, where torch's scaler looks for it."""
-    carrier = grad.detach()
-    carrier.grad = grad
-    return carrier

@@ -43,7 +43,6 @@ from manyhands.integrations.lightning._trainer import (
 )
 from manyhands.scaling._binding import KEY
 from manyhands.sharding._gradients import ShardedGradScaler
-from manyhands.sharding.fsdp._options import FSDPOptions
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.fsdp._wrapping import Classes, Policy, auto_wrap, enable_wrap
 from manyhands.sharding.zero._ddp import ShardedDataParallel
@@ -179,7 +178,7 @@ class FullyShardedStrategy(OwnStrategy):
 
     def __init__(self, policy: Policy | Classes | None = None, **options: Any) -> None:
         self._policy = policy
-        self._of_wrapper = _take(options, FSDPOptions)
+        self._of_wrapper = _take(options, FullyShardedDataParallel)
         _check_options_known(options, type(self).__name__, "FullyShardedDataParallel")
         if options.get("start_method", "popen") != "popen":
             raise ValueError(

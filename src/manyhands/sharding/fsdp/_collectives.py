@@ -1,4 +1,4 @@
-"""The two collectives of one wrap that replace those of `fully_shard` on gloo.
+"""Replace two collectives of `fully_shard` on gloo.
 
 gloo's reduce_scatter moves twice the bytes that are needed, and its collectives block. Here
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ Pending: TypeAlias = PendingReduceScatter | SharedMemoryReduceScatter
 
 @contextmanager
 def _broken_explained() -> Iterator[None]:
-    """Let the error of a broken connection say what may have broken it."""
+    """Let the error of a broken connection name the likely reason."""
     try:
         with explained():
             yield
@@ -78,7 +78,6 @@ class _Works(dist.Work):
         self._works = works
 
     def wait(self, timeout: object = None) -> bool:
-        """Wait for all messages of a collective; the engine calls it as a `Work`'s."""
         with _broken_explained():
             for work in self._works:
                 work.wait()
@@ -98,7 +97,7 @@ class ReduceQueue:
         self.shards = ranks.shards
         self._begin = begin
         self._end = end
-        # For each: what is in flight, the tensor for this rank's slice of the mean, the divisor.
+        # For each: the message, the tensor for this rank's slice of the mean, the divisor.
         self._in_flight: deque[tuple[Pending, Tensor, float]] = deque()
         # At the end of a pass the engine comes first. We come next (`early`), before a scaling
         # rule measures the mean.
@@ -164,27 +163,16 @@ class ReduceQueue:
 class ReduceScatter(_Allocator):
     """Gives every rank its slice of the ranks' mean gradient, for one wrap."""
 
-    def __init__(
-        self,
-        queue: ReduceQueue,
-        params: Callable[[], Sequence[Tensor]],
-        *,
-        divide: Callable[[], tuple[float, float] | None],
-        on_gloo: bool,
-        overlap: bool,
-    ) -> None:
-        self._overlap = overlap
-        self._to_send = 0  # elements of the buffer allocated last, until its slice is allocated
+    def __init__(self, queue: ReduceQueue, wrap: Any) -> None:
         self._queue = queue
-        self._params = params
-        self._divide = divide
-        self._on_gloo = on_gloo
+        self._wrap = wrap  # an Engine
+        self._to_send = 0  # elements of the buffer allocated last, until its slice is allocated
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a buffer. The engine asks first for the one to send, then for its slice."""
         (elements,) = size
         # The slice becomes the gradient and must stay, so only the buffer to send is reused.
-        if elements * self._queue.shards.size == self._to_send or not self._on_gloo:
+        if elements * self._queue.shards.size == self._to_send or not self._wrap.on_gloo:
             self._to_send = 0
             return super().allocate(size, dtype=dtype, device=device)
         self._to_send = elements
@@ -202,35 +190,35 @@ class ReduceScatter(_Allocator):
         self._queue.enter()
         ranks = self._queue.ranks
         shards = self._queue.shards
+        before, after = self._wrap.divide
+        is_default = (before, after) == (1, ranks.size)
         # With another operation (SUM, for half precision) the engine divides, before and after.
-        we_divide = op == dist.ReduceOp.AVG
-        divide = self._divide()
-        before, after = divide or (1.0, float(ranks.size))
+        is_mean = op == dist.ReduceOp.AVG
         # The engine takes the mean over the copies, if there are several.
         after /= ranks.size // shards.size
-        if divide is not None and not we_divide:
+        if not is_mean and not is_default:
             # The user's divisors replace the world size, by which the engine divides as well.
-            after = after / shards.size
-            we_divide = True
+            after /= shards.size
         if before != 1:
             input_tensor.div_(before)
-        if self._on_gloo:
+        if self._wrap.on_gloo:
             # The engine's own division would read the mean at once.
-            wait = not self._overlap or op != dist.ReduceOp.AVG or self._used_at_once(output_tensor)
-            divisor = after if we_divide else 1.0
-            self._queue.send(output_tensor, input_tensor, divisor, wait=wait)
-        elif divide is None:
+            wait = not self._wrap.overlap or not is_mean or self._used_at_once(output_tensor)
+            if not is_mean and is_default:
+                after = 1.0
+            self._queue.send(output_tensor, input_tensor, after, wait=wait)
+        elif is_default:
             shards.reduce_scatter(output_tensor, input_tensor, op)
         else:
             shards.reduce_scatter(output_tensor, input_tensor, dist.ReduceOp.SUM)
             output_tensor.div_(after)
 
     def _used_at_once(self, total: Tensor) -> bool:
-        """Return whether the engine needs this mean at once, so that sending cannot overlap."""
-        # The engine sums over the copies of a mesh, or converts it, or adds it to a gradient.
-        return self._queue.ranks.mesh is not None or any(
-            param.dtype != total.dtype
-            or param.grad is not None
-            or getattr(param, "_post_accumulate_grad_hooks", None)
-            for param in self._params()
-        )
+        if self._queue.ranks.mesh is not None:
+            return True  # the engine sums over the copies of a mesh
+        for param in self._wrap.params:
+            hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+            # The engine converts the mean, or adds it to a gradient.
+            if param.dtype != total.dtype or param.grad is not None or hooks:
+                return True
+        return False

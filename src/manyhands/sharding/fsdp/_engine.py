@@ -1,4 +1,4 @@
-"""The engine of one wrap: the only file that calls torch's `fully_shard`.
+"""Shard the parameters of one wrap. No other file calls torch's `fully_shard`.
 
 The engine has few public switches, so some methods here read or set its private state. Each of
 them says for which versions of torch. They are kept in this file, so that a new torch means
@@ -19,9 +19,8 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from enum import Enum, auto
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -29,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from manyhands._optimizers.optimizers import fused_problem, problem_on_shards
 from manyhands._ranks.presence import count_step
@@ -38,16 +36,13 @@ from manyhands._tensors.backward import current_task
 from manyhands._tensors.flat import check_own_shards, is_dtensor
 from manyhands._tensors.trees import as_type, tensors_in, tree_map_tensors
 from manyhands._warn import warn
+from manyhands.sharding._agreement import params_in
 from manyhands.sharding.fsdp._collectives import AllGather, ReduceQueue, ReduceScatter
-from manyhands.sharding.fsdp._options import FSDPOptions, Precision
 from manyhands.sharding.fsdp._places import (
     REPLACED,
     Place,
     Places,
-    check_same_model,
-    copy_from_rank_0,
     make_contiguous,
-    named_params,
 )
 
 if TYPE_CHECKING:
@@ -69,52 +64,23 @@ _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = (
 )
 
 
-class TrainingState(Enum):
-    """The state of a `FullyShardedDataParallel`, in its attribute `training_state`.
-
-    >>> import torch, manyhands as mh
-    >>> from manyhands.fairscale import TrainingState
-    >>> model = mh.FSDP(torch.nn.Linear(2, 2))
-    >>> model.assert_state(TrainingState.IDLE)
-    >>> with model.summon_full_params():
-    ...     print(model.training_state.name)
-    SUMMON_FULL_PARAMS
-
-    On one rank, where nothing is sent, a backward is `BACKWARD_PRE` throughout.
-    """
-
-    IDLE = auto()
-    FORWARD = auto()
-    BACKWARD_PRE = auto()  # its parameters are being gathered, or are used, in a backward
-    BACKWARD_POST = auto()  # its gradients are being sent
-    SUMMON_FULL_PARAMS = auto()
-
-
-# The engine's names are private to torch; these are the only ones that users see.
-STATES = {
-    "IDLE": TrainingState.IDLE,
-    "FORWARD": TrainingState.FORWARD,
-    "PRE_BACKWARD": TrainingState.BACKWARD_PRE,
-    "POST_BACKWARD": TrainingState.BACKWARD_POST,
-}
-
-
 class Engine:
     """Shards the parameters at these places (each once) of a module, in place.
 
     Attributes:
         params: the sharded parameters, DTensors with this rank's slice, in the order of `places`.
-        divide: divisors of gradients before and after the sum; None is the number of ranks, after.
+        divide: divisors of gradients before and after the sum.
         on_gloo: whether our own collectives replace the engine's.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        places: Sequence[Place],
+        places: Places,
         ranks: RankGroup,
         device: torch.device,
-        precision: Precision,
+        compute: torch.dtype | None,
+        reduce: torch.dtype | None,
         *,
         reshard_after_forward: bool | None,
         offload: bool,
@@ -128,6 +94,11 @@ class Engine:
             fully_shard,
         )
 
+        make_contiguous(places)
+        # Each parameter once: the engine finds the other places of a tied one by itself.
+        distinct: dict[Tensor, Place] = {}
+        for place in places.values():
+            distinct[_param_at(place)] = place
         # The order of registration matters: fully_shard puts its pre-hook before those that are
         # there and its forward hook after them, so the engine's hooks come between ours.
         module.register_forward_pre_hook(eager(_nest_inputs), prepend=True, with_kwargs=True)
@@ -138,68 +109,52 @@ class Engine:
             module,
             mesh=_find_mesh(ranks, device),
             reshard_after_forward=reshard_after_forward,
-            mp_policy=MixedPrecisionPolicy(
-                precision.compute, precision.reduce, cast_forward_inputs=False
-            ),
+            mp_policy=MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False),
             offload_policy=CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
             ignored_params=ignored or None,
         )
-        flatten_inputs = eager(partial(_flatten_inputs, dtype=precision.compute))
+        flatten_inputs = eager(partial(_flatten_inputs, dtype=compute))
         module.register_forward_pre_hook(flatten_inputs, prepend=True, with_kwargs=True)
         module.register_forward_pre_hook(_begin_another_run, prepend=True)
         module.register_forward_hook(eager(_nest_output))
         self.overlap = overlap
-        self.ignored = {id(param) for param in ignored}
+        self.ignored = ignored
         if not overlap:
             # By default the engine prefetches the next wrap in backward. Naming the wrap itself,
             # which is gathered already, switches that off.
             self.module.set_modules_to_backward_prefetch([self.module])
         self.ranks = ranks
-        self.places = list(places)
+        self.places = list(distinct.values())
         self.on_gloo = ranks.on_gloo(device)
-        self.divide: tuple[float, float] | None = None
+        self.divide: Sequence[float] = (1.0, float(ranks.size))
         # Ranks may use different parameters of a wrap: without this (not in every torch) their
         # reduce_scatters would have different sizes.
         if hasattr(self.module, "set_reduce_scatter_unused_params"):
             self.module.set_reduce_scatter_unused_params(True, recurse=False)
         self.find_params()
+        guard_optimizers(distinct, self.params)
 
     def find_params(self) -> None:
-        """Look up the sharded parameters, after they were made or replaced."""
         self.params: list[nn.Parameter] = [_param_at(place) for place in self.places]
         _engines.add(self)
 
     def sharded_by_full(self) -> dict[int, nn.Parameter]:
-        """Return the sharded parameter of each full one that a module has now, by the id of that.
-
-        Empty while the modules have the sharded ones.
-        """
-        now = [_param_at(place) for place in self.places]
-        # A wrap's parameters are gathered and freed together, so the first one tells.
-        if not now or now[0] is self.params[0]:
-            return {}
-        return {id(full): sharded for full, sharded in zip(now, self.params, strict=True)}
+        """Return each sharded parameter, by the id of the one that the module has now."""
+        pairs = zip(self.places, self.params, strict=True)
+        return {id(_param_at(place)): sharded for place, sharded in pairs}
 
     def connect(
         self, queue: ReduceQueue, watch: Callable[[Sequence[Place]], None], run: Callable[[], None]
     ) -> None:
-        """Send gradients through `queue`. The others learn what happens in a pass.
+        """Send gradients through `queue`, and report forwards to the root.
 
         When parameters are gathered, `watch` gets their places in each forward that a backward may
         follow, and `run` is called in each forward outside of a backward.
         """
-        # The engine keeps what is registered here, so a strong reference would be a cycle.
-        reference = weakref.ref(self)
         if self.on_gloo:
             self.module.set_custom_all_gather(AllGather(self.ranks.shards))
-        reduce_scatter = ReduceScatter(
-            queue,
-            lambda: dereference(reference).params,
-            divide=lambda: dereference(reference).divide,
-            on_gloo=self.on_gloo,
-            overlap=self.overlap,
-        )
-        self.module.set_custom_reduce_scatter(reduce_scatter)
+        # The engine keeps what is registered here, so a strong reference would be a cycle.
+        self.module.set_custom_reduce_scatter(ReduceScatter(queue, weakref.proxy(self)))
         places = self.places
 
         @eager
@@ -214,18 +169,10 @@ class Engine:
         # Registered last, so that it runs after the engine's own hook has gathered.
         self.module.register_forward_pre_hook(gathered)
 
-    def gather(self) -> None:
-        """Gather the full parameters, and wait for them."""
-        self.module.unshard()
-
-    def reshard(self) -> None:
-        """Free the full parameters, if they are gathered."""
-        self.module.reshard()
-
     def clear_unaveraged(self) -> None:
         """Drop the full gradients left by passes that did not average them."""
         for each in self._engine_params():
-            if "unsharded_accumulated_grad" in vars(each):  # until torch 2.14
+            if "unsharded_accumulated_grad" in each.__dict__:  # until torch 2.14
                 each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):
                 each._unsharded_param.grad = None
@@ -242,7 +189,7 @@ class Engine:
             )
 
     def unaveraged(self) -> Iterator[Any]:
-        """Yield the engine's record of each parameter with a full gradient of this rank's own."""
+        """Yield the engine's record of each parameter with a full gradient of this rank alone."""
         for each in self._engine_params():
             full = getattr(each, "_unsharded_param", None)
             left = getattr(each, "unsharded_accumulated_grad", None) is not None
@@ -250,15 +197,14 @@ class Engine:
                 yield each
 
     def _engine_params(self) -> Iterator[Any]:
-        """Yield the engine's own record of each parameter."""
         for group in _param_groups_of(self.module):
             yield from group.fsdp_params
 
     @property
-    def state(self) -> TrainingState:
-        """What the engine is doing with this wrap."""
+    def state(self) -> str:
+        """What the engine is doing with this wrap, as it names its states."""
         groups = _param_groups_of(self.module) or [self.module._get_fsdp_state()]
-        return STATES[groups[0]._training_state.name]
+        return str(groups[0]._training_state.name)
 
     @property
     def in_backward(self) -> bool:
@@ -275,47 +221,6 @@ class Engine:
             self.module._get_fsdp_state()._root_post_backward_final_callback()
 
 
-def shard_wrap(
-    module: nn.Module,
-    places: Places,
-    ranks: RankGroup,
-    device: torch.device,
-    precision: Precision,
-    options: FSDPOptions,
-    *,
-    compared: Mapping[str, object],
-    private: Collection[nn.Module],
-    offload: bool,
-) -> Engine:
-    """Shard the parameters at these places in `module`, and return the engine of the wrap."""
-    # `options` are those in effect, and ranks must agree on the `compared` ones. `private` modules
-    # are in inner wraps in a group of one. Their parameters are each rank's own: they are not
-    # compared, not copied from rank 0, and not sharded.
-    make_contiguous(places)
-    # Each parameter once: the engine finds the other places of a tied one by itself.
-    distinct = {id(m._parameters[name]): (m, name) for m, name in places.values()}
-    plain = [param for _, param in named_params(places)]
-    shared = {name: each for name, each in module.named_modules() if each not in private}
-    check_same_model(ranks, [(places, compared)], shared)
-    # After the check, because a broadcast between different models would hang or crash.
-    copy_from_rank_0(shared.values(), ranks, device)
-    # The engine's None means "free after forward, except on the root".
-    root_keeps = options.disable_reshard_on_root and options.reshard_after_forward
-    engine = Engine(
-        module,
-        list(distinct.values()),
-        ranks,
-        device,
-        precision,
-        reshard_after_forward=None if root_keeps else options.reshard_after_forward,
-        offload=offload,
-        overlap=options.overlap,
-        ignored={param for each in private for param in each.parameters(recurse=False)},
-    )
-    guard_optimizers(plain, engine.params)
-    return engine
-
-
 @eager
 def refuse_second_order(result: object) -> None:
     """Let a backward with `create_graph` through these tensors raise a RuntimeError."""
@@ -325,7 +230,6 @@ def refuse_second_order(result: object) -> None:
 
 
 def _check_first_order(_: Tensor) -> None:
-    """Raise in a backward with `create_graph`: a hook on the tensors that a wrap returns."""
     if torch.is_grad_enabled():  # in a backward: only with create_graph
         raise RuntimeError(
             "FullyShardedDataParallel cannot differentiate twice: parameters are freed after the "
@@ -346,8 +250,8 @@ def _begin_another_run(module: Any, _: object) -> None:
     """
     if current_task() == -1:
         return
-    groups = _param_groups_of(module)
-    if groups and all(group._training_state.name == "POST_BACKWARD" for group in groups):
+    states = {group._training_state.name for group in _param_groups_of(module)}
+    if states == {"POST_BACKWARD"}:
         state = module._get_fsdp_state()
         state._training_state = type(state._training_state).IDLE  # as before a first forward
 
@@ -359,13 +263,6 @@ def _param_groups_of(module: Any) -> list[Any]:
     if groups is None:  # torch before 2.13 has at most one
         groups = [state._fsdp_param_group]
     return [group for group in groups if group is not None]
-
-
-def dereference(reference: Callable[[], Engine | None]) -> Engine:
-    """Return the engine of a weak reference, which the wrap keeps alive."""
-    engine = reference()
-    assert engine is not None
-    return engine
 
 
 def _param_at(place: Place) -> nn.Parameter:
@@ -394,13 +291,16 @@ def _find_mesh(ranks: RankGroup, device: torch.device) -> DeviceMesh:
 
 
 class _Nest:
-    """A nested structure and its tensors, to be rebuilt with other tensors."""
+    """A nested structure and its tensors, to be rebuilt with other tensors.
+
+    No container: the engine does not look into it.
+    """
 
     def __init__(self, tree: object, tensors: Sequence[Tensor]) -> None:
         self._tree = tree
         self._tensors = tensors
 
-    def rebuild(self, tensors: Sequence[Tensor]) -> object:
+    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         # By id, as a structure may contain a tensor several times.
         others = {id(old): new for old, new in zip(self._tensors, tensors, strict=True)}
         return tree_map_tensors(lambda tensor: others[id(tensor)], self._tree)
@@ -411,7 +311,9 @@ def _flatten_inputs(
 ) -> tuple[tuple[list[Tensor], _Nest], dict[str, object]]:
     """Before the engine's hook: replace the inputs by a list of tensors, cast, and a nest."""
     tensors = tensors_in((args, kwargs))
-    cast = tensors if dtype is None else as_type(dtype, tensors)
+    cast = tensors
+    if dtype is not None:
+        cast = as_type(dtype, tensors)
     return (cast, _Nest((args, kwargs), tensors)), {}
 
 
@@ -425,17 +327,25 @@ def _flatten_output(
     module: nn.Module, _: object, output: object
 ) -> tuple[list[Tensor], _Nest] | None:
     """Before the engine's hook: replace the output by a list of tensors and a nest."""
+    grad = torch.is_grad_enabled()
     if output is None:
-        if torch.is_grad_enabled():
+        if grad:
             raise TypeError(
                 f"the forward of a wrapped {type(module).__name__} returned None: a backward would "
                 "not be seen. Return the output or the loss, or call it under torch.no_grad()."
             )
         return None  # from a hook, None means that the output stays, so it could not be restored
-    tensors = tensors_in(output, _check_output(module))
-    # The engine gathers parameters for backward in a hook on the output. An in-place operation on a
-    # view would remove that hook (torch warns), so a view becomes a tensor of its own.
-    own = [_NotAView.apply(t) if t.requires_grad and t._is_view() else t for t in tensors]
+    if grad:
+        tensors = tensors_in(output, partial(_check_leaf, module))
+    else:
+        tensors = tensors_in(output)
+    own = []
+    for tensor in tensors:
+        # The engine gathers parameters for backward in a hook on the output. An in-place operation
+        # on a view would remove that hook (torch warns), so a view becomes a separate tensor.
+        if tensor.requires_grad and tensor._is_view():
+            tensor = _NotAView.apply(tensor)
+        own.append(tensor)
     return own, _Nest(output, tensors)
 
 
@@ -459,25 +369,18 @@ class _NotAView(torch.autograd.Function):
         return grads[0]
 
 
-def _check_output(module: nn.Module) -> Callable[[object], None]:
-    """Return a check of leaves of an output, which raises a TypeError if one hides a tensor."""
+def _check_leaf(module: nn.Module, leaf: object) -> None:
+    """Raise a TypeError if a leaf of an output, which is no tensor, hides one with a gradient."""
     # The engine would put no hook on a hidden tensor, and miss the backward through it.
-
-    def check(leaf: object) -> None:
-        """Raise if a leaf, which is no tensor, has a tensor inside that needs a gradient."""
-        if not torch.is_grad_enabled():
-            return  # there will be no backward
-        inside = dict(leaf) if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
-        for name, value in inside.items():
-            if isinstance(value, Tensor) and value.requires_grad:
-                raise TypeError(
-                    f"the output of a wrapped {type(module).__name__} is a "
-                    f"{type(leaf).__name__}, and its tensor {name!r} would not be seen. Return "
-                    "tensors, or tuples, lists, dicts or dataclasses of them, or register the "
-                    "class with torch.utils._pytree.register_pytree_node."
-                )
-
-    return check
+    inside = dict(leaf) if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
+    for name, value in inside.items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise TypeError(
+                f"the output of a wrapped {type(module).__name__} is a "
+                f"{type(leaf).__name__}, and its tensor {name!r} would not be seen. Return "
+                "tensors, or tuples, lists, dicts or dataclasses of them, or register the "
+                "class with torch.utils._pytree.register_pytree_node."
+            )
 
 
 # -- optimizers, at their first step --------------------------------------------------------------
@@ -489,10 +392,8 @@ SHARDED = "_manyhands_sharded"  # marks a parameter that a wrap has sharded
 
 # The number of parameters with which an optimizer was checked; add_param_group() changes it.
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-_problems: dict[type, str | None] = {}  # by class; None: it works
 _state_calls: weakref.WeakKeyDictionary[Optimizer, _StateDictCalls] = weakref.WeakKeyDictionary()
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-_hook: list[RemovableHandle] = []  # the handle of the hook, once there is one
 
 
 def guard_optimizers(before: Iterable[Tensor], after: Iterable[Tensor]) -> None:
@@ -503,25 +404,29 @@ def guard_optimizers(before: Iterable[Tensor], after: Iterable[Tensor]) -> None:
         setattr(param, REPLACED, True)
     for param in after:
         setattr(param, SHARDED, True)
-    if not _hook:
-        _hook.append(register_optimizer_step_pre_hook(_check_at_step))
+    _check_optimizers_from_now_on()
+
+
+@cache  # once
+def _check_optimizers_from_now_on() -> None:
+    register_optimizer_step_pre_hook(_check_at_step)
 
 
 def guard_state(optimizer: Optimizer) -> None:
-    """Refuse another rank's shards in `load_state_dict`; notice a rank that saves its own alone."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    """Refuse another rank's shards in `load_state_dict`; notice a rank that saves alone."""
     if optimizer in _state_calls or type(optimizer).__module__.startswith("manyhands."):
         return  # ours save and load by themselves
 
     def check(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        check_own_shards(state, (p for group in optimizer.param_groups for p in group["params"]))
+        check_own_shards(state, params_in(optimizer.param_groups))
 
     optimizer.register_load_state_dict_pre_hook(check)
-    mesh = next((param.device_mesh for param in params if is_dtensor(param)), None)
-    if mesh is not None:
-        calls = _StateDictCalls(mesh, type(optimizer).__name__)
-        _state_calls[optimizer] = calls
-        optimizer.register_state_dict_post_hook(calls.note)
+    for param in params_in(optimizer.param_groups):
+        if is_dtensor(param):
+            calls = _StateDictCalls(param.device_mesh, type(optimizer).__name__)
+            _state_calls[optimizer] = calls
+            optimizer.register_state_dict_post_hook(calls.note)
+            return
 
 
 class _StateDictCalls:
@@ -540,20 +445,18 @@ class _StateDictCalls:
         self._kind = kind
         self._size = mesh.size()
         self._calls = 0
-        self._compared = 0
-        self._steps = 0
+        self._steps_left = 0  # until the number of calls is compared
 
     def note(self, *_: object) -> None:
         dist.distributed_c10d._get_default_store().add(self._key, 1)
-        self._calls = self._calls + 1
-        self._steps = 0
+        self._calls += 1
+        self._steps_left = 2
 
     def compare(self) -> None:
         """Before a step: warn if `state_dict()` was called on this rank, and not on every other."""
-        self._steps += 1
-        if self._calls == self._compared or self._steps < 2:
+        self._steps_left -= 1
+        if self._steps_left != 0:
             return
-        self._compared = self._calls
         here = dist.distributed_c10d._get_default_store().add(self._key, 0)
         if here < self._calls * self._size:
             warn(
@@ -567,10 +470,12 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
     """Before a step: raise if the optimizer has replaced parameters, or cannot train shards."""
     if optimizer in _state_calls:
         _state_calls[optimizer].compare()
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_in(optimizer.param_groups)
     if params and is_dtensor(params[0]):
         count_step(optimizer)
-    _check_all_averaged(params)
+    sharded = [param for param in params if getattr(param, SHARDED, False)]
+    if sharded:
+        _check_all_averaged(sharded)
     if _checked.get(optimizer) == len(params):
         return
     if any(getattr(param, REPLACED, False) for param in params):
@@ -578,38 +483,40 @@ def _check_at_step(optimizer: Optimizer, *_: object) -> None:
             f"this {type(optimizer).__name__} was made before the model was wrapped, and holds "
             "parameters that are no longer used. Make it after wrapping, from model.parameters()."
         )
-    if any(getattr(param, SHARDED, False) for param in params):
+    if sharded:
         check_own_shards([optimizer.state.get(param) for param in params], params)
         guard_state(optimizer)
-        _warn_of_new_layers(params)
-        if any(param._backward_hooks and getattr(param, SHARDED, False) for param in params):
+        _warn_of_new_layers(params, sharded)
+        if any(param._backward_hooks for param in sharded):
             warn(
                 "register_hook() on a parameter that FullyShardedDataParallel has sharded is never "
                 "called. Use register_post_accumulate_grad_hook(): param.grad is averaged there, "
                 "and has this rank's slice.",
                 RuntimeWarning,
             )
-        if problem := fused_problem(optimizer):
+        problem = fused_problem(optimizer)
+        if problem:
             raise TypeError(problem)
-        kind = type(optimizer)
-        if kind not in _problems:
-            _problems[kind] = problem_on_shards(optimizer, next(p for p in params if is_dtensor(p)))
-        if _problems[kind] is not None:
+        like: Any = sharded[0]
+        unable = problem_on_shards(optimizer, like)
+        if unable is not None:
+            kind = type(optimizer).__name__
             raise TypeError(
-                f"{kind.__name__} cannot train parameters that FullyShardedDataParallel has "
-                f"sharded: {_problems[kind]}. Use manyhands.WholeTensorOptimizer("
-                f"model.parameters(), optim={kind.__name__}), which gives each full tensor to one "
-                "rank."
+                f"{kind} cannot train parameters that FullyShardedDataParallel has sharded: "
+                f"{unable}. Use manyhands.WholeTensorOptimizer(model.parameters(), optim={kind}), "
+                "which gives each full tensor to one rank."
             )
     _checked[optimizer] = len(params)
 
 
-def _warn_of_new_layers(params: Sequence[Tensor]) -> None:
+def _warn_of_new_layers(params: Sequence[Tensor], sharded: Sequence[Tensor]) -> None:
     """Warn of a parameter that came into a wrapped module later: nothing averages its gradient."""
-    plain = {id(param) for param in params if not getattr(param, SHARDED, False)}
-    for engine in _engines if plain else ():
+    plain = set(params) - set(sharded)
+    if not plain:
+        return
+    for engine in _engines:
         for name, param in engine.module.named_parameters():
-            if id(param) in plain - engine.ignored:
+            if param in plain and param not in engine.ignored:
                 warn(
                     f"{name}, of shape {tuple(param.shape)}, came into a module after "
                     "FullyShardedDataParallel had sharded it: each rank trains this parameter on "
@@ -619,12 +526,10 @@ def _warn_of_new_layers(params: Sequence[Tensor]) -> None:
                 return
 
 
-def _check_all_averaged(params: Sequence[Tensor]) -> None:
+def _check_all_averaged(sharded: Sequence[Tensor]) -> None:
     """Raise a RuntimeError if one of these has a gradient from passes inside `no_sync` alone."""
-    if not any(getattr(param, SHARDED, False) for param in params):
-        return
-    unaveraged = {id(each.sharded_param) for engine in _engines for each in engine.unaveraged()}
-    if unaveraged and any(id(param) in unaveraged for param in params):
+    unaveraged = {each.sharded_param for engine in _engines for each in engine.unaveraged()}
+    if not unaveraged.isdisjoint(sharded):
         raise RuntimeError(
             "step() after backward passes that were all inside no_sync(): their gradients are not "
             "averaged, and the step would leave them out. Run the last backward of each step "

@@ -1,4 +1,4 @@
-"""What `param.grad` is after a sharded backward: a DTensor that torch's clipping understands.
+"""Turn `param.grad` of a sharded backward into a DTensor that torch's clipping understands.
 
 `torch.nn.utils.clip_grad_norm_` takes the norm of each gradient, stacks the norms, and takes the
 norm of these. With plain DTensors that is right, but costs one all_reduce for each parameter, and

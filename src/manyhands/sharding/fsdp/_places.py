@@ -12,9 +12,10 @@ wrap's forward sees the casts again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +34,22 @@ REPLACED = "_manyhands_replaced"  # marks a plain parameter that was replaced by
 
 def find_places(module: nn.Module, wrapper: type[nn.Module]) -> dict[str, Place]:
     """Return the places of parameters outside inner wraps, by name; a tied one has several."""
-    if isinstance(module, wrapper):
-        return {}
-    places = {name: (module, name) for name, p in module._parameters.items() if p is not None}
-    for name, child in children(module):
-        places.update({f"{name}.{n}": place for n, place in find_places(child, wrapper).items()})
+    places = {}
+    for path, each in _modules_outside(module, wrapper):
+        for name, param in each._parameters.items():
+            if param is not None:
+                places[path + name] = (each, name)
     return places
+
+
+def _modules_outside(
+    module: nn.Module, wrapper: type[nn.Module], path: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the path and the module of each module outside inner wraps."""
+    if not isinstance(module, wrapper):
+        yield path, module
+        for name, child in children(module):
+            yield from _modules_outside(child, wrapper, f"{path}{name}.")
 
 
 def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -60,23 +71,22 @@ def distinct_params(places: Places) -> list[nn.Parameter]:
 
 
 def cast_buffers(
-    module: nn.Module, wrapper: type[nn.Module], dtype: torch.dtype | None, prefix: str = ""
+    module: nn.Module, wrapper: type[nn.Module], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
     """Cast floating-point buffers outside inner wraps; return their former types by name."""
     former: dict[str, torch.dtype] = {}
-    if dtype is None or isinstance(module, wrapper):
+    if dtype is None:
         return former
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_floating_point():
-            former[plain_name(prefix + name)] = buffer.dtype
-            buffer.data = buffer.data.to(dtype)  # the same tensor object: others may refer to it
-    for name, child in children(module):
-        former.update(cast_buffers(child, wrapper, dtype, f"{prefix}{name}."))
+    for path, each in _modules_outside(module, wrapper):
+        for name, buffer in each._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                former[plain_name(path + name)] = buffer.dtype
+                # The same tensor object: others may refer to it.
+                buffer.data = buffer.data.to(dtype)
     return former
 
 
 def make_contiguous(places: Places) -> None:
-    """Lay parameters out in the order of their elements, as the engine requires."""
     for _, param in named_params(places):
         if not param.is_contiguous():
             param.data = param.data.contiguous()
@@ -84,22 +94,27 @@ def make_contiguous(places: Places) -> None:
 
 def copy_from_rank_0(modules: Iterable[nn.Module], ranks: RankGroup, device: torch.device) -> None:
     """Copy rank 0's parameters and buffers of these modules, except those sharded already."""
-    found = [t for m in modules for t in [*m._parameters.values(), *m._buffers.values()]]
-    # By id: a tied parameter must be sent once.
-    tensors = list({id(t): t for t in found if t is not None}.values())
+    tensors: dict[int, Tensor] = {}  # by id: a tied parameter must be sent once
+    for module in modules:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                tensors[id(tensor)] = tensor
     # Tensors on meta have no values yet; the user initialises them after to_empty().
-    if any(tensor.is_meta for tensor in tensors):
+    if any(tensor.is_meta for tensor in tensors.values()):
         return
     # A group may not be able to send CPU tensors (NCCL), so copies travel on the device.
-    sent = [(t, t.detach().to(device)) for t in tensors if not is_dtensor(t)]
-    ranks.broadcast_from_first([on_device for _, on_device in sent])
+    sent = {}
+    for tensor in tensors.values():
+        if not is_dtensor(tensor):
+            sent[tensor] = tensor.detach().to(device)
+    ranks.broadcast_from_first(list(sent.values()))
     with torch.no_grad():
-        for tensor, on_device in sent:
+        for tensor, on_device in sent.items():
             if on_device.device != tensor.device:
                 tensor.copy_(on_device)
 
 
-# -- what is refused before anything is sharded or sent -------------------------------------------
+# -- checks, before anything is sharded or sent ----------------------------------------------------
 
 
 def check_module(
@@ -111,6 +126,15 @@ def check_module(
         raise TypeError(
             f"this {type(module).__name__} is in a FullyShardedDataParallel already, and a second "
             "wrap would not shard it again. Use the first one, or wrap a larger module around it."
+        )
+
+
+def check_precision(mixed_precision: bool, fp32_reduce_scatter: bool) -> None:
+    """Raise a ValueError if gradients have one type only, and are to be reduced in another."""
+    if fp32_reduce_scatter and not mixed_precision:
+        raise ValueError(
+            "fp32_reduce_scatter=True requires mixed_precision=True: without it gradients are "
+            "reduced in the type of the parameters."
         )
 
 
@@ -140,15 +164,17 @@ def check_parameters(places: Places, ranks: RankGroup, device: torch.device) -> 
 
 
 def check_inner_groups(ranks: RankGroup, inside: Sequence[RankGroup]) -> None:
-    """Raise a ValueError if an inner wrap has other ranks, unless each rank is in its own group."""
-    # A group of one, or a stand-in for it, has no rank numbers to compare.
-    own = (ranks.ranks, ranks.mesh) if ranks.size > 1 else None
-    if any(inner.size > 1 and (inner.ranks, inner.mesh) != own for inner in inside):
-        raise ValueError(
-            "a wrap inside has other ranks than the one around it. Give all wraps of a model the "
-            "same process_group; only a group of one may be inside another, for parameters that "
-            "each rank trains by itself."
-        )
+    """Raise a ValueError if an inner wrap of several ranks has other ranks than the outer one."""
+    for inner in inside:
+        if inner.size == 1:
+            continue
+        # A group of one, or a stand-in for it, has no rank numbers to compare.
+        if ranks.size == 1 or (inner.ranks, inner.mesh) != (ranks.ranks, ranks.mesh):
+            raise ValueError(
+                "a wrap inside has other ranks than the one around it. Give all wraps of a model "
+                "the same process_group; only a group of one may be inside another, for parameters "
+                "that each rank trains by itself."
+            )
 
 
 def check_same_model(
@@ -158,31 +184,26 @@ def check_same_model(
 ) -> None:
     """Raise a ValueError on every rank if ranks have different models or options."""
     # `wraps` are the places and options of each wrap. The buffers of `modules` are compared, too.
-    buffers = {
-        plain_name(f"{path}.{name}" if path else name): buffer
-        for path, module in modules.items()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    }
+    buffers = {}
+    for path, module in modules.items():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                buffers[plain_name(f"{path}.{name}".removeprefix("."))] = buffer
     facts: dict[str, object] = {"numbers of wraps": len(wraps)}
     for number, (places, options) in enumerate(wraps):
-        facts[f"parameters in wrap {number}"] = {
-            name: f"{tuple(t.shape)} {t.dtype}{_kind_of(t)}"
-            for name, t in [*named_params(places), *buffers.items()]
-        }
-        facts[f"options in wrap {number}"] = {
+        described = {}
+        for name, t in (*named_params(places), *buffers.items()):
+            frozen = " frozen" if isinstance(t, nn.Parameter) and not t.requires_grad else ""
+            meta = " without memory" if t.is_meta else ""
+            described[name] = f"{tuple(t.shape)} {t.dtype}{meta}{frozen}"
+        facts[f"parameters in wrap {number}"] = described
+        values = {}
+        for name, value in options.items():
             # Each rank may have its own GPU, so only the kind of device is compared.
-            name: value.type if isinstance(value, torch.device) else str(value)
-            for name, value in options.items()
-        }
+            values[name] = value.type if isinstance(value, torch.device) else str(value)
+        facts[f"options in wrap {number}"] = values
     advice = "Build the same model with the same options on every rank."
     agree(ranks, facts, advice)
-
-
-def _kind_of(tensor: Tensor) -> str:
-    meta = " without memory" if tensor.is_meta else ""
-    frozen = " frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
-    return meta + frozen
 
 
 # -- mixed precision on one rank ------------------------------------------------------------------
@@ -190,69 +211,58 @@ def _kind_of(tensor: Tensor) -> str:
 
 def cast_in_forward(module: nn.Module, places: list[Place], dtype: torch.dtype) -> None:
     """Let `module` compute with casts of the parameters at these places, and of its inputs."""
-    swapped: set[Place] = set()  # places whose parameter is hidden by a cast now
-    module.register_forward_pre_hook(_hook_casting_inputs(dtype), with_kwargs=True)
-    names: dict[nn.Module, list[str]] = {}
-    for holder, name in places:
-        names.setdefault(holder, []).append(name)
+    module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
+    shown: set[Place] = set()  # places whose parameter is hidden by a cast now
     for each in module.modules():
-        inside = [(m, name) for m in each.modules() for name in names.get(m, ())]
+        within = set(each.modules())
+        inside = [place for place in places if place[0] in within]
         if inside:
-            own: list[Place] = []  # places that this module has swapped, and so must restore
-            each.register_forward_pre_hook(_hook_casting_params(inside, swapped, own, dtype))
+            casts = _Casts(inside, shown, dtype)
+            each.register_forward_pre_hook(casts.show)
             # always_call: an error in forward must not leave the casts behind.
-            each.register_forward_hook(_hook_restoring_params(swapped, own), always_call=True)
+            each.register_forward_hook(casts.remove, always_call=True)
 
 
-def _hook_casting_inputs(dtype: torch.dtype) -> Callable[..., tuple[object, object]]:
-    """Return a pre-hook of a module that casts its inputs."""
-
-    def cast(_: nn.Module, args: object, kwargs: object) -> tuple[object, object]:
-        return as_type(dtype, args), as_type(dtype, kwargs)
-
-    return cast
+def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: object, kwargs: object) -> Any:
+    return as_type(dtype, args), as_type(dtype, kwargs)
 
 
-def _hook_casting_params(
-    places: list[Place], swapped: set[Place], own: list[Place], dtype: torch.dtype
-) -> Callable[..., None]:
-    """Return a pre-hook that hides the parameters at `places` behind casts, as forward begins."""
+class _Casts:
+    """Casts that hide the parameters inside one module while its forward runs."""
 
-    def swap(_: nn.Module, __: object) -> None:
-        """Set casts of the parameters in the modules, unless an outer module has."""
-        casts: dict[int, Tensor] = {}  # a tied parameter is cast once
-        for module, name in places:
+    def __init__(self, places: Sequence[Place], shown: set[Place], dtype: torch.dtype) -> None:
+        self._places = places
+        self._shown = shown  # by all modules of a wrap
+        self._dtype = dtype
+        self._own: list[Place] = []  # places whose cast this module shows, and must remove
+
+    def show(self, *_: object) -> None:
+        """Set casts of the parameters, as a forward begins, unless an outer module has."""
+        casts: dict[nn.Parameter, Tensor] = {}  # a tied parameter is cast once
+        for place in self._places:
+            module, name = place
             param = module._parameters.get(name)
-            if param is None or (module, name) in swapped:
+            if param is None or place in self._shown:
                 continue
-            if id(param) not in casts:
-                casts[id(param)] = param.to(dtype)
+            if param not in casts:
+                casts[param] = param.to(self._dtype)
             # Python looks in the instance's dict before it calls Module.__getattr__, which would
             # find the parameter.
-            object.__setattr__(module, name, casts[id(param)])
-            swapped.add((module, name))
-            own.append((module, name))
-        _refresh_rnns(own)
+            object.__setattr__(module, name, casts[param])
+            self._own.append(place)
+        self._shown.update(self._own)
+        _refresh_rnns(self._own)
 
-    return swap
-
-
-def _hook_restoring_params(swapped: set[Place], own: list[Place]) -> Callable[..., None]:
-    """Return a hook that removes the casts of `_hook_casting_params`, as forward ends."""
-
-    def restore(*_: object) -> None:
-        """Take the casts out again, as the module that set them is done."""
-        for module, name in own:
+    def remove(self, *_: object) -> None:
+        for module, name in self._own:
             object.__delattr__(module, name)
-            swapped.discard((module, name))
-        _refresh_rnns(own)
-        own.clear()
-
-    return restore
+        self._shown.difference_update(self._own)
+        _refresh_rnns(self._own)
+        self._own.clear()
 
 
 def _refresh_rnns(places: list[Place]) -> None:
     """Renew the list of parameters that recurrent modules keep."""
-    for module in {id(m): m for m, _ in places}.values():
+    for module in {module for module, _ in places}:
         if isinstance(module, nn.RNNBase):
             module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]

@@ -1,4 +1,4 @@
-"""What the wraps of a root do together, around its forward and in its backward.
+"""Coordinate the wraps of a root, around its forward and in its backward.
 
 **Which wrap is gathered while which other computes?** `PrefetchOrder` works on the numbers of wraps
 only. The order in which wraps run is taken to be that of the last forward. torch's engine is given
@@ -24,7 +24,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -37,7 +37,7 @@ from manyhands._optimizers.modules import check_has_memory
 from manyhands._ranks.presence import explained
 from manyhands._ranks.ranks import RankGroup
 from manyhands.sharding.fsdp._collectives import ReduceQueue
-from manyhands.sharding.fsdp._engine import Engine, dereference, eager
+from manyhands.sharding.fsdp._engine import Engine, eager
 from manyhands.sharding.fsdp._places import Place, check_inner_groups, check_same_model
 from manyhands.sharding.fsdp._transparent import Wrap, wraps_in
 
@@ -90,7 +90,6 @@ class PrefetchOrder:
 
     @property
     def in_forward(self) -> bool:
-        """Whether wraps have run since the last forward was over."""
         return bool(self._ran)
 
     def run(self, wrap: int) -> None:
@@ -100,26 +99,33 @@ class PrefetchOrder:
     def end(self) -> bool:
         """End the forward, and return whether its order was another than the last one's."""
         times = Counter(self._ran)
-        successors = {a: b for a, b in pairwise(self._ran) if times[a] == 1}
+        successors = {}
+        for wrap, successor in pairwise(self._ran):
+            if times[wrap] == 1:
+                successors[wrap] = successor
         last = {wrap: position for position, wrap in enumerate(self._ran)}
-        # `b` was gathered when `a` ran, so only a run of `b` after that has used the gathering.
-        self.not_run = [b for a, b in self.next.items() if a in last and last.get(b, -1) < last[a]]
+        self.not_run = []
+        for wrap, successor in self.next.items():
+            # The successor was gathered when `wrap` ran, so only a later run has used that.
+            if wrap in last and last.get(successor, -1) < last[wrap]:
+                self.not_run.append(successor)
         changed = successors != self.next
         self.next = successors
         self._ran.clear()
         return changed
 
     def forget(self) -> None:
-        """Drop the order of a forward that raised an error."""
         self._ran.clear()
 
 
 class UsedParameters:
     """The parameters of all wraps of a root that got a gradient, by number in their order."""
 
-    def __init__(self, ranks: RankGroup, params: Callable[[], Sequence[Tensor]]) -> None:
-        self._ranks = ranks
-        self._params = params
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._ranks = engines[0].ranks
+        # The engines' hooks hold this object. Weak references back let reference counting free a
+        # model, without the garbage collector.
+        self._engines = [weakref.proxy(engine) for engine in engines]
         self._used_here: set[int] = set()
         self._order = 0  # a checksum of the wraps that ran, in their order
         self._had_gradient: list[bool] = []  # before the pass, from earlier passes
@@ -145,6 +151,9 @@ class UsedParameters:
         self._used_here.clear()
         self._order = 0
 
+    def _params(self) -> list[Tensor]:
+        return [param for engine in self._engines for param in engine.params]
+
     def begin(self) -> None:
         """Prepare for the first averaged gradients of a pass."""
         self._had_gradient = [param.grad is not None for param in self._params()]
@@ -156,8 +165,10 @@ class UsedParameters:
 
         params = self._params()
         trained = [n for n, param in enumerate(params) if param.requires_grad]
-        flags = torch.zeros(len(params), dtype=torch.uint8)
-        flags[list(self._used_here) if len(self._used_here) < len(params) else slice(None)] = 1
+        flags = torch.ones(len(params), dtype=torch.uint8)
+        if len(self._used_here) < len(params):
+            flags.zero_()
+            flags[list(self._used_here)] = 1
         # After the flags, the checksum's bytes b and 255 - b. The all_reduce yields the largest b,
         # and 255 minus the smallest b. They agree only if all ranks have the same b.
         order = torch.frombuffer(bytearray(self._order.to_bytes(4, "little")), dtype=torch.uint8)
@@ -182,6 +193,8 @@ class UsedParameters:
         self._used_here.clear()
         for number in trained:
             use_our_class(params[number])
+        for engine in self._engines:
+            engine.check_all_reduced()
 
 
 def _note_used(
@@ -200,24 +213,11 @@ class RootState:
     def __init__(self, engines: Sequence[Engine]) -> None:
         ranks = engines[0].ranks
         self._engines = list(engines)  # the root's first
-        # The engines' hooks hold this object. Weak references back let reference counting free a
-        # model, without the garbage collector.
-        references = [weakref.ref(engine) for engine in engines]
-
-        def params() -> list[Tensor]:
-            return [param for reference in references for param in dereference(reference).params]
-
-        def end() -> None:
-            used.end()
-            for reference in references:
-                dereference(reference).check_all_reduced()
-
-        used = UsedParameters(ranks, params)
-        self.used = used
-        self.reduce_queue = ReduceQueue(ranks, used.begin, end)
+        self.used = UsedParameters(engines)
+        self.reduce_queue = ReduceQueue(ranks, self.used.begin, self.used.end)
         self._attendance = Attendance(ranks)
         self._order = PrefetchOrder()
-        # With NCCL the engine prefetches by itself, on streams of its own.
+        # With NCCL the engine prefetches by itself, on separate streams.
         self._prefetches = all(engine.on_gloo and engine.overlap for engine in engines)
         first = 0
         for number, engine in enumerate(engines):
@@ -249,19 +249,19 @@ class RootState:
         if not (changed and self._prefetches):
             return
         for number, engine in enumerate(self._engines):
-            successor = self._order.next.get(number)
-            modules = [] if successor is None else [self._engines[successor].module]
+            modules = []
+            if number in self._order.next:
+                modules.append(self._engines[self._order.next[number]].module)
             engine.module.set_modules_to_forward_prefetch(modules)
         for number in self._order.not_run:
             # A collective that was begun has to be awaited before its buffer can be freed.
-            self._engines[number].gather()
-            self._engines[number].reshard()
+            self._engines[number].module.unshard()
+            self._engines[number].module.reshard()
 
     @eager
     def reshard(self) -> None:
-        """Free all full parameters."""
         for engine in self._engines:
-            engine.reshard()
+            engine.module.reshard()
 
     @eager
     def recover(self) -> None:
@@ -278,14 +278,16 @@ def become_root(wrap: Wrap) -> RootState | None:
     """Make a wrap the root of all wraps inside. The first wrap that runs is the root."""
     # torch.compile must not trace it. On one rank there is little to trace, and `eager` would
     # import dynamo, and with it torch's engine, which one rank does not need.
-    mark_root = _mark_root if wrap._engine is None else _mark_root_eagerly
-    return mark_root(wrap)
+    if wrap._engine is None:
+        return _mark_root(wrap)
+    return _mark_root_eagerly(wrap)
 
 
 def _mark_root(wrap: Wrap) -> RootState | None:
-    """Make a wrap the root of those inside, if they fit; return what they do together."""
+    """Make a wrap the root of the wraps inside, if they fit; return their common state."""
+    inside = wraps_in(wrap, Wrap)
     # Inner wraps in a group of one send nothing, and take no part.
-    members = [each for each in wraps_in(wrap, Wrap) if each.world_size > 1 or each is wrap]
+    members = [each for each in inside if each.world_size > 1 or each is wrap]
     check_inner_groups(wrap._ranks, [each._ranks for each in members])
     # The engine fixes its root in the first forward, and has no way to change it.
     if wrap.world_size > 1 and any(each._is_root for each in members):
@@ -294,13 +296,10 @@ def _mark_root(wrap: Wrap) -> RootState | None:
         facts = [(each._places, each._compared_options()) for each in members]
         check_same_model(wrap._ranks, facts)
     check_has_memory(wrap)
-    wrap._is_root = True
-    for each in wraps_in(wrap, Wrap):
-        if each is not wrap:
-            each._is_root = False
-    if wrap._engine is None:
-        return None
-    return RootState([each._engine for each in members if each._engine is not None])
+    for each in inside:
+        each._is_root = each is wrap
+    engines = [each._engine for each in members if each._engine is not None]
+    return RootState(engines) if engines else None
 
 
 _mark_root_eagerly = eager(_mark_root)

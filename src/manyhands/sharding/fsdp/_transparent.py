@@ -1,4 +1,4 @@
-"""A wrap in place of the module inside: its attributes, its parameters' names, its state dict.
+"""Show a wrap as the module inside: attributes, names of parameters, state dict.
 
 Names are the plain model's, and a state dict has the plain model's full tensors. torch calls these
 hooks for every wrap and its module, inner ones first, so each converts only its own entries:
@@ -38,10 +38,27 @@ from manyhands._optimizers.wrappers import wrapped_attribute
 from manyhands._ranks.ranks import RankGroup
 from manyhands._tensors.flat import is_dtensor, local_shard
 from manyhands._tensors.trees import tree_map_tensors
-from manyhands.sharding._agreement import wait_for_all_ranks
+from manyhands.sharding._agreement import params_in, wait_for_all_ranks
 from manyhands.sharding.fsdp._engine import Engine
-from manyhands.sharding.fsdp._options import COMPARED
-from manyhands.sharding.fsdp._places import Place, Places, children, named_params
+from manyhands.sharding.fsdp._places import Place, Places, children, distinct_params, named_params
+
+# Options that must be the same on every rank, and are shown by `print(model)`.
+COMPARED = (
+    "reshard_after_forward",
+    "disable_reshard_on_root",
+    "mixed_precision",
+    "fp32_reduce_scatter",
+    "move_params_to_cpu",
+    "compute_dtype",
+    "buffer_dtype",
+    "compute_device",
+    "state_dict_device",
+    "clear_autocast_cache",
+    "force_input_to_fp32",
+    "state_dict_on_rank_0_only",
+    "gradient_predivide_factor",
+    "overlap",
+)
 
 W = TypeVar("W", bound="Wrap")
 V = TypeVar("V")
@@ -62,16 +79,15 @@ class Wrap(ModuleWrapper):
     state_dict_device: torch.device
     state_dict_on_rank_0_only: bool
     _ranks: RankGroup
-    _places: Places  # of its own parameters, without those of wraps inside
+    _places: Places  # of the parameters outside inner wraps
     _engine: Engine | None  # None on one rank
-    _is_root: bool | None  # None until a forward has decided
-    _holds_full: bool  # while summon_full_params is open
+    _is_root: bool | None = None  # None until a forward has decided
+    _holds_full = False  # while summon_full_params is open
     _in_local_state = False  # while local_state_dict or load_local_state_dict run
     _in_state_dict = False  # while state_dict of a wrap around this one runs
     _former_buffer_dtypes: dict[str, torch.dtype]  # of buffers that were cast, by name
 
     def _hold(self, module: nn.Module) -> None:
-        """Become a wrap of this module: show its attributes, names and state as our own."""
         self.register_module(INNER, module)
         self._register_state_dict_hook(_show_plain)
         self._register_load_state_dict_pre_hook(_take_plain)
@@ -80,7 +96,7 @@ class Wrap(ModuleWrapper):
         module.register_state_dict_pre_hook(partial(_begin_state, wrap))
         module._register_state_dict_hook(partial(_show_full, wrap))
         handle = module._register_load_state_dict_pre_hook(partial(_take_slices, wrap))
-        # Before torch's checkpoint wrapper puts its own name into the keys.
+        # Before torch's checkpoint wrapper puts another name into the keys.
         module._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
     @property
@@ -94,7 +110,8 @@ class Wrap(ModuleWrapper):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield modules by the plain model's names. A wrap comes before its module, of one name."""
-        memo = set() if memo is None else memo
+        if memo is None:
+            memo = set()
         if self in memo:
             return
         if remove_duplicate:
@@ -128,14 +145,13 @@ class Wrap(ModuleWrapper):
         return self
 
     def _find_params_again(self) -> None:
-        """Look up the sharded parameters after they may have been replaced."""
         if self._engine is not None and not self._holds_full:
             self._engine.find_params()
 
     def _reshard(self) -> None:
         for wrap in wraps_in(self, Wrap):
             if wrap._engine is not None:
-                wrap._engine.reshard()
+                wrap._engine.module.reshard()
 
     def _compared_options(self) -> Mapping[str, object]:
         return {name: getattr(self, name) for name in COMPARED}
@@ -207,15 +223,148 @@ class Wrap(ModuleWrapper):
     def load_local_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> _IncompatibleKeys:
-        """Load the `local_state_dict()` of this rank, from a run of as many ranks."""
+        """Load the `local_state_dict()` of this rank, from a run with the same number of ranks."""
         with _set_flag_on_wraps(wraps_in(self, Wrap), "_in_local_state"):
             return Wrap.load_state_dict(self, state_dict, strict=strict)
 
     def local_metadata_dict(self) -> dict[str, Any]:
-        """Return what `consolidate_shard_weights` needs to know about this rank's slices."""
+        """Return facts about this rank's slices, for `consolidate_shard_weights`."""
         self._reshard()
-        params = self.named_parameters(remove_duplicate=False)
-        return describe_slices(params, (name for name, _ in self.named_buffers()))
+        first_names: dict[int, str] = {}
+        facts = {}
+        for name, param in self.named_parameters(remove_duplicate=False):
+            shards = 1
+            if is_dtensor(param):
+                # A mesh of two dimensions has copies of the shards, the first one's first.
+                shards = param.device_mesh.shape[-1]
+            facts[name] = {
+                "shape": list(param.shape),
+                "same_as": first_names.setdefault(id(param), name),  # the first name of a tied one
+                "sharded": is_dtensor(param),
+                "shards": shards,
+            }
+        buffers = [plain_name(name) for name, _ in self.named_buffers()]
+        return {"param_metadata": facts, "buffer_names": buffers}
+
+    @staticmethod
+    def consolidate_shard_weights(
+        shard_weights: Sequence[Mapping[str, Tensor]],
+        shard_metadata: Sequence[Mapping[str, Any]],
+        with_module_buffers: bool = True,
+        strict: bool = True,
+    ) -> dict[str, Tensor]:
+        """Return the plain model's state dict from the `local_state_dict()` of every rank.
+
+        `shard_metadata` are the ranks' `local_metadata_dict()`. Both are in rank order. Buffers
+        are rank 0's. Without `strict`, missing parameters are left out. Needs no process group.
+        """
+        result: dict[str, Tensor] = {}
+        described = shard_metadata[0]["param_metadata"]
+        if not isinstance(described, Mapping):
+            raise ValueError(
+                "these slices are fairscale's: put them together there, and load that."
+            )
+        for name, facts in described.items():
+            missing = [rank for rank, each in enumerate(shard_weights) if name not in each]
+            if missing and strict:
+                raise ValueError(f"parameter {name} is not in the weights of rank(s) {missing}.")
+            if missing:
+                continue
+            if facts["same_as"] in result:
+                result[name] = result[facts["same_as"]]
+                continue
+            # An unsharded parameter is the same on all ranks.
+            tensor = shard_weights[0][name]
+            if facts["sharded"]:  # by fully_shard, in dimension 0
+                tensor = torch.cat([each[name] for each in shard_weights[: facts["shards"]]])
+            if list(tensor.shape) != facts["shape"]:
+                raise ValueError(
+                    f"the slices of parameter {name} make {tuple(tensor.shape)}, and it is "
+                    f"{tuple(facts['shape'])}. Give those of all ranks, in rank order."
+                )
+            result[name] = tensor
+        if with_module_buffers:
+            for name in shard_metadata[0]["buffer_names"]:
+                if name in shard_weights[0]:
+                    result[name] = shard_weights[0][name]
+        return result
+
+    # -- optimizer state -----------------------------------------------------------------------
+
+    def gather_full_optim_state_dict(self, optim: Optimizer, **ignored: object) -> StateDict | None:
+        """Return the plain optimizer's state dict on rank 0, and None on other ranks.
+
+        Call it on every rank. Parameters in a group of one, listed as `uncollected_local_ids`, get
+        rank 0's own state: other ranks have to save theirs.
+        """
+        self._reshard()
+        keep = self.rank == 0
+
+        def collect(tensor: Tensor) -> Tensor | None:
+            full = to_full(tensor.detach())  # on every rank
+            return full.cpu().clone() if keep else None
+
+        # Ranks that keep nothing take part in each gather, and free each tensor at once.
+        state = tree_map_tensors(collect, optim.state_dict())
+        if not keep:
+            return None
+        # New dicts, so that the caller may change the result without changing the optimizer.
+        state["state"] = {index: dict(each) for index, each in state["state"].items()}
+        names = {id(param): name for name, param in self.named_parameters()}
+        private = self._private_params()
+        state["param_id_map"] = {}
+        local_ids = []
+        for i, param in enumerate(params_in(optim.param_groups)):
+            if id(param) in names:
+                state["param_id_map"][names[id(param)]] = i
+            if id(param) in private:
+                local_ids.append(i)
+        if private:
+            state["uncollected_local_ids"] = local_ids
+        return state
+
+    def get_shard_from_optim_state_dict(
+        self, full_optim_state_dict: Mapping[str, Any]
+    ) -> StateDict:
+        """Return this rank's slices of the plain optimizer's state, for `load_state_dict`.
+
+        Rank 0's own state of parameters in a group of one is left out on other ranks.
+        """
+        self._reshard()
+        result = dict(full_optim_state_dict)
+        result.pop("uncollected_local_ids", None)
+        left_out: set[int] = set()
+        if self.rank > 0:
+            left_out = self._private_params()
+        params = dict(self.named_parameters())
+        # A state without names, such as a plain optimizer's, numbers parameters in the model's
+        # order.
+        named = result.pop("param_id_map", None) or {name: i for i, name in enumerate(params)}
+        of = {index: params[name] for name, index in named.items() if name in params}
+        result["param_groups"] = copy.deepcopy(result["param_groups"])
+        result["state"] = {}
+        for i, state in full_optim_state_dict["state"].items():
+            if id(of[i]) not in left_out:
+                shard = partial(_shard_state, i, of[i])
+                result["state"][i] = tree_map_tensors(shard, dict(state))
+        return result
+
+    def _private_params(self) -> set[int]:
+        """Return the ids of parameters that each rank has for itself, in inner groups of one."""
+        if self.world_size == 1:
+            return set()
+        found: set[int] = set()
+        for wrap in wraps_in(self, Wrap):
+            if wrap.world_size == 1:
+                found.update(id(param) for param in wrap.params)
+        return found
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters of this wrap, without those of wraps inside; each once."""
+        if self._engine is not None and not self._holds_full:
+            return list(self._engine.params)
+        return distinct_params(self._places)
 
 
 def wraps_in(module: nn.Module, kind: type[W]) -> list[W]:
@@ -234,10 +383,8 @@ def _begin_state(reference: WrapReference, *_: object) -> None:
 
 
 def _show_plain(wrap: Wrap, state: dict[str, object], prefix: str, _: object) -> None:
-    """Convert this wrap's entries of a state dict to plain names."""
-    own = _pop_last_entries(state, prefix)
-    _rename_keys(own, prefix, remove=f"{INNER}.")
-    state.update(own)
+    for key, value in _pop_last_entries(state, prefix).items():
+        state[key.replace(f"{prefix}{INNER}.", prefix, 1)] = value
     versions = getattr(state, "_metadata", None)
     if versions is not None:
         for key, version in _pop_last_entries(versions, prefix[:-1]).items():
@@ -249,7 +396,6 @@ def _show_plain(wrap: Wrap, state: dict[str, object], prefix: str, _: object) ->
 def _show_full(
     reference: WrapReference, _: object, state: dict[str, object], prefix: str, __: object
 ) -> None:
-    """Convert a wrap's entries of a state dict to full tensors."""
     wrap = reference()
     if wrap is None:
         return
@@ -260,14 +406,18 @@ def _show_full(
         return
     keep = not wrap.state_dict_on_rank_0_only or wrap.rank == 0
     tied = {prefix + name: id(param) for name, param in named_params(wrap._places)}
-    # Every rank takes part in gathering, also those that keep nothing.
-    _replace_by_full(own, tied, wrap.state_dict_device, keep=keep)
-    if keep:
-        dtypes = wrap._former_buffer_dtypes
-        for key, value in own.items():
-            dtype = dtypes.get(key[len(prefix) :])
-            if dtype is not None and isinstance(value, Tensor):
-                value = value.to(dtype)
+    done: dict[int | str, Tensor | None] = {}  # a tied parameter is gathered once
+    for key, value in own.items():
+        parameter = tied.get(key, key)
+        if isinstance(value, Tensor) and is_dtensor(value):
+            if parameter not in done:
+                # A collective, also on ranks that keep nothing.
+                full = to_full(value.detach())
+                done[parameter] = full.to(wrap.state_dict_device) if keep else None
+            value = done[parameter]
+        elif isinstance(value, Tensor):
+            value = value.to(wrap._former_buffer_dtypes.get(key[len(prefix) :], value.dtype))
+        if keep:
             state[key] = value
 
 
@@ -286,14 +436,17 @@ def _pop_last_entries(entries: dict[str, V], prefix: str) -> dict[str, V]:
 
 
 def _take_plain(state: dict[str, object], prefix: str, *_: object) -> None:
-    """Convert a wrap's entries of a state dict to our names."""
-    _rename_keys(state, prefix, insert=f"{INNER}.")
+    items = list(state.items())
+    state.clear()
+    for key, value in items:
+        if key.startswith(prefix):
+            key = f"{prefix}{INNER}.{key[len(prefix) :]}"
+        state[key] = value
 
 
 def _take_slices(
     reference: WrapReference, state: dict[str, object], prefix: str, *_: object
 ) -> None:
-    """Convert a wrap's entries of a state dict to this rank's slices."""
     wrap = reference()
     if wrap is None:
         return
@@ -313,8 +466,12 @@ def _add_our_versions(wrap: nn.Module, state: Mapping[str, V]) -> Mapping[str, V
     if versions is None:
         return state
     copied = OrderedDict(state)
-    ours = {path[:-1]: versions.get(plain_name(path)[:-1]) for path in _state_dict_paths(wrap)}
-    copied._metadata = {**versions, **{path: v for path, v in ours.items() if v is not None}}  # type: ignore[attr-defined]
+    ours = dict(versions)
+    for path in _state_dict_paths(wrap):
+        version = versions.get(plain_name(path)[:-1])
+        if version is not None:
+            ours[path[:-1]] = version
+    copied._metadata = ours  # type: ignore[attr-defined]
     return copied
 
 
@@ -330,31 +487,6 @@ def _after_load(wrap: Wrap, keys: _IncompatibleKeys) -> None:
     wrap._find_params_again()
     for names in (keys.missing_keys, keys.unexpected_keys):
         names[:] = [plain_name(name) for name in names]
-
-
-def _replace_by_full(
-    state: dict[str, object], tied: Mapping[str, int], device: torch.device, *, keep: bool
-) -> None:
-    """Replace sharded tensors by full ones on the device, or by None if not `keep`."""
-    # Keys with the same number in `tied` belong to one parameter, and get one tensor.
-    done: dict[int | str, Tensor | None] = {}
-    for key, value in list(state.items()):
-        if isinstance(value, Tensor) and is_dtensor(value):
-            parameter = tied.get(key, key)
-            if parameter not in done:
-                full = to_full(value.detach())  # a collective, also on ranks that drop the result
-                done[parameter] = full.to(device) if keep else None
-            state[key] = done[parameter]
-
-
-def _rename_keys(state: dict[str, V], prefix: str, *, remove: str = "", insert: str = "") -> None:
-    """Remove or insert a name after the prefix of all keys that have it, and keep their order."""
-    items = list(state.items())
-    state.clear()
-    for key, value in items:
-        if key.startswith(prefix + remove):
-            key = prefix + insert + key[len(prefix + remove) :]
-        state[key] = value
 
 
 @contextmanager
@@ -374,8 +506,9 @@ def _set_flag_on_wraps(wraps: Iterable[Wrap], flag: str) -> Iterator[None]:
 
 
 def to_full(tensor: Any) -> Any:
-    """Return a sharded tensor in full, on every rank. Call it on every rank."""
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+    if is_dtensor(tensor):
+        return tensor.full_tensor()
+    return tensor
 
 
 def shard_like(tensor: Tensor, like: Any) -> Tensor:
@@ -385,7 +518,7 @@ def shard_like(tensor: Tensor, like: Any) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     full = tensor.detach().to(like.device)
-    # Every rank has the full tensor, so each cuts its own slice (src_data_rank=None).
+    # Every rank has the full tensor, so each cuts a slice (src_data_rank=None).
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
 
 
@@ -415,19 +548,18 @@ def from_local(tensor: Tensor, like: Any) -> Tensor:
 def hold_full_parameters(places: Sequence[Place], *, keep: bool) -> Iterator[None]:
     """Give modules full parameters at these places; with `keep`, changes stay afterwards."""
     former = [(module, name, module._parameters[name]) for module, name in places]
-    full: dict[int, nn.Parameter] = {}  # by id of the sharded one: tied parameters stay tied
+    full: dict[object, nn.Parameter] = {}  # by sharded one: tied parameters stay tied
     with torch.no_grad():
         for _, _, param in former:
-            if param is not None and id(param) not in full:
-                full[id(param)] = nn.Parameter(to_full(param).clone(), param.requires_grad)
+            if param is not None and param not in full:
+                full[param] = nn.Parameter(to_full(param).clone(), param.requires_grad)
     for module, name, param in former:
-        if param is not None:
-            module._parameters[name] = full[id(param)]
+        module._parameters[name] = full.get(param)
     try:
         yield
     finally:
         for module, name, param in former:
-            # What is there now counts, as the user may have assigned another parameter.
+            # The user may have assigned another parameter.
             now = module._parameters[name]
             module._parameters[name] = param
             if keep and param is not None and now is not None:
@@ -435,120 +567,13 @@ def hold_full_parameters(places: Sequence[Place], *, keep: bool) -> Iterator[Non
                     param.copy_(shard_like(now.detach(), param))
 
 
-# -- every rank's slices of a model, put together --------------------------------------------------
-
-
-def describe_slices(
-    params: Iterable[tuple[str, nn.Parameter]], buffers: Iterable[str]
-) -> dict[str, Any]:
-    """Return what `consolidate_shard_weights` needs to know about this rank's slices."""
-    first_names: dict[int, str] = {}
-    facts = {}
-    for name, param in params:
-        facts[name] = {
-            "shape": list(param.shape),
-            "same_as": first_names.setdefault(id(param), name),  # the first name of a tied one
-            "sharded": is_dtensor(param),
-            # A mesh of two dimensions has copies of the shards, the first one's first.
-            "shards": param.device_mesh.shape[-1] if is_dtensor(param) else 1,
-        }
-    return {"param_metadata": facts, "buffer_names": [plain_name(name) for name in buffers]}
-
-
-def consolidate_slices(
-    weights: Sequence[Mapping[str, Tensor]],
-    metadata: Sequence[Mapping[str, Any]],
-    with_buffers: bool,
-    strict: bool,
-) -> dict[str, Tensor]:
-    """Return the plain model's state dict from every rank's slices."""
-    result: dict[str, Tensor] = {}
-    described = metadata[0]["param_metadata"]
-    if not isinstance(described, Mapping):
-        raise ValueError("these slices are fairscale's: put them together there, and load that.")
-    for name, facts in described.items():
-        if missing := [rank for rank, each in enumerate(weights) if name not in each]:
-            if strict:
-                raise ValueError(f"parameter {name} is not in the weights of rank(s) {missing}.")
-            continue
-        if facts["same_as"] != name and facts["same_as"] in result:
-            result[name] = result[facts["same_as"]]
-            continue
-        slices = [each[name] for each in weights]
-        # fully_shard cuts in dimension 0. What is not sharded is the same on all ranks.
-        tensor = torch.cat(slices[: facts.get("shards")]) if facts["sharded"] else slices[0]
-        if list(tensor.shape) != facts["shape"]:
-            raise ValueError(
-                f"the slices of parameter {name} make {tuple(tensor.shape)}, and it is "
-                f"{tuple(facts['shape'])}. Give those of all ranks, in rank order."
-            )
-        result[name] = tensor
-    if with_buffers:
-        result.update({n: weights[0][n] for n in metadata[0]["buffer_names"] if n in weights[0]})
-    return result
-
-
-# -- optimizer state --------------------------------------------------------------------
-
-
-def full_optimizer_state(
-    optimizer: Optimizer, names: Mapping[int, str], private: set[int], *, keep: bool
-) -> StateDict | None:
-    """Return the plain optimizer's state dict on the CPU, or None on ranks that do not `keep` it.
-
-    `names` are the parameters' by id; `private` are ids of parameters that each rank has for
-    itself.
-    """
-    # Ranks that keep nothing take part in each gather, and free each tensor at once.
-
-    def collect(tensor: Tensor) -> Tensor | None:
-        full = to_full(tensor.detach())  # on every rank
-        return full.cpu().clone() if keep else None
-
-    state = tree_map_tensors(collect, optimizer.state_dict())
-    if not keep:
-        return None
-    # New dicts, so that the caller may change the result without changing the optimizer.
-    state["state"] = {index: dict(each) for index, each in state["state"].items()}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    state["param_id_map"] = {names[id(p)]: i for i, p in enumerate(params) if id(p) in names}
-    if private:
-        state["uncollected_local_ids"] = [i for i, p in enumerate(params) if id(p) in private]
-    return state
-
-
-def sharded_optimizer_state(
-    state: Mapping[str, Any], params: Mapping[str, Tensor], left_out: set[int]
-) -> StateDict:
-    """Return this rank's slices of the state, for `optimizer.load_state_dict`.
-
-    `params` are the model's by name and in its order; `left_out` are ids of parameters whose state
-    belongs to another rank.
-    """
-    # A state without names, such as a plain optimizer's, numbers parameters in the model's order.
-    named = state.get("param_id_map") or {name: i for i, name in enumerate(params)}
-    of = {index: params[name] for name, index in named.items() if name in params}
-    ours = ("param_id_map", "uncollected_local_ids", "state")
-    result = {k: v for k, v in state.items() if k not in ours}
-    result["param_groups"] = copy.deepcopy(state["param_groups"])
-    result["state"] = {
-        i: _shard_state(i, s, of[i]) for i, s in state["state"].items() if id(of[i]) not in left_out
-    }
-    return result
-
-
-def _shard_state(index: int, state: Mapping[str, object], param: Tensor) -> dict[str, object]:
-    """Return this rank's slices of a loaded state of one parameter."""
-
-    def change(tensor: Tensor) -> Tensor:
-        if tensor.shape == param.shape:
-            return shard_like(tensor, param)
-        # A single number, such as Adam's step count, is the same on all ranks.
-        if tensor.numel() > 1:
-            raise ValueError(
-                f"the state of parameter {index} has the shape {tuple(tensor.shape)}, and the "
-                f"parameter {tuple(param.shape)}: it is another model's."
-            )
-        return tensor.clone()
-
-    return {name: tree_map_tensors(change, value) for name, value in state.items()}
+def _shard_state(index: int, param: Tensor, tensor: Tensor) -> Tensor:
+    if tensor.shape == param.shape:
+        return shard_like(tensor, param)
+    # A single number, such as Adam's step count, is the same on all ranks.
+    if tensor.numel() > 1:
+        raise ValueError(
+            f"the state of parameter {index} has the shape {tuple(tensor.shape)}, and the "
+            f"parameter {tuple(param.shape)}: it is another model's."
+        )
+    return tensor.clone()

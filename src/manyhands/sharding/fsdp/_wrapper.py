@@ -1,4 +1,4 @@
-"""Parameters sharded over the ranks: the documented wrapper around torch's `fully_shard`.
+"""Shard parameters over the ranks: the documented wrapper around torch's `fully_shard`.
 
     between steps   each rank holds a slice of every parameter, its gradient and optimizer state
     in a forward    each wrap gathers its parameters, computes, and frees them
@@ -19,42 +19,44 @@ Words used here
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import StateDict
 
 from manyhands._arguments import real
 from manyhands._tensors.backward import current_task
 from manyhands._tensors.flat import local_shard
 from manyhands._tensors.trees import as_type
+from manyhands.sharding._agreement import GroupLike
 from manyhands.sharding._gradients import clip
-from manyhands.sharding.fsdp._engine import TrainingState, refuse_second_order, shard_wrap
-from manyhands.sharding.fsdp._options import FSDPOptions, find_device, find_ranks, takes_options
+from manyhands.sharding.fsdp._engine import Engine, refuse_second_order
+from manyhands.sharding.fsdp._options import find_device, find_group, find_ranks
 from manyhands.sharding.fsdp._places import (
     cast_buffers,
     cast_in_forward,
     check_inner_groups,
     check_module,
     check_parameters,
+    check_precision,
+    check_same_model,
+    copy_from_rank_0,
     distinct_params,
     find_places,
 )
 from manyhands.sharding.fsdp._root import RootState, become_root
 from manyhands.sharding.fsdp._transparent import (
     Wrap,
-    consolidate_slices,
-    full_optimizer_state,
     hold_full_parameters,
-    sharded_optimizer_state,
     wraps_in,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Modules inside a wrap. A second wrap around one would find its parameters sharded already. Weak,
 # so that a module is freed with the last user of its model.
@@ -91,26 +93,20 @@ class FullyShardedDataParallel(Wrap):
             inside a wrap of several keeps its parameters whole and private to the rank, as an
             expert of a mixture needs. A `DeviceMesh` of two dimensions has copies of the model,
             each sharded over the ranks of the second dimension.
-        process_group_reduce_scatter: has no effect; gradients travel apart anyway.
         reshard_after_forward: free the full parameters after each forward and gather them again
             in backward. Uses less memory and sends 1.5 times the bytes.
         disable_reshard_on_root: the root keeps its own full parameters until backward even so.
         mixed_precision: compute with parameters and inputs in `compute_dtype`, by default
             float16 (bfloat16 needs no loss scaling). The optimizer's parameters keep their type.
         fp32_reduce_scatter: with mixed precision, average gradients in float32.
-        flatten_parameters: has no effect; a wrap's parameters always travel together.
         move_params_to_cpu: keep shards of parameters, gradients and optimizer state in CPU memory.
         compute_dtype: type to compute in.
         buffer_dtype: type of floating-point buffers, by default `compute_dtype`.
-        move_grads_to_cpu: has no effect; gradients stay with the parameters.
-        bucket_cap_mb: has no effect.
         compute_device: by default the parameters' device, or the group's accelerator.
-        no_broadcast_optim_state: has no effect; the state of a group of one stays with its rank.
         state_dict_device: device on which `state_dict()` puts full parameters.
         clear_autocast_cache: clear autocast's cache of casts after each forward.
         force_input_to_fp32: cast inputs to float32 in a wrap without mixed precision.
         verbose: show every option in `print(model)`.
-        cpu_offload: older name of `move_params_to_cpu`.
         state_dict_on_rank_0_only: make `state_dict()` empty on all other ranks.
         gradient_predivide_factor: divide gradients by this factor before they are summed, and by
             N / factor after. By default they are divided after.
@@ -119,61 +115,108 @@ class FullyShardedDataParallel(Wrap):
             one wrap computes. False needs one or two wraps' memory less, and is slower.
     """
 
-    @takes_options(FSDPOptions)
-    def __init__(self, module: nn.Module, options: FSDPOptions) -> None:
+    require_backward_grad_sync = True
+    _root_state: RootState | None = None
+    _has_divisor_hooks = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: GroupLike | DeviceMesh | None = None,
+        *,
+        reshard_after_forward: bool = True,
+        disable_reshard_on_root: bool = True,
+        mixed_precision: bool = False,
+        fp32_reduce_scatter: bool = False,
+        move_params_to_cpu: bool = False,
+        compute_dtype: torch.dtype | None = None,
+        buffer_dtype: torch.dtype | None = None,
+        compute_device: torch.device | str | None = None,
+        state_dict_device: torch.device | str | None = None,
+        clear_autocast_cache: bool = False,
+        force_input_to_fp32: bool = False,
+        verbose: bool = False,
+        state_dict_on_rank_0_only: bool = False,
+        gradient_predivide_factor: float | None = None,
+        allow_reset_parameters: bool = False,
+        overlap: bool = True,
+    ) -> None:
         super().__init__()
-        # Everything that can be a mistake is checked before anything is changed or sent.
+        # Mistakes are found before anything is changed or sent.
         check_module(module, FullyShardedDataParallel, _wrapped)
-        self._ranks = find_ranks(options.process_group)
-        inside = wraps_in(module, FullyShardedDataParallel)
-        check_inner_groups(self._ranks, [wrap._ranks for wrap in inside])
-        precision = options.precision()
-        self._precision = precision
-        device = find_device(module, self._ranks, options.compute_device)
+        check_precision(mixed_precision, fp32_reduce_scatter)
+        self._ranks = find_ranks(process_group)
         self.rank = self._ranks.rank
         self.world_size = self._ranks.size
-        in_effect = options.resolve(precision, device)
-        self._show(in_effect)
-        self._divide: tuple[float, float] | None = None  # None: by the world size, after the sum
-        if options.gradient_predivide_factor is not None:
-            before = real("gradient_predivide_factor", options.gradient_predivide_factor, above=0)
-            self._divide = before, self.world_size / before
-        self.require_backward_grad_sync = True
-        self._holds_full = False
-        self._forwards = 0  # forwards in progress
-        self._is_root = None
-        self._root_state: RootState | None = None
+        check_inner_groups(self._ranks, [wrap._ranks for wrap in wraps_in(module, Wrap)])
+        before = 1.0
+        if gradient_predivide_factor is not None:
+            before = real("gradient_predivide_factor", gradient_predivide_factor, above=0)
+        # Shared with the engine, or with the hooks of the parameters.
+        self._divide = [before, self.world_size / before]
+        device = find_device(module, self._ranks, compute_device)
         self._places = find_places(module, FullyShardedDataParallel)
         check_parameters(self._places, self._ranks, device)
-        buffers = precision.buffers
-        self._former_buffer_dtypes = cast_buffers(module, FullyShardedDataParallel, buffers)
-        self._divisor: list[float] = []  # a list, which the hooks of `_divide_by` share
+        if mixed_precision and compute_dtype is None:
+            compute_dtype = torch.float16
+        self._cast_to = compute_dtype  # None: compute in the parameters' own type
+        buffer_dtype = buffer_dtype or compute_dtype
+        self._former_buffer_dtypes = cast_buffers(module, FullyShardedDataParallel, buffer_dtype)
+        self.process_group = find_group(process_group)
+        self.reshard_after_forward = reshard_after_forward
+        self.disable_reshard_on_root = disable_reshard_on_root
+        self.mixed_precision = mixed_precision
+        self.fp32_reduce_scatter = fp32_reduce_scatter
+        self.move_params_to_cpu = move_params_to_cpu
+        self.compute_dtype = compute_dtype or torch.float32
+        self.buffer_dtype = buffer_dtype or torch.float32
+        self.compute_device = device
+        self.state_dict_device = torch.device(state_dict_device or device)
+        self.clear_autocast_cache = clear_autocast_cache
+        self.force_input_to_fp32 = force_input_to_fp32
+        self.verbose = verbose
+        self.state_dict_on_rank_0_only = state_dict_on_rank_0_only
+        self.allow_reset_parameters = allow_reset_parameters
+        self.overlap = overlap
+        self._begin(module)
+
+    def _begin(self, module: nn.Module) -> None:
         self._engine = None
         if self.world_size > 1:
-            self._engine = shard_wrap(
-                module,
-                self._places,
-                self._ranks,
-                device,
-                precision,
-                in_effect,
-                compared=self._compared_options(),
-                private={m for wrap in inside if wrap.world_size == 1 for m in wrap.modules()},
-                # On a CPU they are in CPU memory already.
-                offload=device.type != "cpu" and in_effect.move_params_to_cpu,
-            )
+            self._engine = self._make_engine(module)
             self._engine.divide = self._divide
-        elif precision.compute is not None:
-            cast_in_forward(module, list(self._places.values()), precision.compute)
+        elif self._cast_to is not None:
+            cast_in_forward(module, list(self._places.values()), self._cast_to)
         _wrapped.add(module)
         self._hold(module)  # last, as attributes are looked up in it from now on
 
-    def _show(self, options: FSDPOptions) -> None:
-        """Show the options in attributes of the same names."""
-        for name, value in vars(options).items():
-            # These two are properties, which follow `_divide` and `move_params_to_cpu`.
-            if name not in ("gradient_predivide_factor", "cpu_offload"):
-                setattr(self, name, value)
+    def _make_engine(self, module: nn.Module) -> Engine:
+        """Shard the parameters at this wrap's places."""
+        # Modules in inner wraps in a group of one are private to the rank.
+        private: set[nn.Module] = set()
+        for wrap in wraps_in(module, Wrap):
+            if wrap.world_size == 1:
+                private.update(wrap.modules())
+        shared = {name: each for name, each in module.named_modules() if each not in private}
+        check_same_model(self._ranks, [(self._places, self._compared_options())], shared)
+        # After the check, because a broadcast between different models would hang or crash.
+        copy_from_rank_0(shared.values(), self._ranks, self.compute_device)
+        reshard: bool | None = self.reshard_after_forward
+        if reshard and self.disable_reshard_on_root:
+            reshard = None  # the engine's value for "except on the root"
+        return Engine(
+            module,
+            self._places,
+            self._ranks,
+            self.compute_device,
+            self._cast_to,
+            torch.float32 if self.fp32_reduce_scatter else None,
+            reshard_after_forward=reshard,
+            # On a CPU they are in CPU memory already.
+            offload=self.move_params_to_cpu and self.compute_device.type != "cpu",
+            overlap=self.overlap,
+            ignored={param for each in private for param in each.parameters(recurse=False)},
+        )
 
     # -- training ------------------------------------------------------------------------------
 
@@ -184,13 +227,14 @@ class FullyShardedDataParallel(Wrap):
         if self._is_root is None:
             self._root_state = become_root(self)
         # A forward inside a backward recomputes a checkpoint: the root's own forward is over.
-        root = self._root_state if current_task() == -1 else None
+        root = self._root_state
+        if current_task() != -1:
+            root = None
         if root is not None:
             root.start_forward()
-        if self.force_input_to_fp32 and self._precision.compute is None:
+        if self.force_input_to_fp32 and self._cast_to is None:
             args = as_type(torch.float32, args)
             kwargs = as_type(torch.float32, kwargs)
-        self._forwards += 1
         try:
             with self._outside_inference_mode():
                 result = self.module(*args, **kwargs)
@@ -200,8 +244,6 @@ class FullyShardedDataParallel(Wrap):
                 with suppress(RuntimeError):
                     root.recover()
             raise
-        finally:
-            self._forwards -= 1
         if root is not None:
             root.end_forward()
             if torch.is_grad_enabled():
@@ -222,7 +264,6 @@ class FullyShardedDataParallel(Wrap):
                 yield
 
     def _wraps(self) -> list[FullyShardedDataParallel]:
-        """Return this wrap and those inside, each once."""
         return wraps_in(self, FullyShardedDataParallel)
 
     @contextmanager
@@ -259,69 +300,32 @@ class FullyShardedDataParallel(Wrap):
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divide gradients by `pre` before they are summed over the ranks, by `post` after."""
         for wrap in self._wraps() if recursive else [self]:
-            wrap._divide = pre, post
-            if wrap._engine is not None:
-                wrap._engine.divide = pre, post
-            else:
-                wrap._divide_by(pre * post)
-
-    def _divide_by(self, divisor: float) -> None:
-        """Divide gradients that are not sharded by this number from now on."""
-        # No hooks before a divisor is set: they would cost time in every backward. They live as
-        # long as the parameters, and must not keep this object alive.
-        if not self._divisor and divisor != 1:
-            for param in distinct_params(self._places):
-                if param.requires_grad:
-                    param.register_hook(partial(_divide_gradient, self._divisor))
-        self._divisor[:] = [divisor] if self._divisor or divisor != 1 else []
+            wrap._divide[:] = [pre, post]
+            if wrap._engine is None and not wrap._has_divisor_hooks and pre * post != 1:
+                # No hooks before a divisor is set: they would cost time in every backward. They
+                # live as long as the parameters, and must not keep the wrap alive.
+                wrap._has_divisor_hooks = True
+                for param in distinct_params(wrap._places):
+                    if param.requires_grad:
+                        param.register_hook(partial(_divide_gradient, wrap._divide))
 
     @property
     def gradient_predivide_factor(self) -> float:
         """The divisor of gradients before they are summed over the ranks."""
-        return self._divide[0] if self._divide is not None else 1.0
+        return self._divide[0]
 
     @gradient_predivide_factor.setter
     def gradient_predivide_factor(self, pre: float) -> None:
-        self.set_gradient_divide_factors(pre, self.gradient_postdivide_factor, recursive=False)
+        self.set_gradient_divide_factors(pre, self._divide[1], recursive=False)
 
     @property
     def gradient_postdivide_factor(self) -> float:
         """The divisor of gradients after they were summed over the ranks."""
-        return self._divide[1] if self._divide is not None else float(self.world_size)
+        return self._divide[1]
 
     @gradient_postdivide_factor.setter
     def gradient_postdivide_factor(self, post: float) -> None:
-        self.set_gradient_divide_factors(self.gradient_predivide_factor, post, recursive=False)
-
-    @property
-    def training_state(self) -> TrainingState:
-        """What this wrap is doing."""
-        if self._holds_full:
-            return TrainingState.SUMMON_FULL_PARAMS
-        if self._engine is not None:
-            return self._engine.state
-        if self._forwards:
-            return TrainingState.FORWARD
-        return TrainingState.IDLE if current_task() == -1 else TrainingState.BACKWARD_PRE
-
-    def assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
-        """Raise a ValueError unless this wrap is in the state, or in one of several."""
-        states = state if isinstance(state, Iterable) else [state]
-        names = [each.name for each in states]  # so that members of fairscale's enum are accepted
-        if self.training_state.name not in names:
-            raise ValueError(f"expected {' or '.join(names)}, not {self.training_state.name}.")
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """This wrap's own parameters, without those of wraps inside; each once."""
-        if self._engine is not None and not self._holds_full:
-            return list(self._engine.params)
-        return distinct_params(self._places)
-
-    @property
-    def cpu_offload(self) -> bool:
-        """Older name of `move_params_to_cpu`."""
-        return bool(self.move_params_to_cpu)
+        self.set_gradient_divide_factors(self._divide[0], post, recursive=False)
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
@@ -349,10 +353,11 @@ class FullyShardedDataParallel(Wrap):
         Changes stay unless `volatile`; make the same ones on every rank. Call it on every rank,
         and not inside a forward or backward.
         """
-        wraps = [wrap for wrap in (self._wraps() if recurse else [self]) if not wrap._holds_full]
         self._reshard()
         with ExitStack() as stack:
-            for wrap in wraps:
+            for wrap in self._wraps() if recurse else [self]:
+                if wrap._holds_full:
+                    continue
                 if wrap._engine is not None:
                     places = list(wrap._places.values())
                     stack.enter_context(hold_full_parameters(places, keep=not volatile))
@@ -378,60 +383,15 @@ class FullyShardedDataParallel(Wrap):
 
     # -- state ---------------------------------------------------------------------------------
 
-    @staticmethod
-    def consolidate_shard_weights(
-        shard_weights: Sequence[Mapping[str, Tensor]],
-        shard_metadata: Sequence[Mapping[str, Any]],
-        with_module_buffers: bool = True,
-        strict: bool = True,
-    ) -> dict[str, Tensor]:
-        """Return the plain model's state dict from the `local_state_dict()` of every rank.
-
-        `shard_metadata` are the ranks' `local_metadata_dict()`. Both are in rank order. Buffers
-        are rank 0's. Without `strict`, missing parameters are left out. Needs no process group.
-        """
-        return consolidate_slices(shard_weights, shard_metadata, with_module_buffers, strict)
-
-    def gather_full_optim_state_dict(self, optim: Optimizer, **ignored: object) -> StateDict | None:
-        """Return the plain optimizer's state dict on rank 0, and None on other ranks.
-
-        Call it on every rank. Parameters in a group of one, listed as `uncollected_local_ids`, get
-        rank 0's own state: other ranks have to save theirs.
-        """
-        self._reshard()
-        names = {id(param): name for name, param in self.named_parameters()}
-        return full_optimizer_state(optim, names, self._private_params(), keep=self.rank == 0)
-
-    def get_shard_from_optim_state_dict(
-        self, full_optim_state_dict: Mapping[str, Any]
-    ) -> StateDict:
-        """Return this rank's slices of the plain optimizer's state, for `load_state_dict`.
-
-        Rank 0's own state of parameters in a group of one is left out on other ranks.
-        """
-        self._reshard()
-        left_out = set() if self.rank == 0 else self._private_params()
-        params = dict(self.named_parameters())
-        return sharded_optimizer_state(full_optim_state_dict, params, left_out)
-
     def check_can_save(self, model: nn.Module) -> None:
         """Raise a ValueError if ranks train different parameters: a checkpoint has room for one."""
-        if (
-            self.world_size == 1
-            and self.params
-            and any(wrap.world_size > 1 for wrap in wraps_in(model, Wrap))
-        ):
+        sharded = any(wrap.world_size > 1 for wrap in wraps_in(model, Wrap))
+        if sharded and self.world_size == 1 and self.params:
             raise ValueError(
                 f"a {type(self.module).__name__} is wrapped in a process group of one, so each "
                 "rank has its own parameters there, and a checkpoint would hold those of one. "
                 "Save each rank's state dicts in a file of its own."
             )
-
-    def _private_params(self) -> set[int]:
-        """Return the ids of parameters that each rank has for itself, in inner groups of one."""
-        if self.world_size == 1:
-            return set()
-        return {id(p) for wrap in self._wraps() if wrap.world_size == 1 for p in wrap.params}
 
     def extra_repr(self) -> str:
         """Return the options, for `print(model)`."""
@@ -441,5 +401,6 @@ class FullyShardedDataParallel(Wrap):
         return f"rank={self.rank}, world_size={self.world_size}, {options}"
 
 
-def _divide_gradient(divisor: Sequence[float], grad: Tensor) -> Tensor:
-    return grad / divisor[0]
+def _divide_gradient(divisors: Sequence[float], grad: Tensor) -> Tensor:
+    pre, post = divisors
+    return grad / (pre * post)

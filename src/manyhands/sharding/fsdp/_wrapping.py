@@ -18,11 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from manyhands.sharding._agreement import GroupLike
 from manyhands.sharding.fsdp._places import children
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 
@@ -78,23 +75,6 @@ default_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: i
 default_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
 
 
-def config_auto_wrap_policy(
-    module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool
-) -> bool:
-    """The policy by mark: wrap the modules that have an attribute `wrapper_config`.
-
-    >>> import torch.nn as nn, manyhands as mh
-    >>> from manyhands.fairscale import config_auto_wrap_policy
-    >>> layer = nn.Linear(10, 10)
-    >>> layer.wrapper_config = {"mixed_precision": False}
-    >>> config_auto_wrap_policy(layer, False, unwrapped_params=110, module_is_root=False)
-    True
-
-    It is a dict of options for this module's wrapper, which may include `wrapper_cls`.
-    """
-    return recurse or hasattr(module, "wrapper_config")
-
-
 @dataclass(frozen=True)
 class _Scope:
     """The settings of the innermost `enable_wrap`, with those of outer ones merged in."""
@@ -107,14 +87,17 @@ class _Scope:
         self, policy: Policy | Classes | None, given: Options
     ) -> tuple[_Scope, dict[str, Any]]:
         """Return the settings with this policy and wrapper, and the options for the wrapper."""
-        chosen = self.policy if policy is None else _as_policy(policy)
+        chosen = self.policy
+        if policy is not None:
+            chosen = _as_policy(policy)
         options = dict(given)
         wrapper_cls = options.pop("wrapper_cls", None) or self.wrapper_cls
         theirs = _keywords_of(wrapper_cls)
         of_policy = _keywords_of(chosen)
         bound = {name: options.pop(name) for name in of_policy & options.keys()}
         # Python would refuse it too, but only once a module is large enough to be wrapped.
-        if (unknown := options.keys() - theirs) and "**" not in theirs:
+        unknown = options.keys() - theirs
+        if unknown and "**" not in theirs:
             raise TypeError(
                 f"neither the wrapper nor the policy takes {', '.join(sorted(unknown))}. The "
                 f"policy takes {', '.join(sorted(of_policy)) or 'no options'}."
@@ -128,6 +111,10 @@ class _Scope:
         return wrapper_cls(module, **{**self.options, **own})
 
 
+def in_scope() -> bool:
+    return _SCOPE.get() is not None
+
+
 # A context variable, so that threads and asyncio tasks do not see each other's settings.
 _SCOPE: ContextVar[_Scope | None] = ContextVar("enable_wrap", default=None)
 
@@ -138,20 +125,7 @@ def enable_wrap(
 ) -> Iterator[None]:
     """Let `wrap` and `auto_wrap` wrap inside; outside they return the module unchanged.
 
-    >>> import torch.nn as nn, manyhands as mh
-    >>> from manyhands.fairscale import enable_wrap, wrap
-    >>> with enable_wrap(wrapper_cls=mh.FSDP, flatten_parameters=True):
-    ...     layer = wrap(nn.Linear(5, 5))
-    >>> isinstance(layer, mh.FSDP)
-    True
-
-    An `enable_wrap` inside another inherits all settings that it does not change. Each thread has
-    its own. It is a decorator, too.
-
-    Args:
-        auto_wrap_policy: the policy of `auto_wrap`, described there; by default by size.
-        wrapper_kwargs: `wrapper_cls`, the class that wraps (by default `FullyShardedDataParallel`)
-            or a function of a module and options; keywords of the policy; options of the wrapper.
+    `manyhands.fairscale.enable_wrap` describes the arguments.
     """
     outer = _SCOPE.get() or _Scope(FullyShardedDataParallel, default_auto_wrap_policy, {})
     scope, options = outer.changed(auto_wrap_policy, wrapper_kwargs)
@@ -176,7 +150,9 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
             module's attribute `wrapper_config` (a dict), and that over `enable_wrap`.
     """
     scope = _SCOPE.get()
-    return module if scope is None else scope.wrap(module, wrap_overrides)
+    if scope is None:
+        return module
+    return scope.wrap(module, wrap_overrides)
 
 
 def auto_wrap(
@@ -212,67 +188,24 @@ def auto_wrap(
     cls: Any = scope.wrapper_cls
     while isinstance(cls, partial):
         cls = cls.func
-    # A wrapper that is a plain function has no instances, so nothing counts as wrapped by it.
-    wrappers = [m for m in module.modules() if isinstance(cls, type) and isinstance(m, cls)]
+    wrappers = []
+    if isinstance(cls, type):  # a plain function has no instances: nothing counts as wrapped by it
+        wrappers = [each for each in module.modules() if isinstance(each, cls)]
     chosen = set(pick_modules(module, scope.policy, wrappers))
     done: dict[nn.Module, nn.Module] = {}  # a module at two places gets one wrapper
 
     def replacement(each: nn.Module) -> nn.Module:
-        """Wrap the chosen modules inside a module, then itself if it is chosen; return it."""
         if each not in done:
             for name, child in children(each):
-                if (new := replacement(child)) is not child:
+                new = replacement(child)
+                if new is not child:
                     setattr(each, name, new)
-            done[each] = scope.wrap(each, overrides) if each in chosen else each
+            done[each] = each
+            if each in chosen:
+                done[each] = scope.wrap(each, overrides)
         return done[each]
 
     return replacement(module)
-
-
-def auto_wrap_bn(
-    module: nn.Module,
-    single_rank_pg: bool = False,
-    process_group: GroupLike | None = None,
-    fsdp_config: Options | None = None,
-    wrap_it: bool = True,
-    assert_on_collision: bool = True,
-) -> nn.Module:
-    """Wrap each BatchNorm by itself in full precision, in a model of lower precision.
-
-    >>> import torch.nn as nn, manyhands as mh
-    >>> from manyhands.fairscale import auto_wrap_bn
-    >>> model = auto_wrap_bn(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
-    >>> isinstance(model[1], mh.FSDP)
-    True
-
-    Call it before a module that contains BatchNorms is wrapped. `enable_wrap` counts as ever.
-
-    Args:
-        module: the model.
-        single_rank_pg: has no effect: in groups of one each rank would train its own BatchNorms.
-        process_group: the ranks that share them, by default those of `enable_wrap`, or all.
-        fsdp_config: options that win over those for full precision.
-        wrap_it: False only writes `wrapper_config`s, for `config_auto_wrap_policy`.
-        assert_on_collision: raise an error if a BatchNorm has a `wrapper_config` already.
-    """
-    config: dict[str, Any] = {
-        **dict.fromkeys(("mixed_precision", "fp32_reduce_scatter", "force_input_to_fp32"), False),
-        **dict.fromkeys(("compute_dtype", "buffer_dtype"), torch.float32),
-        **{"flatten_parameters": False, "reshard_after_forward": False, "bucket_cap_mb": 0},
-        **({} if process_group is None else {"process_group": process_group}),
-        **(fsdp_config or {}),
-    }
-    # BatchNorm1d to 3d and SyncBatchNorm have this private base class in common.
-    norms: list[Any] = [each for each in module.modules() if isinstance(each, _BatchNorm)]
-    if assert_on_collision and any(hasattr(norm, "wrapper_config") for norm in norms):
-        raise ValueError(
-            "a BatchNorm has a wrapper_config already. Call auto_wrap_bn once, or with "
-            "assert_on_collision=False to replace it."
-        )
-    for norm in norms:
-        norm.wrapper_config = dict(config)
-    with enable_wrap():  # outside of another one, too
-        return auto_wrap(module, (_BatchNorm,)) if wrap_it else module
 
 
 def pick_modules(root: nn.Module, policy: Policy, wrappers: Iterable[nn.Module]) -> list[nn.Module]:
@@ -290,18 +223,20 @@ def pick_modules(root: nn.Module, policy: Policy, wrappers: Iterable[nn.Module])
 
     # Modules inside one that is not looked into are left alone even if they are elsewhere, too:
     # attention reads the weights of a module inside it without calling it.
-    opened: dict[nn.Module, bool] = {}
+    opened: set[nn.Module] = set()
     sealed: set[nn.Module] = set()
+    seen: set[nn.Module] = set()
     waiting = [root]
     while waiting:
         module = waiting.pop()
-        if module in opened:
+        if module in seen:
             continue
-        opened[module] = module not in wrappers and ask(module, True, {*module.parameters()})
-        if opened[module]:
-            waiting += [child for _, child in reversed(children(module))]
+        seen.add(module)
+        if module not in wrappers and ask(module, True, set(module.parameters())):
+            opened.add(module)
+            waiting += reversed(list(module.children()))
         else:
-            sealed.update(inner for inner in module.modules() if inner is not module)
+            sealed.update(module.modules())
     to_wrap = []
     # The parameters in each module that no wrapper inside it has taken, found from below.
     rest: dict[nn.Module, set[nn.Parameter]] = {wrapper: set() for wrapper in wrappers}
@@ -309,9 +244,10 @@ def pick_modules(root: nn.Module, policy: Policy, wrappers: Iterable[nn.Module])
     def rest_of(module: nn.Module) -> set[nn.Parameter]:
         """Decide about a module, after those inside it; return the parameters left outside."""
         if module not in rest:
-            params = {p for p in module._parameters.values() if p is not None}
-            params.update(*(rest_of(child) for _, child in children(module)))
-            wanted = opened.get(module) and module not in sealed and ask(module, False, params)
+            params = set(module.parameters(recurse=False))
+            for child in module.children():
+                params |= rest_of(child)
+            wanted = module in opened and module not in sealed and ask(module, False, params)
             if wanted and params.isdisjoint(_params_outside(module, root)):
                 to_wrap.append(module)
                 params = set()
@@ -330,8 +266,8 @@ def _params_outside(module: nn.Module, root: nn.Module) -> Iterator[nn.Parameter
         each = waiting.pop()
         if each not in seen:
             seen.add(each)
-            yield from (param for param in each._parameters.values() if param is not None)
-            waiting += [child for _, child in children(each)]
+            yield from each.parameters(recurse=False)
+            waiting += each.children()
 
 
 def _as_policy(policy: Policy | Classes) -> Policy:
@@ -344,9 +280,10 @@ def _as_policy(policy: Policy | Classes) -> Policy:
 
 def _keywords_of(function: Callable[..., object]) -> set[str]:
     """Return a function's keyword arguments, without a policy's first ones; "**" for any other."""
-    kinds = {name: each.kind for name, each in inspect.signature(function).parameters.items()}
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = {name for name, kind in kinds.items() if kind in named}
-    if inspect.Parameter.VAR_KEYWORD in kinds.values():
-        names.add("**")
+    names = set()
+    for name, each in inspect.signature(function).parameters.items():
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+            names.add(name)
+        elif each.kind is each.VAR_KEYWORD:
+            names.add("**")
     return names - {"module", "recurse", "unwrapped_params", "module_is_root"}

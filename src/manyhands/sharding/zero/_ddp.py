@@ -1,11 +1,11 @@
-"""The sharded module: gradients go to their owners while backward runs (`_reducer.py`)."""
+"""Wrap a model, so that gradients go to their owners while backward runs (`_reducer.py`)."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,10 @@ from manyhands._optimizers.modules import (
 )
 from manyhands._optimizers.wrappers import wrapped_attribute
 from manyhands._ranks.agreement import agree
-from manyhands._ranks.ranks import RankGroup
 from manyhands._ranks.sharded_gradient import ShardedGradient
 from manyhands._warn import warn
-from manyhands.sharding._agreement import ADVICE, Facts, GroupLike, facts_of_model
+from manyhands.sharding._agreement import ADVICE, Facts, GroupLike, facts_of_model, params_in
+from manyhands.sharding.zero._flat_params import Shards
 from manyhands.sharding.zero._oss import OSS, find_oss
 from manyhands.sharding.zero._reducer import Reducer
 
@@ -80,8 +80,8 @@ class ShardedDataParallel(ModuleWrapper):
     ) -> None:
         super().__init__()
         optimizer = optimizer or sharded_optimizer
-        given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-        self._optimizers = [find_oss(one) for one in given]
+        given = optimizer if isinstance(optimizer, Iterable) else [optimizer]
+        self._optimizers = list(map(find_oss, given))
         check_module_and_oss(module, self._optimizers, process_group)
         self.module = module
         self.process_group = process_group or self._optimizers[0].group
@@ -93,14 +93,15 @@ class ShardedDataParallel(ModuleWrapper):
         self._reducer: Reducer | None = None
         # A larger module loads us under `module.`, which our state dict's names do not have.
         self.register_load_state_dict_pre_hook(_add_module_prefix)
-        wire = torch.float16 if reduce_fp16 else reduce_dtype
+        if reduce_fp16:
+            reduce_dtype = torch.float16
         if reduce_buffer_size is not None:
             whole("reduce_buffer_size", reduce_buffer_size)
         if self._workers.size == 1:
             return
         # Before any other collective: ranks whose models differ would mix data up, or hang.
         facts: Facts = {
-            "values of reduce_dtype": str(wire),
+            "values of reduce_dtype": str(reduce_dtype),
             "values of reduce_buffer_size": reduce_buffer_size,
             "values of broadcast_buffers": broadcast_buffers,
             "values of sync_models_at_startup": sync_models_at_startup,
@@ -113,36 +114,17 @@ class ShardedDataParallel(ModuleWrapper):
                 one._resize_buckets(reduce_buffer_size)
         if sync_models_at_startup:
             self._workers.broadcast_from_first([*module.parameters(), *module.buffers()])
-        self._reducer = self._make_reducer(wire)
-
-    def _make_reducer(self, wire: torch.dtype | None) -> Reducer:
-        """Return what averages this module's gradients, and let the optimizers know it."""
-        reducer = Reducer(
-            [one._shards for one in self._optimizers],
-            _group_of_module(self._workers, self.module),
-            self._averages_pass(),
-            wire,
-            self._after_pass(),
-        )
+        # Otherwise two modules' buckets could be taken for each other's in one backward.
+        workers = self._workers
+        if workers.shared_memory is None:
+            workers = workers.with_own_group(next(module.parameters()).device, pairs=True)
+        self._reducer = Reducer(self._shards(), workers, weakref.ref(self), reduce_dtype)
         for one in self._optimizers:
             # Weak: the module owns the reducer and its hooks, and the optimizer may outlive them.
-            one._run.reducer_ref = weakref.ref(reducer)
-        return reducer
+            one._run.reducer_ref = weakref.ref(self._reducer)
 
-    def _averages_pass(self) -> Callable[[], bool]:
-        """Return what the reducer asks as a pass begins: is it averaged, or inside `no_sync`?"""
-        me = weakref.ref(self)  # the reducer must not keep the module alive
-        return lambda: (module := me()) is None or module.require_backward_grad_sync
-
-    def _after_pass(self) -> Callable[[], None]:
-        """Return what the reducer calls after each averaged pass: it copies rank 0's buffers."""
-        me = weakref.ref(self)
-
-        def finish() -> None:
-            if (module := me()) is not None and module.broadcast_buffers:
-                module.sync_buffers()
-
-        return finish
+    def _shards(self) -> list[Shards]:
+        return [one._shards for one in self._optimizers]
 
     # -- training ------------------------------------------------------------------------------
 
@@ -150,29 +132,26 @@ class ShardedDataParallel(ModuleWrapper):
         """Run the wrapped module's forward, with its parameters and buffers up to date."""
         if self._reducer is None:
             return self.module(*inputs, **kwargs)
-        self._prepare(self._reducer)
-        try:
-            return self.module(*inputs, **kwargs)
-        except BaseException:
-            self._reducer.gave_up |= self.training and torch.is_grad_enabled()
-            raise
-
-    def _prepare(self, reducer: Reducer) -> None:
-        """Before a forward: follow parameters that were moved, frozen or unfrozen meanwhile."""
-        if _inside_ddp(self):
+        # Private: torch has no public way to ask whether a forward runs inside of DDP's.
+        outer = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        if outer is not None and self in outer.modules():
             raise inside_ddp(self)
         # `to` or `half` may have given parameters memory outside of the buckets.
         for one in self._optimizers:
             one._follow_moved()
-        if not (self.training and torch.is_grad_enabled()):
-            return
-        if self.auto_refresh_trainable and reducer.trained_changed:
+        trains = self.training and torch.is_grad_enabled()
+        if trains and self.auto_refresh_trainable and self._reducer.trained_changed:
             if self.warn_on_trainable_params_changed:
                 warn(
                     "parameters were frozen or have thawed; their gradients' buckets are laid "
                     "out anew. (warn_on_trainable_params_changed=False silences this.)",
                 )
             self.refresh_trainable()
+        try:
+            return self.module(*inputs, **kwargs)
+        except BaseException:
+            self._reducer.gave_up |= trains
+            raise
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -207,7 +186,7 @@ class ShardedDataParallel(ModuleWrapper):
         """Clear the gradients."""
         super().zero_grad(set_to_none)
         if self._reducer is not None:
-            self._reducer.cleared(*(one._shards for one in self._optimizers))
+            self._reducer.forget(*self._shards())
 
     # -- as the wrapped module -----------------------------------------------------------------
 
@@ -248,29 +227,16 @@ class ShardedDataParallel(ModuleWrapper):
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> ShardedDataParallel:
         """Convert or move the module (`to`, `half`), and its sharded gradients."""
         # torch sets `param.grad.data`, which would leave a sharded gradient's slices unchanged.
-        sharded = [p for p in self.parameters() if isinstance(p.grad, ShardedGradient)]
-        with torch.no_grad():
-            grads = [cast(ShardedGradient, fn(p.grad)) for p in sharded]
-        for param in sharded:
-            param.grad = None
+        sharded: dict[nn.Parameter, Tensor] = {}
+        for param in self.parameters():
+            if isinstance(param.grad, ShardedGradient):
+                with torch.no_grad():
+                    sharded[param] = fn(param.grad)
+                param.grad = None
         super()._apply(fn, recurse)
-        for param, grad in zip(sharded, grads, strict=True):
+        for param, grad in sharded.items():
             param.grad = grad
         return self
-
-
-def _inside_ddp(module: nn.Module) -> bool:
-    # Private: torch has no public way to ask whether a forward runs inside of DDP's.
-    active = getattr(DistributedDataParallel, "_get_active_ddp_module", lambda: None)()
-    return active is not None and any(inner is module for inner in active.modules())
-
-
-def _group_of_module(workers: RankGroup, module: nn.Module) -> RankGroup:
-    """Return the workers in a group of this module's own."""
-    # Otherwise two modules' buckets could be taken for each other's in one backward.
-    device = next(module.parameters()).device
-    own = workers.shared_memory is not None
-    return workers if own else workers.with_own_group(device, pairs=True)
 
 
 def _add_module_prefix(
@@ -282,7 +248,7 @@ def _add_module_prefix(
         state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
 
 
-# -- what a ShardedDataParallel is given -----------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def check_module_and_oss(
@@ -293,16 +259,22 @@ def check_module_and_oss(
         raise ValueError("ShardedDataParallel needs at least one optimizer, got an empty list.")
     check_not_averaged_inside(module)
     check_has_memory(module)
-    given = optimizers[0].group if group is None else group
     for one in optimizers:
         if one._run.reducer is not None:
             raise RuntimeError("this OSS belongs to another ShardedDataParallel already.")
-        if (given or dist.group.WORLD) is not (one.group or dist.group.WORLD):
+        given = group or optimizers[0].group or dist.group.WORLD
+        if given is not (one.group or dist.group.WORLD):
             raise ValueError("the process group is not the optimizer's. Give OSS the same group.")
-    held = {id(p) for one in optimizers for g in one.param_groups for p in g["params"]}
-    named = dict(module.named_parameters())
-    left_out = [n for n, p in named.items() if p.requires_grad and id(p) not in held]
-    foreign = len(held - {id(p) for p in named.values()})
+    held: set[int] = set()
+    for one in optimizers:
+        held.update(map(id, params_in(one.param_groups)))
+    left_out = []
+    inside = set()
+    for name, param in module.named_parameters():
+        inside.add(id(param))
+        if param.requires_grad and id(param) not in held:
+            left_out.append(name)
+    foreign = len(held - inside)
     if left_out or foreign:
         raise ValueError(
             f"{len(left_out)} parameter(s) of the module are in no optimizer {left_out[:4]}, and "

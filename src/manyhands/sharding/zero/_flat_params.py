@@ -1,8 +1,8 @@
-"""Parameters in flat memory, cut as `_layout.py` says, and the slices that this rank owns.
+"""Move parameters to flat memory, and cut it into slices as `_layout.py` says.
 
 Tensors we hold
     buffer.data   one flat tensor; the parameters are views of it
-    slice.data    what the optimizer updates: a view of the same memory, with the elements of one
+    slice.data    updated by the optimizer: a view of the same memory, with the elements of one
                   parameter that lie in this rank's slice of one bucket
 
 A step, as this file sees it: `gradient` gives each slice its part of `param.grad`, the optimizer
@@ -14,7 +14,7 @@ With one rank nothing is moved: its slices are the parameters themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeAlias
@@ -42,12 +42,7 @@ class ParamSlice:
     stop: int
     data: Tensor
     whole: bool  # `data` has the parameter's shape; otherwise it is flat
-    number: int = 0  # among this rank's slices of the parameter
     rounded: Tensor | None = None  # the parameter's own elements, if `data` is an exact copy
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(eq=False)
@@ -103,7 +98,7 @@ class FlatBuffer:
 
 
 class Shards:
-    """All parameters of an optimizer, by index, and which rank owns what of them.
+    """All parameters of an optimizer, by index, and the ranks that own them.
 
     `even` chooses the layout. `largest` is the number of elements in a bucket (None: a good one;
     0: a bucket for each parameter). A parameter's *place* is its part of the flat memory. A frozen
@@ -133,68 +128,62 @@ class Shards:
         self._where: dict[int, tuple[Tensor, int]] = {}  # param -> its buffer and start in it
 
     def extend(self, params: Sequence[Tensor]) -> None:
-        """Add parameters; `lay_out` gives them their places."""
         self.params.extend(params)
         self.slices.extend([] for _ in params)
 
     @property
     def missing(self) -> list[int]:
         """Indices of trained parameters without a place: those that `lay_out` is for."""
-        return [i for i in self.without_slices if self.params[i].requires_grad or not self._divided]
+        if self.workers.size == 1:
+            return self.without_slices
+        return [i for i in self.without_slices if self.params[i].requires_grad]
 
     @property
     def without_slices(self) -> list[int]:
         """Indices of parameters without a place: frozen ones, and those that `lay_out` is for."""
-        return [
-            i
-            for i, (param, slices) in enumerate(zip(self.params, self.slices, strict=True))
-            if not slices and i not in self._where and (param.numel() or not self._divided)
-        ]
-
-    @property
-    def _divided(self) -> bool:
-        return self.workers.size > 1
+        found = []
+        for i, param in enumerate(self.params):
+            empty = self.workers.size > 1 and not param.numel()
+            if not self.slices[i] and i not in self._where and not empty:
+                found.append(i)
+        return found
 
     def lay_out(self) -> list[ParamSlice]:
         """Give places to the parameters that need one; return this rank's new slices."""
+        ranks = self.workers.size
         new = self.missing
-        if self.workers.size == 1:
-            for i in new:
-                param = self.params[i]
-                self.slices[i] = [ParamSlice(i, 0, param.numel(), param, whole=True)]
-            return [owned for i in new for owned in self.slices[i]]
         kinds: dict[Kind, list[int]] = {}
         for i in reversed(new):  # about the order in which backward finishes them
-            kinds.setdefault((self.params[i].dtype, self.params[i].device), []).append(i)
+            param = self.params[i]
+            if ranks == 1:
+                self.slices[i] = [ParamSlice(i, 0, param.numel(), param, whole=True)]
+            else:
+                kinds.setdefault((param.dtype, param.device), []).append(i)
         for kind, indices in kinds.items():
-            for layout in self._make_layouts(kind, indices):
+            sizes = [(i, self.params[i].numel()) for i in indices]
+            largest = self.largest
+            if largest is None:
+                largest = _layout.bucket_size(ranks, sum(size for _, size in sizes))
+            if self.even:
+                layouts = _layout.even_layout(sizes, ranks, largest)
+            else:
+                load = self._load.setdefault(kind, [0] * ranks)
+                layouts = _layout.whole_layout(sizes, ranks, largest, load)
+            for layout in layouts:
                 self._build(layout, kind)
         return [owned for i in new for owned in self.slices[i]]
-
-    def _make_layouts(self, kind: Kind, indices: list[int]) -> list[_layout.BufferLayout]:
-        """Decide which rank owns what of these parameters of one kind; a layout per buffer."""
-        sizes = [(i, self.params[i].numel()) for i in indices]
-        largest = self.largest
-        if largest is None:
-            largest = _layout.bucket_size(self.workers.size, sum(size for _, size in sizes))
-        if self.even:
-            return _layout.even_layout(sizes, self.workers.size, largest)
-        load = self._load.setdefault(kind, [0] * self.workers.size)
-        return _layout.whole_layout(sizes, self.workers.size, largest, load)
 
     @torch.no_grad()
     def _build(self, layout: _layout.BufferLayout, kind: Kind) -> None:
         """Allocate a layout's buffer, move its parameters there, and find this rank's slices."""
         dtype, device = kind
-        data, on_ranks = self._allocate(layout.size, dtype, device)
-        self._move_into(data, layout)
-        buckets = [FlatBucket(b, *_range_of_bucket(b, data, on_ranks)) for b in layout.buckets]
-        self.buffers.append(FlatBuffer(layout, data, buckets))
-        for bucket in buckets:
-            self._find_slices(bucket)
-
-    def _move_into(self, data: Tensor, layout: _layout.BufferLayout) -> None:
-        """Copy the parameters of a layout into flat memory, and make them views of it."""
+        on_ranks: list[Tensor] = []
+        if self.workers.shared_memory is None:
+            data = torch.zeros(layout.size, dtype=dtype, device=device)
+        else:
+            check_on_cpu(device)
+            on_ranks = self.workers.shared_memory.empty(layout.size, dtype)
+            data = on_ranks[self.workers.rank]
         for index, start in layout.starts.items():
             param = self.params[index]
             view = unflatten(data[start : start + param.numel()], param)
@@ -202,35 +191,34 @@ class Shards:
             # `.data` keeps the Parameter object, which the model and the optimizer refer to.
             param.data = view
             self._where[index] = (data, start)
-
-    def _allocate(
-        self, size: int, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return memory for a buffer: our own, and every rank's if the ranks share memory."""
-        host = self.workers.shared_memory
-        if host is None:
-            return torch.zeros(size, dtype=dtype, device=device), []
-        check_on_cpu(device)
-        on_ranks = host.empty(size, dtype)
-        return on_ranks[self.workers.rank], on_ranks
+        buckets = []
+        for each in layout.buckets:
+            within = slice(each.start, each.start + each.size)
+            bucket = FlatBucket(each, data[within], [other[within] for other in on_ranks])
+            self._find_slices(bucket)
+            buckets.append(bucket)
+        self.buffers.append(FlatBuffer(layout, data, buckets))
 
     def _find_slices(self, bucket: FlatBucket) -> None:
-        """Find this rank's slices of parameters in a bucket."""
-        rank = self.workers.rank
-        own = bucket.data[bucket.layout.cuts[rank] : bucket.layout.cuts[rank + 1]]
-        for place in bucket.layout.owned(rank):
-            owned = ParamSlice(place.param, place.start, place.stop, own, whole=not self.even)
-            self._set_data(owned, own[place.offset : place.offset + place.size])
-            owned.number = len(self.slices[place.param])
+        start = bucket.layout.cuts[self.workers.rank]
+        for place in bucket.layout.owned(self.workers.rank):
+            data = bucket.data[start + place.offset : start + place.offset + place.size]
+            if not self.even:
+                data = unflatten(data, self.params[place.param])
+            rounded = None
+            if _narrows(self.wire, data):
+                rounded = data
+                data = data.clone()
+            owned = ParamSlice(
+                place.param,
+                place.start,
+                place.stop,
+                torch.nn.Parameter(data),
+                whole=not self.even,
+                rounded=rounded,
+            )
             self.slices[place.param].append(owned)
             bucket.slices.append((owned, place))
-
-    def _set_data(self, owned: ParamSlice, flat: Tensor) -> None:
-        """Make a slice a view of these elements; or a copy, if they are the rounded ones."""
-        data = unflatten(flat, self.params[owned.param]) if owned.whole else flat
-        exact = _narrows(self.wire, data)
-        owned.data = torch.nn.Parameter(data.clone() if exact else data)
-        owned.rounded = data if exact else None
 
     @property
     def buckets(self) -> Iterator[FlatBucket]:
@@ -238,31 +226,30 @@ class Shards:
         for buffer in self.buffers:
             yield from buffer.buckets
 
-    def held_by(self, rank: int, members: Iterable[int]) -> list[Tensor]:
+    def held_by(self, rank: int, members: range) -> list[Tensor]:
         """Return what rank `rank` owns of some parameters: whole ones, or views of slices."""
-        chosen = set(members)
         if self.workers.size == 1:
-            return [self.params[i] for i in sorted(chosen)]
-        owned = [place for bucket in self.buckets for place in bucket.layout.owned(rank)]
-        held = [(self.params[place.param], place) for place in owned if place.param in chosen]
-        return [
-            p if place.size == p.numel() else flatten(p, p)[place.start : place.stop]
-            for p, place in held
-        ]
-
-    def active(self, bucket: FlatBucket) -> bool:
-        """Return whether any parameter in the bucket is trained."""
-        return any(self.params[place.param].requires_grad for place in bucket.layout.ranges)
+            return [self.params[i] for i in members]
+        held = []
+        for bucket in self.buckets:
+            for place in bucket.layout.owned(rank):
+                param = self.params[place.param]
+                if place.param in members and place.size == param.numel():
+                    held.append(param)
+                elif place.param in members:
+                    held.append(flatten(param, param)[place.start : place.stop])
+        return held
 
     @property
     def to_step(self) -> list[FlatBucket]:
         """The buckets that a step may change, in about the order in which forward uses them."""
-
-        def may_change(bucket: FlatBucket) -> bool:
-            params = (self.params[place.param] for place in bucket.layout.ranges)
-            return any(param.requires_grad or param.grad is not None for param in params)
-
-        return [bucket for bucket in self.buckets if may_change(bucket)][::-1]
+        chosen = []
+        for bucket in self.buckets:
+            params = [self.params[place.param] for place in bucket.layout.ranges]
+            if any(param.requires_grad or param.grad is not None for param in params):
+                chosen.append(bucket)
+        chosen.reverse()
+        return chosen
 
     def release(self) -> None:
         """Forget all places. Only possible before optimizer state is tied to the slices."""
@@ -276,16 +263,14 @@ class Shards:
     @property
     def moved(self) -> bool:
         """Whether `model.to(...)` or `half()` has put parameters outside of our buffers."""
-        return any(
-            self.params[i].data_ptr() != data.data_ptr() + place * data.element_size()
-            for i, (data, place) in self._where.items()
-        )
+        for i, (data, start) in self._where.items():
+            if self.params[i].data_ptr() != data.data_ptr() + start * data.element_size():
+                return True
+        return False
 
-    @torch.no_grad()
-    def rebuild_buffers(self) -> list[ParamSlice]:
-        """Build the buffers anew on the device and in the dtype that parameters have now."""
-        # Slices keep their ranges. Return those whose `data` is another tensor now.
-        changed: list[ParamSlice] = []
+    def rebuild_buffers(self) -> None:
+        """Build the buffers again on the device and in the dtype that parameters have now."""
+        layouts: list[tuple[_layout.BufferLayout, Kind]] = []
         for buffer in self.buffers:
             kinds = {(self.params[i].dtype, self.params[i].device) for i in buffer.layout.starts}
             if len(kinds) > 1:
@@ -294,18 +279,11 @@ class Shards:
                     f"parameters that share a bucket are {names}. Move the whole model, or build "
                     "the optimizer after moving."
                 )
-            ((dtype, device),) = kinds
-            data, on_ranks = self._allocate(buffer.layout.size, dtype, device)
-            self._move_into(data, buffer.layout)
-            buffer.data = data
-            rank = self.workers.rank
-            for bucket in buffer.buckets:
-                bucket.data, bucket.on_ranks = _range_of_bucket(bucket.layout, data, on_ranks)
-                own = bucket.data[bucket.layout.cuts[rank] : bucket.layout.cuts[rank + 1]]
-                for owned, place in bucket.slices:
-                    self._set_data(owned, own[place.offset : place.offset + place.size])
-                    changed.append(owned)
-        return changed
+            layouts.append((buffer.layout, kinds.pop()))
+        self.buffers = []
+        self.slices = [[] for _ in self.params]
+        for layout, kind in layouts:
+            self._build(layout, kind)
 
     # -- between gradients and slices ----------------------------------------------------------
 
@@ -313,12 +291,12 @@ class Shards:
         """Return the gradient of a slice, in the shape of its data."""
         param = self.params[owned.param]
         grad = param.grad
-        if grad is None or self.workers.size == 1:
-            return grad
         if isinstance(grad, ShardedGradient):
-            flat = grad.slices[owned.number]
+            flat = grad.slices[self.slices[owned.param].index(owned)]
             return unflatten(flat, param) if owned.whole else flat
-        return grad if owned.whole else flatten(grad, param)[owned.start : owned.stop]
+        if grad is None or owned.whole:
+            return grad
+        return flatten(grad, param)[owned.start : owned.stop]
 
     # -- parameters before and after a step ----------------------------------------------------
 
@@ -331,12 +309,6 @@ class Shards:
                     # An exact value that does not round to the parameter's is out of date.
                     kept = owned.data.to(self.wire).to(owned.data.dtype) == owned.rounded
                     owned.data.copy_(torch.where(kept, owned.data, owned.rounded))
-
-    def raise_versions(self) -> None:
-        """Raise the parameters' versions: autograd then notices a backward through old values."""
-        # Other ranks' slices arrive in `data`, which does not count for the views of it.
-        params = [self.params[place.param] for b in self.to_step for place in b.layout.ranges]
-        torch.autograd.graph.increment_version(params)
 
     @torch.no_grad()
     def start_all_gather(self, buckets: Sequence[FlatBucket]) -> None:
@@ -359,6 +331,10 @@ class Shards:
 
     def wait(self) -> None:
         """Wait until all parameters of this step have arrived."""
+        # Other ranks' slices arrive in `data`, which does not count as a change of the views of it:
+        # autograd notices a backward through old values by the parameters' versions.
+        params = [self.params[place.param] for b in self.to_step for place in b.layout.ranges]
+        torch.autograd.graph.increment_version(params)
         for gather in self._gathers:
             gather.wait()
         if self._gathers and self.workers.shared_memory is not None:
@@ -367,15 +343,5 @@ class Shards:
         self._gathers.clear()
 
 
-def _range_of_bucket(
-    layout: _layout.BucketLayout, data: Tensor, on_ranks: Sequence[Tensor]
-) -> tuple[Tensor, list[Tensor]]:
-    """Return a bucket's range of a buffer, and of every rank's buffer."""
-    start = layout.start
-    stop = layout.start + layout.size
-    return data[start:stop], [each[start:stop] for each in on_ranks]
-
-
 def _narrows(wire: torch.dtype | None, tensor: Tensor) -> bool:
-    """Return whether sending a tensor as `wire` rounds it."""
     return wire is not None and tensor.is_floating_point() and tensor.itemsize > wire.itemsize

@@ -1,4 +1,4 @@
-"""Which rank keeps which elements up to date. Integers in, integers out.
+"""Decide which rank keeps which elements up to date. Integers in, integers out.
 
 Parameters lie one after the other in *buffers*, each one flat piece of memory. A buffer is cut into
 *buckets*, which travel as a whole, and a bucket into N slices, one for each rank:
@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import itemgetter
 
 from manyhands._tensors.flat import in_groups
@@ -42,14 +41,22 @@ class ParamRange:
     stop: int
     offset: int
 
-    @cached_property
+    @property
     def size(self) -> int:
         return self.stop - self.start
+
+    def within(self, low: int, high: int) -> Iterator[ParamRange]:
+        """Yield the part of it, if any, that lies between two places; offsets count from `low`."""
+        first = max(self.offset, low)
+        last = min(self.offset + self.size, high)
+        if first < last:
+            at = self.start + first - self.offset
+            yield ParamRange(self.param, at, at + last - first, first - low)
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """What travels together: rank r owns the slice from `cuts[r]` to `cuts[r + 1]`.
+    """Data that travels together: rank r owns the slice from `cuts[r]` to `cuts[r + 1]`.
 
     The cuts of an even layout are a range: nothing that grows with the number of ranks.
     """
@@ -58,20 +65,14 @@ class BucketLayout:
     cuts: Sequence[int]
     start: int = 0  # in its buffer
 
-    @cached_property
+    @property
     def size(self) -> int:
         return self.cuts[-1]
 
     def owned(self, rank: int) -> Iterator[ParamRange]:
         """Yield the ranges that rank `rank` owns; their offsets count from its slice."""
-        low = self.cuts[rank]
-        high = self.cuts[rank + 1]
-        for each in self.ranges:
-            first = max(each.offset, low)
-            last = min(each.offset + each.size, high)
-            if first < last:  # a parameter may begin in one rank's slice and end in another's
-                at = each.start + first - each.offset
-                yield ParamRange(each.param, at, at + last - first, first - low)
+        for each in self.ranges:  # a parameter may begin in one rank's slice and end in another's
+            yield from each.within(self.cuts[rank], self.cuts[rank + 1])
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class BufferLayout:
 
 
 def bucket_size(workers: int, elements: int) -> int:
-    """Return the number of elements in a bucket, for a model of so many elements.
+    """Return the number of elements in a bucket, for a model of `elements`.
 
     It is 4 Mi, and eight times that among 1,024 ranks; but a tenth of a smaller model, whose
     buckets would otherwise hold more memory than sharding saves.
@@ -102,7 +103,7 @@ def bucket_size(workers: int, elements: int) -> int:
 
 def even_layout(sizes: Sequence[tuple[int, int]], workers: int, largest: int) -> list[BufferLayout]:
     """Cut parameters, given as (index, elements), into equal slices."""
-    # `largest` is the number of elements in a bucket; 0 puts each parameter in a buffer of its own.
+    # `largest` is the number of elements in a bucket; 0 puts each parameter in a separate buffer.
     buffers = []
     for members in in_groups(sizes, itemgetter(1), largest):
         starts, total = _assign_starts(members)
@@ -110,18 +111,17 @@ def even_layout(sizes: Sequence[tuple[int, int]], workers: int, largest: int) ->
         # Rounding the bucket up keeps its slices equal, and aligned; the rest is padding.
         size = _round_up(-(-total // number), workers * ALIGN)
         cuts = range(0, size + 1, size // workers)
-        buckets = tuple(
-            BucketLayout(tuple(_ranges_within(members, starts, start, start + size)), cuts, start)
-            for start in range(0, total, size)
-        )
-        buffers.append(BufferLayout(starts, buckets))
+        buckets = []
+        for start in range(0, total, size):
+            ranges = _ranges_within(members, starts, start, start + size)
+            buckets.append(BucketLayout(ranges, cuts, start))
+        buffers.append(BufferLayout(starts, tuple(buckets)))
     return buffers
 
 
 def whole_layout(
     sizes: Sequence[tuple[int, int]], workers: int, largest: int, load: list[int]
 ) -> list[BufferLayout]:
-    """Give each parameter to one rank."""
     # `load` counts the elements that each rank owns so far, and is updated.
     owner = deal_out(sizes, load)
     buffers = []
@@ -134,7 +134,7 @@ def whole_layout(
         cuts = [0]
         for end in ends:  # a rank that owns nothing gets an empty slice
             cuts.append(max(cuts[-1], end))
-        ranges = tuple(_ranges_within(members, starts, 0, total))
+        ranges = _ranges_within(members, starts, 0, total)
         buffers.append(BufferLayout(starts, (BucketLayout(ranges, tuple(cuts)),)))
     return buffers
 
@@ -154,7 +154,6 @@ def deal_out(sizes: Sequence[tuple[int, int]], load: list[int]) -> dict[int, int
 
 
 def _assign_starts(members: Sequence[tuple[int, int]]) -> tuple[dict[int, int], int]:
-    """Return where each parameter begins, and the end of the last one."""
     starts = {}
     end = 0
     for index, size in members:
@@ -165,14 +164,12 @@ def _assign_starts(members: Sequence[tuple[int, int]]) -> tuple[dict[int, int], 
 
 def _ranges_within(
     members: Sequence[tuple[int, int]], starts: dict[int, int], low: int, high: int
-) -> Iterator[ParamRange]:
-    """Yield the parts of parameters between two places of a buffer: the ranges of one bucket."""
+) -> tuple[ParamRange, ...]:
+    """Return the parts of parameters between two places of a buffer: the ranges of one bucket."""
+    ranges: list[ParamRange] = []
     for index, size in members:
-        first = max(starts[index], low)
-        last = min(starts[index] + size, high)
-        if first < last:
-            at = first - starts[index]
-            yield ParamRange(index, at, at + last - first, first - low)
+        ranges += ParamRange(index, 0, size, starts[index]).within(low, high)
+    return tuple(ranges)
 
 
 def _round_up(number: int, multiple: int) -> int:

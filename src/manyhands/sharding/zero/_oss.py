@@ -1,4 +1,4 @@
-"""The sharded optimizer: each rank updates its slices, then all ranks gather the parameters.
+"""Shard an optimizer: each rank updates its slices, then all ranks gather the parameters.
 
 A step, in order
     options     learning rates and so on are copied from `param_groups`, which schedulers change
@@ -12,7 +12,6 @@ Saving and loading are in `_state.py`.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -28,7 +27,6 @@ from manyhands._optimizers.modules import ParallelModules
 from manyhands._optimizers.state_parts import (
     OptimizerStatePart,
     SavedState,
-    ShardedOptimizer,
     options_of,
 )
 from manyhands._optimizers.wrappers import ParamGroup, YieldingProperty, find_layer
@@ -42,40 +40,42 @@ from manyhands.sharding._agreement import (
     GroupLike,
     check_same_frozen,
     facts_of_groups,
-    facts_of_options,
+    params_in,
 )
+from manyhands.sharding._divided import DividedOptimizer, check_params_and_class, copy_options
 from manyhands.sharding._gradients import clip
 from manyhands.sharding.zero import _state
 from manyhands.sharding.zero._flat_params import Shards
 from manyhands.sharding.zero._reducer import Reducer
-from manyhands.sharding.zero._slice_optimizer import (
-    SliceOptimizer,
-    check_params_and_class,
-    choose_layout,
-    copy_options,
-)
+from manyhands.sharding.zero._slice_optimizer import choose_layout, follow_moved, step_slices
 
 
 @dataclass
 class OSSRun:
-    """What changes while an OSS is used: one object, for the OSS and the proxies around it."""
+    """State that changes while an OSS is used, shared by the OSS and the proxies around it."""
 
+    optim: Any = None  # an optimizer of slices, once the parameters are laid out
     begun: bool = False  # whether there is optimizer state, which is tied to slices
     averaged: bool = False  # whether the ranks had the same gradients in the first step
     consolidated: dict[int, _state.ParamState] | None = None
-    recipient: int | None = None  # of what was consolidated since the last step
+    recipient: int | None = None  # of the state that was consolidated since the last step
     # Loaded state of frozen parameters, by index.
     pending_state: dict[int, _state.ParamState] = field(default_factory=dict)
     # Of our ShardedDataParallel: weak, because the module holds it and the OSS.
-    reducer_ref: weakref.ref[Reducer] | None = None
+    reducer_ref: Callable[[], Reducer | None] = lambda: None
+
+    def begin(self) -> None:
+        """Note that there is new state, which was not collected."""
+        self.begun = True
+        self.consolidated = None
+        self.recipient = None
 
     @property
     def reducer(self) -> Reducer | None:
-        """The reducer of our ShardedDataParallel, while there is one."""
-        return None if self.reducer_ref is None else self.reducer_ref()
+        return self.reducer_ref()
 
 
-class OSS(ShardedOptimizer):
+class OSS(DividedOptimizer):
     """Optimizer state sharding: each of N workers keeps 1/N of the optimizer's state.
 
     >>> import torch, manyhands as mh
@@ -101,7 +101,6 @@ class OSS(ShardedOptimizer):
         broadcast_fp16: send updated parameters as float16. All workers then train with the
             rounded values; the exact ones stay with their owners. (With `shared_memory` nothing is
             sent, or rounded.) They are not in state dicts: a resumed run begins with the rounded.
-        force_broadcast_object: accepted for fairscale's callers; no objects are sent.
         layout: "even" cuts parameters anywhere, into equal slices, for optimizers that work
             element by element; "whole" leaves each parameter with one worker. The default is what
             `optim` needs; see `.layout`.
@@ -123,7 +122,6 @@ class OSS(ShardedOptimizer):
         world_size: the number of workers in `group`.
         backend: the name of the group's backend; None for one worker without a process group.
         broadcast_fp16: the argument.
-        force_broadcast_object: the argument.
     """
 
     def __init__(
@@ -133,7 +131,6 @@ class OSS(ShardedOptimizer):
         group: GroupLike | None = None,
         broadcast_buffer_size: int = -1,
         broadcast_fp16: bool = False,
-        force_broadcast_object: bool = False,
         *,
         layout: str | None = None,
         shared_memory: bool = False,
@@ -158,26 +155,31 @@ class OSS(ShardedOptimizer):
         self._group = group
         self.rank = self._workers.rank
         self.world_size = self._workers.size
-        self.global_rank, self.backend = _global_rank(group, self.rank)
+        self.global_rank = self.rank
+        self.backend: str | None = None
+        if dist.is_available() and dist.is_initialized():
+            self.global_rank = dist.get_rank()
+            if group is None or isinstance(group, dist.ProcessGroup):
+                self.backend = dist.get_backend(group)
         self.broadcast_fp16 = broadcast_fp16
-        self.force_broadcast_object = force_broadcast_object
         self._run = OSSRun()
-        self._sliced: Any = None  # a SliceOptimizer, once the parameters are laid out
         # Calls add_param_group. No defaults: only `optim` knows which arguments are its defaults.
         super().__init__(params, {})
-        options = [{**defaults, **options_of(params)} for params in self.param_groups]
-        alone = self._workers.size == 1
-        self.layout = layout or "whole" if alone else choose_layout(optim, layout, options)
-        self._shards = Shards(
-            self._workers,
-            even=self.layout == "even",
-            largest=bucket_size,
-            wire=torch.float16 if broadcast_fp16 and not shared_memory else None,
-        )
+        self.layout = layout or "whole"
+        if self.world_size > 1:
+            options = [{**defaults, **options_of(params)} for params in self.param_groups]
+            self.layout = choose_layout(optim, layout, options)
+        self._about = f"layout {self.layout!r}, "
+        even = self.layout == "even"
+        wire = None
+        if broadcast_fp16 and not shared_memory:
+            wire = torch.float16
+        self._shards = Shards(self._workers, even=even, largest=bucket_size, wire=wire)
         self._parallel = ParallelModules(self._shards.params)
         self._lay_out_all(bucket_size, gather_state)
-        several = self._workers.size > 1
-        self._roll_call = self._workers.roll_call() if gather_state and several else None
+        self._roll_call = None
+        if gather_state and self.world_size > 1:
+            self._roll_call = self._workers.roll_call()
 
     def _lay_out_all(self, bucket_size: int | None, gather_state: bool) -> None:
         """Give all parameters their places, and make the inner optimizer of this rank's slices."""
@@ -193,13 +195,8 @@ class OSS(ShardedOptimizer):
         for group in self.param_groups:
             self._shards.extend(group["params"])
         self._shards.lay_out()
-        self._sliced = SliceOptimizer(
-            self._shards, self.optimizer_class, self.optimizer_arguments, self.param_groups
-        )
-        self.defaults = self.optim.defaults
-        # Options that were left out, such as betas, are known only from here on.
-        copy_options(self.optim.param_groups, self.param_groups)
-        agree(self._workers, facts_of_options(self.param_groups, self.defaults), ADVICE)
+        self._run.optim = self._make_optim()
+        self._adopt_options()
 
     @YieldingProperty
     def _is_accelerate_prepared(self) -> bool:
@@ -225,86 +222,87 @@ class OSS(ShardedOptimizer):
     @property
     def optim(self) -> Any:
         """The optimizer of this worker's slices; None until the first groups are laid out."""
-        return None if self._sliced is None else self._sliced.optim
+        return self._run.optim
 
     @property
     def group(self) -> GroupLike | None:
         """The process group of the workers; None for one worker without."""
         return self._group or (dist.group.WORLD if dist.is_available() else None)
 
-    def __repr__(self) -> str:
-        size = self._workers.size
-        how = f"layout {self.layout!r}, {size} worker{'s' if size > 1 else ''}"
-        groups = super().__repr__().removeprefix("OSS")
-        return f"OSS of {self.optimizer_class.__name__} ({how}){groups}"
+    def _make_optim(self) -> Optimizer:
+        return self._make([self._group_of_slices(i) for i in range(len(self.param_groups))])
+
+    def _group_of_slices(self, index: int) -> ParamGroup:
+        """Return a parameter group's options, with this rank's slices of its parameters."""
+        group = self.param_groups[index]
+        slices: list[Tensor] = []
+        for i in _state.param_indices(self.param_groups, index):
+            slices += [owned.data for owned in self._shards.slices[i]]
+        return {**options_of(group), "params": slices}
 
     # -- parameters ----------------------------------------------------------------------------
 
-    def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add parameters, with their own options, as any optimizer does; on every worker."""
-        super().add_param_group(param_group)
-        if any(is_dtensor(param) for param in self.param_groups[-1]["params"]):
-            self.param_groups.pop()
+    def _check_params(self, params: Sequence[Tensor]) -> None:
+        if any(map(is_dtensor, params)):
             raise TypeError(
                 "these parameters are sharded already, as by FullyShardedDataParallel. Give them "
                 "to the optimizer itself, or to WholeTensorOptimizer if it needs whole tensors."
             )
-        if self._sliced is None:  # the constructor's groups are taken in together
-            return
-        try:
-            added = self.param_groups[-1:]
-            place = len(self.param_groups) - 1
-            facts = facts_of_groups(added, first=place)
-            facts.update(facts_of_options(added, self.defaults, first=place))
-            agree(self._workers, facts, ADVICE)
-        except ValueError:
-            self.param_groups.pop()
-            raise
+
+    def _take_in_last_group(self) -> None:
         self._shards.extend(self.param_groups[-1]["params"])
         self._shards.lay_out()
-        self._sliced.add_last_group(self.param_groups)
+        self.optim.add_param_group(self._group_of_slices(len(self.param_groups) - 1))
+        copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
         self._follow_new_buckets()
-        self._run.averaged = False  # DDP does not average what it has not seen
+        self._run.averaged = False  # DDP does not average parameters that it has not seen
 
     def refresh_trainable(self) -> None:
         """Lay out parameters that have thawed since. `step` calls this by itself."""
         if self._shards.missing:
-            trained = [p.requires_grad for group in self.param_groups for p in group["params"]]
+            trained = [param.requires_grad for param in params_in(self.param_groups)]
             check_same_frozen(self._workers, trained)
             new = self._shards.lay_out()
-            self._sliced.replace_slices(self.param_groups)
             self._follow_new_buckets()
-            self._sliced.begin_state_of(new, self.param_groups, self._run.pending_state)
-            self._run.averaged = False  # DDP does not average what was frozen when it was made
+            begun = self._make_optim().state  # Adagrad makes its state when it is made
+            pending = self._run.pending_state
+            for owned in new:
+                if owned.param in pending:
+                    param = self._shards.params[owned.param]
+                    part = _state.slice_state(pending[owned.param], owned, param)
+                    self.optim.state[owned.data] = _state.move_state(part, owned.data)
+                elif owned.data in begun:
+                    self.optim.state[owned.data] = begun[owned.data]
+            for owned in new:
+                pending.pop(owned.param, None)
+            self._run.averaged = False  # DDP does not average parameters that were frozen
 
     def _follow_moved(self) -> None:
-        """Follow a model that was moved or converted, with its memory and state."""
         if self._shards.moved:
-            self._sliced.follow_moved(self.param_groups)
+            follow_moved(self.optim, self._shards)
             self._follow_new_buckets()
 
     def _follow_new_buckets(self) -> None:
+        for index, group in enumerate(self.optim.param_groups):
+            group["params"] = self._group_of_slices(index)["params"]
         if self._run.reducer is not None:
             # Gradients travel in the parameters' buckets, and these are new.
             self._run.reducer.lay_out_buckets()
 
     def partition_parameters(self) -> list[list[ParamGroup]]:
-        """Return for each rank the parameter groups with what it keeps up to date.
+        """Return for each rank the parameter groups, with the tensors that the rank owns.
 
         These are whole parameters, or views of a rank's slices of them.
         """
-        return [
-            [
-                {
-                    **options_of(group),
-                    "params": self._shards.held_by(
-                        rank, _state.param_indices(self.param_groups, index)
-                    ),
-                }
-                for index, group in enumerate(self.param_groups)
-            ]
-            for rank in range(self._workers.size)
-        ]
+        by_rank = []
+        for rank in range(self._workers.size):
+            groups: list[ParamGroup] = []
+            for index, group in enumerate(self.param_groups):
+                members = _state.param_indices(self.param_groups, index)
+                held = self._shards.held_by(rank, members)
+                groups.append({**options_of(group), "params": held})
+            by_rank.append(groups)
+        return by_rank
 
     def _resize_buckets(self, elements: int) -> None:
         """Lay the parameters out again in buckets of that size. Only before the first step."""
@@ -318,53 +316,36 @@ class OSS(ShardedOptimizer):
         self._shards.largest = elements
         self._shards.release()
         self._shards.lay_out()
-        self._sliced.optim = self._sliced.make(self.param_groups)
+        self._run.optim = self._make_optim()
 
     # -- a step --------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], object] | None = None, **kwargs: Any) -> Any:
-        """Update the parameters: `optim` updates this rank's slices, then all are gathered.
-
-        A `closure` is called once before, and its loss returned.
-        """
-        self._run.consolidated = None
-        self._run.recipient = None
-        self._run.begun = True
+    def _begin_step(self) -> None:
+        self._run.begin()
         self.prepare()
-        # Schedulers change our groups, and `optim` has its own, made of slices.
-        copy_options(self.param_groups, self.optim.param_groups)
-        if self._workers.size == 1:
-            result = self.optim.step(*([] if closure is None else [closure]), **kwargs)
-        else:
-            result = None
-            if closure is not None:
-                # As in torch's optimizers: the caller may have turned gradients off.
-                with torch.enable_grad():
-                    result = closure()
-            self._parallel.check_not_joined(type(self).__name__)
-            self.join_in()
-            self._check_averaged()
-            self._sliced.step(**kwargs)
-            # Before the other ranks' slices arrive, which autograd does not see.
-            self._shards.raise_versions()
-            if self._run.reducer is not None:
-                self._run.reducer.stepped(self._shards)
-            with explained(self._workers):
-                self._shards.wait()
-            count_step(self)
-        # Some optimizers count steps in their groups.
-        copy_options(self.optim.param_groups, self.param_groups)
-        return result
+
+    def _step(self, **kwargs: Any) -> None:
+        self._parallel.check_not_joined(type(self).__name__)
+        self.join_in()
+        self._check_averaged()
+        step_slices(self.optim, self._shards, **kwargs)
+        if self._run.reducer is not None:
+            self._run.reducer.forget(self._shards)
+        with explained(self._workers):
+            self._shards.wait()
+        count_step(self)
 
     def _check_averaged(self) -> None:
         """Raise if nothing averages the gradients: in the first step, and with new parameters."""
         if self._run.averaged or self._run.reducer is not None:
             return
-        grads = [param.grad for param in self._shards.params]
-        norms = [torch.zeros(()) if grad is None else norm(grad).cpu() for grad in grads]
-        # Weighted, so that gradients of other parameters do not add up to the same.
-        own = sum(float(length) * (1 + i / len(norms)) for i, length in enumerate(norms))
-        by_rank = [there for (there,) in self._workers.all_gather([own], self._workers.any_device)]
+        own = 0.0
+        for i, param in enumerate(self._shards.params):
+            if param.grad is not None:
+                # Weighted, so that gradients of other parameters do not add up to the same.
+                own += float(norm(param.grad)) * (1 + i / len(self._shards.params))
+        gathered = self._workers.all_gather([own], self._workers.any_device)
+        by_rank = [there for (there,) in gathered]
         # Not to the last bit: the ranks' processors may differ. Not finite: nothing to compare.
         if any(abs(there - by_rank[0]) > 1e-5 * abs(by_rank[0]) for there in by_rank):
             listed = ", ".join(f"rank {r}: {there:.6g}" for r, there in enumerate(by_rank[:8]))
@@ -376,11 +357,6 @@ class OSS(ShardedOptimizer):
                 "all_reduce the gradients before step()."
             )
         self._run.averaged = True
-
-    @property
-    def shards_state(self) -> bool:
-        """Whether this rank has only a shard of the state, because there are other ranks."""
-        return self._workers.size > 1
 
     def join_in(self) -> None:
         """Take part in averaging gradients, if this rank has had no backward pass for them.
@@ -395,7 +371,7 @@ class OSS(ShardedOptimizer):
         """Clear the gradients."""
         super().zero_grad(set_to_none)
         if self._run.reducer is not None:
-            self._run.reducer.cleared(self._shards)
+            self._run.reducer.forget(self._shards)
 
     def prepare(self) -> None:
         """Follow parameters that have thawed, were moved, or were overwritten; on every worker."""
@@ -414,17 +390,21 @@ class OSS(ShardedOptimizer):
         Call it on every worker, between `backward` and `step`. `filter_params_fn` takes
         the list of parameters and returns those to be clipped, together.
         """
-        shards = self._shards
         params = self._shards.params
-        chosen = params if filter_params_fn is None else filter_params_fn(list(params))
-        ids = {id(param) for param in chosen}
+        chosen: Iterable[Tensor] = params
+        if filter_params_fn is not None:
+            chosen = filter_params_fn(list(params))
+        ids = set(map(id, chosen))
         self.refresh_trainable()
         self.join_in()
-        clipped = [i for i, param in enumerate(params) if id(param) in ids]
-        grads = [params[i].grad for i in clipped]
-        slices = [shards.gradient(owned) for i in clipped for owned in shards.slices[i]]
-        by = float(max_norm), float(norm_type)
-        return clip(grads, slices, *by, self._workers, params[0].device)
+        grads = []
+        slices = []
+        for param, owned_slices in zip(params, self._shards.slices, strict=True):
+            if id(param) in ids:
+                grads.append(param.grad)
+                slices += [self._shards.gradient(owned) for owned in owned_slices]
+        device = params[0].device
+        return clip(grads, slices, float(max_norm), float(norm_type), self._workers, device)
 
     # -- saving and loading --------------------------------------------------------------------
 
@@ -483,9 +463,7 @@ class OSS(ShardedOptimizer):
     ) -> None:
         """Load this worker's shard of a state, in the form of the state dict of `optim`."""
         self.optim.load_state_dict(packed)
-        self._run.consolidated = None
-        self._run.recipient = None
-        self._run.begun = True
+        self._run.begin()
         self._run.pending_state = for_later
         _state.restore_options(groups, self.param_groups)
 
@@ -506,12 +484,3 @@ def find_oss(optimizer: Optimizer) -> OSS:
             "Write OSS(model.parameters(), optim=..., ...)."
         )
     return inner
-
-
-def _global_rank(group: GroupLike | None, rank: int) -> tuple[int, str | None]:
-    """Return the rank among all processes, and the name of the group's backend, if any."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return rank, None
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        return dist.get_rank(), None  # a stand-in, such as DummyProcessGroup
-    return dist.get_rank(), dist.get_backend(group)

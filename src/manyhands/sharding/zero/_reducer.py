@@ -1,4 +1,4 @@
-"""Gradients on their way: filled into buckets, sent to their owners, averaged there.
+"""Fill gradients into buckets, send these to their owners, and average them there.
 
 Within a backward pass
     arrived    a gradient is complete. It is copied into its buckets (or, if a bucket lies inside
@@ -9,7 +9,7 @@ Within a backward pass
                buckets are sent and finished, and the means become `param.grad`
 
 Tensors we hold, and when
-    filling    per bucket: what will be sent, from its first gradient until it is finished
+    filling    per bucket: the data to send, from the first gradient until it was sent
     mean       per bucket: the mean of our slice, from then on; lives on in `param.grad.slices`
 
 Inside `no_sync()` gradients stay where autograd puts them: in `param.grad`, or, if there is a
@@ -22,7 +22,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,31 +47,30 @@ IN_FLIGHT = 1  # buckets under way while the next one fills: more cost memory an
 class Reducer:
     """Averages the gradients of some optimizers' parameters during backward.
 
-    At the beginning of each pass `synchronised()` says whether it will be averaged. `wire` is the
-    type in which gradients travel, by default their own. `after_pass` is called at the end of each
-    averaged pass, also on ranks that took part without a backward of their own.
+    `module()` is the ShardedDataParallel, if there still is one. The attribute
+    `require_backward_grad_sync` of the module decides at the beginning of each pass whether the
+    pass is averaged. Buffers are copied at the end of each averaged pass, also on ranks that took
+    part without a backward. `wire` is the type in which gradients travel, by default their own.
     """
 
     def __init__(
         self,
         shards: Sequence[Shards],
         workers: RankGroup,
-        synchronised: Callable[[], bool],
+        module: Callable[[], Any],
         wire: torch.dtype | None,
-        after_pass: Callable[[], None] = lambda: None,
     ) -> None:
         self.workers = workers
         self._all_shards = list(shards)
-        self._synchronised = synchronised
+        self._module = module
         self._wire = wire
-        self._after_pass = after_pass
         self._hooks: list[RemovableHandle] = []
         weakref.finalize(self, _detach_hooks, self._hooks)
         # `early`: gradients are averaged before a scaling rule measures their mean.
         self._passes = BackwardPasses(self, early=True)
-        self._order: list[int] | None = None
         self._in_flight: deque[GradientBucket] = deque()
-        self._buffers = SendBuffers()
+        # The last buffer that was sent, to be filled again: new memory costs page faults.
+        self._kept: Tensor | None = None
         self._open = False  # whether a pass has begun here that has not ended
         self.gave_up = False  # whether one has raised an exception since the last averaged pass
         self._one_at_a_time = threading.Lock()
@@ -81,26 +81,34 @@ class Reducer:
         """Lay out the buckets of the parameters that are trained, and hook these parameters."""
         _detach_hooks(self._hooks)
         self.params = [p for shards in self._all_shards for p in shards.params]
-        numbers = {id(param): number for number, param in enumerate(self.params)}
-        flats = [(s, flat) for s in self._all_shards for flat in s.buckets if s.active(flat)]
-        self._buckets = [GradientBucket(i, *pair, numbers) for i, pair in enumerate(flats)]
+        self._trained = [param.requires_grad for param in self.params]
+        self._buckets: list[GradientBucket] = []
         # For each parameter: the buckets that it travels in, and its range in each.
         self._where: list[list[tuple[GradientBucket, ParamRange]]] = [[] for _ in self.params]
-        for bucket in self._buckets:
-            for number, place in bucket.ranges:
-                self._where[number].append((bucket, place))
-        self._trained = [p.requires_grad for p in self.params]
-        self._expected = sum(bool(t and p) for t, p in zip(self._trained, self._where, strict=True))
-        listener = weakref.ref(self)  # hooks must not keep the reducer alive
-        for number, param in enumerate(self.params):
-            if param.requires_grad and self._where[number]:
-                hook = _make_hook(listener, number)
-                self._hooks.append(param.register_post_accumulate_grad_hook(hook))
+        first = 0  # number of the first parameter of these shards
+        largest = 0  # bytes
+        for shards in self._all_shards:
+            for flat in shards.buckets:
+                bucket = GradientBucket(len(self._buckets), flat, shards, first)
+                if not bucket.needed:
+                    continue
+                self._buckets.append(bucket)
+                for place in flat.layout.ranges:
+                    self._where[first + place.param].append((bucket, place))
+                dtype = self._wire or flat.data.dtype
+                largest = max(largest, flat.layout.size * dtype.itemsize)
+            first += len(shards.params)
+        # Numbers of the parameters whose gradients travel.
+        self._expected = [n for n, where in enumerate(self._where) if where and self._trained[n]]
+        reducer = weakref.proxy(self)  # hooks must not keep the reducer alive
+        for number in self._expected:
+            hook = partial(Reducer.arrived, reducer, number)
+            self._hooks.append(self.params[number].register_post_accumulate_grad_hook(hook))
         if self.workers.shared_memory is not None and self._buckets:
-            sizes = ((b.flat.layout.size, self._wire or b.flat.data.dtype) for b in self._buckets)
-            largest = max(size * dtype.itemsize for size, dtype in sizes)
             self.workers.shared_memory.make_ring(largest, IN_FLIGHT)
-        self._order = None
+        # The turns of buckets: those of the layout, until ranks have agreed after the first pass.
+        self._order = list(range(len(self._buckets)))
+        self._agreed = False
         self._start_over()
 
     @property
@@ -109,7 +117,7 @@ class Reducer:
         return [p.requires_grad for p in self.params] != self._trained
 
     def follow_trained(self) -> None:
-        """Lay the buckets out anew if parameters were frozen or thawed; on every rank."""
+        """Lay the buckets out again if parameters were frozen or thawed; on every rank."""
         if self.trained_changed:
             check_same_frozen(self.workers, [param.requires_grad for param in self.params])
             self.lay_out_buckets()
@@ -128,7 +136,7 @@ class Reducer:
 
     # -- one backward pass ---------------------------------------------------------------------
 
-    def arrived(self, number: int) -> None:
+    def arrived(self, number: int, _: Tensor) -> None:
         """Take the gradient of a parameter, which is complete now. Called in a hook."""
         task = current_task()
         if task != self._passes.task:
@@ -145,7 +153,8 @@ class Reducer:
         self.gave_up |= self._open
         if self._open and self._next:  # sent in part: the other ranks wait for the rest
             self._close()
-        self._averaging = self._synchronised()
+        module = self._module()
+        self._averaging = module is None or module.require_backward_grad_sync
         self._open = True
         self._start_over()
 
@@ -163,14 +172,37 @@ class Reducer:
             self._before[number] = grad
             grad = before.local  # of this pass, and of the passes in no_sync()
             before.local = None
+        flat = None
         if grad is not None:
             self._note_arrival(number)
+            flat = flatten(grad, param)
         param.grad = None
-        flat = None if grad is None else flatten(grad, param)
+        dtype = self._wire or param.dtype
         for bucket, place in self._where[number]:
-            bucket.fill(place, flat, self._wire or param.dtype, self._buffers)
+            size = bucket.flat.layout.size
+            if flat is not None and place.size == size:
+                # The bucket lies inside this gradient: no copy.
+                bucket.filling = flat[place.start : place.stop].to(dtype)
+            else:
+                if bucket.filling is None:
+                    bucket.filling = self._take_memory(size, dtype, bucket.flat.data.device)
+                    bucket.copied = True
+                target = bucket.filling[place.offset : place.offset + place.size]
+                if flat is None:
+                    target.zero_()
+                else:
+                    target.copy_(flat[place.start : place.stop])
+            bucket.waiting -= 1
             if not bucket.waiting:
                 self._filled.append(bucket.index)
+
+    def _take_memory(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        kept = self._kept
+        self._kept = None
+        if kept is not None and (kept.numel(), kept.dtype, kept.device) == (size, dtype, device):
+            return kept
+        del kept  # before there is another one
+        return torch.empty(size, dtype=dtype, device=device)
 
     def _note_arrival(self, number: int) -> None:
         """Note that a parameter's gradient of this pass was taken; raise if it comes again."""
@@ -184,86 +216,89 @@ class Reducer:
 
     def _launch_full(self) -> None:
         """Send full buckets, but none before its turn: collectives need one order on all ranks."""
-        while self._next < len(self._buckets) and not self._bucket_in_turn(self._next).waiting:
-            self._launch(self._bucket_in_turn(self._next))
-
-    def _bucket_in_turn(self, turn: int) -> GradientBucket:
-        """Return the bucket whose turn it is; in the first pass the order is that of the layout."""
-        return self._buckets[turn if self._order is None else self._order[turn]]
-
-    def _launch(self, bucket: GradientBucket) -> None:
-        """Begin to send a bucket, once fewer than `IN_FLIGHT` are on their way."""
-        while len(self._in_flight) >= IN_FLIGHT:
-            self._finish_oldest()
-        with explained(self.workers):
-            bucket.send(self.workers)
-        self._in_flight.append(bucket)
-        self._next += 1
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._order[self._next]]
+            if bucket.waiting:
+                return
+            while len(self._in_flight) >= IN_FLIGHT:
+                self._finish_oldest()
+            assert bucket.filling is not None
+            with explained(self.workers):
+                cuts = bucket.flat.layout.cuts
+                bucket.pending = self.workers.reduce_scatter_slices(bucket.filling, cuts)
+            bucket.filling = None
+            self._in_flight.append(bucket)
+            self._next += 1
 
     def _finish_oldest(self) -> None:
         """Wait for the bucket that was sent first, and compute the mean of our slice."""
         bucket = self._in_flight.popleft()
+        assert bucket.pending is not None
         with explained(self.workers):
-            bucket.finish(self.workers, self._buffers)
+            bucket.mean = bucket.pending.mean(self.workers.size, bucket.flat.data.dtype)
+        if bucket.copied:  # else it is a view of a gradient, which must not be filled again
+            self._kept = bucket.pending.sent
+        bucket.pending = None
 
     # -- the end of a pass ---------------------------------------------------------------------
 
     @torch.no_grad()
     def _close(self) -> None:
         """Send the remaining buckets, with zeros for missing gradients, and set the means."""
-        for number, trained in enumerate(self._trained):
-            if trained and self._where[number] and number not in self._arrived:
+        for number in self._expected:
+            if number not in self._arrived:
                 self._take_gradient(number)
-        while self._next < len(self._buckets):
-            self._launch(self._bucket_in_turn(self._next))
+        self._launch_full()
         # After the buckets: the same order of collectives on every rank, whatever was used there.
-        used = self._start_finding_used()
+        used = self._flags_of_used()
+        work = self.workers.start_all_reduce(used, largest=True)
         while self._in_flight:
             self._finish_oldest()
-        slices: list[list[tuple[Tensor, int]]] = [[] for _ in self.params]
+        slices: list[list[Tensor]] = [[] for _ in self.params]
+        starts: list[list[int]] = [[] for _ in self.params]
         for bucket in self._buckets:
             assert bucket.mean is not None
             for number, place in bucket.owned:
-                mean = bucket.mean[place.offset : place.offset + place.size]
-                slices[number].append((mean, place.start))
+                slices[number].append(bucket.mean[place.offset : place.offset + place.size])
+                starts[number].append(place.start)
             bucket.mean = None
+        with explained(self.workers):
+            work.wait()
         for number in self._find_used(used):
-            self._set_gradient(number, slices[number])
-        if self._order is None:
-            self._agree_on_order()
+            param = self.params[number]
+            grad = ShardedGradient(
+                param, slices[number], starts[number], self.workers.reducing_group
+            )
+            if number in self._before:
+                earlier = self._before[number].slices
+                for owned, before in zip(grad.slices, earlier, strict=True):
+                    owned.add_(before)
+            param.grad = grad
+        if not self._agreed:
+            # From now on, buckets are sent in the order in which they were full on rank 0.
+            order = torch.tensor(self._filled, device=self.params[0].device)
+            self.workers.broadcast_from_first([order])
+            self._order = order.tolist()
+            self._agreed = True
         # Rank 0's buffers (of batch norm) are sent here, where every rank takes part.
-        self._after_pass()
+        module = self._module()
+        if module is not None and module.broadcast_buffers:
+            module.sync_buffers()
         self._averaged.update(self._all_shards)
         self._start_over()
 
-    def _set_gradient(self, number: int, slices: list[tuple[Tensor, int]]) -> None:
-        """Set `param.grad` to the mean, plus what earlier passes left."""
-        param = self.params[number]
-        before = self._before.get(number)
-        pieces = [p for p, _ in slices]
-        starts = [start for _, start in slices]
-        grad = ShardedGradient(param, pieces, starts, self.workers.reducing_group)
-        if before is not None:
-            for owned, earlier in zip(grad.slices, before.slices, strict=True):
-                owned.add_(earlier)
-        param.grad = grad
-
-    def _start_finding_used(self) -> Tensor:
-        """Begin to find out which parameters were used on any rank, as a flag for each."""
+    def _flags_of_used(self) -> Tensor:
         device = self.params[0].device
         # And two flags: whether any rank has given up a pass, and whether any rank has not.
         used = torch.ones(len(self.params) + 2, dtype=torch.uint8, device=device)
-        if len(self._arrived) < self._expected:
+        if len(self._arrived) < len(self._expected):
             used[[n for n in range(len(self.params)) if n not in self._arrived]] = 0
         used[-1 if self.gave_up else -2] = 0
-        self._used_work = self.workers.start_all_reduce(used, largest=True)
         return used
 
     def _find_used(self, used: Tensor) -> list[int]:
         """Return the parameters that some rank has used in this pass: they get a gradient."""
         # Reads the flags only if a gradient is missing here: with a GPU that is a synchronisation.
-        with explained(self.workers):
-            self._used_work.wait()
         gave_up = self.gave_up
         self.gave_up = False
         self._open = False
@@ -273,23 +308,18 @@ class Reducer:
                 "rank, which went on, a step behind the other ranks. Let the program end, or skip "
                 "the step on all ranks. (Catch what you repeat inside the wrapped module.)"
             )
-        here = [n for n, trained in enumerate(self._trained) if trained and self._where[n]]
         if gave_up:  # so did all other ranks
             return []
-        if len(self._arrived) == self._expected:
-            return here
+        if len(self._arrived) == len(self._expected):
+            return self._expected
         flags = used.tolist()
-        for number in here:  # no rank used the parameter: its gradient of earlier passes stays
-            if not flags[number] and number in self._before:
+        found = []
+        for number in self._expected:
+            if flags[number]:
+                found.append(number)
+            elif number in self._before:  # no rank used it: the earlier gradient stays
                 self.params[number].grad = self._before[number]
-        return [number for number in here if flags[number]]
-
-    def _agree_on_order(self) -> None:
-        """Send buckets in the order in which they were full on rank 0, from now on."""
-        rest = [i for i in range(len(self._buckets)) if i not in self._filled]
-        order = torch.tensor([*self._filled, *rest], device=self.params[0].device)
-        self.workers.broadcast_from_first([order])
-        self._order = order.tolist()
+        return found
 
     # -- between passes ------------------------------------------------------------------------
 
@@ -305,120 +335,44 @@ class Reducer:
 
     def complete(self, shards: Shards) -> None:
         """Before `OSS.step`: a rank that had no backward pass averages with zeros, as others."""
-        unaveraged = self._unaveraged()
-        if shards not in self._averaged and not unaveraged:
-            self.reduce()
+        unaveraged = False  # whether any parameter has a gradient of this rank alone
+        for param, where in zip(self.params, self._where, strict=True):
+            grad = param.grad
+            if where and grad is not None:
+                unaveraged |= not isinstance(grad, ShardedGradient) or grad.local is not None
         if unaveraged:
             raise RuntimeError(
                 "step() after a backward inside no_sync(), or after something was added to a "
                 "gradient, which has not been averaged. Run the last backward outside no_sync(), "
                 "or call reduce() on the ShardedDataParallel, on every worker."
             )
+        if shards not in self._averaged:
+            self.reduce()
 
-    def stepped(self, shards: Shards) -> None:
-        """Note that these made a step."""
-        self._averaged.discard(shards)
-
-    def cleared(self, *shards: Shards) -> None:
-        """Note that their gradients were cleared."""
+    def forget(self, *shards: Shards) -> None:
+        """Note that these have made a step, or that their gradients were cleared."""
         self._averaged.difference_update(shards)
-
-    def _unaveraged(self) -> bool:
-        """Return whether any parameter has a gradient of this rank alone."""
-        return any(
-            grad is not None and (not isinstance(grad, ShardedGradient) or grad.local is not None)
-            for grad, places in zip((p.grad for p in self.params), self._where, strict=True)
-            if places
-        )
 
 
 class GradientBucket:
     """One bucket of gradients, filled and sent once in each pass."""
 
-    def __init__(
-        self, index: int, shards: Shards, flat: FlatBucket, numbers: dict[int, int]
-    ) -> None:
+    def __init__(self, index: int, flat: FlatBucket, shards: Shards, first: int) -> None:
         self.index = index
         self.flat = flat
-        # `numbers` are the reducer's numbers of the parameters, by id.
-        ranges = flat.layout.ranges
+        # The slice of this rank. The reducer's numbers of the parameters of `shards` begin at
+        # `first`.
         owned = flat.layout.owned(shards.workers.rank)
-        self.ranges = [(numbers[id(shards.params[each.param])], each) for each in ranges]
-        self.owned = [(numbers[id(shards.params[each.param])], each) for each in owned]
-        self.needed = sum(shards.params[each.param].requires_grad for each in ranges)
+        self.owned = [(first + place.param, place) for place in owned]
+        self.needed = sum(shards.params[place.param].requires_grad for place in flat.layout.ranges)
         self.clear()
 
     def clear(self) -> None:
-        """Empty the bucket for the next pass."""
         self.waiting = self.needed  # gradients that have not arrived
         self.filling: Tensor | None = None
-        self.copied = False  # whether `filling` is a buffer of ours, and not a view of a gradient
+        self.copied = False  # whether `filling` is a separate buffer, not a view of a gradient
         self.pending: Pending | None = None
         self.mean: Tensor | None = None
-
-    def fill(
-        self, place: ParamRange, grad: Tensor | None, dtype: torch.dtype, buffers: SendBuffers
-    ) -> None:
-        """Copy a range of a flat gradient into the bucket; or zeros, if `grad` is None."""
-        layout = self.flat.layout
-        data = self.flat.data
-        self.waiting -= 1
-        if grad is not None and place.size == layout.size:
-            # The bucket lies inside this gradient: no copy.
-            self.filling = grad[place.start : place.stop].to(dtype)
-            return
-        self.copied = True
-        if self.filling is None:
-            self.filling = buffers.take(layout.size, dtype, data.device)
-        target = self.filling[place.offset : place.offset + place.size]
-        if grad is None:
-            target.zero_()
-        else:
-            target.copy_(grad[place.start : place.stop])
-
-    def send(self, workers: RankGroup) -> None:
-        """Begin to send each slice to its owner."""
-        assert self.filling is not None
-        self.pending = workers.reduce_scatter_slices(self.filling, self.flat.layout.cuts)
-        self.filling = None
-
-    def finish(self, workers: RankGroup, buffers: SendBuffers) -> None:
-        """Wait for the other ranks' data, and compute the mean of our slice."""
-        assert self.pending is not None
-        self.mean = self.pending.mean(workers.size, self.flat.data.dtype)
-        if self.copied:  # or else it is a view of a gradient, and not ours to keep
-            buffers.give_back(self.pending.sent)
-        self.pending = None
-
-
-class SendBuffers:
-    """Memory for buckets to be sent. The last one is kept, because new memory costs page faults."""
-
-    def __init__(self) -> None:
-        self._kept: Tensor | None = None
-
-    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for a bucket: the kept one if it fits."""
-        kept = self._kept
-        self._kept = None
-        if kept is not None and (kept.numel(), kept.dtype, kept.device) == (size, dtype, device):
-            return kept
-        del kept  # before there is another one
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def give_back(self, buffer: Tensor) -> None:
-        self._kept = buffer
-
-
-def _make_hook(listener: weakref.ref[Reducer], number: int) -> Callable[[Tensor], None]:
-    """Return the hook of parameter `number`, which tells the reducer that its gradient is here."""
-
-    def arrived(_: Tensor) -> None:
-        reducer = listener()
-        if reducer is not None:
-            reducer.arrived(number)
-
-    return arrived
 
 
 def _detach_hooks(hooks: list[RemovableHandle]) -> None:

@@ -1,142 +1,65 @@
-"""The optimizer that the user asked for, and what it makes of slices of parameters.
+"""Step slices of parameters with the optimizer that the user asked for.
 
 May parameters be cut anywhere? They may if the optimizer treats each element by itself
 (`_optimizers/optimizers.py`). Parameters of a class that is not torch's are left whole, which is
 right for all classes that look at one parameter at a time. If the user asks for cut parameters, a
 few steps on toy parameters must come out the same whole and cut.
 
-`SliceOptimizer` makes the optimizer for this rank's slices. Its parameter groups are those of the
-`OSS` around it, with slices in place of parameters. Its state is tied to the slices, and follows
-them when they get other memory.
+The state of the optimizer is tied to the slices, and follows slices that get other memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from manyhands._arguments import one_of
 from manyhands._optimizers.optimizers import can_be_divided, may_be_cut, traits_of
-from manyhands._optimizers.state_parts import SavedState, options_of
-from manyhands._ranks.agreement import run_on_all
-from manyhands.sharding.zero._flat_params import FlatBucket, ParamSlice, Shards
-from manyhands.sharding.zero._state import (
-    Groups,
-    ParamState,
-    move_state,
-    param_indices,
-    slice_state,
-)
+from manyhands.sharding.zero._flat_params import FlatBucket, Shards
+from manyhands.sharding.zero._state import move_state
 
-TURNS = 4  # of a step: the first buckets are in flight while the others are computed
+TURNS = 4  # parts of a step: buckets are in flight while the next part is computed
 
 
-class SliceOptimizer:
-    """Makes and steps `optim`, an optimizer of slices. `groups` are those of the OSS around it."""
-
-    def __init__(
-        self, shards: Shards, kind: type[Optimizer], arguments: Mapping[str, object], groups: Groups
-    ) -> None:
-        self._shards = shards
-        self._kind = kind
-        self._arguments: dict[str, Any] = dict(arguments)
-        self.optim = self.make(groups)
-
-    def make(self, groups: Groups) -> Optimizer:
-        own = [self._own_group(groups, index) for index in range(len(groups))]
-        make = partial(self._kind, own, **self._arguments)
-        return run_on_all(self._shards.workers, make)
-
-    def _own_group(self, groups: Groups, index: int) -> dict[str, object]:
-        """Return a parameter group's options, with this rank's slices of its parameters."""
-        members = param_indices(groups, index)
-        slices = [owned.data for i in members for owned in self._shards.slices[i]]
-        return {**options_of(groups[index]), "params": slices}
-
-    # -- following the parameters --------------------------------------------------------------
-
-    def add_last_group(self, groups: Groups) -> None:
-        """Add the last group, and give the others the slices that they have now."""
-        self.optim.add_param_group(self._own_group(groups, len(groups) - 1))
-        copy_options(self.optim.param_groups[-1:], groups[-1:])
-        self.replace_slices(groups)
-
-    def replace_slices(self, groups: Groups) -> None:
-        """Put the present slices into the optimizer's groups."""
-        for index, inner in enumerate(self.optim.param_groups):
-            inner["params"] = self._own_group(groups, index)["params"]
-
-    def begin_state_of(
-        self, slices: Sequence[ParamSlice], groups: Groups, pending: dict[int, ParamState]
-    ) -> None:
-        """Give thawed parameters their state: the loaded one, or the optimizer's initial one."""
-        begun = self.make(groups).state  # Adagrad makes its state when it is made
-        for owned in slices:
-            loaded = pending.get(owned.param)
-            if loaded is not None:
-                part = slice_state(loaded, owned, self._shards.params[owned.param])
-                self.optim.state[owned.data] = move_state(part, owned.data)
-            elif owned.data in begun:
-                self.optim.state[owned.data] = begun[owned.data]
-        for owned in slices:
-            pending.pop(owned.param, None)
-
-    def follow_moved(self, groups: Groups) -> None:
-        """Follow a model that was moved or converted, with memory and state."""
-        before = [owned.data for slices in self._shards.slices for owned in slices]
-        self._shards.rebuild_buffers()
-        after = [owned.data for slices in self._shards.slices for owned in slices]
-        state = self.optim.state
-        for old, new in zip(before, after, strict=True):
-            if old in state:
-                state[new] = move_state(state.pop(old), new, old)
-        self.replace_slices(groups)
-
-    # -- options and steps ---------------------------------------------------------------------
-
-    def step(self, **kwargs: Any) -> None:
-        """Update this rank's slices, and begin to send them."""
-        for buckets in self._turns():
-            with self._gradients_on_slices(buckets):
-                self.optim.step(**kwargs)
-            self._shards.start_all_gather(buckets)  # in flight while the next buckets are stepped
-
-    def _turns(self) -> list[list[FlatBucket]]:
-        """Return the buckets to step together: all of them, if calls of `step` may be counted."""
-        buckets = self._shards.to_step
-        optim = self.optim
-        # A step hook, or an optimizer that we do not know, would notice several calls per step.
-        hooks = optim._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
-        counts = not traits_of(type(optim)).elementwise or hooks or _global_optimizer_post_hooks
-        in_memory = self._shards.workers.shared_memory is not None
-        if counts or optim._optimizer_step_post_hooks or in_memory:
-            return [buckets]
-        size = max(-(-len(buckets) // TURNS), 1)
-        return [buckets[i : i + size] for i in range(0, len(buckets), size)]
-
-    @contextmanager
-    def _gradients_on_slices(self, buckets: Iterable[FlatBucket]) -> Iterator[None]:
-        """Set the gradients of the slices in these buckets, for the length of a step."""
+def step_slices(optim: Optimizer, shards: Shards, **kwargs: Any) -> None:
+    """Update this rank's slices, and begin to send them."""
+    for buckets in _turns(optim, shards):
         slices = [owned for bucket in buckets for owned, _ in bucket.slices]
         try:
             for owned in slices:
-                owned.data.grad = self._shards.gradient(owned)
-            yield
+                owned.data.grad = shards.gradient(owned)
+            optim.step(**kwargs)
         finally:
             for owned in slices:
                 owned.data.grad = None
+        shards.start_all_gather(buckets)  # in flight while the next buckets are stepped
 
 
-def copy_options(sources: Sequence[SavedState], targets: Groups) -> None:
-    """Set the options of parameter groups to those of others."""
-    for source, target in zip(sources, targets, strict=True):
-        target.update(options_of(source))
+def _turns(optim: Optimizer, shards: Shards) -> list[list[FlatBucket]]:
+    """Return the buckets to step together: all of them, if calls of `step` may be counted."""
+    buckets = shards.to_step
+    # A step hook, or an optimizer that we do not know, would notice several calls per step.
+    hooks = optim._optimizer_step_pre_hooks or optim._optimizer_step_post_hooks
+    global_hooks = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+    if hooks or global_hooks or not traits_of(type(optim)).elementwise:
+        return [buckets]
+    if shards.workers.shared_memory is not None:  # nothing is sent
+        return [buckets]
+    size = max(-(-len(buckets) // TURNS), 1)
+    return [buckets[i : i + size] for i in range(0, len(buckets), size)]
+
+
+def follow_moved(optim: Optimizer, shards: Shards) -> None:
+    """Follow a model that was moved or converted, with memory and state."""
+    before = shards.slices
+    shards.rebuild_buffers()
+    for old_slices, new_slices in zip(before, shards.slices, strict=True):
+        for old, new in zip(old_slices, new_slices, strict=True):
+            if old.data in optim.state:
+                optim.state[new.data] = move_state(optim.state.pop(old.data), new.data, old.data)
 
 
 # -- may parameters be cut? -----------------------------------------------------------------------
@@ -159,24 +82,3 @@ def choose_layout(
             'Use it without OSS. (If it only adds noise of its own, layout="whole" will do.)'
         )
     return asked or ("even" if traits_of(kind).elementwise else "whole")
-
-
-def check_params_and_class(owner: str, params: object, optim: object) -> None:
-    """Raise a TypeError unless an `owner` of optimizers was given parameters, and a class."""
-    for name, given in (("params", params), ("optim", optim)):
-        if isinstance(given, Optimizer):
-            raise TypeError(
-                f"{name} is an optimizer that is made already. {owner} makes another: "
-                f"{owner}(model.parameters(), optim={type(given).__name__}, lr=...). Or give yours "
-                "to mh.shard(model, optimizer)."
-            )
-    if isinstance(params, nn.Module) or not isinstance(params, Iterable):
-        raise TypeError(
-            f"params must be parameters or groups of them, got {type(params).__name__}. Write "
-            f"{owner}(model.parameters(), optim=..., lr=...)."
-        )
-    if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
-        raise TypeError(
-            f"optim must be an optimizer class, got {type(optim).__name__}. Its arguments "
-            f"follow by name: {owner}(params, optim=AdamW, lr=1e-3)."
-        )

@@ -1,4 +1,4 @@
-"""The optimizer's state: from the ranks' slices to the plain optimizer's dict, and back.
+"""Convert state between the ranks' slices and the plain optimizer's dict.
 
 An entry of a slice's state is one of three kinds
     like     a tensor of the slice's shape: the parameter's is put together from all slices'
@@ -16,7 +16,8 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypedDict
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,29 +31,16 @@ from manyhands._optimizers.state_parts import (
     common_state,
     options_of,
 )
+from manyhands._ranks.agreement import run_on_all
 from manyhands._tensors.flat import check_own_shards, flatten, unflatten
+from manyhands.sharding._agreement import params_in
 from manyhands.sharding.zero._flat_params import FlatBuffer, ParamSlice, Shards
 
 SMALL = 8  # elements
 
 # An optimizer's entries for one parameter, by name: tensors and others.
-ParamState: TypeAlias = dict[str, object]
+ParamState: TypeAlias = dict[str, Any]
 Groups: TypeAlias = Sequence[dict[str, Any]]
-
-
-class _Entry(TypedDict, total=False):
-    """An entry of a slice's state, in JSON's types: as a value, a small tensor, or to be sent."""
-
-    value: bool | int | float | str | None
-    small: object  # nested lists of numbers
-    dtype: str
-    shape: list[int]
-    like: bool
-    unknown: str  # the class of what cannot travel
-
-
-# The parameter, start, stop, and entries by name.
-_SliceEntries: TypeAlias = tuple[int, int, int, dict[str, _Entry]]
 
 
 def collect_state(
@@ -69,104 +57,95 @@ def collect_state(
     here = recipient in (-1, workers.rank)
     if not shards.params:  # the same on every rank, so that none waits in a collective
         return {} if here else None
-    own_entries = [
-        (owned, dict(optim.state[owned.data]))
-        for slices in shards.slices
-        for owned in slices
-        if owned.data in optim.state
-    ]
-    texts = workers.all_gather_text(json.dumps([_describe_slice(*e) for e in own_entries]))
-    result: dict[int, ParamState] = {i: copy.deepcopy(s) for i, s in frozen.items()}
-    _check_can_travel(texts, type(optim).__name__)
+    held = []
+    for slices in shards.slices:
+        held += [owned for owned in slices if owned.data in optim.state]
+    texts = workers.all_gather_text(run_on_all(workers, partial(_describe, held, optim)))
+    result: dict[Any, ParamState] = {i: copy.deepcopy(s) for i, s in frozen.items()}
     for rank, text in enumerate(texts):
         for number, (index, start, stop, entries) in enumerate(json.loads(text)):
             state = result.setdefault(index, {})
             for name, entry in entries.items():
-                if "shape" not in entry:  # it came with the text
-                    state.setdefault(name, _from_text(entry))
-                    continue
-                own = own_entries[number][1][name] if rank == workers.rank else None
-                # In the order of the text, so that ranks meet in the same collectives.
-                tensor = _send_tensor(shards, own, entry, rank, recipient)
-                if not here:
-                    continue
-                assert tensor is not None
-                if not entry["like"]:
-                    state[name] = tensor.cpu().clone()
-                    continue
-                param = shards.params[index]
-                if name not in state:
-                    state[name] = torch.empty_like(param, dtype=tensor.dtype, device="cpu")
-                full = state[name]
-                assert isinstance(full, Tensor)
-                if stop - start == param.numel():
-                    full.copy_(unflatten(tensor, param))
+                if "value" in entry:
+                    state.setdefault(name, entry["value"])
+                elif "small" in entry:
+                    dtype = getattr(torch, entry["dtype"])
+                    state.setdefault(name, torch.tensor(entry["small"], dtype=dtype))
                 else:
-                    flatten(full, param)[start:stop] = tensor.view(-1)
+                    own = None
+                    if rank == workers.rank:
+                        own = optim.state[held[number].data][name]
+                    # In the order of the text, so that ranks meet in the same collectives.
+                    tensor = _send_tensor(shards, own, entry, rank, recipient)
+                    if tensor is None:
+                        continue
+                    if not entry["like"]:
+                        state[name] = tensor.cpu().clone()
+                        continue
+                    param = shards.params[index]
+                    if name not in state:
+                        state[name] = torch.empty_like(param, dtype=tensor.dtype, device="cpu")
+                    full = state[name]
+                    if stop - start == param.numel():
+                        full.copy_(unflatten(tensor, param))
+                    else:
+                        flatten(full, param)[start:stop] = tensor.view(-1)
+    if not here:
+        return None
     ordered: dict[Any, ParamState] = {index: result[index] for index in sorted(result)}
     # Every rank has the state that is no parameter's.
-    ordered |= copy.deepcopy({k: v for k, v in optim.state.items() if not isinstance(k, Tensor)})
-    return ordered if here else None
+    for key, value in optim.state.items():
+        if not isinstance(key, Tensor):
+            ordered[key] = copy.deepcopy(value)
+    return ordered
 
 
 def _send_tensor(
-    shards: Shards, own: Tensor | None, entry: _Entry, rank: int, recipient: int
+    shards: Shards, own: Tensor | None, entry: Mapping[str, Any], rank: int, recipient: int
 ) -> Tensor | None:
     """Send a tensor of rank `rank` to the recipient; return it there, flat if it is `like`."""
     workers = shards.workers
+    here = recipient in (-1, workers.rank)
     device = shards.params[0].device
-    shape = tuple(entry["shape"])
-    dtype = getattr(torch, entry["dtype"])
     if own is not None:
-        own = flatten(own).contiguous() if entry["like"] else own.contiguous()
-    if recipient == workers.rank == rank:
-        return own
-    if own is None:
-        if recipient not in (-1, workers.rank):
-            return None
-        tensor = torch.empty(shape, dtype=dtype, device=device)
+        tensor = (flatten(own) if entry["like"] else own).contiguous()
+        if recipient == rank:
+            return tensor
+        tensor = tensor.to(device)
+    elif here:
+        dtype = getattr(torch, entry["dtype"])
+        tensor = torch.empty(entry["shape"], dtype=dtype, device=device)
     else:
-        tensor = own.to(device)
+        return None
     workers.broadcast(tensor, rank, recipient)
-    return tensor
+    return tensor if here else None
 
 
-def _describe_slice(owned: ParamSlice, state: Mapping[str, object]) -> _SliceEntries:
-    """Return a slice's state as text can carry it; of large tensors only the shape."""
-    entries: dict[str, _Entry] = {}
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            if value is None or isinstance(value, bool | int | float | str):
+def _describe(held: Sequence[ParamSlice], optim: Optimizer) -> str:
+    """Return the state of slices as text; of large tensors only the shape."""
+    described = []
+    for owned in held:
+        entries: dict[str, object] = {}
+        for name, value in optim.state[owned.data].items():
+            if isinstance(value, Tensor):
+                entry: dict[str, object] = {"dtype": str(value.dtype).removeprefix("torch.")}
+                if value.shape == owned.data.shape and value.dim() > 0:
+                    entry |= {"shape": [value.numel()], "like": True}
+                elif value.numel() <= SMALL:
+                    entry["small"] = value.tolist()
+                else:
+                    entry |= {"shape": list(value.shape), "like": False}
+                entries[name] = entry
+            elif value is None or isinstance(value, bool | int | float | str):
                 entries[name] = {"value": value}
             else:
-                entries[name] = {"unknown": type(value).__name__}
-            continue
-        dtype = str(value.dtype).removeprefix("torch.")
-        like = value.shape == owned.data.shape and value.dim() > 0
-        if like:
-            entries[name] = {"dtype": dtype, "shape": [value.numel()], "like": True}
-        elif value.numel() <= SMALL:
-            entries[name] = {"dtype": dtype, "small": value.tolist()}
-        else:
-            entries[name] = {"dtype": dtype, "shape": list(value.shape), "like": False}
-    return owned.param, owned.start, owned.stop, entries
-
-
-def _check_can_travel(texts: Sequence[str], optim: str) -> None:
-    """Raise on every rank if any slice has an entry that text and tensors cannot carry."""
-    for index, _, _, entries in (held for text in texts for held in json.loads(text)):
-        for name, entry in entries.items():
-            if "unknown" in entry:
                 raise TypeError(
-                    f"{optim} keeps a {entry['unknown']} as {name!r} in the state of parameter "
-                    f"{index}: only tensors, numbers and strings can be collected."
+                    f"{type(optim).__name__} keeps a {type(value).__name__} as {name!r} in the "
+                    f"state of parameter {owned.param}: only tensors, numbers and strings can be "
+                    "collected."
                 )
-
-
-def _from_text(entry: _Entry) -> object:
-    if "value" in entry:
-        return entry["value"]
-    return torch.tensor(entry["small"], dtype=getattr(torch, entry["dtype"]))
+        described.append((owned.param, owned.start, owned.stop, entries))
+    return json.dumps(described)
 
 
 def restore_options(saved: Sequence[SavedState], groups: Groups) -> None:
@@ -185,34 +164,24 @@ def cut_state_dict(
     Raise a ValueError, the same on every rank, if the dict is not of these parameters.
     """
     _check_plain_state_dict(state_dict, groups, shards)
-    if shards.workers.size > 1:
-        shard = _shard_state_dict(state_dict, groups, shards)
-    else:
-        shard = copy.deepcopy(dict(state_dict))
-    return shard, _state_without_slices(state_dict, shards)
-
-
-def _shard_state_dict(state_dict: SavedState, groups: Groups, shards: Shards) -> StateDict:
-    """Cut this rank's shard out of a plain optimizer's state dict, for the inner optimizer."""
     saved = state_dict["state"]
+    keys = params_in(state_dict["param_groups"])
+    waiting = {i: copy.deepcopy(saved[keys[i]]) for i in shards.without_slices if keys[i] in saved}
+    if shards.workers.size == 1:
+        return copy.deepcopy(dict(state_dict)), waiting
     state: dict[Any, ParamState] = copy.deepcopy(common_state(state_dict))
-    # The inner optimizer counts slices, the saved dict parameters: `count` and `first + number`.
     inner_groups = []
-    count = 0
-    first = 0
-    for group, given in zip(groups, state_dict["param_groups"], strict=True):
+    count = 0  # the inner optimizer counts slices, the saved dict parameters
+    for index, given in enumerate(state_dict["param_groups"]):
         members = []
-        for number in range(len(group["params"])):
-            entries = saved.get(given["params"][number])
-            for owned in shards.slices[first + number]:
-                if entries:
-                    state[count] = slice_state(entries, owned, shards.params[owned.param])
+        for i in param_indices(groups, index):
+            for owned in shards.slices[i]:
+                if saved.get(keys[i]):
+                    state[count] = slice_state(saved[keys[i]], owned, shards.params[i])
                 members.append(count)
                 count += 1
-        first += len(group["params"])
-        options = {k: v for k, v in given.items() if k not in ("params", "param_names")}
-        inner_groups.append({**options, "params": members})
-    return {"state": state, "param_groups": inner_groups}
+        inner_groups.append({**options_of(given), "params": members})
+    return {"state": state, "param_groups": inner_groups}, waiting
 
 
 def plain_state_dict(
@@ -228,37 +197,23 @@ def plain_state_dict(
             "Accelerate, set it, and use manyhands.integrations.accelerate.prepare.)"
         )
     packed = []
-    first = 0
-    for group in groups:
-        numbers = range(first, first + len(group["params"]))
-        packed.append({**group, "params": list(numbers)})
-        first += len(numbers)
+    for index, group in enumerate(groups):
+        packed.append({**group, "params": list(param_indices(groups, index))})
     state = {key: copy.copy(entries) for key, entries in collected.items()}
     return {"state": state, "param_groups": packed}
 
 
-def _state_without_slices(state_dict: SavedState, shards: Shards) -> dict[int, ParamState]:
-    """Return a copy of the state of parameters that have no place yet, by index."""
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    saved = state_dict["state"]
-    waiting = set(shards.without_slices)
-    return {i: copy.deepcopy(saved[k]) for i, k in enumerate(keys) if i in waiting and k in saved}
-
-
 def slice_state(entries: Mapping[str, object], owned: ParamSlice, param: Tensor) -> ParamState:
-    """Cut a slice's state out of its parameter's state."""
-    return {name: _slice_entry(name, value, owned, param) for name, value in entries.items()}
-
-
-def _slice_entry(name: str, value: object, owned: ParamSlice, param: Tensor) -> object:
-    """Return a slice's part of one entry; a number or a value belongs to every slice."""
-    if not isinstance(value, Tensor):
-        return value
-    # A scalar "step" belongs to the whole parameter, even to one without dimensions.
-    cut = value.shape == param.shape and (value.dim() > 0 or name != "step")
-    if cut and not owned.whole:
-        return flatten(value, param)[owned.start : owned.stop].clone()
-    return value.clone()
+    state: ParamState = {}
+    for name, value in entries.items():
+        if isinstance(value, Tensor):
+            # A scalar "step" belongs to the whole parameter, even to one without dimensions.
+            cut = value.shape == param.shape and (value.dim() > 0 or name != "step")
+            if cut and not owned.whole:
+                value = flatten(value, param)[owned.start : owned.stop]
+            value = value.clone()
+        state[name] = value
+    return state
 
 
 def _check_plain_state_dict(state_dict: SavedState, groups: Groups, shards: Shards) -> None:
@@ -271,19 +226,20 @@ def _check_plain_state_dict(state_dict: SavedState, groups: Groups, shards: Shar
             f"the state dict has parameter groups of {given} parameters, and the optimizer of "
             f"{needed}. Build the optimizer from the same groups."
         )
-    cut = shards.even and shards.workers.size > 1
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    if foreign := [key for key in common_state(state_dict) if str(key).isdigit()]:
+    foreign = [key for key in common_state(state_dict) if str(key).isdigit()]
+    if foreign:
         # They would be lost: numbers become strings on the way through JSON.
         raise ValueError(
             f"the state dict has state of {sorted(foreign, key=str)[:4]}, which no parameter "
             "group of it has. Give the dict as it was saved."
         )
+    cut = shards.even and shards.workers.size > 1
+    numbers = params_in(state_dict["param_groups"])
     for number, param in zip(numbers, shards.params, strict=True):
         for name, value in state_dict["state"].get(number, {}).items():
             if not isinstance(value, Tensor) or value.shape == param.shape:
                 continue
-            if value.numel() == param.numel() > SMALL or (cut and value.numel() > SMALL):
+            if value.numel() > SMALL and (cut or value.numel() == param.numel()):
                 raise ValueError(
                     f"the state {name!r} of parameter {number} has the shape "
                     f"{tuple(value.shape)}, and the parameter {tuple(param.shape)}: it is another "
@@ -302,8 +258,10 @@ def move_state(
     moved = {}
     for name, value in entries.items():
         if isinstance(value, Tensor) and value.dim() > 0:
-            follows = before is None or value.dtype == before.dtype
-            value = value.to(after.device, after.dtype if follows else value.dtype)
+            dtype = value.dtype
+            if before is None or dtype == before.dtype:
+                dtype = after.dtype
+            value = value.to(after.device, dtype)
         moved[name] = value
     return moved
 
@@ -323,7 +281,9 @@ def slice_parts(
     """Yield the state of this rank's slices, and that of parameters without slices."""
     # `packed` is the inner optimizer's state dict, `groups` are those of the OSS.
     for index, packed_group in enumerate(packed["param_groups"]):
-        slices = [owned for i in param_indices(groups, index) for owned in shards.slices[i]]
+        slices: list[ParamSlice] = []
+        for i in param_indices(groups, index):
+            slices += shards.slices[i]
         for owned, number in zip(slices, packed_group["params"], strict=True):
             yield OptimizerStatePart(
                 shards.params[owned.param],
@@ -376,23 +336,21 @@ class ReplicatedOSSState:
         self.state = {p: {"step": n} for p, n in zip(shards.params, steps, strict=True) if n}
         if not self.state:
             return
-        # all collectives are started before any is waited for
-        works = [
-            work
-            for number, buffer in enumerate(shards.buffers)
-            for name in self._names
-            for work in self._collect(number, buffer, name)
-        ]
+        # All collectives are started before any is waited for.
+        works: list[dist.Work] = []
+        for number, buffer in enumerate(shards.buffers):
+            for name in self._names:
+                works += self._collect(number, buffer, name, state)
         for work in works:
             work.wait()
 
-    def _collect(self, number: int, buffer: FlatBuffer, name: str) -> list[dist.Work]:
+    def _collect(
+        self, number: int, buffer: FlatBuffer, name: str, state: Mapping[Tensor, SavedState]
+    ) -> list[dist.Work]:
         """Start to gather one entry of the state for the parameters of a buffer."""
         shards = self._shards
-        state = self._inner_state()
-        rank = shards.workers.rank
         like = buffer.data
-        works = list[dist.Work]()
+        works: list[dist.Work] = []
         data = self._memory.get((number, name))
         if data is None or (data.device, data.dtype) != (like.device, like.dtype):
             data = torch.zeros_like(like)
@@ -401,7 +359,7 @@ class ReplicatedOSSState:
             cuts = bucket.layout.cuts
             start = bucket.layout.start
             whole = data[start : start + bucket.layout.size]
-            own = whole[cuts[rank] : cuts[rank + 1]]
+            own = whole[cuts[shards.workers.rank] :]
             for owned, place in bucket.slices:
                 if owned.data in state:
                     value = flatten(state[owned.data][name], owned.data)

@@ -1,0 +1,133 @@
+"""Step an optimizer of the tensors that this rank owns: the base class of OSS and its kin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands._optimizers.state_parts import SavedState, ShardedOptimizer, options_of
+from manyhands._optimizers.wrappers import ParamGroup
+from manyhands._ranks.agreement import agree, run_on_all
+from manyhands._ranks.ranks import RankGroup
+from manyhands.sharding._agreement import ADVICE, facts_of_groups, facts_of_options
+
+
+class DividedOptimizer(ShardedOptimizer):
+    """Base class of an optimizer whose tensors are divided among ranks.
+
+    `optim`, of the class that the user asked for, steps those that this rank owns. On one rank its
+    tensors are the parameters.
+    """
+
+    optimizer_class: type[Optimizer]
+    optimizer_arguments: dict[str, Any]
+    _workers: RankGroup
+    _about = ""  # shown by `repr`
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether this rank has only a shard of the state, because there are other ranks."""
+        return self._workers.size > 1
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        groups = super().__repr__().removeprefix(name)
+        size = self._workers.size
+        about = f"{self._about}{size} worker{'s' if size > 1 else ''}"
+        return f"{name} of {self.optimizer_class.__name__} ({about}){groups}"
+
+    def _make(self, groups: Sequence[ParamGroup]) -> Optimizer:
+        """Make an optimizer of these groups; if that fails on a rank, raise on all."""
+        make = partial(self.optimizer_class, groups, **self.optimizer_arguments)
+        return run_on_all(self._workers, make)
+
+    def _adopt_options(self) -> None:
+        """Show the options that `optim` has filled in, such as betas; ranks must agree on them."""
+        self.defaults = self.optim.defaults
+        copy_options(self.optim.param_groups, self.param_groups)
+        agree(self._workers, facts_of_options(self.param_groups, self.defaults), ADVICE)
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Add parameters, with their own options, as any optimizer does; on every rank."""
+        super().add_param_group(param_group)
+        number = len(self.param_groups) - 1
+        added = self.param_groups[number:]
+        try:
+            self._check_params(added[0]["params"])
+            if self.optim is None:  # the constructor's groups are taken in together
+                return
+            facts = facts_of_groups(added, first=number)
+            facts.update(facts_of_options(added, self.defaults, first=number))
+            agree(self._workers, facts, ADVICE)
+            self._take_in_last_group()
+        except Exception:
+            del self.param_groups[number:]
+            raise
+
+    def _check_params(self, params: Sequence[Tensor]) -> None:
+        """Raise a TypeError if these parameters cannot be divided."""
+
+    def _take_in_last_group(self) -> None:
+        """Divide the parameters of the last group, and add them to `optim`."""
+        raise NotImplementedError
+
+    def step(self, closure: Callable[[], object] | None = None, **kwargs: Any) -> Any:
+        """Update the parameters: `optim` steps the tensors of this rank, then all ranks get them.
+
+        A `closure` is called once before, and its loss returned. (On one rank `optim` calls it.)
+        Call it on every rank.
+        """
+        self._begin_step()
+        # Schedulers change our groups, and `optim` has other ones.
+        copy_options(self.param_groups, self.optim.param_groups)
+        if self._workers.size == 1:
+            result = self.optim.step(*([] if closure is None else [closure]), **kwargs)
+        else:
+            result = None
+            if closure is not None:
+                # As in torch's optimizers: the caller may have turned gradients off.
+                with torch.enable_grad():
+                    result = closure()
+            self._step(**kwargs)
+        # Some optimizers count steps in their groups.
+        copy_options(self.optim.param_groups, self.param_groups)
+        return result
+
+    def _begin_step(self) -> None:
+        """Prepare for a step, before options are copied."""
+
+    def _step(self, **kwargs: Any) -> None:
+        """Step the tensors of this rank, and exchange the new values with other ranks."""
+        raise NotImplementedError
+
+
+def copy_options(sources: Sequence[SavedState], targets: Sequence[dict[str, Any]]) -> None:
+    """Set the options of the target groups to those of the source groups."""
+    for source, target in zip(sources, targets, strict=True):
+        target.update(options_of(source))
+
+
+def check_params_and_class(owner: str, params: object, optim: object) -> None:
+    """Raise a TypeError unless an `owner` of optimizers was given parameters, and a class."""
+    for name, given in (("params", params), ("optim", optim)):
+        if isinstance(given, Optimizer):
+            raise TypeError(
+                f"{name} is an optimizer that is made already. {owner} makes another: "
+                f"{owner}(model.parameters(), optim={type(given).__name__}, lr=...). Or give yours "
+                "to mh.shard(model, optimizer)."
+            )
+    if isinstance(params, nn.Module) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"params must be parameters or groups of them, got {type(params).__name__}. Write "
+            f"{owner}(model.parameters(), optim=..., lr=...)."
+        )
+    if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
+        raise TypeError(
+            f"optim must be an optimizer class, got {type(optim).__name__}. Its arguments "
+            f"follow by name: {owner}(params, optim=AdamW, lr=1e-3)."
+        )
