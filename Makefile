@@ -46,7 +46,7 @@ coverage: $(READY) ## what the last two with COVERAGE=1 have covered, ranks incl
 	@$(BIN)/python -m coverage combine --quiet
 	@$(BIN)/python -m coverage report
 
-lint: $(READY) ## style, formatting and types
+lint: $(READY) ## style, formatting and types (of src, tests/helpers and benchmarks)
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy

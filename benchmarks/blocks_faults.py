@@ -1,18 +1,13 @@
-"""What do killed and stopped workers cost the others?
+"""Measure what killed and stopped workers cost a crew.
 
     python benchmarks/blocks_faults.py --data FOLDER --part 1    30 minutes; writes the page
     python benchmarks/blocks_faults.py --data FOLDER --part 2    an hour; goes on where it ended
-    python benchmarks/blocks_faults.py --data FOLDER --quick    a smoke test of a minute
 
-8 workers, started by `manyhands run`, train an LSTM on the characters of tinyshakespeare.txt.xz
-(which FOLDER holds) inside `mh.DiLoCo` in a `mh.Crew`, without faults. Then they take the same
-number of steps with a random worker killed or stopped every 30 s, and every 15 s. The last run has
-no faults again, and other batches: how far apart two runs are by themselves. Then 16 workers with
-slower steps, without faults and with one every 30 s. Part 2 compares what is kept with what the
-faults themselves allow, three times each: 8 workers with a fault every 15 s, and 16 workers on two
-hosts between which the line is cut, too (network namespaces; needs root, `ip` and `nsenter`), every
-15 s and every 10 s. `faults/` has the workers' script, the faults, and the model that tells from
-the measured recoveries what faults would cost thousands of workers.
+Part 1: 8 workers without faults, with a random worker killed or stopped every 30 s and every 15 s,
+and without faults on other batches; 16 workers with slower steps. Part 2, three times each: 8
+workers, and 16 workers on two hosts between which the line is cut, too (network namespaces; needs
+root, `ip` and `nsenter`). `faults/` has the workers' script, the faults, and a model of thousands
+of workers.
 """
 
 from __future__ import annotations
@@ -53,8 +48,10 @@ ATTACKS = {
     "16 workers, kill, stop or cut every 10 s": replace(CUT, steps=1000, interval=10.0),
 }
 TIMES = 3  # with other faults
-NONE, AGAIN = "no faults", "no faults, other batches"
-CREWS, DAYS, BLOCKS = (16, 64, 256, 1024, 4096, 10_000), (1, 7, 30), (60.0, 300.0)  # of the model
+NONE = "no faults"
+CREWS = (16, 64, 256, 1024, 4096, 10_000)  # of the model, as all below
+DAYS = (1, 7, 30)
+BLOCKS = (60.0, 300.0)
 REGROUP = 0.001  # seconds for each worker
 AGREES = 3.0  # points by which the model may be off
 Rows = dict[str, dict[str, Any]]
@@ -72,11 +69,12 @@ def main() -> None:
         say_unsound(rows)
     elif args.part == 1:
         plans = {f"every {s:g} s": replace(FULL, interval=s) for s in (30.0, 15.0)}
-        plans = {NONE: FULL, **plans, AGAIN: replace(FULL, seed=1)}
+        plans = {NONE: FULL, **plans, "no faults, other batches": replace(FULL, seed=1)}
         conditions = {**pages.conditions(), "cores": os.cpu_count(), "plan": asdict(FULL)}
         more = {NONE: SIXTEEN, "every 30 s": replace(SIXTEEN, interval=30.0)}
-        rows, sixteen = run(plans, args.data), run(more, args.data)
-        attacks = {name: [] for name in ATTACKS}
+        rows = run(plans, args.data)
+        sixteen = run(more, args.data)
+        attacks: dict[str, list] = {name: [] for name in ATTACKS}
         attacks[FEW].append(rows["every 15 s"])
         result = {**conditions, "rows": rows, "sixteen": sixteen, "attacks": attacks}
         pages.store("blocks-faults", result)
@@ -85,19 +83,20 @@ def main() -> None:
     else:
         result = pages.read("blocks-faults")
         for seed, (name, plan) in product(range(TIMES), ATTACKS.items()):
-            rows = result["attacks"][name]
-            if seed == len(rows):  # not those that were run already
+            done = result["attacks"][name]
+            if seed == len(done):  # not those that were run already
                 usual = base_of(plan, result)["usual"]
-                rows += run({name: replace(plan, seed=seed)}, args.data, usual).values()
+                done += run({name: replace(plan, seed=seed)}, args.data, usual).values()
                 pages.store("blocks-faults", result)
                 print(attacked(result), flush=True)
         draw(result)
-        runs = result["attacks"].items()
-        say_unsound({f"{name}, {n}": row for name, rows in runs for n, row in enumerate(rows)})
+        for name, runs in result["attacks"].items():
+            say_unsound({f"{name}, {number}": row for number, row in enumerate(runs)})
 
 
 def say_unsound(rows: Rows) -> None:
-    if wrong := [name for name, row in rows.items() if not is_sound(row)]:
+    wrong = [name for name, row in rows.items() if not is_sound(row)]
+    if wrong:
         raise SystemExit(f"workers differ, work is lost or the exit code is not 0: {wrong}")
 
 
@@ -107,7 +106,9 @@ def run(plans: dict[str, Plan], data: Path, usual: float = 0.0) -> Rows:
     for name, plan in plans.items():
         print(f"{name}: {plan.workers} workers, {plan.steps} steps", flush=True)
         trial = harm.run(plan, data)
-        usual = usual or usual_block(kept_rounds(trial.log), plan.every)
+        if not usual:
+            rounds = pairwise(kept_rounds(trial.log))
+            usual = median(b.time - a.time for a, b in rounds if b.length == plan.every)
         rows[name] = {"usual": usual, **tally(trial, usual)}
     return rows
 
@@ -132,8 +133,6 @@ def is_sound(row: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class KeptRound:
-    """A sync round that was kept."""
-
     number: int
     time: float  # when the first worker had its result
     steps: int
@@ -147,10 +146,12 @@ def kept_rounds(log: list[LogLine]) -> list[KeptRound]:
     for line in log:
         if line["event"] in ("round", "left"):
             by_number[line["rounds"]].append(line)
-    found, before = [], 0
+    found = []
+    before = 0
     for number, lines in sorted(by_number.items()):
         steps = min(line["steps"] for line in lines)
-        length, before = steps - before, steps
+        length = steps - before
+        before = steps
         counted = frozenset(line["number"] for line in lines if line["own"] == length > 0)
         if counted:
             when = min(line["time"] for line in lines)
@@ -158,39 +159,37 @@ def kept_rounds(log: list[LogLine]) -> list[KeptRound]:
     return found
 
 
-def usual_block(held: list[KeptRound], every: int) -> float:
-    """Return the seconds of a block without faults."""
-    return median(b.time - a.time for a, b in pairwise(held) if b.length == every)
-
-
 def tally(trial: Trial, usual: float) -> dict[str, Any]:
-    """Return the figures of a run; `usual` is the time of a block without faults."""
     log = trial.log
     held = kept_rounds(log)
     seconds = held[-1].time - held[0].time
     left = [line for line in log if line["event"] == "left"]
+    counted = sum(m.length * len(m.counted) for m in held[1:])
+    losses = [line["loss"] for line in log if line["event"] == "loss"]
     result: dict[str, Any] = {
         "interval": trial.plan.interval,
         "seconds": seconds,
         "rounds": len(held),
-        "rate": sum(m.length * len(m.counted) for m in held[1:]) / seconds,
+        "rate": counted / seconds,
         "allowed": harm.allowed(trial.plan, trial.faults, held[-1].time, seconds),
         "missing": missing(held, trial.faults, trial.plan.workers),
         "compared": sum(line["event"] != "loss" for line in log),
         "differing": differing(log),
         "finished": len({line["number"] for line in left}),
         "finals": len({line["final"] for line in left}),
-        "loss": next((line["loss"] for line in log if line["event"] == "loss"), None),
+        "loss": losses[0] if losses else None,
         "code": trial.code,
         "cores": trial.cpu / trial.seconds,
         "spent": trial.spent,
     }
     for kind in KINDS:
         faults = [fault for fault in trial.faults if fault.kind == kind]
+        delays = [delay(fault, held, usual) for fault in faults]
+        backs = [back(fault, held) for fault in faults]
         result[kind] = {
             "count": len(faults),
-            "delays": _known([delay(fault, held, usual) for fault in faults]),
-            "back": _known([back(fault, held) for fault in faults]),
+            "delays": [seconds for seconds in delays if seconds is not None],
+            "back": [seconds for seconds in backs if seconds is not None],
         }
     return result
 
@@ -235,15 +234,7 @@ def back(fault: Fault, held: list[KeptRound]) -> float | None:
     return None if until is None else until - fault.time
 
 
-def _known(values: list[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
-# -- the page --------------------------------------------------------------------------------------
-
-
 def table(rows: Rows) -> str:
-    """One column for each run."""
     base = next(iter(rows.values()))
     lines: dict[str, Any] = {
         "killed, stopped": lambda r: f"{r['kill']['count']}, {r['stop']['count']}",
@@ -265,19 +256,22 @@ def table(rows: Rows) -> str:
 
 
 def attacked(result: dict[str, Any]) -> str:
-    """A line for each attack, with the shares of all its runs."""
     cells = []
     for name, plan in ATTACKS.items():
-        rows, base = result["attacks"][name], base_of(plan, result)["rate"]
-        kept = [row["rate"] / base for row in rows]
-        allowed = [row["allowed"] for row in rows]
-        of_allowed = [a / b for a, b in zip(kept, allowed, strict=True)]
-        shares = (", ".join(f"{100 * x:.1f}" for x in each) for each in (kept, allowed, of_allowed))
-        times = {kind: [s for row in rows for s in row[kind]["back"]] for kind in KINDS}
-        back = ", ".join(f"{median(each):.1f}" for each in times.values() if each)
-        count = ", ".join(str(sum(row[kind]["count"] for row in rows)) for kind in times)
+        rows = result["attacks"][name]
+        base = base_of(plan, result)["rate"]
+        kept = ", ".join(f"{100 * row['rate'] / base:.1f}" for row in rows)
+        allowed = ", ".join(f"{100 * row['allowed']:.1f}" for row in rows)
+        share = ", ".join(f"{100 * row['rate'] / base / row['allowed']:.1f}" for row in rows)
+        counts = []
+        backs = []
+        for kind in KINDS:
+            counts.append(str(sum(row[kind]["count"] for row in rows)))
+            times = [seconds for row in rows for seconds in row[kind]["back"]]
+            if times:
+                backs.append(f"{median(times):.1f}")
         wrong = f"{sum(r['missing'] for r in rows):.0f}, {sum(r['differing'] for r in rows)}"
-        cells.append([name, count, *shares, back, wrong])
+        cells.append([name, ", ".join(counts), kept, allowed, share, ", ".join(backs), wrong])
     head = "| kills, stops, cuts | kept, % | allowed, % | kept of allowed, % | back after, s"
     return pages.table(f"{head} | survivors' blocks missing, rounds that differ", cells)
 
@@ -289,48 +283,22 @@ def base_of(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def spent(rows: dict[str, list[dict[str, Any]]]) -> str:
-    """What the seconds of all workers went into, in percent; of several runs, the mean."""
-    cells = (
-        [what, *(f"{100 * fmean(r['spent'][cause] for r in each):.1f}" for each in rows.values())]
-        for cause, what in CAUSES.items()
-    )
+    """Return the seconds of all workers by cause, in percent; of several runs, the mean."""
+    cells = []
+    for cause, what in CAUSES.items():
+        shares = [fmean(row["spent"][cause] for row in each) for each in rows.values()]
+        cells.append([what, *(f"{100 * share:.1f}" for share in shares)])
     return pages.table(" | ".join(["% of all workers' seconds", *rows]), cells)
 
 
 def _spread(values: list[float]) -> str:
-    """Median, and the worst."""
     return f"{median(values):.1f}, {max(values):.1f}" if values else ""
-
-
-def verdict(rows: Rows) -> str:
-    """Each claim, and whether it holds."""
-    faulty = {name: row for name, row in rows.items() if row["interval"]}
-    lines = []
-    for name, row in faulty.items():
-        share = 100 * row["rate"] / rows[NONE]["rate"]
-        lines.append(
-            f"- **A fault {name}:** {share:.1f} % of the throughput is kept, with "
-            f"{row['kill']['count']} kills and {row['stop']['count']} stops in "
-            f"{row['seconds']:.0f} s."
-        )
-    sound = "yes" if all(map(is_sound, rows.values())) else "**no**"
-    lines.append(
-        "- **Bitwise the same state after each sync round and at the end, nothing lost by workers "
-        f"that are not hit, exit code 0:** {sound}; {sum(r['compared'] for r in rows.values()):,} "
-        "states were compared."
-    )
-    base = rows[NONE]["loss"]
-    more = {name: f"{100 * (row['loss'] / base - 1):+.2f} %" for name, row in rows.items()}
-    losses = ", ".join(f"{more[name]} with a fault {name}" for name in faulty)
-    lines.append(
-        f"- **Loss after equally many steps:** {losses} ({more[AGAIN]} without, on other batches)."
-    )
-    return "\n".join(lines)
 
 
 def modelled(rows: Rows, workers: int, name: str) -> tuple[float, float]:
     """The share of the throughput that a run has kept, and that its model keeps, in percent."""
-    row, usual = rows[name], rows[NONE]["usual"]
+    row = rows[name]
+    usual = rows[NONE]["usual"]
     kinds = [model.Recoveries.of(row[kind], usual) for kind in OF_ONE]
     shares = (
         model.kept(workers, usual, row["interval"], kinds, rounds=row["rounds"], seed=seed)
@@ -339,121 +307,45 @@ def modelled(rows: Rows, workers: int, name: str) -> tuple[float, float]:
     return 100 * row["rate"] / rows[NONE]["rate"], 100 * fmean(shares)
 
 
-def larger(result: dict[str, Any]) -> dict[str, str]:
-    """The model's tables: beside the runs, and for crews that were never run."""
-    runs = [(8, result["rows"], name) for name, row in result["rows"].items() if row["interval"]]
+def model_tables(result: dict[str, Any]) -> dict[str, str]:
+    """Return the tables of the model: beside the runs, and for crews that were never run."""
+    rows = result["rows"]
+    runs = [(8, rows, name) for name, row in rows.items() if row["interval"]]
     runs.append((16, result["sixteen"], "every 30 s"))
-    shares = [(size, name, *modelled(rows, size, name)) for size, rows, name in runs]
-    apart = max(abs(ran - told) for _, _, ran, told in shares)
+    beside = []
+    apart = 0.0
+    for size, of_size, name in runs:
+        ran, told = modelled(of_size, size, name)
+        apart = max(apart, abs(ran - told))
+        beside.append((size, name, f"{ran:.1f}", f"{told:.1f}"))
     assert apart <= AGREES, f"the model is {apart:.1f} points off"
-    row, usual = result["rows"]["every 30 s"], result["rows"][NONE]["usual"]
-    kinds = [model.Recoveries.of(row[kind], usual) for kind in OF_ONE]
-    cells = []
-    for block in BLOCKS:
-        for days in DAYS:
-            rates = ((size, 86_400 * days / size) for size in CREWS)
-            kept = [
-                100 * model.kept(size, block, every, kinds, regroup=REGROUP * size)
-                for size, every in rates
-            ]
-            cells.append([f"{block:g} s", days, *(f"{share:.1f}" for share in kept)])
+    kinds = [model.Recoveries.of(rows["every 30 s"][kind], rows[NONE]["usual"]) for kind in OF_ONE]
+    crews = []
+    for block, days in product(BLOCKS, DAYS):
+        line = [f"{block:g} s", days]
+        for size in CREWS:
+            every = 86_400 * days / size
+            kept = model.kept(size, block, every, kinds, regroup=REGROUP * size)
+            line.append(f"{100 * kept:.1f}")
+        crews.append(line)
     sizes = " | ".join(f"{size:,}" for size in CREWS)
     return {
-        "beside": pages.table(
-            "workers | a fault | run, % | model, %",
-            [(size, name, f"{ran:.1f}", f"{told:.1f}") for size, name, ran, told in shares],
-            left=2,
-        ),
+        "beside": pages.table("workers | a fault | run, % | model, %", beside, left=2),
         "apart": f"{apart:.1f}",
-        "crews": pages.table(f"block | days between faults of a worker | {sizes}", cells),
+        "crews": pages.table(f"block | days between faults of a worker | {sizes}", crews),
     }
 
 
-PAGE = """# Workers that are killed and stopped
-
-{workers} workers train an LSTM (93,000 parameters) on the characters of Shakespeare's plays, with
-AdamW inside `mh.DiLoCo` (H = {every}, int8) in a `mh.Crew`, started by `manyhands run --workers
-{workers} --stall {stall:g} --preload quality.workloads`. A block takes {usual:.2f} s without
-faults. At set times a random worker is killed (SIGKILL; the command starts it again) or stopped
-(SIGSTOP, for {asleep:g} s). Each run is of {steps:,} steps, {minutes:.1f} minutes without faults.
-Measured on {machine}, with {versions}; load average {load}.
-
-```bash
-python benchmarks/blocks_faults.py --data FOLDER
-```
-
-{verdict}
-
-{table}
-
-- **Throughput** is the number of worker-steps in the mean of a kept round, over the time from the
-  first round to the last. Restarts are included.
-- Each step is padded by a sleep to {pace_ms:.0f} ms, so that a dead worker's share of the {cores}
-  cores makes the others no faster ({used:.2f} are used without faults).
-- **Delay** is the longer of the two blocks after a fault, over the usual time of one: median and
-  worst, as for **counts again**, the time from the fault to the end of the first block that the
-  worker contributes.
-- **States** are SHA-1 sums of the anchor and the outer momentum, logged after each round.
-- "{again}" differs from the first run by chance only.
-
-## What the faults allow
-
-The throughput is compared with what the faults themselves leave: a worker may be away for
-{restart:g} s after each kill and stop, and for as long as a stop or cut lasts ({asleep:g} s).
-Figures are in percent of the throughput without faults, one for each run. 16 workers are on two
-hosts (network namespaces), 10 and 6. A sync round needs 9 of them (`--quorum 9`), a block is
-{sixteen_every} steps of {sixteen_pace:g} s, and a cut drops all packets between the hosts. "Back
-after" is the median time from a fault to the end of the first block that all its workers
-contribute.
-
-```bash
-python benchmarks/blocks_faults.py --data FOLDER --part 2
-```
-
-{attacked}
-
-Where the time of all workers went, from the start of their processes to their last step (means of
-the runs; `benchmarks/faults/spent.py` measures it):
-
-{spent}
-
-## Thousands of workers
-
-A model of discrete events takes from the runs how long a fault delays the others, and how long
-its victim is away. Faults come at random times, and hit random workers. Throughput kept, in
-percent, in the runs and in the model (mean of 50 seeds; at most {apart} points apart):
-
-{beside}
-
-The run with 16 workers has blocks of {sixteen_every} steps of {sixteen_pace:g} s, so that the cores
-suffice.
-
-**Simulated** with the recoveries of 8 workers and a fault every 30 s: throughput kept, in
-percent, of crews in which each worker is killed or stopped once in so many days. Each round in
-which a worker is lost or comes in is **assumed** to cost one regrouping, of {regroup_ms:.0f} ms
-for each worker, beyond the measured delays.
-
-{crews}
-
-A fault costs its victim's block, so short blocks are better if faults are rare, and long ones if
-a large crew regroups in most rounds.
-"""
-
-
 def draw(result: dict[str, Any]) -> None:
-    """Write the page of a run."""
-    rows, plan = result["rows"], result["plan"]
-    base = rows[NONE]
-    measured = {"minutes": base["seconds"] / 60, "usual": base["usual"], "used": base["cores"]}
-    parts = {"verdict": verdict(rows), "table": table(rows), "again": AGAIN}
-    parts = {**plan, **measured, **parts, "pace_ms": 1e3 * plan["pace"]}
-    parts |= {**larger(result), "regroup_ms": 1e3 * REGROUP}
-    of_attacks = {name: each for name, each in result["attacks"].items() if each}
-    parts["spent"] = spent({NONE: [base], **of_attacks})
-    parts["attacked"] = attacked(result)
-    parts |= {"restart": harm.RESTART, "sixteen_pace": SIXTEEN.pace}
-    parts["sixteen_every"] = SIXTEEN.every
-    pages.write("blocks-faults", PAGE, result, **parts)
+    runs = {name: each for name, each in result["attacks"].items() if each}
+    pages.fill(
+        "blocks-faults",
+        result,
+        table=table(result["rows"]),
+        attacked=attacked(result),
+        spent=spent({NONE: [result["rows"][NONE]], **runs}),
+        **model_tables(result),
+    )
 
 
 if __name__ == "__main__":

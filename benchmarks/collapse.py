@@ -1,14 +1,11 @@
-"""Does AdaScale end well where gradients explode now and then?
+"""Train under AdaScale where gradients explode now and then.
 
     python benchmarks/collapse.py            an hour; the same command continues where it stopped
-    python benchmarks/collapse.py --draw     the page from the rows so far
-    python benchmarks/collapse.py --quick    a smoke test, seconds
 
 Four small models learn at rates that are right for one worker, and so high that a gradient explodes
-now and then: three LSTMs and a transformer, on sequences of this file's own. Each is trained with
-SGD and a cosine by progress, at scale 1 and under AdaScale at 16, 32 and 64 and with `Ramp`, once
-with the noise of a step limited (the default) and once without. A run has collapsed if its accuracy
-is 7 points below that of scale 1 with the same seed.
+now and then. Each is trained with SGD and a cosine by progress, at scale 1 and under AdaScale at
+16, 32 and 64 and with `Ramp`, once with the noise of a step limited (the default) and once without.
+A run has collapsed if its accuracy is 7 points below that of scale 1 with the same seed.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -29,7 +27,6 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim.lr_scheduler import LambdaLR
 
 import manyhands as mh
-from manyhands.ramp import _observed
 from manyhands.scaling import _noise
 from ramp import StatedClock
 
@@ -38,8 +35,11 @@ SEEDS = 40
 SETTINGS = ("16", "32", "64", "Ramp")
 LIMITS = {"limited": _noise.OUTLIER_DEVIATIONS, "not limited": math.inf}
 POINTS = 7.0
-BATCH, LARGEST, OVERHEAD = 16, 64, 8.0
-FEATURES, CLASSES = 13, 10
+BATCH = 16
+LARGEST = 64
+OVERHEAD = 8.0  # of a step, in passes
+FEATURES = 13
+CLASSES = 10
 
 
 class Recurrent(nn.Module):
@@ -108,20 +108,22 @@ def sequences(task: Task, count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def train(task: Task, setting: str, limit: str, seed: int, steps: int) -> dict[str, Any]:
-    """Train until the progress is that of `steps` small-batch steps."""
     _noise.OUTLIER_DEVIATIONS = LIMITS[limit]
     torch.manual_seed(seed)
-    model, generator = task.model(), torch.Generator().manual_seed(1000 + seed)
+    model = task.model()
+    generator = torch.Generator().manual_seed(1000 + seed)
     passes = int(setting) if setting != "Ramp" else 1
     sgd = torch.optim.SGD(model.parameters(), lr=task.lr, momentum=0.9)
     optimizer = mh.AdaScale(sgd, num_gradients_to_accumulate=passes)
-    _observed.time = clock = StatedClock(OVERHEAD)  # type: ignore[assignment]
+    clock = StatedClock(OVERHEAD)
     ramp = mh.Ramp(optimizer, LARGEST) if setting == "Ramp" else None
     schedule = mh.ProgressScheduler(
         LambdaLR(optimizer, lambda k: cosine(k, steps)), optimizer, end=steps
     )
     x, y = sequences(task, 20_000, 1)
-    taken, most, start = 0, 1.0, time.process_time()
+    taken = 0
+    most = 1.0
+    start = time.process_time()
     loss = torch.zeros(())
     while not schedule.done and loss.isfinite():
         passes = passes if ramp is None else ramp.passes
@@ -133,24 +135,23 @@ def train(task: Task, setting: str, limit: str, seed: int, steps: int) -> dict[s
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        taken, most = taken + 1, max(most, optimizer.gain())
+        taken += 1
+        most = max(most, optimizer.gain())
     x, y = sequences(task, 2_000, 2)
     with torch.no_grad():
         score = 100.0 * (model(x).argmax(dim=1) == y).double().mean().item()
     seconds = round(time.process_time() - start, 2)
-    of_run = {"task": task.name, "setting": setting, "limit": limit, "seed": seed}
+    run = {"task": task.name, "setting": setting, "limit": limit, "seed": seed}
     found = {"score": round(score, 2), "steps": taken, "largest_gain": round(most, 2)}
-    return {**of_run, **found, "cpu_seconds": seconds}
+    return {**run, **found, "cpu_seconds": seconds}
 
 
 def run() -> None:
-    """Add the runs that are missing, a line each."""
-    for seed in range(SEEDS):
-        done = {key(row) for row in pages.read_rows(RESULTS)}
-        for task in TASKS:
-            for setting, limit in (("1", "limited"), *((s, k) for s in SETTINGS for k in LIMITS)):
-                if (task.name, setting, limit, seed) not in done:
-                    pages.add_row(RESULTS, train(task, setting, limit, seed, task.steps))
+    settings = [("1", "limited"), *product(SETTINGS, LIMITS)]
+    done = {key(row) for row in pages.read_rows(RESULTS)}
+    for seed, task, (setting, limit) in product(range(SEEDS), TASKS, settings):
+        if (task.name, setting, limit, seed) not in done:
+            pages.add_row(RESULTS, train(task, setting, limit, seed, task.steps))
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -158,69 +159,25 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def cells(rows: list[dict[str, Any]]) -> list[list[object]]:
-    """A table row for each task and setting: how often it collapsed, and how it ended."""
+    """Return a table row for each task and setting: how many runs collapsed, and the accuracy."""
     scores = {key(row): row["score"] for row in rows}
     table: list[list[object]] = []
-    for task in TASKS:
-        for setting in SETTINGS:
-            found: list[object] = []
-            for limit in LIMITS:
-                pairs = [
-                    (
-                        scores[task.name, setting, limit, seed],
-                        scores[task.name, "1", "limited", seed],
-                    )
-                    for seed in range(SEEDS)
-                    if (task.name, setting, limit, seed) in scores
-                ]
-                if not pairs:
-                    continue
-                low = sum(score < one - POINTS for score, one in pairs)
-                ends = [score for score, _ in pairs]
-                found += [f"{low} of {len(pairs)}", f"{median(ends):.1f} ({min(ends):.1f})"]
-                one = median(other for _, other in pairs)
-            if found:
-                table.append([task.title, setting, f"{one:.1f}", *found])
+    for task, setting in product(TASKS, SETTINGS):
+        found: list[object] = []
+        for limit in LIMITS:
+            ends = []
+            base = []  # of scale 1 with the same seeds
+            for seed in range(SEEDS):
+                if (task.name, setting, limit, seed) in scores:
+                    ends.append(scores[task.name, setting, limit, seed])
+                    base.append(scores[task.name, "1", "limited", seed])
+            if ends:
+                low = sum(end < one - POINTS for end, one in zip(ends, base, strict=True))
+                found += [f"{low} of {len(ends)}", f"{median(ends):.1f} ({min(ends):.1f})"]
+                at_one = f"{median(base):.1f}"
+        if found:
+            table.append([task.title, setting, at_one, *found])
     return table
-
-
-def collapsed(rows: list[dict[str, Any]], limit: str) -> tuple[int, int]:
-    """How many of the runs collapsed, and how many there are."""
-    scores = {key(row): row["score"] for row in rows}
-    runs = [k for k in scores if k[2] == limit and k[1] != "1"]
-    low = sum(scores[k] < scores[k[0], "1", "limited", k[3]] - POINTS for k in runs)
-    return low, len(runs)
-
-
-PAGE = """# AdaScale where gradients explode
-
-Four small models are trained with SGD at rates that are right for one worker and so high that a
-gradient explodes now and then. A run has **collapsed** if its accuracy on held-out sequences is
-{points:g} points below that of scale 1 with the same seed. One process accumulates the gradients;
-`Ramp` (at most {largest} micro-batches) reads a stated clock, in which a step takes
-{overhead:g} + passes. Up to {seeds} seeds a row; the median accuracy, and the lowest.
-
-```bash
-python benchmarks/collapse.py
-```
-
-AdaScale limits the noise that a step can add to its average: of {after[1]} runs, {after[0]}
-collapsed. Without the limit it was {before[0]} of {before[1]}.
-
-{table}
-
-A collapse without the limit begins with a step whose noise is many times the usual. The gain rises
-towards the scale, progress races to its end, and the schedule ends with it. The limit does not help
-where the learning rate times an honest gain is too high for the model.
-"""
-
-
-def write() -> None:
-    rows = pages.read_rows(RESULTS)
-    head = "model | setting | scale 1 | collapsed | accuracy | not limited: collapsed | accuracy"
-    known = {"points": POINTS, "largest": LARGEST, "overhead": OVERHEAD, "seeds": SEEDS}
-    counts = {"after": collapsed(rows, "limited"), "before": collapsed(rows, "not limited")}
-    pages.write("collapse", PAGE, {**known, **counts}, table=pages.table(head, cells(rows), left=2))
 
 
 def main() -> None:
@@ -232,7 +189,8 @@ def main() -> None:
         return
     if not arguments.draw:
         run()
-    write()
+    head = "model | setting | scale 1 | collapsed | accuracy | not limited: collapsed | accuracy"
+    pages.fill("collapse", table=pages.table(head, cells(pages.read_rows(RESULTS)), left=2))
 
 
 if __name__ == "__main__":

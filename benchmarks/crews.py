@@ -13,7 +13,6 @@ import atexit
 import heapq
 import os
 import random
-import re
 import threading
 import time
 from collections import defaultdict
@@ -21,6 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count
+from operator import methodcaller
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -34,11 +34,20 @@ from manyhands.blocks.crew._roster import Member, Roster, Version
 from manyhands.blocks.crew._store import HeartbeatMonitor, SharedRoster, Signer, StoreClient
 from manyhands.errors import WorkerLost
 
-BLOCK, EXCHANGE, STALL, AWAY, REPORTED = 30.0, 0.3, 5.0, 10.0, 0.1  # seconds
-TRIP, REQUEST, BANDWIDTH = 0.2e-3, 15e-6, 1e9  # of the store: seconds, seconds, bytes a second
-ENTRY, OPEN, ADDRESS = 5e-6, 0.3e-3, 400  # reading a member, connecting to it: seconds, bytes
+BLOCK = 30.0  # seconds, as all below
+EXCHANGE = 0.3
+STALL = 5.0
+AWAY = 10.0  # until a worker that died is started again
+REPORTED = 0.1  # until a death is reported
+TRIP = 0.2e-3  # to the store
+REQUEST = 15e-6  # of the store
+BANDWIDTH = 1e9  # of the store, bytes a second
+ENTRY = 5e-6  # reading a member of a roster
+OPEN = 0.3e-3  # connecting to a member
+ADDRESS = 400  # bytes
 UNREPORTED = 0.05  # of the deaths: a host is cut off, and nobody reports it
-SIZES, SECONDS = (16, 64, 256, 512, 1024), 100.0
+SIZES = (16, 64, 256, 512, 1024)
+SECONDS = 100.0
 SECRET = "the secret of a simulated crew"
 
 
@@ -50,8 +59,12 @@ class Clock:
     """Lets the thread run whose time has come, and no other. Stands in for the module `time`."""
 
     def __init__(self) -> None:
-        self.now, self.queue, self.order = 0.0, [], count()
-        self.monotonic = lambda: self.now
+        self.now = 0.0
+        self.queue: list[tuple[float, int, Any]] = []
+        self.order = count()
+
+    def monotonic(self) -> float:
+        return self.now
 
     def line_up(self, seconds: float, turn: Any = None) -> Any:
         if turn is None:
@@ -87,7 +100,9 @@ class Lock:
     """Stands in for `threading.RLock`."""
 
     def __init__(self) -> None:
-        self.owner, self.depth, self.waiting = 0, 0, []
+        self.owner = 0
+        self.depth = 0
+        self.waiting: list[Any] = []
 
     def __enter__(self) -> None:
         while self.depth and self.owner != threading.get_ident():
@@ -96,7 +111,8 @@ class Lock:
             self.waiting.append(turn)
             World.clock.pass_on()
             turn.acquire()
-        self.owner, self.depth = threading.get_ident(), self.depth + 1
+        self.owner = threading.get_ident()
+        self.depth += 1
 
     def __exit__(self, *_: Any) -> None:
         self.depth -= 1
@@ -105,10 +121,11 @@ class Lock:
 
 
 class Client(StoreClient):
-    """A connection to the simulated store."""
-
     def __init__(self, store: str, interval: float, signer: Signer) -> None:
-        self.signer, self.known_revision, self._interval, self.key = signer, 0, interval, ""
+        self.signer = signer
+        self.known_revision = 0
+        self._interval = interval
+        self.key = ""
         self.totals = [0, 0, 0]  # heartbeats, requests, bytes
 
     def call(self, name: str, *args: Any) -> Any:
@@ -124,7 +141,8 @@ class Client(StoreClient):
         clock = World.clock
         if self.key in World.died:
             raise Dead
-        self.totals[1:] = self.totals[1] + 1, self.totals[2] + size
+        self.totals[1] += 1
+        self.totals[2] += size
         World.free = max(World.free, clock.now) + REQUEST + size / BANDWIDTH
         clock.sleep(World.free - clock.now + TRIP)
 
@@ -134,30 +152,60 @@ class Client(StoreClient):
                 self.put(key, self._next_heartbeat())
                 World.clock.sleep(self._interval)
 
-        self._heartbeats, self.key = 0, key
+        self._heartbeats = 0
+        self.key = key
         World.clock.start(beat)
 
     def close(self) -> None:
         World.died.setdefault(self.key, World.clock.now)
 
 
+def shared_roster(crew: Crew) -> SharedRoster:
+    assert crew._enrollment is not None
+    return crew._enrollment.shared
+
+
+def client_of(crew: Crew) -> Any:
+    return shared_roster(crew).client
+
+
 class World:
     """A crew, its store, and what was seen: one at a time, so these are of the class."""
 
+    size: int
+    clock: Clock
+    store: Any
+    free: float  # the time at which the store can take a request
+    died: dict[str, float]  # when, by the key of the heartbeat
+    living: dict[int, Crew]
+    dice: random.Random
+    came: dict[tuple[int, int], set[int]]  # members, by generation and round
+    seen: dict[str, dict[Any, float]]
+    kept: dict[tuple[int, int], bool]  # rounds
+    repeating: bool
+
     def __init__(self, size: int) -> None:
-        World.size, World.clock, World.store, World.free = size, Clock(), HashStore(), 0.0
-        World.died, World.living, World.dice = {}, {}, random.Random(size)
-        World.came = defaultdict(set)  # members, by generation and round
-        World.seen, World.kept, World.repeating = defaultdict(dict), {}, False
+        World.size = size
+        World.clock = Clock()
+        World.store = HashStore()
+        World.free = 0.0
+        World.died = {}
+        World.living = {}
+        World.dice = random.Random(size)
+        World.came = defaultdict(set)
+        World.seen = defaultdict(dict)
+        World.kept = {}
+        World.repeating = False
 
     def live(self, number: int, pause: float = 0.0) -> None:
         self.clock.sleep(pause)
-        began, rounds = self.clock.now, 0
+        began = self.clock.now
+        rounds = 0
         own = Crew("127.0.0.1:1", number=number, expected=self.size, stall=STALL, secret=SECRET)
         self.living[number] = own
         own.join()
         if self.size > 65:
-            self.clock.start(self.watch, own._enrollment.shared)
+            self.clock.start(self.watch, shared_roster(own))
         while True:
             if not self.repeating:
                 self.clock.sleep(BLOCK * self.dice.uniform(0.95, 1.0))
@@ -166,7 +214,8 @@ class World:
                 kept = own.settle(True)
             except WorkerLost:
                 kept = own.settle(False)
-            rounds, World.repeating = rounds + kept, not kept
+            rounds += kept
+            World.repeating = not kept
             self.kept.setdefault((own.generation, own._round), kept)
             if own.regroup_due:
                 began = self.clock.now
@@ -187,7 +236,7 @@ class World:
 
     def connect(self, own: Crew) -> bool:
         for size in (ADDRESS, ADDRESS, 40 * own.size, ADDRESS * own.size):
-            own._enrollment.shared.client.ask(size)
+            client_of(own).ask(size)
         try:
             self.meet(own, 0, OPEN * own.size)
         except WorkerLost:
@@ -202,7 +251,7 @@ class World:
     def kill(self, launcher: SharedRoster) -> None:
         """Kill a random worker, report it as its launcher does, and start it again."""
         number = self.dice.choice(sorted(self.living))
-        self.living.pop(number)._enrollment.shared.client.close()
+        client_of(self.living.pop(number)).close()
         for came in self.came.values():
             came.discard(number)
         self.clock.start(self.after, number, launcher, self.dice.random() > UNREPORTED)
@@ -217,27 +266,31 @@ class World:
 def simulate(size: int) -> dict[str, Any]:
     """Let a crew begin, and then let a worker die and another come every second, at random."""
     world = World(size)
-    clock = _crew.time = _enrollment.time = _store.time = world.clock
-    Crew._connect = lambda own: world.connect(own)
+    clock = world.clock
+    for module in (_crew, _enrollment, _store):
+        put(module, time=clock)
+    put(Crew, _connect=lambda own: world.connect(own))
     for number in range(size):
         clock.start(world.live, number, 0.01 * number)
     while not any(world.kept.values()):
         clock.sleep(1.0)
     clock.sleep(1.0)  # until all have seen that
     launcher = SharedRoster(Client("", 1.0, Signer(SECRET)), HeartbeatMonitor(60.0))
-    launcher.watched = lambda roster: ()
-    clients = [crew._enrollment.shared.client for crew in world.living.values()]
-    before, began = [client.totals[:] for client in clients], clock.now
-    world.seen.clear(), world.kept.clear()
+    put(launcher, watched=lambda roster: ())
+    clients = [client_of(crew) for crew in world.living.values()]
+    before = [client.totals[:] for client in clients]
+    began = clock.now
+    world.seen.clear()
+    world.kept.clear()
     while clock.now < began + SECONDS:
         clock.sleep(world.dice.expovariate(1.0))
         world.kill(launcher)
-    rates = [
-        [(now - was) / (clock.now - began) for now, was in zip(client.totals, earlier, strict=True)]
-        for client, earlier in zip(clients, before, strict=True)
-        if client.key not in world.died
-    ]
-    row = {"rates": [round(median(rate), 1) for rate in zip(*rates, strict=True)]}
+    rates = []
+    for client, earlier in zip(clients, before, strict=True):
+        if client.key not in world.died:
+            more = [now - was for now, was in zip(client.totals, earlier, strict=True)]
+            rates.append([total / (clock.now - began) for total in more])
+    row: dict[str, Any] = {"rates": [round(median(rate), 1) for rate in zip(*rates, strict=True)]}
     for what, seen in world.seen.items():
         row[what] = [round(value, 2) for value in (median(seen.values()), max(seen.values()))]
     kept = sum(world.kept.values())
@@ -245,19 +298,27 @@ def simulate(size: int) -> dict[str, Any]:
 
 
 def measure_roster(size: int) -> dict[str, Any]:
-    """How long the text of a roster is, and how many changes a second one process makes of it."""
+    """Measure the length of a roster's text, and the changes of it in a second."""
     server, address = _store.serve_store("127.0.0.1")
     shared = SharedRoster(StoreClient(address, 60.0, Signer(SECRET)), HeartbeatMonitor(5.0))
     members = tuple(Member(f"{number}.1", Version(30, True, 500)) for number in range(size))
     shared.change(lambda roster: replace(roster, generation=5, members=members))
-    row, began, made = {"workers": size, "text": len(shared.roster.text)}, time.perf_counter(), 0
+    length = len(shared.roster.text)
+    began = time.perf_counter()
+    made = 0
     while time.perf_counter() < began + 1.0:
         asking = Member(f"{made % size}.1", Version(31, True, made))
-        shared.change(lambda roster, asking=asking: roster.ask_to_join(asking))
+        shared.change(methodcaller("ask_to_join", asking))
         made += 1
+    decisions = round(made / (time.perf_counter() - began))
     shared.client.close()
     del server
-    return row | {"decisions": round(made / (time.perf_counter() - began))}
+    return {"workers": size, "text": length, "decisions": decisions}
+
+
+def put(owner: Any, **replacements: Any) -> None:
+    for name, value in replacements.items():
+        setattr(owner, name, value)
 
 
 def remember(calculate: Any) -> Any:
@@ -277,7 +338,9 @@ def remember(calculate: Any) -> Any:
 
 def patch() -> None:
     """Let the crew's code run in the simulation, and remember what all workers calculate alike."""
-    parse, write, report = lru_cache(64)(Roster.of), SharedRoster._sign, Roster.report
+    parse = lru_cache(64)(Roster.of)
+    write = SharedRoster._sign
+    report = Roster.report
 
     def charge(roster: Roster) -> Roster:
         World.clock.sleep(ENTRY * (len(roster.members) + len(roster.waiting)))
@@ -289,18 +352,21 @@ def patch() -> None:
             World.seen["silent"].setdefault(key, World.clock.now - World.died[key])
         return new
 
-    Roster.of, SharedRoster._sign = lambda t: charge(parse(t)), lambda s, r: write(s, charge(r))
-    Roster.report = noted
+    put(Roster, of=lambda text: charge(parse(text)), report=noted)
+    put(SharedRoster, _sign=lambda shared, roster: write(shared, charge(roster)))
     for name in ("ids", "everyone", "gone", "here", "workers", "source", "joiners", "admissible"):
         setattr(Roster, name, property(remember(getattr(Roster, name).fget)))
     for name in ("complete", "absent", "watched_by"):
         setattr(Roster, name, remember(getattr(Roster, name)))
-    _enrollment.Enrollment._check_number_is_free = lambda *_: None
-    Signer.sign = lambda self, key, text: "0" * _store.SIGNATURE_LENGTH + text
-    Signer.verify = lambda self, key, value: value[_store.SIGNATURE_LENGTH :].decode()
-    _crew.StoreClient, _store.threading = Client, SimpleNamespace(RLock=Lock)
+    put(_enrollment.Enrollment, _check_number_is_free=lambda *_: None)
+    length = _store.SIGNATURE_LENGTH
+    put(Signer, sign=lambda self, key, text: "0" * length + text)
+    put(Signer, verify=lambda self, key, value: value[length:].decode())
+    put(_crew, StoreClient=Client)
+    put(_store, threading=SimpleNamespace(RLock=Lock))
     idle = SimpleNamespace(ident=1, is_alive=lambda: False)  # `World.watch` stands in for it
-    _enrollment.threading = SimpleNamespace(Event=threading.Event, Thread=lambda **_: idle)
+    threads = SimpleNamespace(Event=threading.Event, Thread=lambda **_: idle)
+    put(_enrollment, threading=threads)
 
 
 HEAD = (
@@ -314,10 +380,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         cells.append([f"{row['workers']:,}", f"{row['text'] / 1e3:.0f}", f"{row['decisions']:,}"])
         heartbeats, requests, size = row.get("rates", (0, 0, 0))
-        seen = (heartbeats, requests, size / 1e3)
-        cells[-1] += [f"{value:.1f}" if value else "–" for value in seen]
-        pairs = (row.get(what, ("–", "–")) for what in ("regroup", "silent", "rounds"))
-        cells[-1] += ["{}, {}".format(*pair) for pair in pairs]
+        for value in (heartbeats, requests, size / 1e3):
+            cells[-1].append(f"{value:.1f}" if value else "–")
+        for what in ("regroup", "silent", "rounds"):
+            one, other = row.get(what, ("–", "–"))
+            cells[-1].append(f"{one}, {other}")
     return pages.table(HEAD, cells)
 
 
@@ -331,8 +398,7 @@ def main() -> None:
         atexit._clear()  # the threads of this crew stay where they are
     if not args.quick:
         pages.store("crews", result)
-        page, place = pages.PAGES / "scale.md", r"(?s)(<!-- crews -->\n).*?(?=<!-- end crews -->)"
-        page.write_text(re.sub(place, rf"\1{table(result['rows'])}\n", page.read_text()))
+        pages.fill("scale", crews=table(result["rows"]))
     os._exit(0)  # not those threads' atexit
 
 

@@ -1,7 +1,6 @@
 """Measure what each level leaves on a rank of a frozen bfloat16 model with float32 adapters.
 
     python benchmarks/lora_memory.py            a minute; writes results/lora-memory.json
-    python benchmarks/lora_memory.py --quick    a smoke test: a small model, writes nothing
     python tools/figures.py                     then writes the table of docs/recipes.md
 
 A decoder of 25 M parameters whose linear layers have adapters of rank 8, under AdamW on 4 ranks.
@@ -11,20 +10,20 @@ are next to nothing. The table is of the rank that holds most.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pages
 import torch
 from sharding.memory import WARM_UP, Held
-from team import Team
+from team import Team, largest
 from torch import Tensor, nn
 
 import manyhands as mh
 from sharding import models
 
-RANKS, LORA = 4, 8
+RANKS = 4
+LORA = 8
 
 
 class Adapted(nn.Module):
@@ -48,7 +47,7 @@ def adapted(size: models.Size) -> nn.Module:
     return model
 
 
-def held_bytes(size: models.Size, rank: int, level: int) -> dict[str, int]:
+def held_bytes(size: models.Size, rank: int, level: Any) -> dict[str, int]:
     """Train a few steps, and look at the last."""
     batches = models.batches(size, rank)
     with Held(batches) as held:
@@ -67,20 +66,15 @@ def held_bytes(size: models.Size, rank: int, level: int) -> dict[str, int]:
     return {"base": base, "trained": after_backward - base, "most": held.most}
 
 
-def work(size: models.Size) -> Callable[[int], Callable[[dict[str, Any]], dict[str, int]]]:
-    return lambda rank: lambda order: held_bytes(size, rank, order["level"])
-
-
 def main() -> None:
     args = pages.parser(__doc__).parse_args()
     size = replace(models.SIZES["tiny" if args.quick else "25M"], batch=1, context=8)
     result = {**pages.conditions(), "size": size.name, "ranks": RANKS, "rows": []}
     for level in range(4):
-        with Team(RANKS, work(size)) as team:
-            seen = team.ask({"level": level})
-        most = {key: max(rank[key] for rank in seen) for key in seen[0]}
-        result["rows"].append({"level": level, **most})
-        print(result["rows"][-1])
+        with Team(RANKS, lambda rank: lambda order: held_bytes(size, rank, **order)) as team:
+            row = {"level": level, **largest(team.ask({"level": level}))}
+        result["rows"].append(row)
+        print(row)
     if not args.quick:
         pages.store("lora-memory", result)
 

@@ -1,14 +1,17 @@
-"""Write what a benchmark found: its results, its tables and its page.
+"""Store what a benchmark has measured, and write the figures into the benchmark's page.
 
     args = pages.parser(__doc__, data="mnist.npz").parse_args()   # --quick, --draw, --data FOLDER
     result = pages.read("cost") if args.draw else {**pages.conditions(), "rows": measured(args)}
     if not args.quick:
         pages.store("cost", result)                               # benchmarks/results/cost.json
-        pages.write("cost", PAGE, result, table=pages.table("variant | ms", cells))
+        pages.fill("cost", result, table=pages.table("variant | ms", cells))
 
-`PAGE` is the page's text with `{machine}`, `{versions}` and `{table}` in it. Results that grow by
-one row at a time are in a file of JSON lines instead: an interrupted benchmark goes on with the
-rows that are missing (`read_rows`, `add_row`).
+A page of docs/benchmarks is written by hand, with marks around what a benchmark fills in:
+
+    Measured on <!-- conditions -->2 cores, with torch 2.13.0<!-- end -->.
+
+Results that grow by one row at a time are in a file of JSON lines instead. An interrupted benchmark
+goes on with the missing rows (`read_rows`, `add_row`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import argparse
 import json
 import os
 import platform
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +32,7 @@ PAGES = ROOT / "docs" / "benchmarks"
 
 
 def parser(description: str | None, data: str = "") -> argparse.ArgumentParser:
-    """The arguments that every benchmark has; `data` names the files that --data must hold."""
+    """Return the arguments that every benchmark has; `data` names the files in --data."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -41,7 +45,7 @@ def parser(description: str | None, data: str = "") -> argparse.ArgumentParser:
 
 
 def conditions() -> dict[str, Any]:
-    """What a page says about the machine: call it before the run, so that `load` is of others."""
+    """Describe the machine. Call this before the run, so that `load` is the load of others."""
     import torch  # not above: a script may first start again in the peers' environment
 
     return {
@@ -60,30 +64,46 @@ def store(name: str, result: Mapping[str, Any]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows so far, without a line that an interruption cut off."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    """Return the rows so far, without a line that an interruption cut off."""
+    rows: list[dict[str, Any]] = []
+    if not path.exists():
+        return rows
+    for line in path.read_text().splitlines():
         with suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
     return rows
 
 
 def add_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a row, on a line of its own even if an interruption has cut off the last one."""
+    """Add a row, on a separate line even if an interruption has cut off the last one."""
     before = path.read_bytes() if path.exists() else b""
-    cut_off = bool(before) and not before.endswith(b"\n")
     with path.open("a") as file:
-        file.write("\n" * cut_off + json.dumps(row) + "\n")
+        if before and not before.endswith(b"\n"):
+            file.write("\n")
+        file.write(json.dumps(row) + "\n")
 
 
-def write(name: str, template: str, result: Mapping[str, Any] | None = None, **parts: Any) -> None:
-    """Fill the template with what was stored, and with the parts, and write it as a page."""
-    (PAGES / f"{name}.md").write_text(template.format(**{**(result or {}), **parts}))
+def fill(name: str, result: Mapping[str, Any] | None = None, /, **parts: object) -> None:
+    """Replace the text between the marks of a page, and the conditions of the result."""
+    page = PAGES / f"{name}.md"
+    text = page.read_text()
+    if result is not None and "machine" in result:
+        known = {"conditions": f"{result['machine']}, with {result['versions']}"}
+        parts = {**known, "load": result.get("load"), **parts}
+    for part, value in parts.items():
+        found = re.search(rf"(?s)<!-- {part} -->\s*(.*?)\s*<!-- end -->", text)
+        if found:
+            text = f"{text[: found.start(1)]}{value}{text[found.end(1) :]}"
+        else:
+            assert part in ("conditions", "load"), f"{page} has no mark <!-- {part} -->"
+    page.write_text(text)
 
 
 def table(head: str, rows: Iterable[Sequence[object]], left: int = 1) -> str:
-    """A Markdown table; `head` is "name | ms | MB", and all but the `left` first align right."""
+    """Return a Markdown table. All columns but the first `left` of "name | ms | MB" align right."""
     columns = head.count("|") + 1
     rule = "|".join(["---"] * left + ["--:"] * (columns - left))
-    lines = ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
-    return "\n".join([f"| {head} |", f"|{rule}|", *lines])
+    lines = [f"| {head} |", f"|{rule}|"]
+    for row in rows:
+        lines.append("| " + " | ".join(str(cell) for cell in row) + " |")
+    return "\n".join(lines)

@@ -1,13 +1,14 @@
-"""Make the environment in which the benchmarks run beside what people install instead.
+"""Make .peers/, the environment in which the benchmarks run beside other libraries.
 
-python benchmarks/peers.py        makes .peers/ (once; a few minutes; DeepSpeed needs a compiler)
+    python benchmarks/peers.py        once; a few minutes; DeepSpeed needs a compiler
 
-The peers want other versions than the library's own environment has, hence one of its own. The
-benchmarks find it by themselves. manyhands itself is not installed in it: it is put on the path.
+The peers need other versions than `.venv` has. The benchmarks find the environment by themselves.
+manyhands is not installed in it, but put on the path.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -34,7 +35,6 @@ HOW = "python benchmarks/peers.py"
 
 
 def make() -> None:
-    """Create .peers/ with the pinned versions in it."""
     print(f"Making {FOLDER.name}/ with {', '.join(PINS)} ...", flush=True)
     venv.create(FOLDER, with_pip=True, clear=True)
     pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -49,6 +49,11 @@ def make() -> None:
     print(f"{FOLDER.name}/ is ready.")
 
 
+def installed(name: str | None) -> bool:
+    """Return whether the package is there, or none is needed."""
+    return name is None or importlib.util.find_spec(name) is not None
+
+
 def this_checkout() -> None:
     """Put this checkout's manyhands on the path, here and in processes that are started.
 
@@ -60,18 +65,14 @@ def this_checkout() -> None:
     sys.path.insert(0, paths[0])
 
 
-def run_again_beside_peers() -> bool:
-    """Restart this script in .peers/, if that was made; returns whether it runs there.
-
-    Where it was not, the benchmark goes on without the peers, in the environment it has. Either
-    way this checkout's manyhands is put on the path, for processes that are started as well.
-    """
+def run_again_beside_peers() -> None:
+    """Restart this script in .peers/ if that was made; otherwise, go on without the peers."""
     this_checkout()
     if Path(sys.prefix).resolve() == FOLDER.resolve():
-        return True
+        return
     if not READY.exists():
         print(f"What others offer is left out. To have it in the comparison: {HOW}\n")
-        return False
+        return
     sys.stdout.flush()
     os.execv(PYTHON, [str(PYTHON), *sys.argv])
 

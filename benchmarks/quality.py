@@ -1,20 +1,11 @@
-"""Does training at a larger batch end as well as at the small one? In how many steps?
+"""Compare AdaScale and AdamScale with fixed rules for the learning rate, at larger batches.
 
     python benchmarks/quality.py --data FOLDER    an hour; writes the tables
-    python benchmarks/quality.py --quick          a smoke test, seconds
 
-Compares AdaScale and AdamScale with fixed rules for the learning rate. Each rule is given
-
-    (A) as many samples as the run at scale 1: T / S steps
-    (B) as many steps as AdaScale (AdamScale) took: much of what it gains over linear scaling
-        at equal samples is that it takes more steps
-
-With AdamW and more seeds, compares AdamScale and AdaScale, and the square root in their steps; with
-Muon and Adadelta AdaScale alone.
-
-All use the same base learning rate and a cosine over their own length. The batch of S workers
-is made in one process by accumulation. Each finished run is one line in results/quality.jsonl
-or quality_adam.jsonl: the same command continues where it was interrupted.
+Each rule is given (A) as many samples as the run at scale 1, and (B) as many steps as AdaScale
+(AdamScale) took. With AdamW and more seeds, compares AdamScale and AdaScale, and the square root in
+their steps; with Muon and Adadelta AdaScale alone. Each finished run is one line in
+results/quality.jsonl or quality_adam.jsonl: the same command continues where it was interrupted.
 """
 
 from __future__ import annotations
@@ -35,7 +26,6 @@ ADAM_RESULTS = pages.RESULTS / "quality_adam.jsonl"
 SEEDS, ADAM_SEEDS, OTHER_SEEDS = 3, 10, 5
 ADAMW = [workload for workload in WORKLOADS if workload.optimizer == "AdamW"]
 Row = dict[str, Any]
-MARKS = "<!-- {} -->", "<!-- end of {} -->"
 
 
 def main() -> None:
@@ -45,14 +35,16 @@ def main() -> None:
         few = [replace(w, steps=32, scales=(4,)) for w in WORKLOADS if w.name == "digits-sgd"]
         print(table(results_of(few, run(few, Path(), 1, []))[0]))
         return
-    rows, adam_rows = pages.read_rows(RESULTS), pages.read_rows(ADAM_RESULTS)
+    rows = pages.read_rows(RESULTS)
+    adam_rows = pages.read_rows(ADAM_RESULTS)
     if not options.draw:
         rows = run(WORKLOADS, options.data, SEEDS, rows, RESULTS)
         for some, seeds in ((OTHERS, OTHER_SEEDS), (ADAMW, ADAM_SEEDS)):
             adam_rows = run(some, options.data, seeds, adam_rows, ADAM_RESULTS, rules_around)
-    write("tables", "\n\n".join(table(results) for results in results_of(WORKLOADS, rows)))
-    write("AdamW", rules_table(results_of(ADAMW, adam_rows), ["AdamScale", "AdaScale"]))
-    write("others", rules_table(results_of(OTHERS, adam_rows), ["AdaScale"]))
+    tables = "\n\n".join(table(results) for results in results_of(WORKLOADS, rows))
+    adamw = rules_table(results_of(ADAMW, adam_rows), ["AdamScale", "AdaScale"])
+    others = rules_table(results_of(OTHERS, adam_rows), ["AdaScale"])
+    pages.fill("quality", tables=tables, AdamW=adamw, others=others)
 
 
 def run(
@@ -63,7 +55,6 @@ def run(
     results: Path | None = None,
     runs: Callable[[Workload, int], Iterator[Run]] = comparison,
 ) -> list[dict[str, Any]]:
-    """Add the missing runs to the rows, and store each at once."""
     done = {Run(*(row[name] for name in Run.__annotations__)): row for row in rows}
     for workload in workloads:
         for one in runs(workload, seeds):
@@ -90,9 +81,6 @@ def steps_of(one: Run, workload: Workload, done: dict[Run, dict[str, Any]]) -> i
     return int(done[replace(one, method=rule, budget="progress")]["steps"])
 
 
-# -- the tables ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Cell:
     """The same run with several seeds. `mean` and `spread` are over those that have a score."""
@@ -106,15 +94,18 @@ class Cell:
 
     def __str__(self) -> str:
         places = 2 if self.workload.higher_is_better else 3
-        values = ""
-        if good := self.good:
-            values = f"{statistics.mean(good):.{places}f}"
+        parts = [self.fate()] if self.fate() else []
+        good = self.good
         if len(good) > 1:
-            values += f" ± {statistics.stdev(good):.{places}f}"
-        return "; ".join(filter(None, (self.fate(), values)))
+            spread = f" ± {statistics.stdev(good):.{places}f}"
+        else:
+            spread = ""
+        if good:
+            parts.append(f"{statistics.mean(good):.{places}f}{spread}")
+        return "; ".join(parts)
 
     def fate(self) -> str:
-        """What became of the runs without a score."""
+        """Describe the runs without a score."""
         failed = [found for row in self.rows if (found := self.workload.failure(row["score"]))]
         some = f"{len(failed)} of {len(self.rows)} " if self.good else ""
         return some + " or ".join(sorted(set(failed))) if failed else ""
@@ -127,8 +118,6 @@ class Cell:
 
 @dataclass(frozen=True)
 class Results:
-    """The finished runs of one workload."""
-
     workload: Workload
     rows: Sequence[Row]
 
@@ -155,7 +144,8 @@ def results_of(workloads: Sequence[Workload], rows: Sequence[Row]) -> list[Resul
 
 
 def table(results: Results) -> str:
-    workload, base = results.workload, results.base
+    workload = results.workload
+    base = results.base
     columns = [(scale, budget) for scale in workload.scales for budget in ("samples", "steps")]
     heads = [
         f"S = {scale} ({'A' if budget == 'samples' else 'B'}), "
@@ -183,14 +173,6 @@ def rules_table(found: Sequence[Results], rules: list[str]) -> str:
         lines.append([name, len(seeds), *(f"{cell}, {cell.steps()} steps" for cell in cells)])
     heads = ("scale 1", *rules, *["square root"] * len(rules))
     return pages.table(" | ".join(["S = 16", "seeds", *heads]), lines)
-
-
-def write(name: str, tables: str) -> None:
-    """Replace what stands between two marks of the page."""
-    page = pages.PAGES / "quality.md"
-    begin, end = (mark.format(name) for mark in MARKS)
-    before, _, rest = page.read_text().partition(begin)
-    page.write_text(f"{before}{begin}\n\n{tables}\n\n{end}{rest.partition(end)[2]}")
 
 
 if __name__ == "__main__":

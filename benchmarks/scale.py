@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pages
@@ -31,9 +34,15 @@ from manyhands._ranks.groups import RollCall, connect
 from manyhands.tools.plan._costs import round_cost
 from manyhands.tools.plan._model import measure, planned_optimizers
 
-SIZES, PAIRED = (8, 32, 128, 256), 128  # 256 ranks in pairs would need 65,000 descriptors
+SIZES = (8, 32, 128, 256)
+PAIRED = 128  # 256 ranks in pairs would need 65,000 descriptors
 PATIENCE = timedelta(seconds=120)
 LOAD = 9  # collectives of a load: `run_on_all`, and what it agrees on
+STEPS_HEAD = (
+    "a step of | ranks | collectives, and MB sent | sent, MB | held, MB | planned, MB "
+    "| requests | start, s | step, ms"
+)
+SAVES_HEAD = "what | ranks | collectives | requests | keys | messages, kB | MB moved | CPU, ms"
 
 
 def eager(store: Any, rank: int, size: int, gather: Any) -> Any:
@@ -62,12 +71,15 @@ def use(group: Any, size: int) -> Any:
 
 
 def count(start: Any, size: int) -> tuple[int, int, int]:
-    """The most requests and bytes of any of so many ranks, and the descriptors of each."""
+    """Return the most requests and bytes of any rank, and the descriptors of each."""
     while any(thread.name == "manyhands end" for thread in threading.enumerate()):
         time.sleep(0.1)  # the groups before
-    shared, together, numbers = dist.HashStore(), threading.Barrier(size), [[0.0]] * size
+    shared = dist.HashStore()
+    together = threading.Barrier(size)
+    numbers = [[0.0]] * size
     counted = [DryRun() for _ in range(size)]
-    before, now = len(os.listdir("/proc/self/fd")), []
+    before = len(os.listdir("/proc/self/fd"))
+    now: list[int] = []
 
     def live(rank: int) -> None:
         def gather(own: list[float]) -> list[list[float]]:
@@ -96,7 +108,7 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Embedding(4096, 512), *layers, nn.Linear(512, 4096))
 
 
-def sharded(level: int) -> Any:
+def sharded(level: Any) -> Any:
     return lambda model: mh.shard(model, AdamW(model.parameters()), level=level)
 
 
@@ -118,18 +130,32 @@ def copies(size: int) -> tuple[int, int]:
     return size // 8, 8
 
 
-PARTS = {
-    "DDP + AdaScale": under_rule,
-    "OSS + DDP": sharded(1),
-    "ShardedDataParallel": sharded(2),
-    "FSDP": sharded(3),
-    "DiLoCo, a round": in_blocks,
-    "FSDP, 8 ranks a copy": in_copies,
-}
+@dataclass(frozen=True)
+class Part:
+    """One way to train, and what the plan says of it."""
+
+    name: str
+    make: Callable[[nn.Module], Any]
+    row: int  # of the plan
+    planned: Mapping[str, Any] = field(default_factory=dict)
+    beyond: float = 0.0  # bytes beyond the plan: the newest bucket
+    for_each_rank: int = 0  # bytes beyond the plan: claims and reports
+
+
+WITH_SGD: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.9}
+BLOCKS = Part("DiLoCo, a round", in_blocks, 0, WITH_SGD, for_each_rank=400)
+COPIES = Part("FSDP, 8 ranks a copy", in_copies, 4, for_each_rank=8)
+PARTS = (
+    Part("DDP + AdaScale", under_rule, 0, {**WITH_SGD, "rule": "AdaScale"}, for_each_rank=105),
+    Part("OSS + DDP", sharded(1), 1),
+    Part("ShardedDataParallel", sharded(2), 2, beyond=5e6),
+    Part("FSDP", sharded(3), 3, for_each_rank=8),
+    BLOCKS,
+    COPIES,
+)
 
 
 def held_bytes() -> int:
-    """The bytes of all tensors that this process has."""
     found = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
     memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
     return sum(memory.values())
@@ -140,14 +166,15 @@ def kinds(counted: DryRun) -> str:
     return ", ".join(sorted(each)) or "none"
 
 
-def dry(level: int, name: str, size: int, build: Any = build) -> list[str]:
-    """A row of the table of steps; an AssertionError if the plan says anything else."""
+def step(part: Part, size: int) -> list[str]:
+    """Return a row of the table of steps; raise an AssertionError if the plan differs."""
     gc.collect()
     before = held_bytes()
     with mh.dry_run(size) as counted:
         began = time.thread_time()
-        model, optimizer = PARTS[name](build())
-        made, times = time.thread_time() - began, []
+        model, optimizer = part.make(build())
+        made = time.thread_time() - began
+        times = []
         for _ in range(4):
             counted.clear()
             optimizer.zero_grad()
@@ -157,88 +184,79 @@ def dry(level: int, name: str, size: int, build: Any = build) -> list[str]:
             times.append(time.thread_time() - began)
         gc.collect()
         held = held_bytes() - before
-    rule = {"rule": "AdaScale"} if level == 0 else {}
-    inner = {"optimizer": "sgd", "momentum": 0.9} if level in (0, 4) else {}
-    given = {"mesh": copies(size)} if level == 5 else {"workers": size}
-    plan = mh.plan(build, **given, **rule, **inner)
-    row = plan.rows[{4: 0, 5: 4}.get(level, level)]
+    ranks: dict[str, Any] = {"mesh": copies(size)} if part is COPIES else {"workers": size}
+    plan = mh.plan(build, **ranks, **part.planned)
+    row = plan.rows[part.row]
     expected = row.parameters + row.gradients + row.optimizer
-    if level != 4:
-        collectives, sent = row.collectives, row.sent
-    else:
+    collectives = row.collectives
+    sent = row.sent
+    if part is BLOCKS:
         sizes = measure(build(), planned_optimizers("sgd", {}, build()), 500_000)
         sent, collectives = round_cost(sizes, size)
         expected += 2 * 4 * plan.elements  # the anchor and the outer momentum
-    found = counted.calls.total(), counted.sent.total()
-    assert found[0] == collectives and abs(found[1] - sent) <= collectives, (name, found, sent)
-    # On top of the plan: every rank's claims or reports, and the newest bucket.
-    more = {0: 105 * size, 2: 5e6, 3: 8 * size, 4: 400 * size, 5: 8 * size}.get(level, 0) + 1000
-    assert -1000 <= held - expected <= more, (name, size, held, expected)
-    figures = f"{found[1] / 1e6:.1f}", f"{held / 1e6:.1f}", f"{expected / 1e6:.1f}"
-    times = f"{made:.2f}", f"{1e3 * min(times):.0f}"
-    return [name, f"{size:,}", kinds(counted), *figures, f"{counted.requests.total()}", *times]
+    total = counted.sent.total()
+    assert counted.calls.total() == collectives, (part.name, counted.calls, collectives)
+    assert abs(total - sent) <= collectives, (part.name, total, sent)
+    more = held - expected
+    assert -1000 <= more <= part.beyond + part.for_each_rank * size + 1000, (part.name, size, more)
+    figures = [f"{number / 1e6:.1f}" for number in (total, held, expected)]
+    seconds = [f"{made:.2f}", f"{1e3 * min(times):.0f}"]
+    requests = str(counted.requests.total())
+    return [part.name, f"{size:,}", kinds(counted), *figures, requests, *seconds]
 
 
 def passed(what: str) -> int:
     """The bytes that this process has read ("rchar") or written ("wchar")."""
-    return int(
-        dict(each.split(": ") for each in open("/proc/self/io").read().split("\n") if each)[what]
-    )
+    lines = Path("/proc/self/io").read_text().splitlines()
+    counters = dict(line.split(": ") for line in lines)
+    return int(counters[what])
 
 
-def checkpoint(size: int, folder: str, build: Any = build) -> list[list[str]]:
-    """Rows of a save by the last rank and by rank 0, and of a load, all under FSDP."""
-    plan, rows = mh.plan(build, workers=size).rows[3], []
-    for name, rank in (("a save", size - 1), ("a save on rank 0", 0), ("a load", 0)):
-        with mh.dry_run(size, rank) as counted:
-            model, optimizer = sharded(3)(build())
-            model(torch.zeros(1, 1, dtype=torch.long)).sum().backward()
-            optimizer.step()
-            given = {"model": model, "optimizer": optimizer}
-            if name != "a load":
-                mh.save(folder, **given)  # the first save asks for the folder's number as well
-            counted.clear()
-            what = "rchar" if name == "a load" else "wchar"
-            bytes_before, began = passed(what), time.thread_time()
-            if name == "a load":
-                mh.load(folder, **given)
-            else:
-                mh.save(folder, **given)
-            seconds, moved = time.thread_time() - began, passed(what) - bytes_before
-        expected = plan.saved * (2 if name == "a load" else 1)  # compared first, then read
-        if rank == 0:
-            assert 0 <= moved - expected <= expected / 1000 + 4e6, (name, size, moved, expected)
-        calls = {"a save": 3, "a save on rank 0": 2 * size + 2}.get(name, 1)
-        alive = sum("alive" in key for key in counted.keys)  # every 5 s, on a slow machine
-        assert calls <= counted.requests.total() <= calls + 9 * alive, (name, counted.requests)
-        assert counted.calls.total() <= (LOAD if name == "a load" else 0), counted.calls
-        messages = f"{counted.store_bytes / 1e3:.1f}"
-        cells = f"{counted.calls.total()}", f"{calls:,}", f"{len(counted.keys) - alive}", messages
-        rows.append([name, f"{size:,}", *cells, f"{moved / 1e6:.2f}", f"{1e3 * seconds:.0f}"])
-    return rows
+def checkpoint(name: str, rank: int, size: int, folder: str) -> list[str]:
+    """Return a row of a save or a load by a rank under FSDP, checked against the plan."""
+    loads = name == "a load"
+    with mh.dry_run(size, rank) as counted:
+        model, optimizer = sharded(3)(build())
+        model(torch.zeros(1, 1, dtype=torch.long)).sum().backward()
+        optimizer.step()
+        if not loads:
+            mh.save(folder, model=model, optimizer=optimizer)  # asks for the folder's number
+        counted.clear()
+        call = mh.load if loads else mh.save
+        what = "rchar" if loads else "wchar"
+        moved = -passed(what)
+        seconds = -time.thread_time()
+        call(folder, model=model, optimizer=optimizer)
+        seconds += time.thread_time()
+        moved += passed(what)
+    if rank == 0:
+        saved = mh.plan(build, workers=size).rows[3].saved
+        expected = 2 * saved if loads else saved  # compared first, then read
+        assert 0 <= moved - expected <= expected / 1000 + 4e6, (name, size, moved, expected)
+    calls = {"a save": 3, "a save on rank 0": 2 * size + 2, "a load": 1}[name]
+    alive = sum("alive" in key for key in counted.keys)  # every 5 s, on a slow machine
+    assert calls <= counted.requests.total() <= calls + 9 * alive, (name, counted.requests)
+    assert counted.calls.total() <= (LOAD if loads else 0), counted.calls
+    asked = [f"{counted.calls.total()}", f"{calls:,}", f"{len(counted.keys) - alive}"]
+    sizes = [f"{counted.store_bytes / 1e3:.1f}", f"{moved / 1e6:.2f}"]
+    return [name, f"{size:,}", *asked, *sizes, f"{1e3 * seconds:.0f}"]
 
 
 def main() -> None:
     args = pages.parser(__doc__).parse_args()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    kinds = {"gloo's own": eager, "in a ring": ring, "in pairs": pairs, "a roll call": roll_call}
-    groups = [
-        [name, size, *(f"{number:,}" for number in count(start, size))]
-        for name, start in kinds.items()
-        for size in ((4, 8) if args.quick else SIZES)
-        if size <= PAIRED or start not in (eager, pairs)
-    ]
+    starts = {"gloo's own": eager, "in a ring": ring, "in pairs": pairs, "a roll call": roll_call}
     sizes = (8,) if args.quick else (8, 64, 1024, 8192)
-    steps = [
-        dry(level, name, size)
-        for level, name in enumerate(PARTS)
-        for size in sizes
-        if level < 5 or size > 8
-    ]
-    head = "a step of | ranks | collectives, and MB sent | sent, MB | held, MB | planned, MB"
-    head += " | requests | start, s | step, ms"
-    saves = "what | ranks | collectives | requests | keys | messages, kB | MB moved | CPU, ms"
+    groups = []
+    for (name, start), size in product(starts.items(), (4, 8) if args.quick else SIZES):
+        if size <= PAIRED or start not in (eager, pairs):
+            groups.append([name, size, *(f"{number:,}" for number in count(start, size))])
+    steps = []
+    for part, size in product(PARTS, sizes):
+        if part is not COPIES or size > 8:
+            steps.append(step(part, size))
+    saves = []
     with tempfile.TemporaryDirectory() as folder:
         model = build()
         optimizer = AdamW(model.parameters())
@@ -246,18 +264,19 @@ def main() -> None:
         optimizer.step()
         mh.save(folder, model=model, optimizer=optimizer)
         del model, optimizer
-        moved = [row for size in sizes for row in checkpoint(size, folder)]
-    moved.sort(key=lambda row: row[0])
+        for size in sizes:
+            saves.append(checkpoint("a save", size - 1, size, folder))
+            saves.append(checkpoint("a save on rank 0", 0, size, folder))
+            saves.append(checkpoint("a load", 0, size, folder))
+    saves.sort(key=lambda row: row[0])
     tables = {
         "groups": pages.table("a group | ranks | requests | bytes | descriptors", groups),
-        "steps": pages.table(head, steps),
-        "saves": pages.table(saves, moved),
+        "steps": pages.table(STEPS_HEAD, steps),
+        "saves": pages.table(SAVES_HEAD, saves),
     }
     print(*tables.values(), sep="\n\n")
-    page = pages.PAGES / "scale.md"
-    for name, table in () if args.quick else tables.items():
-        place = rf"(?s)(<!-- {name} -->\n).*?(?=<!-- end -->)"
-        page.write_text(re.sub(place, rf"\1{table}\n", page.read_text()))
+    if not args.quick:
+        pages.fill("scale", **tables)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Terms:
-    """What the network promises, in each direction."""
+    """The properties of the network, in each direction."""
 
     rate: float = 50e6  # bits a second
     delay: float = 0.010  # seconds, one way
@@ -118,7 +118,6 @@ def _interface(address: str, mtu: int) -> int:
 
 
 def _request(fields: str, *values: object, name: str = INTERFACE) -> bytes:
-    """A struct ifreq."""
     return struct.pack("=16s" + fields, name.encode(), *values)
 
 
@@ -129,12 +128,9 @@ def _move_to(network: int) -> None:
 
 @dataclass(frozen=True)
 class Link:
-    """Two hosts with a network between them."""
-
     hosts: list[Host]
 
     def enter(self, rank: int) -> None:
-        """Make this process a process of the host with that number."""
         self.hosts[rank].enter()
 
 
@@ -159,7 +155,6 @@ def slow_link(terms: Terms) -> Iterator[Link]:
 
 
 def _carry(hosts: list[Host], terms: Terms) -> None:
-    """Until killed."""
     _libc.prctl(DIE_WITH_PARENT, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees to the end
     ends = [host.packets for host in hosts]
@@ -188,14 +183,14 @@ def _carry(hosts: list[Host], terms: Terms) -> None:
 
 
 def _packets(end: int) -> Iterator[bytes]:
-    """Whatever a host has sent meanwhile."""
+    """Yield the packets that a host has sent."""
     with suppress(BlockingIOError):
         while True:
             yield os.read(end, 65_536)
 
 
 def probe(link: Link) -> dict[str, Any]:
-    """What a TCP connection of gloo's gets: the round trip of a byte in ms, and Mbit/s."""
+    """Measure a TCP connection of gloo: the round trip of a byte in ms, and Mbit/s."""
     with Team(2, lambda rank: lambda order: _probed(rank), link.enter) as team:
         found: dict[str, Any] = team.ask({})[0]
     return found

@@ -1,12 +1,10 @@
-"""The ranks that train one contender, each a process, waiting for orders in between.
+"""Run the ranks of a contender in processes that wait for orders.
 
     team = Team(2, work)              work(rank) returns a function from an order to a result
     team.ask({"steps": 3})            every rank's result, in rank order
 
-Every contender has processes of its own: what one leaves in the heap would make another's
-allocations cheaper (a freed gradient that comes again is thousands of page faults, or none). Teams
-live side by side and take turns; one that waits uses no CPU.
-
+Every contender has separate processes: freed memory in the heap of one contender would make the
+allocations of the next cheaper. Teams live side by side and take turns; a waiting team uses no CPU.
 Ranks are forked, so that all share what is imported. Orders and results travel as JSON.
 """
 
@@ -78,11 +76,17 @@ class Team:
         self._folder.cleanup()
 
 
+def largest(seen: list[dict[str, float]]) -> dict[str, float]:
+    """Return each figure of the rank that has most."""
+    return {key: max(rank[key] for rank in seen) for key in seen[0]}
+
+
 def tell_ranks() -> None:
-    """Say what torchrun would have said: some look for it though they find a process group."""
-    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    os.environ.update(told, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    """Set torchrun's variables, which some libraries read beside the process group."""
+    rank = str(dist.get_rank())
+    ranks = str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
 
 
 def _live(

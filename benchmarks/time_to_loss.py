@@ -1,8 +1,6 @@
-"""Which way to train reaches a loss first, over which line between the ranks?
+"""Measure the time to a loss, of several ways to train over several lines between the ranks.
 
     sudo python benchmarks/time_to_loss.py --data FOLDER             every line; writes the page
-    python benchmarks/time_to_loss.py --draw                         the page from the rows so far
-    python benchmarks/time_to_loss.py --quick                        a smoke test: writes nothing
 
 2 and 4 ranks train the MLP of `quality/workloads.py` on MNIST, at a constant rate, until the loss
 on held-out samples is what one process at the small batch has after 85 % of its run. The ranks are
@@ -28,19 +26,19 @@ peers.this_checkout()
 import pages  # noqa: E402
 from slow_link import Link, NoSlowLink, probe  # noqa: E402
 from team import Team  # noqa: E402
-from ways import DIGITS, LINES, MNIST, OUTER, PLAIN, RAMP, WAYS, Rank, Task, target_of  # noqa: E402
+from ways import DIGITS, LINES, MNIST, PLAIN, RAMP, WAYS, Rank, Task, target_of  # noqa: E402
 
 RESULTS = pages.RESULTS / "time_to_loss.jsonl"
 RANKS = (2, 4)
 SEEDS = 3
 Row = dict[str, Any]
+IN_EVERY_STEP = [way.name for way in WAYS.values() if not way.every]
+IN_BLOCKS = [way.name for way in WAYS.values() if way.every]
 AVERAGED = ("sent", "mean_passes")  # over the ranks; seconds are those of rank 0
 
 
 @dataclass(frozen=True)
 class Run:
-    """One way to train, once."""
-
     line: str
     ranks: int
     way: str
@@ -86,7 +84,6 @@ def measure(run: Run, task: Task, folder: Path, link: Link | None, target: float
 
 
 def run_all(groups: Iterator[list[Run]], folder: Path) -> None:
-    """Add the runs that are missing to the results, one line each."""
     rows = pages.read_rows(RESULTS)
     done = {Run(row["line"], row["ranks"], row["way"], row["seed"]) for row in rows}
     target = rows[0]["target"] if rows else target_of(MNIST, folder)
@@ -96,7 +93,7 @@ def run_all(groups: Iterator[list[Run]], folder: Path) -> None:
             continue
         line = LINES[missing[0].line]
         with line.laid() as link:
-            if line.terms is not None:
+            if link is not None and line.terms is not None:
                 found = {line.name: {**asdict(line.terms), **probe(link)}}
                 pages.store("time_to_loss_lines", pages.read("time_to_loss_lines") | found)
             for run in missing:
@@ -126,14 +123,10 @@ def main() -> None:
             run_all(planned(list(LINES), RANKS, list(WAYS), SEEDS), given.data)
         except NoSlowLink as error:
             raise SystemExit(f"There is no slow line here: {error}") from error
-    pages.write("time_to_loss", PAGE, parts(pages.read_rows(RESULTS)))
-
-
-# -- the page --------------------------------------------------------------------------------------
+    pages.fill("time_to_loss", **parts(pages.read_rows(RESULTS)))
 
 
 def of(rows: Sequence[Row], **wanted: object) -> list[Row]:
-    """Return the rows with these values."""
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
 
@@ -144,46 +137,50 @@ def seconds_of(rows: Sequence[Row]) -> float | None:
     return fmean(row["seconds"] for row in rows)
 
 
-def fastest(rows: Sequence[Row], among: Callable[[str], bool]) -> tuple[str, float] | None:
-    """Return the fastest way of those that `among` says, and its seconds."""
-    times = {
-        name: seconds
-        for name in WAYS
-        if among(name) and (seconds := seconds_of(of(rows, way=name))) is not None
-    }
-    return min(times.items(), key=lambda item: item[1]) if times else None
+def fastest(rows: Sequence[Row], names: Sequence[str]) -> tuple[str, float] | None:
+    best = None
+    for name in names:
+        seconds = seconds_of(of(rows, way=name))
+        if seconds is not None and (best is None or seconds < best[1]):
+            best = (name, seconds)
+    return best
 
 
 def ratio(rows: Sequence[Row]) -> float | None:
-    """Return what a step costs besides its passes, in passes, as `Ramp` has measured it."""
+    """Return the fixed cost of a step over that of a pass, as `Ramp` has measured it."""
     found = [r["fixed_ms"] / r["pass_ms"] for r in of(rows, way=RAMP.name) if "fixed_ms" in r]
     return median(found) if found else None
 
 
-def _rounded(number: float) -> str:
-    if number > 1_000:  # a pass's time is lost in the noise of the line's
-        return "over 1,000"
-    return f"{number:,.0f}" if number >= 9.95 else f"{number:.1f}"
-
-
 def which(rows: Sequence[Row]) -> str:
-    """Return a row for each line and number of ranks."""
     head = "network | ranks | a / b | DDP at the small batch | fastest that averages in every step "
     lines = [f"| {head}| fastest in blocks |", "|---|--:|--:|--:|---|---|"]
+    for line, ranks, own in places(rows):
+        plain = seconds_of(of(own, way=PLAIN.name))
+        a_to_b = ratio(own)
+        if a_to_b is None:
+            shown = ""
+        elif a_to_b > 1_000:  # a pass's time is lost in the noise of the line's
+            shown = "over 1,000"
+        else:
+            shown = f"{a_to_b:,.0f}" if a_to_b >= 9.95 else f"{a_to_b:.1f}"
+        cells = [
+            line,
+            str(ranks),
+            shown,
+            "" if plain is None else f"{plain:.2f} s",
+            _best(fastest(own, IN_EVERY_STEP), plain),
+            _best(fastest(own, IN_BLOCKS), plain),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def places(rows: Sequence[Row]) -> Iterator[tuple[str, int, list[Row]]]:
+    """Yield each line and number of ranks, and their rows."""
     for line in LINES:
         for ranks in sorted({row["ranks"] for row in of(rows, line=line)}):
-            own = of(rows, line=line, ranks=ranks)
-            plain, a_to_b = seconds_of(of(own, way=PLAIN.name)), ratio(own)
-            cells = [
-                line,
-                str(ranks),
-                "" if a_to_b is None else _rounded(a_to_b),
-                "" if plain is None else f"{plain:.2f} s",
-                _best(fastest(own, lambda name: not WAYS[name].every), plain),
-                _best(fastest(own, lambda name: WAYS[name].every > 0), plain),
-            ]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            yield line, ranks, of(rows, line=line, ranks=ranks)
 
 
 def _best(found: tuple[str, float] | None, plain: float | None) -> str:
@@ -195,16 +192,14 @@ def _best(found: tuple[str, float] | None, plain: float | None) -> str:
 
 
 def over_best_fixed(rows: Sequence[Row]) -> str:
-    """Say how far `Ramp` is from the best fixed batch, everywhere."""
+    """Compare `Ramp` with the best fixed batch on each line."""
     found = []
-    for line in LINES:
-        for ranks in sorted({row["ranks"] for row in of(rows, line=line)}):
-            own = of(rows, line=line, ranks=ranks)
-            ramp = seconds_of(of(own, way=RAMP.name))
-            fixed = fastest(own, lambda name: not WAYS[name].every and not WAYS[name].ramp)
-            if ramp is not None and fixed is not None:
-                found.append((ramp / fixed[1], f"{line}, {ranks} ranks"))
-    each = "; ".join(f"{where}: {times:.2f}" for times, where in found)
+    for line, ranks, own in places(rows):
+        ramp = seconds_of(of(own, way=RAMP.name))
+        fixed = fastest(own, [name for name in IN_EVERY_STEP if not WAYS[name].ramp])
+        if ramp is not None and fixed is not None:
+            found.append(f"{line}, {ranks} ranks: {ramp / fixed[1]:.2f}")
+    each = "; ".join(found)
     return f"`Ramp`'s time over that of the best fixed batch, which had to be found: {each}."
 
 
@@ -212,15 +207,12 @@ def table(rows: Sequence[Row]) -> str:
     """Return the seconds of 2 ranks by way and line, and the mean of what a rank has sent."""
     own = of(rows, ranks=2)
     lines = [line for line in LINES if of(own, line=line)]
-    cells = [
-        [
-            name,
-            *(_seconds_cell(of(own, way=name, line=line)) for line in lines),
-            f"{fmean(row['sent'] for row in of(own, way=name)) / 1e6:,.1f}",
-        ]
-        for name in WAYS
-        if of(own, way=name)
-    ]
+    cells = []
+    for name in WAYS:
+        found = of(own, way=name)
+        if found:
+            seconds = [_seconds_cell(of(found, line=line)) for line in lines]
+            cells.append([name, *seconds, f"{fmean(row['sent'] for row in found) / 1e6:,.1f}"])
     return pages.table(" | ".join(["way", *lines, "MB sent by a rank"]), cells)
 
 
@@ -237,7 +229,6 @@ def _seconds_cell(found: Sequence[Row]) -> str:
 
 
 def lines_text(lines: dict[str, Any]) -> str:
-    """Say what each line gives."""
     return "\n".join(
         f"- **{name}**: TCP ({one['congestion_control']}) gets {one['one_way']:.0f} Mbit/s in one "
         f"direction, and {one['both_ways']:.0f} in each of both; a round trip takes "
@@ -246,66 +237,15 @@ def lines_text(lines: dict[str, Any]) -> str:
     )
 
 
-PAGE = """# Time to a target loss over a slow network
-
-Which reaches a loss first: few samples in many steps, or many samples in few steps? It depends on
-the network between the ranks.
-
-```bash
-sudo python benchmarks/time_to_loss.py --data FOLDER    # with mnist.npz; Linux, /dev/net/tun
-```
-
-A step takes a + b × passes: a is its fixed cost, mainly sending gradients over the network, and b
-one micro-batch forward and backward. Read both in `ramp.snapshot()` (`fixed_seconds`,
-`pass_seconds`), and find the row with a similar a / b.
-
-- **a / b below 1**: train at the small batch, under a rule such as AdaScale.
-- **a / b of 1 to 32**: use `Ramp`, which sends gradients less often and finds the batch by itself.
-- **a / b above 32**: train in blocks (`DiLoCo`).
-- Blocks are faster below that, too, but the model at the end of a run may be worse
-  ([the quality of blocks](blocks-quality.md)). The time to a loss early in a run does not show it.
-
-
-{which}
-
-{over_best_fixed}
-
-{task.title}, learning rate {task.lr:g}, tuned at a small batch of {task.batch} samples. Every run
-ends when the loss on held-out samples is at most {target:.3f}, which one process at the
-small batch has after {small_steps} steps. Means over
-{seeds} seeds, and the range. Measured on {machines}; the load average
-before a run was at most {load:.1f}.
-
-Seconds of 2 ranks, and the mean of the bytes sent:
-
-{table}
-
-- **DiLoCo** takes H local steps between two sync rounds, with an outer rate of {lr:g} and
-  momentum {momentum:g}, chosen by trial. With *Ramp inside* each worker has a batch of
-  its own.
-- With 4 ranks two are on each host, and share the network.
-
-{lines}
-
-How the networks are made: [two hosts and a slow network](blocks-slow-link.md).
-"""
-
-
 def parts(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return what the page's text has holes for."""
     machines = {f"{row['machine']}, with {row['versions']}" for row in rows}
     return {
         "which": which(rows),
         "over_best_fixed": over_best_fixed(rows),
-        "task": MNIST.about,
-        "target": rows[0]["target"],
-        "small_steps": round(MNIST.at * MNIST.small_steps),
-        "seeds": len({row["seed"] for row in rows}),
-        "machines": " and ".join(sorted(machines)),
-        "load": max(row["load"] for row in rows),
+        "conditions": " and ".join(sorted(machines)),
+        "load": f"{max(row['load'] for row in rows):.1f}",
         "table": table(rows),
         "lines": lines_text(pages.read("time_to_loss_lines")),
-        **OUTER,
     }
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-SENT, SENT_AGAIN = 200, 208  # where Linux's struct tcp_info has bytes_sent and bytes_retrans
+SENT = 200  # where Linux's struct tcp_info has bytes_sent
+SENT_AGAIN = 208  # where it has bytes_retrans
 
 
 def bytes_sent() -> int:
@@ -30,8 +31,8 @@ def bytes_sent() -> int:
             if connection.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            sent, again = (struct.unpack_from("Q", info, at)[0] for at in (SENT, SENT_AGAIN))
-            total += sent - again
+            total += struct.unpack_from("Q", info, SENT)[0]
+            total -= struct.unpack_from("Q", info, SENT_AGAIN)[0]
     return total
 
 

@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from blocks.contenders import diloco
-from quality.workloads import WORKLOADS, Pictures, Workload, loss_of
+from quality.workloads import WORKLOADS, Data, Pictures, Workload, loss_of
 from slow_link import Link, Terms, slow_link
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -40,8 +41,6 @@ OUTER = {"lr": 1.0, "momentum": 0.5}
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train."""
-
     name: str
     passes: int = 1  # micro-batches of every step on each rank, without `ramp`
     rule: bool = False  # AdaScale; without it the rate stays as it was tuned
@@ -49,26 +48,26 @@ class Way:
     every: int = 0  # steps of a block of DiLoCo; 0: DDP
 
     def prepare(self, bare: nn.Module, optimizer: Optimizer, ranks: int) -> Prepared:
-        """Wrap the model and the optimizer."""
         model = bare if self.every else DistributedDataParallel(bare)
-        rule = ramp = None
+        rule = None
+        ramp = None
         if self.rule:
-            workers = {"world_size": 1} if self.every else {}
-            optimizer = rule = mh.AdaScale(
-                optimizer, num_gradients_to_accumulate=self.passes, **workers
-            )
+            alone = 1 if self.every else None  # inside blocks a worker is alone
+            rule = mh.AdaScale(optimizer, world_size=alone, num_gradients_to_accumulate=self.passes)
+            optimizer = rule
         if self.every:
             optimizer = diloco(**OUTER)(optimizer, self.every, bare)
-        if self.ramp:
-            # inside blocks a worker is alone, and its batch is its own
-            most, averaged = (MAX_SCALE // ranks, None) if self.every else (MAX_SCALE, model)
-            ramp = mh.Ramp(rule, most, model=averaged)
+        if rule is not None and self.ramp:
+            if self.every:
+                ramp = mh.Ramp(rule, MAX_SCALE // ranks)
+            else:
+                ramp = mh.Ramp(rule, MAX_SCALE, model=model)
         return Prepared(model, optimizer, rule, ramp)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model and an optimizer to train with, and what they are made of."""
+    """A wrapped model and optimizer, and the rule and `Ramp` inside."""
 
     model: nn.Module
     optimizer: Any
@@ -95,7 +94,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Line:
-    """What lies between the ranks: a line of `terms` between two hosts, or nothing."""
+    """A line of `terms` between two hosts, or loopback."""
 
     name: str
     terms: Terms | None = None
@@ -114,16 +113,12 @@ LINES = {
 }
 
 
-# -- until the loss is reached --------------------------------------------------------------------
-
 AHEAD = 0.03  # seconds from the end of an evaluation to the moment when all ranks go on
 HELD_OUT = 2000  # samples
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and until when."""
-
     workload: str
     small_steps: int  # the run at the small batch, of which the target is taken
     at: float = 0.85  # of that run
@@ -172,7 +167,8 @@ class TrainingClock:
         self.paused += time.perf_counter() - began
 
 
-def held_out_loss(data: Pictures, model: nn.Module) -> float:
+def held_out_loss(data: Data, model: nn.Module) -> float:
+    assert isinstance(data, Pictures)
     x, y = data.test
     apart = max(1, len(x) // HELD_OUT)
     with torch.no_grad():
@@ -190,7 +186,8 @@ def _small_batch_loss(task: Task, folder: Path, seed: int) -> float:
     model = data.model()
     batches = data.batches(seed, task.about.batch)
     optimizer = task.about.make_optimizer(model.parameters())
-    smooth, loss = SmoothLoss(task.smooth_over), float("inf")
+    smooth = SmoothLoss(task.smooth_over)
+    loss = float("inf")
     for step in range(1, round(task.at * task.small_steps) + 1):
         loss_of(model, *batches.take(1)).backward()
         optimizer.step()
@@ -200,18 +197,17 @@ def _small_batch_loss(task: Task, folder: Path, seed: int) -> float:
     return loss
 
 
-# -- one rank ----------------------------------------------------------------------------------
-
 Batch = tuple[Tensor, Tensor]
 
 
 class Rank:
-    """One rank that trains in one way."""
-
     def __init__(
         self, task: Task, folder: Path, way: Way, seed: int, target: float, rank: int
     ) -> None:
-        self.task, self.way, self.target, self.rank = task, way, target, rank
+        self.task = task
+        self.way = way
+        self.target = target
+        self.rank = rank
         self.data = task.about.load(folder)
         torch.manual_seed(seed)  # all ranks begin with the same parameters
         self.bare = self.data.model()
@@ -219,18 +215,22 @@ class Rank:
         self.ranks = dist.get_world_size()
         optimizer = task.about.make_optimizer(self.bare.parameters())
         self.clock = TrainingClock()
-        _observed.time = self.clock  # type: ignore[assignment]
+        mock.patch.object(_observed, "time", self.clock).start()
         self.made: Prepared = way.prepare(self.bare, optimizer, self.ranks)
         self.smooth = SmoothLoss(task.smooth_over)
         self.loss = float("inf")
 
     def train(self) -> dict[str, Any]:
         """Train until the loss is reached, or the time is over."""
-        optimizer, model = self.made.optimizer, self.made.model
+        optimizer = self.made.optimizer
+        model = self.made.model
         passes_of_steps: list[int] = []
         self.clock.pause(self._together)
-        began, sent = self.clock.perf_counter(), bytes_sent()
-        now, evaluated, over = began, 0.0, False
+        began = self.clock.perf_counter()
+        sent = bytes_sent()
+        now = began
+        evaluated = 0.0  # progress at the last evaluation
+        over = False
         for passes, micro_batches in self._steps():
             for batch in micro_batches:
                 (loss_of(model, *batch) / passes).backward()
@@ -270,16 +270,19 @@ class Rank:
     def _accumulated(self, stream: Iterator[Batch]) -> Iterator[Batch]:
         """Yield a step's micro-batches; gradients are averaged in the last one's backward."""
         for left in reversed(range(self.way.passes)):
-            accumulates = left > 0 and not self.way.every
-            with self.made.model.no_sync() if accumulates else nullcontext():
+            model = self.made.model
+            if left > 0 and isinstance(model, DistributedDataParallel):
+                with model.no_sync():
+                    yield next(stream)
+            else:
                 yield next(stream)
 
     def _progress(self, steps: int) -> float:
         """Return how many small-batch steps were made; in blocks and plain DDP, any steps."""
         rule = self.made.rule
-        return float(steps) if rule is None or self.way.every else rule.progress
-
-    # -- evaluations -----------------------------------------------------------------------------
+        if rule is None or self.way.every:
+            return float(steps)
+        return rule.progress
 
     def _is_time_to_evaluate(self, steps: int, progress: float) -> bool:
         """Say the same on all ranks. In blocks only a sync round gives all the same parameters."""
@@ -309,5 +312,8 @@ class Rank:
 
     def _step_times(self) -> dict[str, float]:
         """Return a and b, as `Ramp` has measured them."""
-        fit = None if self.made.ramp is None else self.made.ramp.step_time
-        return {} if fit is None else {"fixed_ms": 1e3 * fit.fixed, "pass_ms": 1e3 * fit.per_pass}
+        ramp = self.made.ramp
+        if ramp is None or ramp.step_time is None:
+            return {}
+        fit = ramp.step_time
+        return {"fixed_ms": 1e3 * fit.fixed, "pass_ms": 1e3 * fit.per_pass}

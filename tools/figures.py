@@ -1,4 +1,4 @@
-"""Write the benchmarks' figures into README and the guides.
+"""Write the benchmarks' figures into the sentences of README, the guides and the benchmark pages.
 
     python tools/figures.py    # every number below anew, from what the benchmarks have stored
 
@@ -15,6 +15,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
@@ -285,6 +286,30 @@ def gpu() -> Figures:
         "costs AdaScale {} of a bare step on one H200, [16,384 tokens a pass]",
         every[0],
     )
+    result = stored("gpu.json")
+    page = "docs/benchmarks/gpu.md"
+    tests = result["tests"]
+    yield figure(page, "Of `tests/gpu` {} passed and {} failed", tests["passed"], tests["failed"])
+    norms = result["trace"]["norms, ms of the device"]
+    yield figure(page, "Of a measured step of AdamScale {} ms of the device's time", f"{norms:.1f}")
+
+
+def collapse() -> Figures:
+    rows = stored("collapse.jsonl")
+    scores = {
+        (row["task"], row["setting"], row["limit"], row["seed"]): row["score"] for row in rows
+    }
+    numbers: list[int] = []
+    for limit in ("limited", "not limited"):
+        runs = [key for key in scores if key[2] == limit and key[1] != "1"]
+        low = [key for key in runs if scores[key] < scores[key[0], "1", "limited", key[3]] - 7.0]
+        numbers += [len(runs), len(low)]
+    assert numbers[0] == numbers[2]
+    yield figure(
+        "docs/benchmarks/collapse.md",
+        "Of {} runs, {} collapsed; without the limit {} of {}.",
+        *(numbers[0], numbers[1], numbers[3], numbers[2]),
+    )
 
 
 def ramp() -> Figures:
@@ -350,6 +375,12 @@ def ramp() -> Figures:
         *(f"{min(fewer):.0f}", f"{max(fewer):.0f}", *between(samples)),
     )
     yield figure("docs/notes.md", "Ramp takes {} to {}", low, high)
+    errors = [row["prediction_error"] for row in of(rows, way="ramp")]
+    yield figure(
+        "docs/benchmarks/ramp.md",
+        "The median error of a run is {}% in the middle of {} runs, and {}% in the worst.",
+        *(f"{100 * median(errors):.1f}", len(errors), f"{100 * max(errors):.1f}"),
+    )
 
 
 def price_of_a_step() -> Figures:
@@ -392,6 +423,12 @@ def time_to_loss() -> Figures:
         "batches",
         *between(over),
     )
+    (target,) = {row["target"] for row in rows}
+    yield figure(
+        "docs/benchmarks/time_to_loss.md",
+        "the loss on held-out samples is at most {}, which",
+        f"{target:.3f}",
+    )
 
 
 # -- sharding ------------------------------------------------------------------------------------
@@ -399,12 +436,27 @@ def time_to_loss() -> Figures:
 
 def sharding_speed() -> Figures:
     over: dict[str, list[float]] = {"fused": [], "default": []}
+    ahead: dict[tuple[str, str, str], tuple[float, float]] = {}  # by CPU time, of peers
     for title, found in stored("sharding-speed.json")["workloads"].items():
         for choice, values in over.items():
             ours = one(found["rows"], name="manyhands OSS + ShardedDataParallel", choice=choice)
             if title.startswith("100M"):
                 values.append(ours["wall"]["value"])
+        for choice in over:
+            same = {row["name"]: row for row in of(found["rows"], choice=choice)}
+            ours = same.pop("manyhands OSS + ShardedDataParallel")["cpu"]
+            assert ours["high"] >= 1  # else: slower than DDP
+            for name, row in same.items():
+                peer = not name.startswith(("manyhands", "DDP"))
+                if peer and row["cpu"]["value"] > ours["value"]:
+                    ahead[title, choice, name] = (row["cpu"]["value"], ours["value"])
     assert [len(values) for values in over.values()] == [2, 2]
+    ((where, both),) = ahead.items()
+    yield figure(
+        "docs/benchmarks/sharding-speed.md",
+        f"- {', '.join(where[:2])}: {where[2]} is ahead of manyhands ({{}}, {{}}).",
+        *(f"{value:.3f}" for value in both),
+    )
     yield figure(
         "README.md",
         "{} to {} times DDP's tokens per second with `AdamW(fused=True)`, {} to {} with the "
@@ -434,12 +486,15 @@ FSDP = "manyhands FSDP"
 
 def fsdp_speed() -> Figures:
     kept = ", reshard_after_forward=False"
-    rivals, peers, both = [], [], []
+    rivals, peers, both, sent = [], [], [], []
+    kept_rivals = []
     for found in stored("fsdp-speed.json")["workloads"].values():
         named = {row["name"]: row for row in found["rows"]}
         rivals.append(named[FSDP]["rival"]["value"])
+        kept_rivals.append(named[f"{FSDP}{kept}"]["rival"]["value"])
         for how in ("", kept):
             both.append(named[f"{FSDP}{how}"]["rival"]["value"])
+            sent.append(named[f"{FSDP}{how}"]["sent"] / named["DDP"]["sent"])
             if f"fairscale FSDP{how}" in named:
                 peers.append(
                     named[f"fairscale FSDP{how}"]["wall_ms"] / named[f"{FSDP}{how}"]["wall_ms"]
@@ -457,6 +512,12 @@ def fsdp_speed() -> Figures:
         "{} times as many as fairscale",
         *(*between(rivals), *between(peers)),
     )
+    page = "docs/benchmarks/fsdp-speed.md"
+    for name, values in ((FSDP, rivals), (f"{FSDP}{kept}", kept_rivals)):
+        sentence = f"**{name}: {{}} to {{}} times the tokens per second of the same"
+        yield figure(page, sentence, *between(values))
+    yield figure(page, "- {} to {} times those of the same of fairscale's", *between(peers))
+    yield figure(page, "- {} to {} times the bytes of DDP.", *between(sent))
 
 
 def fsdp_memory() -> Figures:
@@ -476,12 +537,75 @@ def fsdp_memory() -> Figures:
         "to {} (25 M parameters, up to 4 ranks, [measured]",
         *(f"{lean:.1f}", f"{most:.1f}"),
     )
+    off = [
+        abs(row["planned"][key] / row[key] - 1) for row in rows for key in row.get("planned", ())
+    ]
+    page, unit = "docs/benchmarks/fsdp-memory.md", rows[0]["parameters"]
+    yield figure(
+        page,
+        "is up to {} wraps above the formula after backward; with `overlap=False` {}.",
+        *(f"{most:.1f}", f"{lean:.1f}"),
+    )
+    yield figure(page, "is within {} % of what is measured", f"{100 * max(off):.1f}")
+    yield figure(
+        page,
+        "in units of the parameters' {} MB, and of the rank that holds most; the largest wrap is "
+        "{}.",
+        *(f"{unit / 1e6:.1f}", f"{wrap / unit:.3f}"),
+    )
+
+
+def sharding_memory() -> Figures:
+    from manyhands.sharding.zero._layout import bucket_size
+
+    rows = stored("sharding-memory.json")["measured"]
+    page, unit = "docs/benchmarks/sharding-memory.md", rows[0]["parameters"]
+    yield figure(page, "in units of the parameters' {} MB", f"{unit / 1e6:.1f}")
+    peak = []
+    for row in of(rows, name="manyhands OSS + ShardedDataParallel"):
+        if row["ranks"] > 1:
+            formula = (1 + 3 / row["ranks"]) * unit  # after backward
+            peak.append((row["most"] - formula) / (4 * bucket_size(row["ranks"], unit // 4)))
+    yield figure(page, "is up to {} buckets above the formula", f"{max(peak):.1f}")
 
 
 def lora_memory() -> Figures:
     for row in stored("lora-memory.json")["rows"]:
         megabytes = (f"{row[part] / 1e6:.1f}" for part in ("base", "trained", "most"))
         yield figure("docs/recipes.md", f"| {row['level']} | {{}} | {{}} | {{}} |", *megabytes)
+
+
+def checkpoints() -> Figures:
+    rows = stored("checkpoints.json")["rows"]
+    dcp = "torch.distributed.checkpoint"
+
+    def over(name: str, base: str, key: str) -> list[str]:
+        """Return the seconds or bytes of one over those of another, on 2 and on 4 ranks."""
+        middle = max if key.endswith("peak") else median
+        ratios = []
+        for ranks in (2, 4):
+            ours = max(middle(one(rows, ranks=ranks, name=base)[key]), 1e-9)
+            ratios.append(f"{middle(one(rows, ranks=ranks, name=name)[key]) / ours:.2f}")
+        return ratios
+
+    page, full, saved = "docs/benchmarks/checkpoints.md", "torch, full state dict", "manyhands"
+    yield figure(
+        page,
+        "The A/A row takes {} and {} (save) and {} and {} (load) times as long",
+        *(*over(f"{dcp} (A/A)", dcp, "save"), *over(f"{dcp} (A/A)", dcp, "load")),
+    )
+    yield figure(
+        page,
+        "The full state dict takes {} and {} times as long to save and {} and {} times as long to "
+        "load, and its rank 0 needs {} and {} times our peak.",
+        *(*over(full, saved, "save"), *over(full, saved, "load")),
+        *over(full, saved, "save_peak"),
+    )
+    yield figure(
+        page,
+        "torch.distributed.checkpoint takes {} and {} times as long to save and {} and {} to load.",
+        *(*over(dcp, saved, "save"), *over(dcp, saved, "load")),
+    )
 
 
 # -- blocks, crews -------------------------------------------------------------------------------
@@ -531,6 +655,24 @@ def blocks_quality() -> Figures:
 
     at_32, eight = "DiLoCo, H = 32", "Shakespeare, 8 workers"
     tasks = ("Shakespeare", "MNIST")
+    page = "docs/benchmarks/blocks-quality.md"
+    for task, kind in product(tasks, ("BMUF", "DiLoCo")):
+        name = f"{kind}, H = 32, int8, overlap"
+        lower = -excess(task, name)
+        assert lower > 0
+        yield figure(page, f"- {task}, {name}: loss {{}}% lower than", f"{lower:.1f}")
+    for task, name, met in (
+        (eight, "DiLoCo, H = 160, ternary", False),
+        (f"{eight}, Muon", "DiLoCo, H = 160 in 5 fragments, ternary", True),
+    ):
+        times, higher = times_less("ternary", 160), excess(task, name)
+        assert (0 < higher <= 0.5) == met
+        yield figure(
+            page,
+            f"- {task}, {name}, {{}} times fewer bytes than DDP after the warm-up and {{}} times "
+            "in the whole run: loss +{}%",
+            *(f"{times:,.0f}", f"{whole_run(4, 1, times):.1f}", f"{higher:.1f}"),
+        )
     rounded = [abs(excess(t, f"{at_32}, int{bits}", at_32)) for t in tasks for bits in (8, 4)]
     yield figure(
         "docs/blocks.md",
@@ -661,6 +803,36 @@ def blocks_sync() -> Figures:
         "[{} times as fast](benchmarks/blocks-sync.md) as sockets (10 M parameters, two ranks)",
         times.pop(),
     )
+    page = "docs/benchmarks/blocks-sync.md"
+    bmuf, bmuf_shared, average, average_shared = (
+        one(rows, name=f"manyhands {kind}, {how}")
+        for kind, how in product(("BMUF", "LocalSGD"), ("float32", "as it comes"))
+    )
+
+    def interval(ratio: Row) -> tuple[str, ...]:
+        return tuple(f"{ratio[key]:.2f}" for key in ("value", "low", "high"))
+
+    yield figure(
+        page,
+        "{} × (95 %: {} to {}) as fast as one all-reduce for each tensor by wall time, {} × by CPU "
+        "time; through sockets {} × (95 %: {} to {}) and {} ×.",
+        *(*interval(bmuf_shared["speed"]), interval(bmuf_shared["cpu_speed"])[0]),
+        *(*interval(bmuf["speed"]), interval(bmuf["cpu_speed"])[0]),
+    )
+    yield figure(
+        page,
+        "{} × (95 %: {} to {}) the speed of torch's PeriodicModelAverager; through sockets "
+        "(`shared_memory=False`) {} × (95 %: {} to {}).",
+        *(*interval(average_shared["beside_torch"]), *interval(average["beside_torch"])),
+    )
+    most = max(bmuf["most"], bmuf["resident"])
+    shared = bmuf_shared["kept"] - bmuf["kept"]
+    yield figure(
+        page,
+        "BMUF keeps {} models between synchronizations and has {} more during one; what workers of "
+        "one host read of each other is {} of a model.",
+        *(f"{bmuf['kept']:.2f}", f"{most:.2f}", f"{shared:.2f}"),
+    )
 
 
 def blocks_slow_link() -> Figures:
@@ -672,6 +844,20 @@ def blocks_slow_link() -> Figures:
         "{} s per step with DiLoCo, {} s with DDP (8-bit integers every 16 steps, `overlap=8`; {} "
         "M parameters, simulated 50 Mbit/s, 0.3 s of sleep as computation)",
         *(f"{ours / 1e3:.2f}", f"{ddp / 1e3:.1f}", f"{millions:.1f}"),
+    )
+    page, link = "docs/benchmarks/blocks-slow-link.md", result["link"]
+    alone = rows["no communication"]["ms"]
+    assert ours == min(row["ms"] for name, row in rows.items() if "overlap" in name)
+    yield figure(
+        page,
+        "**{} s a step with manyhands DiLoCo, int8, overlap=8**; {} s without any communication.",
+        *(f"{ours / 1e3:.3f}", f"{alone / 1e3:.3f}"),
+    )
+    yield figure(
+        page,
+        "gets {} Mbit/s in one direction and {} Mbit/s in each of both at once; a byte is back "
+        "after {} ms.",
+        *(f"{link[key]:.1f}" for key in ("one_way", "both_ways", "round_trip_ms")),
     )
 
 
@@ -689,6 +875,34 @@ def blocks_faults() -> Figures:
     hit = [rows["every 30 s"], rows["every 15 s"]]
     kill, stop = (max(t for row in hit for t in row[how]["delays"]) for how in ("kill", "stop"))
     back = [t for row in hit for t in row["kill"]["back"]]
+    page, base = "docs/benchmarks/blocks-faults.md", rows["no faults"]
+    again = rows["no faults, other batches"]
+
+    def changed(row: Row) -> str:
+        return f"{100 * (row['loss'] / base['loss'] - 1):+.2f}"
+
+    for how, faulty in (("30", hit[0]), ("15", hit[1])):
+        yield figure(
+            page,
+            f"**A fault every {how} s:** {{}} % of the throughput is kept, with "
+            "{} kills and {} stops in {} s.",
+            f"{100 * faulty['rate'] / base['rate']:.1f}",
+            *(faulty["kill"]["count"], faulty["stop"]["count"], f"{faulty['seconds']:.0f}"),
+        )
+    for run in rows.values():
+        assert not run["missing"] and not run["differing"]  # "yes"
+        assert run["finals"] == 1 and run["code"] == 0
+    compared = sum(run["compared"] for run in rows.values())
+    yield figure(page, "yes; {} states were compared.", f"{compared:,}")
+    yield figure(
+        page,
+        "{} % with a fault every 30 s, {} % with a fault every 15 s ({} % without, on other "
+        "batches).",
+        *(changed(hit[0]), changed(hit[1]), changed(again)),
+    )
+    yield figure(page, "A block takes {} s without faults", f"{base['usual']:.2f}")
+    yield figure(page, "steps, {} minutes without faults", f"{base['seconds'] / 60:.1f}")
+    yield figure(page, "({} are used without faults)", f"{base['cores']:.2f}")
 
     def of_runs(attack: str, kind: str) -> tuple[list[str], str]:
         """The least and the most that is kept of the throughput; the least of what is allowed."""
@@ -718,6 +932,7 @@ BENCHMARKS: tuple[Callable[[], Figures], ...] = (
     quality_page,
     cost,
     gpu,
+    collapse,
     ramp,
     price_of_a_step,
     time_to_loss,
@@ -725,6 +940,8 @@ BENCHMARKS: tuple[Callable[[], Figures], ...] = (
     compiled,
     fsdp_speed,
     fsdp_memory,
+    sharding_memory,
+    checkpoints,
     lora_memory,
     codecs,
     blocks_quality,

@@ -27,8 +27,9 @@ from helpers.pages import FENCE, blocks, write_file  # noqa: E402
 
 
 def first_sentence(page: str) -> str:
-    """Return the first sentence of a page's text, without its links and emphasis."""
+    """Return the first sentence of a page's text, without links, emphasis and comments."""
     text = FENCE.sub("", (DOCS / page).read_text(encoding="utf-8"))
+    text = re.sub(r"<!--.*?-->", "", text)
     paragraphs = [part for part in text.split("\n\n") if re.match(r"[A-Za-z`*\[]", part)]
     if not paragraphs:
         return ""

@@ -8,7 +8,6 @@ sockets, as between hosts, unless it is named "as it comes".
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peers import installed as is_installed
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -28,14 +28,14 @@ BLOCK: dict[str, Any] = {"lr": 1.0, "momentum": 0.875}  # fairseq's
 DILOCO: dict[str, Any] = {"lr": 0.7, "momentum": 0.9}  # the paper's
 EXACT = 1e-4
 ROUNDED = {"bfloat16": 0.01, "int8": 0.02, "int4": 0.2}
-AVERAGE, MOMENTUM, NESTEROV = "average", "momentum", "Nesterov momentum"
+AVERAGE = "average"
+MOMENTUM = "momentum"
+NESTEROV = "Nesterov momentum"
 Make = Callable[[Optimizer, int, nn.Module | None], Any]
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to synchronize."""
-
     name: str
     formula: str
     make: Make
@@ -45,14 +45,17 @@ class Contender:
 
     @property
     def present(self) -> bool:
-        return self.needs is None or importlib.util.find_spec(self.needs) is not None
+        return is_installed(self.needs)
 
 
 class Every:
     """An optimizer after whose every H-th step something is called."""
 
     def __init__(self, optimizer: Optimizer, every: int, sync: Callable[[], object]) -> None:
-        self.optimizer, self.every, self.sync, self.count = optimizer, every, sync, 0
+        self.optimizer = optimizer
+        self.every = every
+        self.sync = sync
+        self.count = 0
 
     def step(self) -> None:
         self.optimizer.step()
@@ -65,10 +68,9 @@ class Every:
 
 
 class PerTensor:
-    """Block momentum as fairseq has it: one all-reduce for each tensor.
+    """Block momentum as fairseq has it (Chen & Huo, 2016): one all-reduce for each tensor.
 
-    This is its published recurrence (Chen & Huo, 2016), with its number of collectives: with the
-    anchor W, the momentum s, block_momentum η and block_lr ζ, and what N ranks have come to,
+    With the anchor W, the momentum s, block_momentum η, block_lr ζ, and the parameters of N ranks,
 
         G = W - local                       on each rank
         G = sum of all G / N                one all-reduce for each tensor
@@ -76,13 +78,16 @@ class PerTensor:
         W = W - s                           nesterov:  W - ζ G - η s
         local = W
 
-    With η = 0 it is fairseq's plain average: each tensor is divided by N and summed.
+    With η = 0 it is fairseq's plain average.
     """
 
     def __init__(
         self, params: Sequence[Tensor], lr: float, momentum: float, nesterov: bool = False
     ) -> None:
-        self.params, self.lr, self.momentum, self.nesterov = params, lr, momentum, nesterov
+        self.params = params
+        self.lr = lr
+        self.momentum = momentum
+        self.nesterov = nesterov
         if momentum:
             self.anchor = [p.detach().clone() for p in params]
             self.smoothed = [torch.zeros_like(p) for p in self.anchor]
@@ -106,14 +111,12 @@ class PerTensor:
             param.copy_(anchor)
 
 
-def params_of(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def per_tensor(lr: float, momentum: float, nesterov: bool = False) -> Make:
-    return lambda optimizer, every, model: Every(
-        optimizer, every, PerTensor(params_of(optimizer), lr, momentum, nesterov)
-    )
+    def make(optimizer: Optimizer, every: int, model: nn.Module | None) -> Every:
+        (group,) = optimizer.param_groups
+        return Every(optimizer, every, PerTensor(group["params"], lr, momentum, nesterov))
+
+    return make
 
 
 def periodic(optimizer: Optimizer, every: int, model: nn.Module | None) -> Optimizer:
@@ -185,20 +188,15 @@ CONTROL = Contender("per tensor, momentum again (A/A)", MOMENTUM, REFERENCES[MOM
 PERIODIC = Contender("torch PeriodicModelAverager", AVERAGE, periodic)
 LOCAL_SGD = Contender("manyhands LocalSGD, float32", AVERAGE, local_sgd())
 LOCAL_SGD_SHARED = Contender("manyhands LocalSGD, as it comes", AVERAGE, local_sgd(None))
-BMUF, BMUF_SHARED = _bmuf("float32"), _bmuf("float32", shared_memory=None)
+BMUF = _bmuf("float32")
+BMUF_SHARED = _bmuf("float32", shared_memory=None)
 DILOCO_PLAIN = _diloco("float32")
-INSTALLED = tuple(
-    Contender(name, formula, make, needs=name.split()[0])
-    for name, formula, make in (
-        ("torchft LocalSGD", AVERAGE, installed.torchft_local_sgd),
-        ("torchft DiLoCo", NESTEROV, installed.torchft_diloco(**DILOCO)),
-        (
-            "torchft DiLoCo, one bucket",
-            NESTEROV,
-            installed.torchft_diloco(**DILOCO, use_bucketization=True),
-        ),
-        ("accelerate LocalSGD", AVERAGE, installed.AccelerateLocalSGD),
-    )
+ONE_BUCKET = installed.torchft_diloco(**DILOCO, use_bucketization=True)
+INSTALLED = (
+    Contender("torchft LocalSGD", AVERAGE, installed.torchft_local_sgd, needs="torchft"),
+    Contender("torchft DiLoCo", NESTEROV, installed.torchft_diloco(**DILOCO), needs="torchft"),
+    Contender("torchft DiLoCo, one bucket", NESTEROV, ONE_BUCKET, needs="torchft"),
+    Contender("accelerate LocalSGD", AVERAGE, installed.AccelerateLocalSGD, needs="accelerate"),
 )
 SYNCS = _named(
     PER_TENSOR,

@@ -22,8 +22,8 @@ class Whole(nn.Module):
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__()
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        self.all = nn.ParameterList(params)
+        (group,) = optimizer.param_groups
+        self.all = nn.ParameterList(group["params"])
 
 
 def torchft_diloco(lr: float, momentum: float, **options: Any) -> Callable[..., Optimizer]:
@@ -91,7 +91,8 @@ class AccelerateLocalSGD:
         from accelerate.local_sgd import LocalSGD
 
         tell_ranks()
-        self.optimizer, self.zero_grad = optimizer, optimizer.zero_grad
+        self.optimizer = optimizer
+        self.zero_grad = optimizer.zero_grad
         self.local = LocalSGD(Accelerator(cpu=True), Whole(optimizer), local_sgd_steps=every)
 
     def step(self) -> None:

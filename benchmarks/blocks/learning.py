@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import manyhands as mh
 
 WORKERS = 4
-INNER: dict[str, Callable[[Iterable[nn.Parameter], float], Optimizer]] = {
+INNER: dict[str, Callable[[Iterable[Tensor], float], Optimizer]] = {
     "SGD": lambda params, lr: SGD(params, lr=lr, momentum=0.9),
     "AdamW": lambda params, lr: AdamW(params, lr=lr, betas=(0.9, 0.95)),
     # The learning rate of AdamW, because its steps have the length of AdamW's.
@@ -54,7 +54,7 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True)
 class Task:
-    """What is learned; `batch` is one worker's."""
+    """A task to learn; `batch` is a worker's."""
 
     name: str
     batch: int
@@ -89,7 +89,7 @@ class Task:
 
     @torch.no_grad()
     def at_the_end(self, data: Any, model: nn.Module) -> float:
-        """On what was not trained on."""
+        """Return the loss on held-out data."""
         if self.is_text:
             count = (len(data.test) - 1) // 64
             x = data.test[: count * 64].view(count, 64)
@@ -115,7 +115,7 @@ def lr_at(step: int, steps: int) -> float:
 
 
 def learn(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) -> float:
-    """The loss on what was not trained on, after training; on this worker."""
+    """Train on this worker; return the loss on held-out data."""
     torch.set_num_threads(1)
     data = task.load(folder)
     workers = dist.get_world_size() if method else 1
@@ -141,7 +141,7 @@ def learn(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) ->
 
 
 def inner_optimizers(task: Task, model: nn.Module) -> list[Optimizer]:
-    """What steps: with "Muon", Muon for the matrices of the blocks, and AdamW for the rest."""
+    """Return Muon for the matrices of the blocks and AdamW for the rest, or a single optimizer."""
     if task.inner != "Muon":
         return [INNER[task.inner](model.parameters(), task.lr)]
     matrices, rest = divided(model)
@@ -151,13 +151,13 @@ def inner_optimizers(task: Task, model: nn.Module) -> list[Optimizer]:
 def in_blocks(optimizer: Optimizer, kind: str, every: int, warmup: int, **options: Any) -> Any:
     """All begin together, under BMUF as well."""
     if kind == "BMUF":
-        lengths = {"global_sync_iter": every, "warmup_iterations": warmup}
-        return mh.BMUF(optimizer, local_warmup=False, **lengths, **options)
+        options.update(global_sync_iter=every, warmup_iterations=warmup, local_warmup=False)
+        return mh.BMUF(optimizer, **options)
     return getattr(mh, kind)(optimizer, every=every, warmup=warmup, **options)
 
 
 def run(task: Task, folder: Path, seed: int, method: dict[str, Any] | None) -> float:
-    """The same in processes of its own."""
+    """Learn in separate processes."""
     workers = task.workers if method else 1
     return float(in_processes(workers, lambda: learn(task, folder, seed, method))[0])
 

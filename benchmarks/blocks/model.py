@@ -17,7 +17,6 @@ FORWARD = 1 / 3  # of the time is spent in the forward pass
 
 
 def parameters(size: Size) -> list[Tensor]:
-    """The same on every rank."""
     return list(decoder(size).parameters())
 
 
@@ -55,7 +54,8 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float, ready: list[Tensor], *_: Tensor) -> Tensor:
-        ctx.seconds, ctx.ready = seconds, ready
+        ctx.seconds = seconds
+        ctx.ready = ready
         time.sleep(FORWARD * seconds)
         return x.clone()
 

@@ -30,13 +30,16 @@ class Recurrent(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, gates: int, text: bool = False) -> None:
         super().__init__()
-        self.gates, self.text = gates, text
+        self.gates = gates
+        self.text = text
         self.symbol = nn.Embedding(inputs, 24) if text else nn.Identity()
         self.seen = nn.Linear(24 if text else inputs, gates * 24)
-        self.state, self.readout = nn.Linear(24, gates * 24), nn.Linear(24, outputs)
+        self.state = nn.Linear(24, gates * 24)
+        self.readout = nn.Linear(24, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = memory = torch.zeros(len(x), 24)
+        hidden = torch.zeros(len(x), 24)
+        memory = hidden
         found = []
         for seen in self.seen(self.symbol(x)).unbind(1):
             state = self.state(hidden)
@@ -57,8 +60,10 @@ class Rows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.row, self.place = nn.Linear(14, 32), nn.Parameter(torch.randn(14, 32) * 0.02)
-        self.block, self.readout = Block(32, heads=4, bias=True), nn.Linear(32, 10)
+        self.row = nn.Linear(14, 32)
+        self.place = nn.Parameter(torch.randn(14, 32) * 0.02)
+        self.block = Block(32, heads=4, bias=True)
+        self.readout = nn.Linear(32, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.readout(self.block(self.row(x) + self.place).mean(1))
@@ -74,7 +79,7 @@ def cnn() -> nn.Module:
 
 
 def taught(count: int, generator: torch.Generator, noise: float) -> tuple[Tensor, Tensor]:
-    """What a teacher says about random numbers."""
+    """Draw random inputs, and a teacher's answers with noise."""
     weights = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0)) / 2
     x = torch.randn(count, 16, generator=generator)
     y = torch.tanh(x @ weights).prod(0).sum(1, keepdim=True)
@@ -83,7 +88,7 @@ def taught(count: int, generator: torch.Generator, noise: float) -> tuple[Tensor
 
 @dataclass(frozen=True)
 class Short(Task):
-    """Its end is told in points: % of the labels, or of the variance that is explained."""
+    """A task with a score in points: % of the labels, or of the explained variance."""
 
     length: int = 16
     make: Callable[[], nn.Module] = Rows
@@ -107,9 +112,11 @@ class Short(Task):
             return max(0.0, 100 * (1 - (mse_loss(model(x), y) / y.var()).item()))  # not NaN
         if self.is_text:
             windows = data.test[: 1500 * 17].view(1500, 17)
-            x, y = windows[:, :-1], windows[:, 1:]
+            x = windows[:, :-1]
+            y = windows[:, 1:]
         else:
-            x, y = avg_pool2d(data.test[0][:4000].view(-1, 28, 28), 2), data.test[1][:4000]
+            x = avg_pool2d(data.test[0][:4000].view(-1, 28, 28), 2)
+            y = data.test[1][:4000]
         return 100 * (model(x).argmax(-1) == y).double().mean().item()
 
 
@@ -137,7 +144,7 @@ SHORT = (
 
 
 def simulate(task: Task, folder: Path, seed: int, settings: Sequence[Setting]) -> list[float]:
-    """Where each setting ends: a round follows each step that is a multiple of H, and the last."""
+    """Train under all settings; a round follows each H-th step, and the last."""
     torch.set_num_threads(1)
     data = task.load(folder)
     torch.manual_seed(seed)
@@ -163,7 +170,9 @@ def simulate(task: Task, folder: Path, seed: int, settings: Sequence[Setting]) -
             losses(params, *map(torch.stack, zip(*drawn, strict=True))).sum().backward()
         together = torch.tensor([step <= warmup for _, warmup, _ in settings])
         for param in params.values():
-            param.grad[together] = param.grad[together].mean(1, keepdim=True)
+            grad = param.grad
+            assert grad is not None
+            grad[together] = grad[together].mean(1, keepdim=True)
         optimizer.step()
         for at, (every, warmup, outer) in enumerate(settings):
             due = step > warmup and (step % every == 0 or step == task.steps)

@@ -38,7 +38,9 @@ class Syncing:
     """One rank of a contender; every order is carried out by all ranks together."""
 
     def __init__(self, contender: Contender, size: Size, drifts: list[Tensor]) -> None:
-        self.contender, self.size, self.drifts = contender, size, drifts
+        self.contender = contender
+        self.size = size
+        self.drifts = drifts
         self.params = model.parameters(size)
         for param, drift in zip(self.params, drifts, strict=True):
             param.grad = drift  # torch's averager leaves out what has none
@@ -46,11 +48,11 @@ class Syncing:
 
     @torch.no_grad()
     def drift(self) -> None:
-        """What the steps of a block do: each rank goes elsewhere."""
+        """Move each rank in another direction, as the steps of a block do."""
         torch._foreach_add_(self.params, self.drifts)
 
     def compared(self) -> dict[str, Any]:
-        """How far this is from the formula written out, over how far it has moved."""
+        """Return the distance from the formula written out, over the distance moved."""
         start = _sampled(self.params)
         for _ in range(COMPARED):
             self.drift()
@@ -69,7 +71,7 @@ class Syncing:
         return {"apart": float(apart), "agree": all(torch.equal(found, x) for x in everyone)}
 
     def timed(self) -> Spent:
-        """What one synchronization spends."""
+        """Return the costs of one synchronization."""
         self.drift()
         found = spent(self.optimizer.step)
         dist.barrier()
@@ -86,8 +88,6 @@ def _sampled(params: list[Tensor]) -> Tensor:
 
 
 def syncing(contender: Contender, size: Size) -> Work:
-    """What a team's ranks do."""
-
     def work(rank: int) -> Callable[[dict[str, Any]], Any]:
         one = Syncing(contender, size, _drifts(size, rank))
         return lambda order: getattr(one, order["do"])()
@@ -96,7 +96,7 @@ def syncing(contender: Contender, size: Size) -> Work:
 
 
 def held(contender: Contender, size: Size) -> Work:
-    """What a team's ranks do to find out what they hold, in units of the parameters."""
+    """Measure the memory of the ranks, in units of the parameters."""
     return lambda rank: lambda _: _held(contender, size, rank)
 
 

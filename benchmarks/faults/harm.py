@@ -44,8 +44,6 @@ LogLine = dict[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """A run: its workers, its length, and its faults."""
-
     workers: int
     steps: int
     every: int  # steps of a block
@@ -62,7 +60,7 @@ class Plan:
 
 @dataclass
 class Fault:
-    """What was done to workers; times are of the monotonic clock, as in the log."""
+    """A fault of workers; times are of the monotonic clock, as in the log."""
 
     kind: str
     numbers: frozenset[int]
@@ -76,8 +74,6 @@ class Fault:
 
 @dataclass
 class Trial:
-    """What is left of a run."""
-
     plan: Plan
     log: list[LogLine]
     faults: list[Fault]
@@ -91,7 +87,8 @@ class _Harm:
     """Decides which worker is hit when, and hits it."""
 
     def __init__(self, plan: Plan, networks: Networks | None) -> None:
-        self.plan, self.networks = plan, networks
+        self.plan = plan
+        self.networks = networks
         self.far = frozenset(range(plan.workers - plan.far, plan.workers))
         self.faults: list[Fault] = []
         self._dice = random.Random(1_000 * plan.seed + round(plan.interval))
@@ -110,7 +107,6 @@ class _Harm:
         return after + self._dice.uniform(0, self.plan.jitter)
 
     def turn(self, log: Sequence[LogLine]) -> None:
-        """Do what is due."""
         now = time.monotonic()
         for fault in self.faults:
             if fault.lasts() and now - fault.time >= self.plan.asleep:
@@ -122,24 +118,24 @@ class _Harm:
         if not self.plan.interval or not log:
             return
         if self._began is None:
-            self._began = next((line["time"] for line in log if line["event"] == "round"), None)
+            rounds = [line["time"] for line in log if line["event"] == "round"]
+            self._began = rounds[0] if rounds else None
             return
         if now - self._began < self._due:
             return
         if max(line["steps"] for line in log) >= self.plan.steps - 2 * self.plan.every:
             return  # nobody is hit who could not count again
         here = self._here(log)
-        if len(here) > self.plan.workers // 2 and not self._is_cut():
+        cut = any(fault.lasts() for fault in self.faults if fault.kind == "cut")
+        if len(here) > self.plan.workers // 2 and not cut:
             fault = self._hit(here)
             print(f"  {now - self._began:6.1f} s: {fault.kind} {sorted(fault.numbers)}", flush=True)
             self.faults.append(fault)
             self._due = max(self._next(), now - self._began + self.plan.interval / 2)
 
-    def _is_cut(self) -> bool:
-        return any(fault.lasts() for fault in self.faults if fault.kind == "cut")
-
     def _hit(self, here: dict[int, int]) -> Fault:
-        kind, number = next(self._kinds), self._dice.choice(sorted(here))
+        kind = next(self._kinds)
+        number = self._dice.choice(sorted(here))
         if kind == "cut" and self.networks is not None:
             self.networks.drop("far")
             return Fault(kind, self.far, 0, time.monotonic())
@@ -182,9 +178,12 @@ def allowed(plan: Plan, faults: Sequence[Fault], end: float, seconds: float) -> 
 def run(plan: Plan, data: Path) -> Trial:
     """Run until the command has ended; of two hosts, that of the first."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        log, output = Path(name, "log.jsonl"), Path(name, "output")
+        log = Path(name, "log.jsonl")
+        output = Path(name, "output")
         networks = stack.enter_context(Networks()) if plan.far else None
-        began, cpu, harm = time.monotonic(), _cpu_of_children(), _Harm(plan, networks)
+        began = time.monotonic()
+        cpu = _cpu_of_children()
+        harm = _Harm(plan, networks)
         words = ["--stall", str(plan.stall), "--preload", "quality.workloads"]
         words += ["-m", "faults.worker", "--log", str(log), "--plan", json.dumps(asdict(plan))]
         words += ["--data", str(data.resolve())]
@@ -198,19 +197,21 @@ def run(plan: Plan, data: Path) -> Trial:
         finally:
             for process in processes:
                 _stop(process)
-            if code := processes[0].returncode:
+            code = processes[0].returncode
+            if code:
                 print("\n".join(output.read_text(errors="replace").splitlines()[-40:]))
-        seconds, cpu = time.monotonic() - began, _cpu_of_children() - cpu
+        seconds = time.monotonic() - began
+        cpu = _cpu_of_children() - cpu
         shares = spent.shares(log.parent.glob("worker*"))
         return Trial(plan, pages.read_rows(log), harm.faults, code, cpu, seconds, shares)
 
 
 def _commands(plan: Plan, networks: Networks | None) -> list[list[str]]:
-    """Return what starts the workers of each host."""
     if networks is None:
         return [[*COMMAND, "--workers", str(plan.workers)]]
     os.environ.setdefault("MANYHANDS_SECRET", secrets.token_hex(32))
-    store, near = f"{networks.address('near')}:{PORT}", plan.workers - plan.far
+    store = f"{networks.address('near')}:{PORT}"
+    near = plan.workers - plan.far
     crew = ["--expected", str(plan.workers), "--quorum", str(plan.workers // 2 + 1)]
     first = ["--numbers", f"0-{near - 1}", "--listen", store, *crew]
     second = ["--numbers", f"{near}-{plan.workers - 1}", "--store", store, *crew]
@@ -218,10 +219,14 @@ def _commands(plan: Plan, networks: Networks | None) -> list[list[str]]:
 
 
 def _watch(process: subprocess.Popen[bytes], log: Path, harm: _Harm) -> None:
-    heard, size, lines = time.monotonic(), 0, []
+    heard = time.monotonic()
+    size = 0
+    lines: list[LogLine] = []
     while process.poll() is None:
         if log.exists() and log.stat().st_size > size:
-            heard, size, lines = time.monotonic(), log.stat().st_size, pages.read_rows(log)
+            heard = time.monotonic()
+            size = log.stat().st_size
+            lines = pages.read_rows(log)
         if time.monotonic() - heard > HANGS:
             raise RuntimeError(f"the run hangs: no worker has written a line for {HANGS:g} s.")
         harm.turn(lines)
@@ -229,7 +234,7 @@ def _watch(process: subprocess.Popen[bytes], log: Path, harm: _Harm) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """No process stays: the launcher ends its workers, those that are stopped as well."""
+    """End the launcher, which ends all workers."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(2 * RESTART)  # a second host ends a moment after the first
     if process.poll() is None:

@@ -17,8 +17,6 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Recoveries:
-    """What was measured of one kind of fault, in seconds."""
-
     delays: Sequence[float]  # of the block that it hits
     away: Sequence[float]  # until the worker waits to join
 
@@ -43,13 +41,17 @@ def kept(
     `regroup` is what a regrouping costs beyond the measured delays, in seconds.
     """
     dice = random.Random(seed)
-    now = counted = 0.0
+    now = 0.0
+    counted = 0
     due = dice.expovariate(1 / interval)
     comes: dict[int, float] = {}  # when each worker that is away waits to join
     for _ in range(rounds):
-        ends, lost, delay = now + block, set(), 0.0
+        ends = now + block
+        lost = set()
+        delay = 0.0
         while due < ends + delay:
-            worker, kind = dice.randrange(workers), dice.choice(kinds)
+            worker = dice.randrange(workers)
+            kind = dice.choice(kinds)
             if worker not in comes:
                 comes[worker] = due + dice.choice(kind.away)
                 lost.add(worker)

@@ -14,18 +14,12 @@
     idle         waiting for slower members in rounds that were kept
     thrown_away  steps that are in no mean
 
-The causes add up to the time from the start of each worker to its last step, without times in
-which no worker was there.
-
 `measure_crew` counts the seconds that are not steps, in the process of a worker, by wrapping
-methods of the crew. `SecondsSpent.snapshot` is a source for the worker's record. The time between
-two lines that is not counted belongs to steps. Steps count with the next kept round, except those
-that the optimizer reports as `dropped`. They are thrown away if the process ends before.
-
-`shares` reads the records of all workers. A killed worker was away from its last line to the start
-of its next process, while any other worker was there. Without a next process, it was away until
-the last line of the others. The last member that arrives at a round waits for the exchange only.
-The longer wait of the others is idle.
+methods of the crew. The other time between two lines of the record belongs to steps. Steps count
+with the next kept round, except those that the optimizer reports as `dropped`; they are thrown away
+if the process ends before. `shares` reads the records of all workers. A killed worker was away from
+the last line to the start of the next process (or the last line of all), while any other worker was
+there. The last member that arrives at a round waits for the exchange only.
 """
 
 from __future__ import annotations
@@ -105,7 +99,6 @@ class SecondsSpent:
             self._seconds[span.cause] += seconds
 
     def wrap(self, owner: type, name: str, cause: str) -> None:
-        """Count the time of a method."""
         method = getattr(owner, name)
 
         @functools.wraps(method)
@@ -196,7 +189,6 @@ class WorkerTime:
 
     @classmethod
     def of(cls, path: Path) -> WorkerTime:
-        """Read the record of a worker."""
         worker = cls()
         for line in pages.read_rows(path):
             if "manyhands" in line:
@@ -207,7 +199,6 @@ class WorkerTime:
 
     @property
     def end(self) -> float:
-        """The time of the last line."""
         return self.lives[-1][1]
 
     def take_header(self, header: Mapping[str, Any]) -> None:
@@ -286,7 +277,6 @@ def shares(records: Iterable[Path]) -> dict[str, float]:
 
 
 def add_up(workers: list[WorkerTime]) -> dict[str, float]:
-    """Return the seconds of all workers together, by cause."""
     latest = max(worker.end for worker in workers)
     newest = max(worker.rounds for worker in workers)
     over = any(worker.closed and worker.rounds == newest for worker in workers)
@@ -316,7 +306,6 @@ def add_up(workers: list[WorkerTime]) -> dict[str, float]:
 
 
 def without_overlap(spans: Iterable[Span]) -> list[Span]:
-    """Return spans without overlap that cover the same time."""
     found: list[Span] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:

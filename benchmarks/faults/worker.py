@@ -21,6 +21,7 @@ import math
 import os
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +68,15 @@ def main() -> None:
             time.sleep(max(0.0, begin + plan.pace - time.monotonic()))
     optimizer.finish()
     diary.note("left", final=sha1(model.parameters()))
-    if _is_first(args.log.with_suffix(".first")):
+    with suppress(FileExistsError):  # only the first worker that is done makes this file
+        args.log.with_suffix(".first").touch(exist_ok=False)
         diary.note("loss", loss=data.score(model) * math.log(2.0))
 
 
 class Diary:
-    """Logs what happens to this worker."""
-
     def __init__(self, path: Path, crew: mh.Crew, optimizer: mh.Blocks) -> None:
-        self.crew, self.optimizer = crew, optimizer
+        self.crew = crew
+        self.optimizer = optimizer
         self._log = path.open("a", buffering=1)
         self._own = 0  # steps since the last anchor
         self._rounds = optimizer.rounds
@@ -85,9 +86,12 @@ class Diary:
         crew = self.crew
         self._own += 1
         if self.optimizer.rounds != self._rounds or crew.generation != self._generation:
-            joined = crew.generation != self._generation and crew.rank in crew.joiners
-            kept = self.optimizer.rounds == self._rounds + 1
-            self.note("in" if joined else "round" if kept else "regrouped")
+            if crew.generation != self._generation and crew.rank in crew.joiners:
+                self.note("in")
+            elif self.optimizer.rounds == self._rounds + 1:
+                self.note("round")
+            else:
+                self.note("regrouped")
 
     def note(self, event: str, **more: Any) -> None:
         state = self.optimizer.state_dict()["blocks"]
@@ -106,7 +110,8 @@ class Diary:
         self._log.write(json.dumps(line) + "\n")
         if event != "regrouped":
             self._own = 0
-        self._rounds, self._generation = self.optimizer.rounds, self.crew.generation
+        self._rounds = self.optimizer.rounds
+        self._generation = self.crew.generation
 
 
 def sha1(tensors: Iterable[Tensor]) -> str:
@@ -114,14 +119,6 @@ def sha1(tensors: Iterable[Tensor]) -> str:
     for tensor in tensors:
         total.update(tensor.detach().numpy().tobytes())
     return total.hexdigest()
-
-
-def _is_first(path: Path) -> bool:
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -43,8 +43,6 @@ class Run:
     seed: int
 
 
-# -- the fixed rules: what the learning rate is multiplied with in step k of n ---------------------
-
 Rule = Callable[[Workload, int, int, int], float]
 
 
@@ -98,8 +96,6 @@ def rules_around(workload: Workload, seeds: int) -> Iterator[Run]:
     ):
         yield from (Run(workload.name, method, size, budget, seed) for seed in range(seeds))
 
-
-# -- one run ---------------------------------------------------------------------------------------
 
 RULES = {"AdaScale": mh.AdaScale, "AdamScale": mh.AdamScale}
 

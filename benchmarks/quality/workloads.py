@@ -62,7 +62,7 @@ class Workload:
         return self.metric.startswith("accuracy")
 
     def failure(self, score: float | None) -> str | None:
-        """What is said in place of a score (None: not finite) that is no better than chance.
+        """Return the words in place of a score (None: not finite) that is no better than chance.
 
         Text that is predicted worse than by a uniform guess is worse than before training.
         """
@@ -81,9 +81,6 @@ class Workload:
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(model(x).flatten(0, -2), y.flatten())
-
-
-# -- pictures ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -111,7 +108,10 @@ class Epochs:
     """Every sample once per epoch, in a new order each time."""
 
     def __init__(self, x: Tensor, y: Tensor, size: int, generator: torch.Generator) -> None:
-        self._x, self._y, self._size, self._generator = x, y, size, generator
+        self._x = x
+        self._y = y
+        self._size = size
+        self._generator = generator
         self._order = torch.empty(0, dtype=torch.long)
 
     def take(self, count: int) -> tuple[Tensor, Tensor]:
@@ -119,7 +119,8 @@ class Epochs:
         while len(self._order) < wanted:
             epoch = torch.randperm(len(self._x), generator=self._generator)
             self._order = torch.cat([self._order, epoch])
-        now, self._order = self._order[:wanted], self._order[wanted:]
+        now = self._order[:wanted]
+        self._order = self._order[wanted:]
         return self._x[now], self._y[now]
 
 
@@ -140,13 +141,12 @@ def digits(_: Path) -> Pictures:
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
-    x, y = torch.from_numpy(pixels).float() / 16.0, torch.from_numpy(labels).long()
+    x = torch.from_numpy(pixels).float() / 16.0
+    y = torch.from_numpy(labels).long()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    train, test = order[:1437], order[1437:]
+    train = order[:1437]
+    test = order[1437:]
     return Pictures((x[train], y[train]), (x[test], y[test]), hidden=64)
-
-
-# -- text --------------------------------------------------------------------------------------
 
 
 class CharacterLSTM(nn.Module):
@@ -189,10 +189,10 @@ class Text:
 
 
 class Windows:
-    """Windows at random places."""
-
     def __init__(self, text: Tensor, length: int, size: int, generator: torch.Generator) -> None:
-        self._text, self._size, self._generator = text, size, generator
+        self._text = text
+        self._size = size
+        self._generator = generator
         self._offsets = torch.arange(length + 1)
 
     def take(self, count: int) -> tuple[Tensor, Tensor]:
@@ -212,8 +212,6 @@ def shakespeare(folder: Path) -> Text:
     cut = len(codes) * 9 // 10
     return Text(codes[:cut], codes[cut:], len(symbols))
 
-
-# -- the list ----------------------------------------------------------------------------------
 
 _MNIST: dict[str, Any] = {"load": mnist, "batch": 16, "steps": 3750, "needs": MNIST}
 _SHAKESPEARE: dict[str, Any] = {
@@ -240,7 +238,8 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload("digits-adamw", "digits, MLP, AdamW", lr=0.005, **_DIGITS, **_ACCURACY, **_ADAMW),
 )
 
-_MUON, _ADADELTA = ({**_ADAMW, "optimizer": name} for name in ("Muon", "Adadelta"))
+_MUON: dict[str, Any] = {**_ADAMW, "optimizer": "Muon"}
+_ADADELTA: dict[str, Any] = {**_ADAMW, "optimizer": "Adadelta"}
 OTHERS = (
     Workload("mnist-muon", "MNIST, MLP, Muon", lr=0.01, **_MNIST, **_ACCURACY, **_MUON),
     Workload("mnist-adadelta", "MNIST, MLP, Adadelta", lr=2.0, **_MNIST, **_ACCURACY, **_ADADELTA),

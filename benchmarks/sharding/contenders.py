@@ -6,7 +6,6 @@ step: fairscale's buckets are right only where they are set to zero, and not to 
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import sys
@@ -14,13 +13,14 @@ import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from peers import installed
 from team import tell_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -44,6 +44,11 @@ class Trained:
     state: Callable[[], dict[str, Any]] | None = None  # where parameters are not tensors of theirs
     backward: Callable[[Tensor], object] = Tensor.backward
 
+    def step(self, batch: Tensor) -> None:
+        self.backward(self.model(batch))
+        self.optimizer.step()
+        self.clear()
+
     def choose(self, choice: str) -> None:
         """Let AdamW be computed in the way of that name from now on."""
         for group in self.optimizer.param_groups:
@@ -52,15 +57,13 @@ class Trained:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to train."""
-
     name: str
     make: Callable[[nn.Module], Trained]
     needs: str | None = None  # the peer that must be installed
 
     @property
     def present(self) -> bool:
-        return self.needs is None or importlib.util.find_spec(self.needs) is not None
+        return installed(self.needs)
 
     @property
     def ours(self) -> bool:
@@ -75,7 +78,8 @@ def under_ddp(optimizer: Callable[..., Any], **options: Any) -> Callable[[nn.Mod
     return make
 
 
-ddp, oss_and_ddp = under_ddp(AdamW), under_ddp(mh.OSS, optim=AdamW)
+ddp = under_ddp(AdamW)
+oss_and_ddp = under_ddp(mh.OSS, optim=AdamW)
 zero_redundancy = under_ddp(ZeroRedundancyOptimizer, optimizer_class=AdamW)
 
 
@@ -136,19 +140,19 @@ def deepspeed_zero(stage: int, **options: Any) -> Callable[[nn.Module], Trained]
 
 def import_early() -> None:
     """Import, before ranks are forked, what would be counted as a contender's own."""
-    import_module("torch.distributed.fsdp")
-    if importlib.util.find_spec("deepspeed"):
+    if installed("deepspeed"):
         os.environ["DS_ACCELERATOR"] = "cpu"
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
-            import_module("deepspeed").logger.setLevel("ERROR")
+            import deepspeed
+
+            deepspeed.logger.setLevel("ERROR")
 
 
 class _Engine:
-    """DeepSpeed's engine in an optimizer's place."""
-
     def __init__(self, engine: Any, optimizer: AdamW) -> None:
-        self.step, self.param_groups = engine.step, optimizer.param_groups
+        self.step = engine.step
+        self.param_groups = optimizer.param_groups
 
 
 SMALL = 2_000_000  # elements of a bucket; DeepSpeed's default is 500 million, the whole model here
@@ -196,7 +200,8 @@ CONTENDERS = {
 
 def nested(model: Any, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
     """The decoder of `models.py` with a wrap around each of its layers, and one around it."""
-    model.tokens, model.logits = wrap(model.tokens), wrap(model.logits)
+    model.tokens = wrap(model.tokens)
+    model.logits = wrap(model.logits)
     for number, block in enumerate(model.blocks):
         model.blocks[number] = wrap(block)
     return wrap(model)
@@ -212,9 +217,8 @@ def fully_sharded(wrap: Callable[..., nn.Module], **options: Any) -> Callable[[A
 
 
 def bare(module: nn.Module, **options: Any) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(module, **options)
+    fully_shard(module, **options)
+    return module
 
 
 def theirs(**options: Any) -> Callable[[Any], Trained]:
@@ -264,5 +268,3 @@ FSDP_CONTENDERS = {
         *ZERO3,
     )
 }
-RIVAL = {FSDP: BARE, FSDP_KEPT: BARE_KEPT, FSDP_LEAN: BARE}  # the same with torch alone
-PEER = {FSDP: FAIRSCALE, FSDP_KEPT: FAIRSCALE_KEPT}  # with the original

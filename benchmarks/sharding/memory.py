@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ WARM_UP = 2  # steps until the optimizer has its state and DDP its final buckets
 
 
 class Held(TorchDispatchMode):
-    """Knows every tensor's memory that was made or touched while it was active.
+    """Track the memory of all tensors made or touched while active.
 
     What C++ makes is seen too (DDP's buckets, say), but not gloo's own scratch memory.
     """
@@ -37,12 +36,18 @@ class Held(TorchDispatchMode):
             return NotImplemented  # what it does to the slice that it holds comes here, too
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and (storage := _storage(tensor)) is not None:
-                if storage._cdata not in self._ignored:
-                    self._known[storage._cdata] = StorageWeakRef(storage)
-                del storage
+            if isinstance(tensor, Tensor):
+                self._see(tensor)
         self.most = max(self.most, self.now())
         return result
+
+    def _see(self, tensor: Tensor) -> None:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # a stand-in without memory
+            return
+        if storage._cdata not in self._ignored:
+            self._known[storage._cdata] = StorageWeakRef(storage)
 
     def now(self) -> int:
         """Bytes of the tensors that are alive. (fully_shard empties some and fills them again.)"""
@@ -55,26 +60,8 @@ def _size(reference: StorageWeakRef) -> int:
     return 0 if storage is None else storage.nbytes()
 
 
-def _storage(tensor: Tensor) -> Any:
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # a stand-in without memory
-        return None
-
-
-@dataclass(frozen=True)
-class Seen:
-    """Bytes on one rank."""
-
-    parameters: int
-    after_backward: int
-    between_steps: int
-    most: int  # during a step
-    resident: int  # what the process has grown by at most during a step, pages of all kinds
-
-
-def seen(contender: Contender, size: models.Size, rank: int) -> Seen:
-    """Train a few steps, and look at the last."""
+def seen(contender: Contender, size: models.Size, rank: int) -> dict[str, int]:
+    """Train a few steps, and return the bytes on this rank during the last one."""
     batches = models.batches(size, rank)
     before = resident("VmRSS")
     with Held(batches) as held:
@@ -82,25 +69,27 @@ def seen(contender: Contender, size: models.Size, rank: int) -> Seen:
         trained = contender.make(model)
         trained.choose("fused")
         for number in range(WARM_UP):
-            trained.backward(trained.model(batches[number]))
-            trained.optimizer.step()
-            trained.clear()
+            trained.step(batches[number])
         held.most = 0
         trained.backward(trained.model(batches[WARM_UP]))
         after_backward = held.now()
         trained.optimizer.step()
         trained.clear()
-        between_steps, most = held.now(), held.most
+        between_steps = held.now()
+        most = held.most
     Path("/proc/self/clear_refs").write_text("5")  # the most of resident memory counts from here
     trained.backward(trained.model(batches[WARM_UP]))
     trained.optimizer.step()
-    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    grown = resident("VmHWM") - before
-    return Seen(parameters, after_backward, between_steps, most, grown)
+    return {
+        "parameters": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "after_backward": after_backward,
+        "between_steps": between_steps,
+        "most": most,  # during a step
+        "resident": resident("VmHWM") - before,  # pages of all kinds by which the process grew
+    }
 
 
 def resident(what: str) -> int:
-    """A figure of /proc/self/status, in bytes."""
     for line in Path(f"/proc/{os.getpid()}/status").read_text().splitlines():
         if line.startswith(what + ":"):
             return int(line.split()[1]) * 1024
@@ -116,5 +105,4 @@ def growth(step: Callable[[], object]) -> int:
 
 
 def work(contender: Contender, size: models.Size) -> Work:
-    """What a team's ranks do."""
-    return lambda rank: lambda _: vars(seen(contender, size, rank))
+    return lambda rank: lambda _: seen(contender, size, rank)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Size:
-    """How large a decoder is, and how many tokens each rank gives to it in a step."""
+    """The size of a decoder, and of a rank's batch."""
 
     name: str
     width: int

@@ -1,7 +1,4 @@
-"""How the speed benchmarks measure: contenders in turns, each with processes of its own.
-
-`run` parses the arguments, measures, stores what was found, and has the page written.
-"""
+"""Measure the speed of contenders that take turns, each with processes of its own."""
 
 from __future__ import annotations
 
@@ -17,21 +14,15 @@ import torch
 import torch.distributed as dist
 from rounds import Ratio, Times, in_turns, ratio, restored, spent
 from team import Team, Work
+from torch.distributed.tensor import DTensor
 
 from sharding import models
 from sharding.contenders import CONTROL, DDP, Contender, import_early
 
 WARM_UP = 2
 SAMPLED = 2000  # elements of parameters that are compared
-Contenders = Mapping[str, Contender]
 Result = dict[str, Any]
-Rows = dict[str, list["Row"]]  # by the title of the workload
-
-HOW = """Ratios are of medians over rounds, with bootstrap intervals (95 %): **above 1 is faster.**
-Contenders take turns, in an order drawn anew in each round, in processes of their own; groups that
-do not fit in memory together run apart, each beside a DDP of its own. **"DDP again (A/A)" is DDP a
-second time: its distance from 1 is noise.** Bytes are what a rank's sockets send in a step. Each
-contender was first checked to train the same parameters as DDP."""
+HowTimes = Times[tuple[str, str]]  # by contender and choice
 
 
 @dataclass(frozen=True)
@@ -70,75 +61,92 @@ class Workload:
         return f"{self.size} parameters, {self.ranks} ranks, {tokens} tokens on each"
 
 
-def measured(
-    workload: Workload,
-    contenders: Contenders,
-    choices: Mapping[str, Any],
-    rivals: Mapping[str, str],
-) -> list[Row]:
-    """All contenders of a workload as rows, DDP's first; `rivals`: who is compared with whom."""
-    rows: list[Row] = []
-    for group in workload.groups:
-        present = {name: contenders[name] for name in group if contenders[name].present}
-        known = {(row.name, row.choice) for row in rows}
-        rows += [
-            row
-            for row in _group(workload, present, choices, rivals)
-            if (row.name, row.choice) not in known
-        ]
-    order = list(choices)
-    return sorted(rows, key=lambda row: order.index(row.choice))
+@dataclass(frozen=True)
+class Speed:
+    page: str
+    contenders: Mapping[str, Contender]
+    choices: Sequence[str]  # of `contenders.CHOICES`
+    rivals: Mapping[str, str]  # who is compared with whom
+    head: str
+    cells: Callable[[list[Row]], list[list[str]]]
 
+    def measured(self, workload: Workload) -> list[Row]:
+        """Return all contenders of a workload as rows, DDP's first."""
+        rows: dict[tuple[str, str], Row] = {}
+        for group in workload.groups:
+            some = {name: self.contenders[name] for name in group}
+            present = {name: one for name, one in some.items() if one.present}
+            for row in self._group(workload, present):
+                rows.setdefault((row.name, row.choice), row)
+        return sorted(rows.values(), key=lambda row: self.choices.index(row.choice))
 
-def _group(
-    workload: Workload,
-    contenders: Contenders,
-    choices: Mapping[str, Any],
-    rivals: Mapping[str, str],
-) -> list[Row]:
-    """Contenders that are in memory at the same time."""
-    with ExitStack() as stack:
-        teams: dict[str, Team] = {}
-        for name, contender in contenders.items():
-            if name == CONTROL and workload.one_ddp:
-                teams[name] = teams[DDP]
-                continue
-            work = training(contender, models.SIZES[workload.size])
-            teams[name] = stack.enter_context(Team(workload.ranks, work))
-        for choice in choices:
-            order = {"do": "timed", "with": {"choice": choice, "steps": WARM_UP}}
-            for team in dict.fromkeys(teams.values()):
-                team.ask(order)
-        _check_same(teams)
-        steps = {"steps": workload.steps}
-        turns = {
-            (name, choice): partial(team.ask, {"do": "timed", "with": {"choice": choice, **steps}})
-            for choice in choices
-            for name, team in teams.items()
-        }
-        times = in_turns(turns, workload.rounds)
-    return [
-        Row(
+    def _group(self, workload: Workload, contenders: Mapping[str, Contender]) -> list[Row]:
+        with ExitStack() as stack:
+            teams: dict[str, Team] = {}
+            for name, contender in contenders.items():
+                if name == CONTROL and workload.one_ddp:
+                    teams[name] = teams[DDP]
+                    continue
+                work = training(contender, models.SIZES[workload.size])
+                teams[name] = stack.enter_context(Team(workload.ranks, work))
+            turns = {}
+            for choice in self.choices:
+                for team in dict.fromkeys(teams.values()):
+                    team.ask({"do": "timed", "choice": choice, "steps": WARM_UP})
+                order = {"do": "timed", "choice": choice, "steps": workload.steps}
+                for name, team in teams.items():
+                    turns[name, choice] = partial(team.ask, order)
+            _check_same(teams)
+            times = in_turns(turns, workload.rounds)
+        return [self._row(name, choice, times) for name, choice in times]
+
+    def _row(self, name: str, choice: str, times: HowTimes) -> Row:
+        seen = times[name, choice]
+        base = times[DDP, choice]
+        rival = times.get((self.rivals.get(name, ""), choice))  # if in memory beside it
+        return Row(
             name,
             choice,
-            1e3 * median(seen["cpu"]),
-            1e3 * median(seen["wall"]),
-            ratio(times[DDP, choice]["cpu"], seen["cpu"]),
-            ratio(times[DDP, choice]["wall"], seen["wall"]),
-            round(median(seen["sent"])),
-            *(_rival(kind, rivals.get(name), name, choice, times) for kind in ("wall", "cpu")),
+            cpu_ms=1e3 * median(seen["cpu"]),
+            wall_ms=1e3 * median(seen["wall"]),
+            cpu=ratio(base["cpu"], seen["cpu"]),
+            wall=ratio(base["wall"], seen["wall"]),
+            sent=round(median(seen["sent"])),
+            rival=ratio(rival["wall"], seen["wall"]) if rival else None,
+            rival_cpu=ratio(rival["cpu"], seen["cpu"]) if rival else None,
         )
-        for (name, choice), seen in times.items()
-    ]
 
+    def run(self, doc: str | None, workloads: Sequence[Workload], quick: Workload) -> None:
+        parser = pages.parser(doc)
+        parser.add_argument("--workload", action="append", help="only 25Mx2 and so on")
+        args = parser.parse_args()
+        if args.draw:
+            self.draw(pages.read(self.page))
+            return
+        import_early()
+        result: Result = {**pages.conditions(), "workloads": {}}
+        if args.workload:  # what is not measured again stays
+            result["workloads"] = pages.read(self.page)["workloads"]
+        for workload in [quick] if args.quick else workloads:
+            if args.workload and workload.name not in args.workload:
+                continue
+            load = pages.conditions()["load"]
+            rows = self.measured(workload)
+            for row in rows:
+                print(workload.title, row.name, row.choice, row.cpu, row.wall, row.sent, flush=True)
+            if not args.quick:
+                found = {"load": load, "rows": [asdict(row) for row in rows]}
+                result["workloads"][workload.title] = found
+                pages.store(self.page, result)
+                self.draw(result)
 
-def _rival(
-    kind: str, rival: str | None, name: str, choice: str, times: Times[tuple[str, str]]
-) -> Ratio | None:
-    """A rival's time over the contender's, if it was in memory beside it."""
-    if rival is None or (rival, choice) not in times:
-        return None
-    return ratio(times[rival, choice][kind], times[name, choice][kind])
+    def draw(self, result: Result) -> None:
+        tables = []
+        for title, found in result["workloads"].items():
+            rows = [restored(Row, row) for row in found["rows"]]
+            tables.append(f"## {title}\n\nLoad average before: {found['load']}")
+            tables.append(pages.table(self.head, self.cells(rows)))
+        pages.fill(self.page, result, tables="\n\n".join(tables))
 
 
 def _check_same(teams: dict[str, Team]) -> None:
@@ -151,7 +159,8 @@ def _check_same(teams: dict[str, Team]) -> None:
             raise RuntimeError(f"{name} trains differently from DDP: parameters {apart:.1e} apart.")
 
 
-# -- one rank ------------------------------------------------------------------------------------
+def times(value: Ratio | None) -> str:
+    return "" if value is None else f"{value.value:.2f} ({value.low:.2f}–{value.high:.2f})"
 
 
 class Training:
@@ -166,14 +175,11 @@ class Training:
         self.done = 0
 
     def step(self) -> None:
-        loss = self.trained.model(self.batches[self.done % len(self.batches)])
-        self.trained.backward(loss)
-        self.trained.optimizer.step()
-        self.trained.clear()
+        self.trained.step(self.batches[self.done % len(self.batches)])
         self.done += 1
 
     def timed(self, choice: str, steps: int) -> dict[str, float]:
-        """What a step spends, to the end of the slowest rank's."""
+        """Return the costs of a step, to the end of the slowest rank's."""
         self.trained.choose(choice)
 
         def train() -> None:
@@ -184,85 +190,19 @@ class Training:
         return {kind: value / steps for kind, value in spent(train).items()}
 
     def sample(self) -> list[float]:
-        """Some elements of the parameters, spread over all of them."""
+        """Return some elements of the parameters, spread over all of them."""
         if self.trained.state is not None:
             state = self.trained.state()
             whole = [state[name] for name in self.names]
         else:
-            whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.params]
+            whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.params]
         flat = torch.cat([p.detach().reshape(-1)[:: max(1, p.numel() // 50)] for p in whole])
         return flat[:: max(1, len(flat) // SAMPLED)].tolist()
 
 
 def training(contender: Contender, size: models.Size) -> Work:
-    """What a team's ranks do."""
-
     def work(rank: int) -> Callable[[dict[str, Any]], Any]:
         one = Training(contender, size, rank)
-        return lambda order: getattr(one, order["do"])(**order.get("with", {}))
+        return lambda order: getattr(one, order.pop("do"))(**order)
 
     return work
-
-
-# -- the page -------------------------------------------------------------------------------------
-
-
-def run(
-    doc: str | None,
-    name: str,
-    workloads: Sequence[Workload],
-    quick: Sequence[Workload],
-    contenders: Contenders,
-    choices: Mapping[str, Any],
-    write: Callable[[Result], None],
-    rivals: Mapping[str, str],
-) -> None:
-    """Parse the arguments, and measure the workloads or draw the page of what is stored."""
-    parser = pages.parser(doc)
-    parser.add_argument("--workload", action="append", metavar="NAME", help="only 25Mx2 and so on")
-    args = parser.parse_args()
-    if args.draw:
-        write(pages.read(name))
-        return
-    import_early()
-    result: Result = {**pages.conditions(), "workloads": {}}
-    if args.workload:  # what is not measured again stays
-        result["workloads"] = pages.read(name)["workloads"]
-    for workload in quick if args.quick else workloads:
-        if args.workload and workload.name not in args.workload:
-            continue
-        load = pages.conditions()["load"]
-        rows = measured(workload, contenders, choices, rivals)
-        for row in rows:
-            print(workload.title, row.name, row.choice, row.cpu, row.wall, row.sent, flush=True)
-        if not args.quick:
-            found = {"load": load, "rows": [asdict(row) for row in rows]}
-            result["workloads"][workload.title] = found
-            pages.store(name, result)
-            write(result)
-
-
-def rows_of(result: Result) -> Rows:
-    """The rows of each workload."""
-    return {
-        title: [restored(Row, row) for row in one["rows"]]
-        for title, one in result["workloads"].items()
-    }
-
-
-def tables(result: Result, head: str, cells: Callable[[list[Row]], list[list[str]]]) -> str:
-    """A table for each workload."""
-    return "\n\n".join(
-        f"## {title}\n\nLoad average before: {result['workloads'][title]['load']}\n\n"
-        + pages.table(head, cells(rows))
-        for title, rows in rows_of(result).items()
-    )
-
-
-def times(value: Ratio | None) -> str:
-    """A ratio with its interval."""
-    return "" if value is None else f"{value.value:.2f} ({value.low:.2f}–{value.high:.2f})"
-
-
-def between(values: Sequence[float]) -> str:
-    return f"{min(values):.2f} to {max(values):.2f}"

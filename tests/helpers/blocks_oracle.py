@@ -115,7 +115,7 @@ def train(init, kind, data, outer, *, every, warmup=0, average_sync=False):
     """
     workers = [Worker(start, kind) for start in init]
     anchors = [[p.detach().clone() for p in worker.params] for worker in workers]
-    seen = [[] for _ in workers]
+    seen: list[list] = [[] for _ in workers]
     for step, (xs, ys) in enumerate(data, 1):
         for worker, x, y in zip(workers, xs, ys, strict=True):
             worker.step(x, y)

@@ -59,7 +59,8 @@ def train(
     fragment_slices = [
         slice(n * f // fragments, n * (f + 1) // fragments) for f in range(fragments)
     ]
-    in_flight, seen = [], []
+    in_flight: list[tuple] = []
+    seen = []
     for step in range(1, steps + 1):
         xs = [x - lr * gradient(x, rank, step) for rank, x in enumerate(xs)]
         while in_flight and in_flight[0][0] <= step:
@@ -93,7 +94,7 @@ def train_own(start, gradient, rounds, lr, name, options, *, overlap=0, samples=
     workers = range(len(rounds[0]))
     xs = [start.clone() for _ in workers]
     anchor, memory = start.clone(), torch.zeros_like(start)
-    seen = [[] for _ in workers]
+    seen: list[list] = [[] for _ in workers]
     taken = [0 for _ in workers]
     moved = None  # by how much each worker's vector changes when it merges the last round
     for block, counts in enumerate(rounds):

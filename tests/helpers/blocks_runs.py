@@ -5,6 +5,7 @@ machine train as one worker, in one of the SHARDINGS; the machines synchronize i
 """
 
 import itertools
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,10 @@ BLOCKS = {
     "DiLoCo": lambda o, **more: mh.DiLoCo(o, every=EVERY, codec="int8", overlap=1, **more),
 }
 SHARDINGS = ("one level", "DDP", "OSS", "ShardedDataParallel", "FSDP", "fully_shard")
-INNER = {"SGD": (SGD, {"lr": 0.05, "momentum": 0.9}), "AdamW": (AdamW, {"lr": 0.02})}
+INNER: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (SGD, {"lr": 0.05, "momentum": 0.9}),
+    "AdamW": (AdamW, {"lr": 0.02}),
+}
 RULES = ("none", "inside", "outside")
 MEASURED = {"SGD": mh.AdaScale, "AdamW": mh.AdamScale}
 ALL = [  # that train: AdamScale goes around an Adam, not around blocks
@@ -51,7 +55,7 @@ class Model(nn.Module):
     def __init__(self, seed):
         super().__init__()
         torch.manual_seed(seed)
-        self.first = nn.Linear(5, 7)
+        self.first: nn.Module = nn.Linear(5, 7)
         self.last = nn.Linear(7, 3)
         self.gain = nn.Parameter(torch.ones(1))
         self.rests = nn.Parameter(torch.full((3,), 1.0 + seed), requires_grad=False)
@@ -70,7 +74,9 @@ class Groups:
         self.mesh = init_device_mesh(
             "cpu", (machines, self.inside), mesh_dim_names=("machines", "inside")
         )
-        self.machine, self.place = self.mesh.get_coordinate()
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        self.machine, self.place = coordinate
 
     def group(self, name):
         return self.mesh[name].get_group()
@@ -83,6 +89,7 @@ class Run:
         blocks, self.sharding, rule, inner = combination
         self.groups = groups
         self.module = module = Model(seed)
+        self.model: nn.Module
         cls, options = INNER[inner]
         inside = groups.group("inside")
         options_of_blocks = {"process_group": groups.group("machines")}
@@ -90,7 +97,8 @@ class Run:
             options_of_blocks["inner_group"] = inside
         if self.sharding == "fully_shard":
             fully_shard(module.first, mesh=groups.mesh["inside"])
-            self.model = fully_shard(module, mesh=groups.mesh["inside"])
+            fully_shard(module, mesh=groups.mesh["inside"])
+            self.model = module
         elif self.sharding == "FSDP":
             module.first = mh.FSDP(module.first, process_group=inside)
             self.model = mh.FSDP(module, process_group=inside)
@@ -146,7 +154,7 @@ class Run:
             return {}
         kept = [(param, param.detach().clone()) for param in self.module.parameters()]
         anchors = [bucket.anchor for bucket in anchor.buckets]
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for number in range(-1, anchor.outer.memories):
             for bucket, value in zip(anchor.buckets, anchors, strict=True):
                 bucket.anchor = value if number < 0 else bucket.memories[number]

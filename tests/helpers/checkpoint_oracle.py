@@ -4,6 +4,8 @@ A *setup* is a model, wrapped, with its optimizer, in one of the WAYS. Its dimen
 that nothing divides evenly, one layer is laid out in another order of memory, and two are tied.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed.checkpoint  # slow, so that ranks have it when they are forked
 from torch import nn
@@ -19,17 +21,25 @@ LAMB = (Lamb, {"lr": 0.02})
 ADAFACTOR = (torch.optim.Adafactor, {"lr": 0.02})
 
 
+def set_memory_format(module: nn.Module, memory_format: torch.memory_format) -> None:
+    # An overload that torch's types lack.
+    module.to(memory_format=memory_format)  # type: ignore[call-overload]
+
+
 class Model(nn.Module):
     def __init__(self, seed=0):
         super().__init__()
         torch.manual_seed(seed)
         self.first = nn.Linear(5, 13)
         self.norm = nn.BatchNorm1d(13).eval()  # the same whoever has which part of a batch
-        self.norm.running_mean.normal_()
+        if self.norm.running_mean is not None:
+            self.norm.running_mean.normal_()
+        self.passes: torch.Tensor
         self.register_buffer("passes", torch.tensor(0))
         self.pair = nn.ModuleList([nn.Linear(13, 13), nn.Linear(13, 13)])
         self.pair[1].weight = self.pair[0].weight
-        self.image = nn.Conv2d(2, 3, (2, 3)).to(memory_format=torch.channels_last)
+        self.image = nn.Conv2d(2, 3, (2, 3))
+        set_memory_format(self.image, torch.channels_last)
         self.last = nn.Linear(13, 3)
         self.frozen = nn.Parameter(torch.full((4,), 1.0 + seed), requires_grad=False)
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
@@ -51,24 +61,27 @@ class Setup:
         cls, given = kind
         self.way = way if workers > 1 or way in ("plain", "OSS") else "plain"
         self.module = Model(seed)
-        params = lambda: [  # noqa: E731
-            {"params": [p for p in self.module.parameters() if p.dim() > 1]},
-            {"params": [p for p in self.module.parameters() if p.dim() <= 1], "lr": 0.01},
-        ]
+
+        def params() -> list[dict[str, Any]]:
+            matrices = [p for p in self.module.parameters() if p.dim() > 1]
+            rest = [p for p in self.module.parameters() if p.dim() <= 1]
+            return [{"params": matrices}, {"params": rest, "lr": 0.01}]
+
+        self.model: nn.Module = self.module
+        self.optimizer: Any
         if self.way == "fully_shard":
-            self.module.image.to(memory_format=torch.contiguous_format)  # the only one it takes
+            set_memory_format(self.module.image, torch.contiguous_format)  # the only one it takes
             fully_shard(self.module.last)
-            self.model = fully_shard(self.module)
+            fully_shard(self.module)
             self.optimizer = cls(params(), **given)
         elif workers > 1:
             self.model, self.optimizer = WAYS[self.way](
                 self.module, params, cls, **given, **options
             )
         elif self.way == "OSS":
-            self.model = self.module
             self.optimizer = mh.OSS(params(), optim=cls, bucket_size=64, **given, **options)
         else:
-            self.model, self.optimizer = self.module, cls(params(), **given)
+            self.optimizer = cls(params(), **given)
         if rule is not None:
             self.optimizer = rule(self.optimizer)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
@@ -122,9 +135,10 @@ def assert_equal(mine, expected, where="", **near):
     assert set(mine) == set(expected), (where, set(mine) ^ set(expected))
     for name, value in expected.items():
         if near:
-            torch.testing.assert_close(
-                mine[name], value, msg=lambda m, name=name: f"{where} {name}: {m}", **near
-            )
+            try:
+                torch.testing.assert_close(mine[name], value, **near)
+            except AssertionError as error:
+                raise AssertionError(f"{where} {name}: {error}") from None
         else:
             same = mine[name].dtype == value.dtype and torch.equal(mine[name], value)
             assert same, f"{where}: {name}\n{mine[name]}\n{value}"

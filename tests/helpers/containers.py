@@ -70,7 +70,9 @@ class ModelOutput(OrderedDict):
         super().__setattr__(key, value)
 
     def __reduce__(self):
-        kind, _, *rest = super().__reduce__()
+        reduced = super().__reduce__()
+        assert not isinstance(reduced, str)
+        kind, _, *rest = reduced
         return kind, tuple(getattr(self, each.name) for each in fields(self)), *rest
 
 
@@ -192,7 +194,7 @@ MAKE = {
     ),
     "a tuple of its own": row,
     "a list of its own": lambda first, other: Rows([first, other]),
-    "torch.return_types": lambda first, other: torch.return_types.linalg_eigh([first, other]),
+    "torch.return_types": lambda first, other: torch.return_types.max((first, other)),
     "registered": lambda first, other: Registered((first, other)),
     "namespace in a tuple": lambda first, other: (first, other, types.SimpleNamespace(note="kept")),
 }

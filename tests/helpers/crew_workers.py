@@ -28,6 +28,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +177,10 @@ def train(
         if not transferred and crew.joiners:
             message = torch.cat([state, torch.tensor([float(max(version, 0))])])
             hook("state", crew)
-            if transferred := hold_round(lambda message=message: broadcast(crew, message)):
-                state, version = message[:-1].clone(), int(message[-1])
+            transferred = hold_round(partial(broadcast, crew, message))
+            if transferred:
+                state = message[:-1].clone()
+                version = int(message[-1])
         elif version < 0:
             version = 0
         else:
@@ -185,8 +188,9 @@ def train(
             time.sleep(steps)
             mean = torch.ones(1000)
             hook("exchange", crew)
-            if hold_round(lambda mean=mean: average(crew, mean)):
-                state, version = state + mean, version + 1
+            if hold_round(partial(average, crew, mean)):
+                state = state + mean
+                version += 1
                 assert state.unique().tolist() == [float(version)], (state, version)
         if crew.regroup_due and version < rounds():
             regroup()
@@ -228,6 +232,7 @@ def average(crew: Crew, tensor: torch.Tensor) -> None:
 def broadcast(crew: Crew, tensor: torch.Tensor) -> None:
     options = dist.BroadcastOptions()
     options.rootRank = crew.source
+    assert crew.group is not None
     crew.group.broadcast([tensor], options).wait()
 
 
@@ -247,7 +252,8 @@ class Workers:
     ) -> None:
         self.store = store
         self.folder = folder
-        self.options = {
+        self.stall = stall
+        self.options: dict[str, Any] = {
             "expected": expected,
             "stall": stall,
             "patience": patience,
@@ -257,7 +263,7 @@ class Workers:
         self.incarnations: dict[int, int] = {}
 
     def __enter__(self) -> Workers:
-        monitor = HeartbeatMonitor(self.options["stall"])
+        monitor = HeartbeatMonitor(self.stall)
         self.shared = SharedRoster(
             StoreClient(self.store.address, monitor.interval, Signer(SECRET)), monitor, self.parts
         )
@@ -268,22 +274,27 @@ class Workers:
         for number in list(self.pids):
             self.kill(number)
 
-    def start(
+    def start(self, numbers: Iterable[int], *args: Any, **options: Any) -> None:
+        """Start workers; the other arguments are those of `work`."""
+        for number in numbers:
+            incarnation = self.incarnations.get(number, 0) + 1
+            self.incarnations[number] = incarnation
+            log = Log(self.folder / f"{number}.{incarnation}.jsonl")
+            crew = partial(Crew, self.store.address, number=number, **self.options)
+            work = partial(self.work, crew, log, *args, **options)
+            self.pids[number] = fork(work, self.folder / f"{number}.errors")
+
+    def work(
         self,
-        numbers: Iterable[int],
+        make_crew: Callable[[], Crew],
+        log: Log,
         rounds: int | None = None,
         hook: Callable[[int], Hook] = lambda _: lambda *_: None,
         **options: Any,
     ) -> None:
-        for number in numbers:
-            incarnation = self.incarnations[number] = self.incarnations.get(number, 0) + 1
-            log_file = self.folder / f"{number}.{incarnation}.jsonl"
-
-            def work(number: int = number, log_file: Path = log_file) -> None:
-                crew = Crew(self.store.address, number=number, **self.options)
-                train(crew, Log(log_file), limit(self.folder, rounds), hook(number), **options)
-
-            self.pids[number] = fork(work, self.folder / f"{number}.errors")
+        """Train in a worker's process."""
+        crew = make_crew()
+        train(crew, log, limit(self.folder, rounds), hook(crew.number), **options)
 
     def kill(self, number: int, report: bool = False) -> None:
         pid = self.pids.pop(number)

@@ -109,6 +109,7 @@ def kill_while_saving(path, choose, wait=True, size=40):
     while newest_step(path, size) == before:  # it has come to the first save
         time.sleep(0.005)
     time.sleep(choose.uniform(0, 0.15))
+    assert run.pid is not None
     os.killpg(run.pid, signal.SIGKILL)
     run.join()
     return newest_step(path, size)

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from helpers.crew_workers import Log, Workers, fork
-from manyhands.blocks.crew._crew import Crew
+from helpers.crew_workers import Workers
 from manyhands.errors import CrewFinished
 
 SAMPLES, BATCH, EVERY = 301, 4, 3
@@ -30,19 +29,12 @@ class DataWorkers(Workers):
     def end(self):
         return self.folder / "end"
 
-    def start(self, numbers, make=mh.LocalSGD, hook=lambda place: None, **options):
-        for number in numbers:
-            incarnation = self.incarnations[number] = self.incarnations.get(number, 0) + 1
-            log = Log(self.folder / f"{number}.{incarnation}.jsonl")
-
-            def work(number=number, log=log):
-                crew = Crew(self.store.address, number=number, **self.options)
-                try:
-                    train(crew, log, self.end, make, hook, **options)
-                except CrewFinished:
-                    log("late")
-
-            self.pids[number] = fork(work, self.folder / f"{number}.errors")
+    def work(self, make_crew, log, *_, make=mh.LocalSGD, hook=lambda place: None, **options):
+        crew = make_crew()
+        try:
+            train(crew, log, self.end, make, hook, **options)
+        except CrewFinished:
+            log("late")
 
     def stop_soon(self):
         """Let all end with the epoch after next."""
@@ -57,7 +49,7 @@ class DataWorkers(Workers):
         first = min(event["time"] for event in everything if event["event"] == "commit")
         anew = [e for e in everything if e["event"] == "begin" and not e["step"]]
         assert all(event["time"] < first for event in anew), "a worker began anew"
-        rounds = {}  # by number: what each worker took
+        rounds: dict[int, tuple] = {}  # by number: what each worker took
         trained = {}  # by worker: (step at which it was handed samples, what it took since then)
         for number in self.incarnations:
             for event in self.events(number):
@@ -65,15 +57,14 @@ class DataWorkers(Workers):
                     said = (event["epoch"], event["taken"], event["step"])
                     assert rounds.setdefault(event["round"], said) == said, event
         for number in self.incarnations:
-            parts, since = [], None
+            parts: list[list] = []
             for event in self.events(number):
                 if event["event"] == "begin":  # it has joined, or joined again after a stop
-                    since = [event["step"], []]
-                    parts.append(since)
+                    parts.append([event["step"], []])
                 elif event["event"] == "step":
-                    since[1] += event["samples"]
+                    parts[-1][1] += event["samples"]
             trained[number] = parts
-        counts = Counter()
+        counts: Counter[tuple[int, int]] = Counter()
         for index in sorted(rounds):
             epoch, taken, step = rounds[index]
             for number, amount in taken.items():
@@ -87,7 +78,7 @@ class DataWorkers(Workers):
 
     def one_state_after_each_round(self):
         """Check that all had the same bits after each round; return the rounds by number."""
-        states = {}
+        states: dict[int, str] = {}
         for number in self.incarnations:
             for event in self.events(number, "round"):
                 seen = states.setdefault(event["round"], event["state"])
@@ -190,7 +181,8 @@ def faults(store, folder, workers, events, seed, stops=0.0, members=None, **opti
     """
     draw = random.Random(seed)
     # Long enough for a busy machine: workers that are all taken for lost would begin anew.
-    with DataWorkers(store, folder, **{"expected": 2, "stall": 5.0, **(members or {})}) as crew:
+    crew = DataWorkers(store, folder, **{"expected": 2, "stall": 5.0, **(members or {})})
+    with crew:
         crew.start(range(2), **options)
         done, away = 0, list(range(2, workers))
         while done < events:

@@ -61,6 +61,9 @@ class Samples(torch.utils.data.Dataset):
         return torch.full((8,), float(i))
 
 
+loader = None
+
+
 def loading(model):
     """Processes that load data, and outlive signals to the whole job, are there when it ends."""
     global loader
@@ -92,10 +95,13 @@ def train(part):
     return model, optimizer
 
 
+model = optimizer = None  # as in a script without functions
+
+
 def main(part, way, rank, store):
     """What a user's script does. `model` and `optimizer` are alive when it ends."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    global model, optimizer  # as in a script without functions
+    global model, optimizer
     model, optimizer = train(part)
     if way == "destroy":
         dist.destroy_process_group()
@@ -122,7 +128,7 @@ def start(part, way, rank, store, stderr):
 
 def wait(processes, seconds):
     """Return the exit codes; kill what has not ended in time, whose code is then None."""
-    codes = {}
+    codes: dict[int, int | None] = {}
     deadline = time.monotonic() + seconds
     while len(codes) < len(processes):
         for process in set(processes) - codes.keys():

@@ -5,8 +5,10 @@ trained by every way, or the traceback.
 """
 
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ import manyhands as mh
 from helpers.sharding_oracle import loss_of, make_batches, make_model
 
 STEPS = 7
-BLOCKS = {
+BLOCKS: dict[str, Callable[..., Any]] = {
     "LocalSGD": partial(mh.LocalSGD, every=3),
     "BMUF": partial(mh.BMUF, block_momentum=0.5, global_sync_iter=3, warmup_iterations=2),
     "SlowMo": partial(mh.SlowMo, every=3),
@@ -65,7 +67,7 @@ def _sharded_ddp(device):
     return train(model, optimizer, device, mh.ShardedDataParallel(model, optimizer))
 
 
-WAYS = {
+WAYS: dict[str, Callable[..., Any]] = {
     "AdaScale on DDP": partial(_rule, mh.AdaScale, SGD, momentum=0.9),
     "AdamScale on DDP": partial(_rule, mh.AdamScale, AdamW),
     "OSS on DDP": _oss,
@@ -85,7 +87,7 @@ def _live(rank, device, folder, ways):
     store = dist.FileStore(f"{folder}/store", 2)
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
-    found = {}
+    found: dict[str, list[torch.Tensor] | str] = {}
     for way in ways:
         try:
             found[way] = [p.cpu() for p in ALL[way](device)]

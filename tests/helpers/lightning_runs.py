@@ -10,6 +10,7 @@ import logging
 import os
 import warnings
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -132,7 +133,8 @@ def trainer_of(strategy="auto", **options):
 
 
 def own_loader(batches):
-    return DataLoader(list(data(batches)[dist.get_rank()]), batch_size=None)
+    samples: Any = list(data(batches)[dist.get_rank()])  # a list is a dataset, too
+    return DataLoader(samples, batch_size=None)
 
 
 class Resumable:
@@ -193,7 +195,7 @@ class Alone:
         self.plain = make_optimizer(self.model.parameters())
         self.schedule = None if make_schedule is None else make_schedule(self.plain)
         self.rule = None
-        self.losses = [[], []]
+        self.losses: list[list[float]] = [[], []]
         self.steps = 0
 
     def epoch(self, batches, ranks, passes, clip=None, autocast=False, step_schedule=None):

@@ -16,6 +16,7 @@ import os
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from coverage import Coverage
@@ -34,8 +35,8 @@ class MeasuredForks:
             config.add_cleanup(cls(coverage).collect)
 
     def __init__(self, coverage: Coverage) -> None:
-        self._coverage = coverage
-        self._collector = coverage._collector
+        self._coverage: Any = coverage
+        self._collector: Any = coverage._collector
         self._temporary = tempfile.TemporaryDirectory(prefix="coverage-")
         self._folder = Path(self._temporary.name, ".cache")  # `manyhands check` leaves it alone
         self._folder.mkdir()

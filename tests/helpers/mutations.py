@@ -10,6 +10,8 @@ import copy
 import json
 import math
 import zlib
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -28,7 +30,7 @@ class Raw(str):
     """Text that is written into the JSON as it is."""
 
 
-VALUES = [
+VALUES: list[Any] = [
     None, True, False, -1, 0, 1, 2, 3, 10**6, 10**8, 10**12, 2**31, 2**63 - 1, 2**64, 2**70,
     -(2**63), 0.0, 1.0, -0.5, 1e300, -1e300, Raw("NaN"), Raw("Infinity"), Raw("1e999"), Raw(NESTED),
     Raw("9" * 4000), Raw("9" * 5000), Raw('{"a":1,"a":2}'), "", "x", "../x", "a/b", "\ud800", "\0",
@@ -66,22 +68,23 @@ def dump(value):
 
 def places(value, path=()):
     """Yield the path of everything in a JSON value."""
-    pairs = ()
+    entries: Iterable[tuple] = ()
     if isinstance(value, dict):
-        pairs = value.items()
+        entries = value.items()
     elif isinstance(value, list):
-        pairs = enumerate(value)
-    for key, each in pairs:
+        entries = enumerate(value)
+    for key, each in entries:
         yield (*path, key)
         yield from places(each, (*path, key))
 
 
 def choose(value, dice):
     """Return a path: at each level one of the entries, so that small parts are met, too."""
-    path = ()
+    path: tuple = ()
     while isinstance(value, dict | list) and value and not (path and dice.random() < 0.2):
         key = dice.choice(list(value) if isinstance(value, dict) else range(len(value)))
-        path, value = (*path, key), value[key]
+        path = (*path, key)
+        value = value[key]
     return path
 
 
@@ -410,7 +413,7 @@ def read_plainly(checkpoint):
                 offsets[dim], sizes[dim] = start, stop - start
                 if start < stop:
                     slices[key][1].append([file, offsets, sizes])
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for key, (shape, several) in slices.items():
         for file, offsets, sizes in several:
             where = "" if sizes == shape else "@" + ",".join(map(str, offsets))

@@ -5,6 +5,7 @@ as soon as it is complete. Nothing overlaps: it is for reading, and for tests.
 """
 
 import contextlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ class Alternate(ShardedOptimizer):
 
     def __init__(self, params, optim, group=None, **options):
         self.optimizer_class, self.optimizer_arguments, self.group = optim, options, group
-        self._inner = None
+        self._inner: Any = None  # until torch's constructor has the parameters
         Optimizer.__init__(self, params, {})
         own = [param for i, param in enumerate(self.params) if self.owner(i) == dist.get_rank()]
         self._inner = optim(own, **options)

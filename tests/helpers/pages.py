@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 import torch
@@ -229,7 +230,7 @@ def _become(
         os.environ.update(told)
         torch.set_num_threads(1)
         torch.manual_seed(SEED)
-        torch.multiprocessing.spawn = in_more_forks
+        mock.patch.object(torch.multiprocessing, "spawn", in_more_forks).start()
         warnings.simplefilter("default")
         sys.argv = [program if isinstance(program, str) else program.__name__, *arguments]
         sys.path.insert(0, os.getcwd())
@@ -253,7 +254,8 @@ def _become(
 
 def in_more_forks(*args: Any, **kwargs: Any) -> Any:
     """torch.multiprocessing.spawn, without the seconds in which each process imports torch."""
-    return torch.multiprocessing.start_processes(*args, **kwargs, start_method="fork")
+    kwargs["start_method"] = "fork"
+    return torch.multiprocessing.start_processes(*args, **kwargs)
 
 
 def _first_failure(processes: set[int]) -> int:

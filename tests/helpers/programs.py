@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,7 +52,7 @@ def run_programs(
         for rank, output in enumerate(outputs):
             process = os.fork()
             if process == 0:
-                _live(rank, size, port, output, lambda rank=rank: fn(rank, *args, **kwargs))
+                _live(rank, size, port, output, partial(fn, rank, *args, **kwargs))
             processes.append(process)
         ended: dict[int, tuple[int | None, float]] = {}
         while len(ended) < size:
@@ -82,8 +83,10 @@ def _live(rank: int, size: int, port: int, output: Path, call: Callable[[], obje
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         # pytest has replaced them, and what it says at a failure is its own.
-        sys.stdout = sys.__stdout__ = os.fdopen(1, "w", buffering=1)
-        sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1)
+        sys.stdout = os.fdopen(1, "w", buffering=1)
+        sys.stderr = os.fdopen(2, "w", buffering=1)
+        for name in ("stdout", "stderr"):
+            setattr(sys, f"__{name}__", getattr(sys, name))
         sys.excepthook = sys.__excepthook__
         faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
         torch.set_num_threads(1)

@@ -254,7 +254,7 @@ def _wait_for_all(ranks: list[_Rank], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     waiting = {rank.connection: rank for rank in ranks}
     while waiting:
-        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        ready: list[Any] = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             return
         for connection in ready:

@@ -34,7 +34,7 @@ class Command:
             except SystemExit as end:
                 sys.stdout.flush()
                 sys.stderr.flush()
-                os._exit(end.code or 0)
+                os._exit(int(end.code or 0))
 
         self.pid = fork(call, folder / f"{name}.fork")
         self.code = None

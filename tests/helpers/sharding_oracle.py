@@ -179,6 +179,7 @@ def assert_same(results, expected, what="", rtol=1e-9, atol=1e-11):
             equal = torch.equal(p, q) or torch.equal(p.nan_to_num(), q.nan_to_num())
             assert equal, f"{what}: tensor {i} on rank {rank} is not rank 0's"
     for i, (p, q) in enumerate(zip(results[0], expected, strict=True)):
-        torch.testing.assert_close(
-            p, q.detach(), rtol=rtol, atol=atol, msg=lambda m, i=i: f"{what}: tensor {i}: {m}"
-        )
+        try:
+            torch.testing.assert_close(p, q.detach(), rtol=rtol, atol=atol)
+        except AssertionError as error:
+            raise AssertionError(f"{what}: tensor {i}: {error}") from None

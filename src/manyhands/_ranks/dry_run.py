@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store
 
 from manyhands._arguments import format_bytes, whole
 

@@ -34,7 +34,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from manyhands._ranks.dry_run import dry_group

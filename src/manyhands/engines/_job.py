@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore
 from torch.optim import Optimizer
 
 from manyhands._arguments import number_in

@@ -42,7 +42,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 
 from manyhands.blocks.crew import _link
 from manyhands.blocks.crew._crew import PATIENCE

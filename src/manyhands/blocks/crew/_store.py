@@ -68,7 +68,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 
 from manyhands._arguments import shown
 from manyhands._ranks.message_box import HeartbeatMonitor, MessageBox

@@ -22,7 +22,7 @@ import time
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore
 
 from manyhands._ranks.groups import (
     HeldGroup,
