@@ -28,10 +28,11 @@ from typing import Any
 import pages
 from torch.distributed import HashStore
 
+from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands.blocks.crew import _crew, _enrollment, _store
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import Member, Roster, Version
-from manyhands.blocks.crew._store import HeartbeatMonitor, SharedRoster, Signer, StoreClient
+from manyhands.blocks.crew._store import SharedRoster, Signer, StoreClient
 from manyhands.errors import WorkerLost
 
 BLOCK = 30.0  # seconds, as all below

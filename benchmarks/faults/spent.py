@@ -132,10 +132,10 @@ def measure_crew() -> SecondsSpent:
     wait_for_generation = Enrollment.wait_for_generation
     commit = ElasticMembers.commit
 
-    def timed_wait(self: Enrollment, version: Version, after: int) -> Roster:
+    def timed_wait(self: Enrollment, version: Version, after: int, longest_wait: float) -> Roster:
         is_member = self.id in self.shared.roster.ids
         with spent.on("connecting" if is_member else "joining"):
-            return wait_for_generation(self, version, after)
+            return wait_for_generation(self, version, after, longest_wait)
 
     def timed_commit(
         self: ElasticMembers, background: BackgroundSync, moves_anchor: bool = True

@@ -14,10 +14,11 @@ import pytest
 
 from helpers.crew_workers import SECRET, Store
 from helpers.run_command import Command
+from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands.blocks.crew import _link, _store
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import Member, Roster, Version
-from manyhands.blocks.crew._store import HeartbeatMonitor, SharedRoster, Signer, StoreClient
+from manyhands.blocks.crew._store import SharedRoster, Signer, StoreClient
 from manyhands.errors import StoreLost
 
 # Each life of worker N prints its number. It ends as the file "end N" says.

@@ -14,9 +14,10 @@ import pytest
 
 from helpers.crew_workers import SECRET, Store
 from helpers.run_command import Command, alive, gone
+from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands.blocks.crew import _launcher, _link, _store
 from manyhands.blocks.crew._roster import Member, Version
-from manyhands.blocks.crew._store import HeartbeatMonitor, SharedRoster, Signer, StoreClient
+from manyhands.blocks.crew._store import SharedRoster, Signer, StoreClient
 
 
 def free_port():

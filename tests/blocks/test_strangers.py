@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from helpers.crew_workers import SECRET, Store, Workers
+from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands.blocks.crew import _store
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import Member, Roster, Version
 from manyhands.blocks.crew._store import (
     REVISION,
     ROSTER,
-    HeartbeatMonitor,
     SharedRoster,
     Signer,
     StoreClient,

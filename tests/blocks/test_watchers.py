@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.crew_workers import SECRET, Store
+from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands.blocks.crew import _crew, _roster, _store
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import WATCHED, Member, Roster, Version
 from manyhands.blocks.crew._store import (
-    HeartbeatMonitor,
     SharedRoster,
     Signer,
     StoreClient,

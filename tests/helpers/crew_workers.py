@@ -35,11 +35,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from manyhands._ranks.message_box import HeartbeatMonitor
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._roster import Version
 from manyhands.blocks.crew._store import (
     SECRET_VARIABLE,
-    HeartbeatMonitor,
     SharedRoster,
     Signer,
     StoreClient,
