@@ -1,4 +1,4 @@
-"""Modules around a model, and where a parameter's modules are.
+"""Find the modules around a model, and the modules of a parameter.
 
 Wrappers put a name of their own into the names of a model's parameters: `module.` (data
 parallelism), `_orig_mod.` (torch.compile), `_fsdp_wrapped_module.` (FSDP),
@@ -36,7 +36,7 @@ NAMED = 4  # tensors that a message names
 
 
 class ModuleWrapper(nn.Module):
-    """Base class of our modules around a model. Names in the model do not change for it."""
+    """Base class of our modules around a model. It does not change names in the model."""
 
     inner_name: ClassVar[str] = "module"  # of the model, among this module's children
     averages_gradients: ClassVar[bool] = False  # of the whole parameters, as DDP does
@@ -115,7 +115,9 @@ def modules_holding(
     index_of = {id(param): index for index, param in enumerate(params)}
     for thing in gc.get_objects():
         # type(thing), because isinstance() asks `__class__`, which runs a lazy proxy's code.
-        if issubclass(type(thing), nn.Module) and "_parameters" in vars(thing) and wanted(thing):
+        if not issubclass(type(thing), nn.Module) or "_parameters" not in thing.__dict__:
+            continue
+        if wanted(thing):
             found = {index_of[id(p)] for p in thing.parameters() if id(p) in index_of}
             if found:
                 yield thing, found
@@ -130,7 +132,9 @@ class ParallelModules:
 
     def _live(self) -> Iterator[nn.Module]:
         if self._found is None:
-            found = modules_holding(self._params, _is_ddp)
+            found = modules_holding(
+                self._params, lambda module: isinstance(module, DistributedDataParallel)
+            )
             self._found = [weakref.ref(module) for module, _ in found]
         for reference in self._found:
             module = reference()
@@ -149,7 +153,3 @@ class ParallelModules:
             join: Any = getattr(module, "_join_config", None)
             if join is not None and join.enable and not join.throw_on_early_termination:
                 raise refuse_join(name)
-
-
-def _is_ddp(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel)

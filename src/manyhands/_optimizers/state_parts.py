@@ -1,4 +1,4 @@
-"""What a wrapper offers to the parts that must not know how it works: state in parts, and layers.
+"""Define the state in parts and the layers that a wrapper offers to checkpoints and to scaling.
 
 A checkpoint saves state under the parameters' names, and scaling reads the optimizer's moments.
 Neither knows which sharding there is, nor how a rule or blocks keep their state. They ask for
@@ -67,7 +67,8 @@ class SavedEntries:
     def expect(self, facts: Mapping[str, object]) -> None:
         """Raise unless these entries are there, and the same as here."""
         for name, here in facts.items():
-            if repr(came := self[name]) != repr(here):  # (tensors cannot be compared by !=)
+            came = self[name]
+            if repr(came) != repr(here):  # (tensors cannot be compared by !=)
                 raise self.wrong(name, f"{here!r}, as it is here", came)
 
     def has(self, name: str) -> bool:
@@ -105,21 +106,23 @@ class SavedEntries:
 
     def check_tensor(self, name: str, like: Tensor, *, finite: bool = True) -> None:
         """Raise unless an entry is a tensor of the same shape and kind of numbers as another."""
-        both = [each for each in (like, self[name]) if isinstance(each, Tensor)]
-        kinds = [(each.shape, each.is_complex(), each.is_floating_point()) for each in both]
-        if kinds[1:] != kinds[:1]:
-            raise self.wrong(name, f"a tensor of {like.dtype} and {tuple(like.shape)}", self[name])
-        if finite and not self[name].isfinite().all():
-            raise self.wrong(name, "finite", self[name])
+        found = self[name]
+        same = isinstance(found, Tensor) and found.shape == like.shape
+        same = same and found.is_complex() == like.is_complex()
+        if not (same and found.is_floating_point() == like.is_floating_point()):
+            raise self.wrong(name, f"a tensor of {like.dtype} and {tuple(like.shape)}", found)
+        if finite and not found.isfinite().all():
+            raise self.wrong(name, "finite", found)
 
     # -- lists: their values are the entries NAME[0], NAME[1] and so on ---------------------------
 
     def each(self, name: str, length: int | None = None) -> SavedEntries:
         """Return the entries of a list, which has this length if one is given."""
         values = self[name]
-        if not isinstance(values, list | tuple) or length not in (None, len(values)):
-            needed = "a list" + ("" if length is None else f" of {length}")
-            raise self.wrong(name, needed, values)
+        if not isinstance(values, list | tuple):
+            raise self.wrong(name, "a list", values)
+        if length not in (None, len(values)):
+            raise self.wrong(name, f"a list of {length}", values)
         named = {f"{name}[{i}]": value for i, value in enumerate(values)}
         return SavedEntries(named, self._owner, self._inside)
 
@@ -151,9 +154,13 @@ class SavedEntries:
 
     def pairs(self, name: str) -> list[tuple[int, float]]:
         """Return a list of pairs of a whole number and a finite number."""
+        pairs = []
         each = self.each(name)
-        pairs = (each.each(pair, 2) for pair in each)
-        return [(each.whole(a), each.real(b)) for each in pairs for a, b in [each]]
+        for number in each:
+            pair = each.each(number, 2)
+            first, second = pair
+            pairs.append((pair.whole(first), pair.real(second)))
+        return pairs
 
     def rows(self, name: str, length: int, least: float = 0.0) -> list[list[float]]:
         """Return a list of lists, each of so many finite numbers."""
@@ -192,9 +199,7 @@ class OptimizerStatePart(StatePart):
 class ReplicatedState(Protocol):
     """Entries of a sharded optimizer's state, for every parameter, on every rank."""
 
-    @property
-    def state(self) -> Mapping[Tensor, Any]:
-        """The entries by parameter and name."""
+    state: dict[Tensor, Any]  # the entries by parameter and name
 
     def update(self) -> None:
         """Collect the state as it is now. Called on every rank."""
@@ -340,10 +345,10 @@ class OptimizerLayers:
         chain = unwrap(optimizer)  # outermost first, so that what a proxy is around replaces it
         for each in chain:
             # AdaptiveDataParallel does not wrap the optimizer; it patches its `step`, and leaves a
-            # weak reference to the rule. In `vars`, because wrappers forward getattr.
-            patched_by = vars(each).get("_manyhands_rule", lambda: None)()
-            if patched_by is not None:
-                found["rule"] = patched_by
+            # weak reference to the rule. Not by getattr, which wrappers forward.
+            patched_by = each.__dict__.get("_manyhands_rule")
+            if patched_by is not None and patched_by() is not None:
+                found["rule"] = patched_by()
             if isinstance(each, OptimizerWrapper):
                 found[each.layer] = each.state_parts()
         return cls(found.get("rule"), found.get("blocks"), chain[-1])

@@ -128,7 +128,7 @@ class LoaderPlan:
         self._seen = -1  # the account's `changes` that the plan follows from
         self._epoch = -1
         self._rest: Spans = ()  # positions that this worker holds and has not planned
-        self._steps: int | None = None  # left to plan; None: as many as the positions fill
+        self.steps_left: int | None = None  # left to plan; None: as many as the positions fill
         # On their way: this rank's passes, and the positions of the steps that they belong to.
         self._passes: deque[Pass] = deque()
         self._steps_ahead: deque[Spans] = deque()
@@ -137,15 +137,12 @@ class LoaderPlan:
 
     def __len__(self) -> int:
         """Return how many passes each rank has in a whole epoch of one worker."""
-        whole, rest = divmod(self._rules["samples"], self._rules["batch"])
-        passes = whole * self.passes_of(self._rules["batch"])
+        batch = self._rules["batch"]
+        whole, rest = divmod(self._rules["samples"], batch)
+        passes = whole * number_of_passes(batch, self._ranks.size, self._most)
         if rest and not self._rules["drop_last"]:
-            passes += self.passes_of(rest)
+            passes += number_of_passes(rest, self._ranks.size, self._most)
         return passes
-
-    def passes_of(self, samples: int) -> int:
-        """Return how many passes each rank takes in a step of so many samples."""
-        return number_of_passes(samples, self._ranks.size, self._most)
 
     def next_pass(self) -> Pass:
         """Return the pass that the loop gets now; it is no longer on its way."""
@@ -157,14 +154,9 @@ class LoaderPlan:
     @property
     def has_more(self) -> bool:
         """Whether steps are left to plan. More may have been handed out since the loader ended."""
-        if self._steps is None:
+        if self.steps_left is None:
             return count(self._rest) >= self._rules["batch"]
-        return self._steps > 0
-
-    @property
-    def ran_dry(self) -> bool:
-        """Whether less than a batch is left to plan, although the epoch has more samples."""
-        return self._steps is None and not self.has_more
+        return self.steps_left > 0
 
     # -- changes of the account ----------------------------------------------------------------
 
@@ -188,16 +180,16 @@ class LoaderPlan:
         epoch = account.ledger.epoch
         same_epoch = self._epoch == epoch
         self._epoch = epoch
-        spans, self._steps = account.to_plan(self._number)
+        spans, self.steps_left = account.to_plan(self._number)
         ahead = union(span for step in self._steps_ahead for span in step)
         still_held, rest = take(spans, count(ahead))
         fits = same_epoch and union(still_held) == ahead
-        if self._steps is not None:
-            fits = fits and self._steps >= len(self._steps_ahead)
+        if self.steps_left is not None:
+            fits = fits and self.steps_left >= len(self._steps_ahead)
         if fits:
             self._rest = rest
-            if self._steps is not None:
-                self._steps -= len(self._steps_ahead)
+            if self.steps_left is not None:
+                self.steps_left -= len(self._steps_ahead)
             return False
         self._rest = spans
         self._passes.clear()
@@ -232,8 +224,8 @@ class LoaderPlan:
         planned: list[tuple[Pass, Spans]] = []
         positions = 0
         while positions < MAPPED and self.has_more:
-            if self._steps is not None:
-                self._steps -= 1
+            if self.steps_left is not None:
+                self.steps_left -= 1
             step, self._rest = take(self._rest, self._rules["batch"])
             self._steps_ahead.append(step)
             # A rank without samples in a pass gets the step's first one; of an empty step, any.

@@ -10,7 +10,7 @@ Or by `_optimizers/foreign.py`, when it meets an object of a library in `PREPARE
 
 PREPARES = ("accelerate",)  # libraries that put wrappers around optimizers
 
-ADVICE = {  # what an error message says besides, if a library is in use
+ADVICE = {  # added to an error message if a library is in use
     "no DDP": {
         "accelerate": "(With Accelerate, manyhands.integrations.accelerate.prepare(accelerator, "
         "model, optimizer) leaves DistributedDataParallel out.)",

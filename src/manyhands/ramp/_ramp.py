@@ -32,7 +32,7 @@ from manyhands._arguments import explained, one_of, real, whole
 from manyhands._optimizers.modules import modules_holding
 from manyhands._optimizers.state_parts import SavedEntries, SavedState
 from manyhands._warn import warn
-from manyhands.data._cursor import Cursor
+from manyhands.data._cursor import BaseCursor
 from manyhands.ramp._decision import GROWTH, Decision, Goal, Limits, StepTime, decide, efficiency
 from manyhands.ramp._micro_batches import MicroBatches, StepLoader, StepSize, Supply
 from manyhands.ramp._observed import Evidence, NoiseWatch, StepTimer
@@ -227,7 +227,7 @@ class Ramp:
                 yield self._micro_batches(step, count)
             return
         self._timer.skip()  # the time between two epochs is not a step's
-        if isinstance(loader, Cursor):
+        if isinstance(loader, BaseCursor):
             yield from self._over_cursor(loader, count)
         else:
             for step in self._supply.steps(loader, lambda: self._units, self._look_ahead):
@@ -236,7 +236,7 @@ class Ramp:
         self._begin_step(StepSize(self._units, 1))  # the last one may have been short
 
     def _over_cursor(
-        self, cursor: Cursor, count: Callable[[Any], int | float | Tensor] | None
+        self, cursor: BaseCursor, count: Callable[[Any], int | float | Tensor] | None
     ) -> Iterator[MicroBatches[Any]]:
         """Yield steps of a cursor's batches, each counted when it is handed out."""
         with cursor.ahead() as batches:

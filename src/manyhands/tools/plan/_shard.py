@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -198,14 +198,14 @@ def _check_not_in_use(model: nn.Module) -> None:
     for name, param in zip(names, params, strict=True):
         if is_dtensor(param):
             raise RuntimeError(_in_use(name, "sharded (a DTensor)"))
-    if any(_wrappers_around(params)):
+
+    def is_wrapper(module: nn.Module) -> bool:
+        return isinstance(module, WRAPPERS)
+
+    if any(modules_holding(params, is_wrapper)):
         gc.collect()  # an unused wrapper may be in a reference cycle
-    for wrapper, indices in _wrappers_around(params):
+    for wrapper, indices in modules_holding(params, is_wrapper):
         raise RuntimeError(_in_use(names[min(indices)], f"in a {type(wrapper).__name__}"))
-
-
-def _wrappers_around(params: Sequence[Tensor]) -> Iterator[tuple[nn.Module, set[int]]]:
-    return modules_holding(params, lambda module: isinstance(module, WRAPPERS))
 
 
 def _in_use(name: str, where: str) -> str:
