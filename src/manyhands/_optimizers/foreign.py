@@ -70,5 +70,6 @@ def advice(about: str) -> str:
 def _integration_of(made: object) -> Any:
     """Return our integration with the library that a class or function is from; None without."""
     package = str(getattr(made, "__module__", "")).partition(".")[0]
-    known = package in import_module(INTEGRATIONS).PREPARES
-    return import_module(f"{INTEGRATIONS}.{package}") if known else None
+    if package not in import_module(INTEGRATIONS).PREPARES:
+        return None
+    return import_module(f"{INTEGRATIONS}.{package}")

@@ -68,12 +68,16 @@ def inside_ddp(module: nn.Module) -> RuntimeError:
 def plain_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield each module with its plain prefix; a shared module comes once for each of its names."""
     yield prefix, module
-    inner = module.inner_name if isinstance(module, ModuleWrapper) else "module"
-    wraps = isinstance(module, (ModuleWrapper, *TORCH_WRAPPERS))
+    left_out: tuple[str, ...] = WRAPPER_NAMES
+    if isinstance(module, ModuleWrapper):
+        left_out += (module.inner_name,)
+    elif isinstance(module, TORCH_WRAPPERS):
+        left_out += ("module",)
     for name, child in module._modules.items():
-        if child is not None:
-            is_wrapped = name in WRAPPER_NAMES or (wraps and name == inner)
-            yield from plain_modules(child, prefix if is_wrapped else f"{prefix}{name}.")
+        if child is not None and name in left_out:
+            yield from plain_modules(child, prefix)
+        elif child is not None:
+            yield from plain_modules(child, f"{prefix}{name}.")
 
 
 def plain_name(name: str, wrappers: tuple[str, ...] = (CHECKPOINTED, INNER)) -> str:
@@ -96,12 +100,16 @@ def check_not_averaged_inside(module: nn.Module) -> None:
 
 def check_has_memory(module: nn.Module) -> None:
     """Raise a RuntimeError if tensors are on the meta device, where nothing can be trained."""
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    on_meta = [plain_name(name, WRAPPER_NAMES) for name, tensor in tensors if tensor.is_meta]
+    on_meta = []
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            on_meta.append(plain_name(name, WRAPPER_NAMES))
     if on_meta:
-        more = f" and {len(on_meta) - NAMED} more" if len(on_meta) > NAMED else ""
+        named = ", ".join(on_meta[:NAMED])
+        if len(on_meta) > NAMED:
+            named += f" and {len(on_meta) - NAMED} more"
         raise RuntimeError(
-            f"{', '.join(on_meta[:NAMED])}{more} of the model: on the meta device, without memory. "
+            f"{named} of the model: on the meta device, without memory. "
             'Call mh.load_weights(model, path), or model.to_empty(device="cpu") and initialize it. '
             "Do so before levels 0 to 2 of mh.shard, or after level 3."
         )
@@ -118,9 +126,9 @@ def modules_holding(
         if not issubclass(type(thing), nn.Module) or "_parameters" not in thing.__dict__:
             continue
         if wanted(thing):
-            found = {index_of[id(p)] for p in thing.parameters() if id(p) in index_of}
+            found = index_of.keys() & map(id, thing.parameters())
             if found:
-                yield thing, found
+                yield thing, {index_of[each] for each in found}
 
 
 class ParallelModules:

@@ -26,7 +26,7 @@ from torch.optim.optimizer import StateDict
 from manyhands._arguments import flag, real, whole
 from manyhands._optimizers.several import AND, optimizers_in
 from manyhands._optimizers.uneven import refuse_join
-from manyhands._optimizers.wrappers import OptimizerWrapper, ParamGroup, unwrap
+from manyhands._optimizers.wrappers import OptimizerWrapper, ParamGroup, params_of, unwrap
 
 Value = TypeVar("Value")
 # A state dict, or an entry of one, from wherever: its reader checks what is in it.
@@ -193,7 +193,9 @@ class OptimizerStatePart(StatePart):
     @property
     def like(self) -> Tensor:
         """A tensor with the layout of an entry that has one number for each element."""
-        return self.param if self.shard is None else self.shard
+        if self.shard is None:
+            return self.param
+        return self.shard
 
 
 class ReplicatedState(Protocol):
@@ -231,7 +233,9 @@ class ShardedOptimizer(Optimizer):
     @property
     def state(self) -> Any:
         """The state of this rank's shards."""
-        return {} if self.optim is None else self.optim.state
+        if self.optim is None:
+            return {}
+        return self.optim.state
 
     @state.setter
     def state(self, value: object) -> None:
@@ -356,8 +360,9 @@ class OptimizerLayers:
     @property
     def sharded(self) -> ShardedOptimizer | None:
         """The optimizer, if this rank has only a shard of its state."""
-        inner = self.inner
-        return inner if isinstance(inner, ShardedOptimizer) and inner.shards_state else None
+        if isinstance(self.inner, ShardedOptimizer) and self.inner.shards_state:
+            return self.inner
+        return None
 
     @property
     def plain(self) -> Optimizer:
@@ -366,12 +371,15 @@ class OptimizerLayers:
 
     @property
     def class_name(self) -> str:
-        return AND.join(type(each).__name__ for each in optimizers_in(self.plain))
+        return AND.join([type(each).__name__ for each in optimizers_in(self.plain)])
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer that steps this rank's shards, or the optimizer itself."""
-    return optimizer.optim if isinstance(optimizer, ShardedOptimizer) else optimizer
+    if isinstance(optimizer, ShardedOptimizer):
+        plain: Optimizer = optimizer.optim
+        return plain
+    return optimizer
 
 
 def state_parts(
@@ -382,21 +390,25 @@ def state_parts(
     if isinstance(optimizer, ShardedOptimizer) and optimizer.shards_state:
         return optimizer.save_parts(include_empty=include_empty)
     packed = optimizer.state_dict()
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    numbers = [number for group in packed["param_groups"] for number in group["params"]]
-    parts = [
-        OptimizerStatePart(param, packed["state"].get(number, {}), index=index, number=number)
-        for index, (param, number) in enumerate(zip(params, numbers, strict=True))
-    ]
-    return [part for part in parts if include_empty or not part.empty], packed
+    parts = []
+    numbers = params_of(packed["param_groups"])
+    for index, param in enumerate(params_of(optimizer.param_groups)):
+        number = numbers[index]
+        entries = packed["state"].get(number, {})
+        if entries or include_empty:
+            parts.append(OptimizerStatePart(param, entries, index=index, number=number))
+    return parts, packed
 
 
 def common_state(packed: SavedState) -> StateDict:
     """Return the state under keys that are no parameter's, such as "global"."""
-    numbers = {number for group in packed["param_groups"] for number in group["params"]}
+    numbers = set(params_of(packed["param_groups"]))
     return {key: value for key, value in packed["state"].items() if key not in numbers}
 
 
 def options_of(group: Mapping[str, Value]) -> dict[str, Value]:
     """Return a parameter group without its parameters."""
-    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    options = dict(group)
+    options.pop("params", None)
+    options.pop("param_names", None)
+    return options

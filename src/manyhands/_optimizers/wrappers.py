@@ -29,8 +29,9 @@ in backward, before the scaler leaves anything.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeAlias, TypeVar
@@ -206,6 +207,26 @@ def find_layer(optimizer: Optimizer, kind: type[Layer]) -> Layer | None:
     return None
 
 
+def params_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return the parameters of all groups, or their numbers in a state dict."""
+    params: list[Any] = []
+    for group in groups:
+        params += group["params"]
+    return params
+
+
+def weak_hook(method: Callable[[], object]) -> Callable[..., None]:
+    """Return a hook that calls a method as long as its object lives, and keeps nothing alive."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(*_: object) -> None:
+        call = reference()
+        if call is not None:
+            call()
+
+    return hook
+
+
 def gradient_ranks(optimizer: Optimizer) -> Any:
     """Return the `RankGroup` whose gradients are averaged for a step; None if no layer says so."""
     for layer in unwrap(optimizer, every_layer=True):
@@ -277,16 +298,21 @@ class LossScale:
 
     def in_backward(self) -> Tensor | float:
         """Return the scale of the gradients at present, without waiting for the device."""
-        scaler = self.scaler
-        if scaler is None or not getattr(scaler, "is_enabled", lambda: True)():
+        scaler: Any = self.scaler
+        if scaler is None or (hasattr(scaler, "is_enabled") and not scaler.is_enabled()):
             return 1.0
-        if hasattr(scaler, "_scale"):  # get_scale() would copy it to the host
-            return 1.0 if scaler._scale is None else scaler._scale
-        return float(scaler.get_scale())
+        if not hasattr(scaler, "_scale"):
+            return float(scaler.get_scale())
+        scale: Tensor | None = scaler._scale  # get_scale() would copy it to the host
+        if scale is None:
+            return 1.0
+        return scale
 
     def at_step(self, signals: ScalerSignals) -> Tensor | None:
         """Return the scale that is known only now; None if there is none."""
-        return None if self.known else signals.grad_scale
+        if self.known:
+            return None
+        return signals.grad_scale
 
     def update(self, scale: float) -> bool:
         """Keep the scale of this step; return whether it is another one than the last step's."""
@@ -342,7 +368,6 @@ def unscale(param_groups: Sequence[ParamGroup], grad_scale: Tensor) -> None:
     """Divide the gradients by the loss scale, as `GradScaler.unscale_` does."""
     # By way of float64, as torch does, so that both round alike.
     inverse = grad_scale.double().reciprocal().float()
-    for group in param_groups:
-        for param in group["params"]:
-            if param.grad is not None:
-                local_shard(param.grad).mul_(inverse.to(param.grad.device))
+    for param in params_of(param_groups):
+        if param.grad is not None:
+            local_shard(param.grad).mul_(inverse.to(param.grad.device))

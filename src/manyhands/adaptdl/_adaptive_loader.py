@@ -1,4 +1,4 @@
-"""adaptdl's loop: a loader that scales its batch by itself, and the epochs that remain.
+"""Load a batch that scales itself, and count the epochs that remain, as adaptdl does.
 
 adaptdl's loop calls `optimizer.step()` and `zero_grad()` after each micro-batch. Between the passes
 of one step both do nothing, and the model accumulates. So the loop need not know how large a batch
@@ -24,7 +24,7 @@ from torch.optim.optimizer import StateDict
 
 from manyhands._arguments import whole
 from manyhands._optimizers.state_parts import SavedEntries, SavedState
-from manyhands.adaptdl._data_parallel import AdaptiveDataParallel, ScalarWriter
+from manyhands.adaptdl._data_parallel import AdaptiveDataParallel, ScalarWriter, write_scalars
 from manyhands.ramp._micro_batches import StepLoader, StepSize, step_size
 from manyhands.ramp._ramp import Ramp, SavedRamp
 
@@ -165,13 +165,12 @@ class AdaptiveDataLoader(StepLoader):
 
     def to_tensorboard(self, writer: ScalarWriter, global_step: int, tag_prefix: str = "") -> None:
         """Write the sizes to a TensorBoard `SummaryWriter`."""
-        prefix = tag_prefix + "/" if tag_prefix and not tag_prefix.endswith("/") else tag_prefix
-        for tag, value in (
-            ("Total_Batch_Size", self.current_batch_size),
-            ("Local_Batch_Size", self.current_local_bsz),
-            ("Accumulation_Steps", self.accumulation_steps),
-        ):
-            writer.add_scalar(prefix + tag, value, global_step)
+        values = {
+            "Total_Batch_Size": self.current_batch_size,
+            "Local_Batch_Size": self.current_local_bsz,
+            "Accumulation_Steps": self.accumulation_steps,
+        }
+        write_scalars(writer, values, global_step, tag_prefix)
 
     # -- iteration -----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""One worker's view of an epoch: the ledger that all workers share, and what it took since.
+"""Keep one worker's view of an epoch: the shared ledger, and the samples taken since.
 
     held ── add_to_step ──▶ in a step ── step ──▶ taken ── commit ──▶ committed
 
@@ -107,17 +107,20 @@ class Account:
         before = self.ledger
         self.ledger = self.ledger.hand_out(wanted, since * batch)
         self._change(due=False)
-        amounts = [
-            count(spans) - (since * batch if before.held_by(number) else 0)
-            for number, spans in self.ledger.held
-        ]
+        amounts = []
+        for number, spans in self.ledger.held:
+            amount = count(spans)
+            if before.held_by(number):
+                amount -= since * batch
+            amounts.append(amount)
         if self.ledger.free:
             self._steps_left = None
         elif own is not None:
             self._steps_left = self._own_steps_left(amounts, len(steps), own)
+        elif self.rules["drop_last"] and len(amounts) < len(steps):
+            self._steps_left = 0
         elif self.rules["drop_last"]:
-            missing = len(amounts) < len(steps)
-            self._steps_left = 0 if missing else max(0, min(amounts) // batch)
+            self._steps_left = max(0, min(amounts) // batch)
         else:
             self._steps_left = max(0, -(-max(amounts, default=0) // batch))
 
@@ -140,7 +143,9 @@ class Account:
         """
         samples, steps = self._in_step
         spans = take(self.ledger.held_by(number), self.taken + samples)[1]
-        return spans, None if self._steps_left is None else self._steps_left - steps
+        if self._steps_left is None:
+            return spans, None
+        return spans, self._steps_left - steps
 
     def next_epoch(self, step: int = 0) -> None:
         """Begin the next epoch. Everything that was taken in this one counts as committed."""

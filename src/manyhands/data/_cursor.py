@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manyhands._optimizers.wrappers import gradient_ranks, unwrap
+from manyhands._optimizers.wrappers import gradient_ranks, unwrap, weak_hook
 from manyhands._ranks.agreement import agree
 from manyhands._ranks.ranks import RankGroup
 from manyhands._warn import warn
@@ -96,7 +96,11 @@ class BaseCursor:
             self._blocks = _find_blocks(optimizer)
             ranks = gradient_ranks(optimizer)
             if self._blocks is None:
-                _call_after_step(optimizer, self._commit)
+                # The innermost optimizer: whatever is wrapped around it calls its `step`.
+                innermost = unwrap(optimizer, every_layer=True)[-1]
+                # Weak: an optimizer must not keep a cursor, its loader and its processes alive.
+                handle = innermost.register_step_post_hook(weak_hook(self._commit))
+                weakref.finalize(self, handle.remove)
         self._ranks = ranks or RankGroup.of(group)
         self._optimizer = optimizer
         self._now: Pass | None = None  # the pass that the loop has
@@ -449,20 +453,3 @@ def _find_blocks(optimizer: Optimizer) -> CursorBlocks | None:
             rounds: CursorBlocks | None = layer.block_samples()  # type: ignore[attr-defined]
             return rounds
     return None
-
-
-def _call_after_step(
-    optimizer: Optimizer, call: Callable[[], None]
-) -> weakref.finalize[[], BaseCursor]:
-    """Call a method of a cursor after each step of the optimizer, as long as the cursor lives."""
-    # Weak: an optimizer must not keep a cursor, its loader and its processes alive.
-    method = weakref.WeakMethod(call)
-
-    def after_step(*_: object) -> None:
-        alive = method()
-        if alive is not None:
-            alive()
-
-    # The innermost optimizer: whatever is wrapped around it calls its `step`.
-    handle = unwrap(optimizer, every_layer=True)[-1].register_step_post_hook(after_step)
-    return weakref.finalize(call.__self__, handle.remove)  # type: ignore[attr-defined]

@@ -128,9 +128,14 @@ class Ledger:
 
     def keep_only(self, numbers: Mapping[int, object]) -> Ledger:
         """Take back what workers other than these hold."""
-        gone = [span for number, spans in self.held if number not in numbers for span in spans]
-        held = {number: spans for number, spans in self.held if number in numbers}
-        returned = union((*self.returned, *gone))
+        returned_spans = list(self.returned)
+        held = {}
+        for number, spans in self.held:
+            if number in numbers:
+                held[number] = spans
+            else:
+                returned_spans += spans
+        returned = union(returned_spans)
         fresh = self.fresh
         if returned and returned[-1][1] == fresh:
             returned, fresh = returned[:-1], returned[-1][0]
@@ -172,12 +177,8 @@ class Ledger:
 
     def saved(self) -> CommittedPart:
         """Return what is committed, for any number of workers: whatever is held is free again."""
-        ledger = self.keep_only({})
-        return {
-            "epoch": ledger.epoch,
-            "fresh": ledger.fresh,
-            "returned": _as_lists(ledger.returned),
-        }
+        state = self.keep_only({}).state()
+        return {"epoch": self.epoch, "fresh": state["fresh"], "returned": state["returned"]}
 
     @classmethod
     def of_saved(cls, samples: int, saved: Mapping[str, Any]) -> Ledger:
@@ -187,11 +188,14 @@ class Ledger:
         fresh = entries.whole("fresh")
         if fresh > samples:
             raise entries.wrong("fresh", f"at most {samples}, the number of samples", fresh)
-        pairs = entries.pairs("returned")
-        bounds = [0, *(bound for pair in pairs for bound in pair), fresh]
-        if bounds != sorted(bounds) or any(start == stop or stop % 1 for start, stop in pairs):
-            raise entries.wrong("returned", f"sorted ranges below {fresh}", saved["returned"])
-        return cls(samples, epoch, fresh, tuple((start, int(stop)) for start, stop in pairs))
+        returned: list[tuple[int, int]] = []
+        end = 0
+        for start, stop in entries.pairs("returned"):
+            if not end <= start < stop <= fresh or stop % 1:
+                raise entries.wrong("returned", f"sorted ranges below {fresh}", saved["returned"])
+            end = int(stop)
+            returned.append((start, end))
+        return cls(samples, epoch, fresh, tuple(returned))
 
     def state(self) -> LedgerState:
         """Return the whole ledger."""

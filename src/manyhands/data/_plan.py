@@ -26,13 +26,13 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from manyhands._ranks.ranks import RankGroup
 from manyhands.data._account import Account
 from manyhands.data._ledger import Spans, count, take, union
-from manyhands.data._order import DataShards, Order, ShardOrder
+from manyhands.data._order import DataShards, Order, ShardOrder, positions_in
 from manyhands.data._rules import Rules
 
 MAPPED = 4096  # positions that are turned into samples together, if there are as many to plan
@@ -74,8 +74,8 @@ def divide_step(
     start = n * rank // ranks
     stop = n * (rank + 1) // ranks
     if in_turns:
-        single = [(p, p + 1) for first, end in step for p in range(first, end)]
-        rest: Spans = tuple(single[rank::ranks])
+        positions = positions_in(step)[rank::ranks]
+        rest: Spans = tuple((position, position + 1) for position in positions)
         start = 0
         stop = len(rest)
     else:
@@ -181,7 +181,7 @@ class LoaderPlan:
         same_epoch = self._epoch == epoch
         self._epoch = epoch
         spans, self.steps_left = account.to_plan(self._number)
-        ahead = union(span for step in self._steps_ahead for span in step)
+        ahead = union(chain.from_iterable(self._steps_ahead))
         still_held, rest = take(spans, count(ahead))
         fits = same_epoch and union(still_held) == ahead
         if self.steps_left is not None:
@@ -202,9 +202,12 @@ class LoaderPlan:
         """Yield the samples of each of this rank's passes."""
         order = self._order_of_epoch()
         while planned := self._plan_steps():
-            self._passes.extend(each for each, _ in planned)
+            spans: list[tuple[int, int]] = []
+            for each, own in planned:
+                self._passes.append(each)
+                spans += own
             # All at once: a permutation of many positions costs little more than one of a few.
-            samples = order.indices(tuple(span for _, spans in planned for span in spans))
+            samples = order.indices(tuple(spans))
             start = 0
             for each, _ in planned:
                 stop = start + max(1, each.samples)  # a filler has one sample
@@ -214,10 +217,10 @@ class LoaderPlan:
     def _order_of_epoch(self) -> Order | ShardOrder:
         """Return the order of the epoch's samples: their own, or along data shards."""
         rules = self._rules
-        epoch = self._account.ledger.epoch
+        which = (rules["seed"], self._account.ledger.epoch, rules["shuffle"])
         if self._shards is not None:
-            return self._shards.order(rules["seed"], epoch, rules["shuffle"])
-        return Order(rules["samples"], rules["seed"], epoch, rules["shuffle"])
+            return self._shards.order(*which)
+        return Order(rules["samples"], *which)
 
     def _plan_steps(self) -> list[tuple[Pass, Spans]]:
         """Return the passes of the next steps, and the positions of each; none at the end."""
@@ -229,7 +232,8 @@ class LoaderPlan:
             step, self._rest = take(self._rest, self._rules["batch"])
             self._steps_ahead.append(step)
             # A rank without samples in a pass gets the step's first one; of an empty step, any.
-            filler = ((step[0][0], step[0][0] + 1),) if step else ((0, 1),)
+            first = step[0][0] if step else 0
+            filler = ((first, first + 1),)
             passes = divide_step(
                 step,
                 self._ranks.rank,

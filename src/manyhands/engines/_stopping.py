@@ -1,4 +1,4 @@
-"""A stop notice: where it comes from, and `mh.stopping`, the one answer of all ranks.
+"""Listen to stop notices, and agree on them on all ranks: `mh.stopping`.
 
 **Where a notice comes from.** Signals, a file that appears, and what an engine says:
 
@@ -271,8 +271,6 @@ def _stop_vote_of(ranks: RankGroup) -> StopVote:
         return StopVote(ranks)
     key = ranks.group or dist.group.WORLD
     assert key is not None  # several ranks have a group
-    vote = _votes.get(key)
-    if vote is None:
-        vote = StopVote(ranks)
-        _votes[key] = vote
-    return vote
+    if key not in _votes:
+        _votes[key] = StopVote(ranks)
+    return _votes[key]

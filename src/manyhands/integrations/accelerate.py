@@ -46,7 +46,7 @@ from manyhands._optimizers.modules import (
     plain_name,
 )
 from manyhands._optimizers.state_parts import OptimizerLayers
-from manyhands._optimizers.wrappers import find_layer
+from manyhands._optimizers.wrappers import find_layer, params_of
 from manyhands.blocks._optimizer import Blocks
 from manyhands.scaling._binding import KEY
 from manyhands.scaling._rule_base import ScalingRuleBase
@@ -238,12 +238,10 @@ def _as_accelerate_loads(accelerator: Accelerator, models: list[nn.Module], fold
 
 def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Load a state dict, in which tied tensors have only one of their names."""
-    tensors = {
-        f"{prefix}{name}": id(tensor)
-        for prefix, module in plain_modules(model)
-        for name, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None
-    }
+    tensors = {}
+    for prefix, module in plain_modules(model):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            tensors[f"{prefix}{name}"] = id(tensor)
     in_ddp = any(isinstance(each, TORCH_WRAPPERS) for each in model.modules())
 
     def tensor_of(name: str) -> int | None:
@@ -251,9 +249,9 @@ def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         return tensors.get(plain.removeprefix("module.") if in_ddp else plain)
 
     result = model.load_state_dict(weights, strict=False)
-    loaded = {tensor_of(name) for name in weights} - {None}
-    lost = [name for name in result.missing_keys if tensor_of(name) not in loaded]
-    if lost or result.unexpected_keys:
+    loaded = set(map(tensor_of, weights)) - {None}
+    missing = set(map(tensor_of, result.missing_keys))
+    if not missing <= loaded or result.unexpected_keys:
         model.load_state_dict(weights)  # raises torch's error, which names them
 
 
@@ -285,14 +283,14 @@ def _check_whole(accelerator: Accelerator, what: str) -> None:
 
 def _root_of(optimizer: Optimizer, models: list[nn.Module]) -> FullyShardedDataParallel | None:
     """Return the outermost FullyShardedDataParallel of an optimizer's parameters, if any."""
-    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    wraps = (
-        module
-        for model in models
-        for module in model.modules()  # the outermost comes first
-        if isinstance(module, FullyShardedDataParallel)
-    )
-    return next((each for each in wraps if any(id(p) in own for p in each.parameters())), None)
+    own = set(map(id, params_of(optimizer.param_groups)))
+    for model in models:
+        for module in model.modules():  # the outermost comes first
+            if not isinstance(module, FullyShardedDataParallel):
+                continue
+            if not own.isdisjoint(map(id, module.parameters())):
+                return module
+    return None
 
 
 WHOLE = "_manyhands_whole_state"  # marks a prepared optimizer that answers with the whole state
@@ -308,7 +306,7 @@ def _answer_with_whole_state(prepared: Any, root: FullyShardedDataParallel) -> N
     A rule that is put around it later adds its own state to that.
     """
     layers = OptimizerLayers.of(prepared.optimizer)
-    if layers.blocks is not None or "state_dict" in vars(prepared):  # of a rule around it
+    if layers.blocks is not None or "state_dict" in prepared.__dict__:  # of a rule around it
         return
 
     def state_dict() -> StateDict:

@@ -135,6 +135,15 @@ class Cost:
     scaling: int = 0  # AdamScale's replica of the second moments
     saved: int = 0  # written by `mh.save`: what several ranks hold alike, by one of them
 
+    def with_messages(self, sent: int, collectives: int, scaling: int = 0) -> Cost:
+        """Return the cost with these bytes and collectives of a scaling rule added."""
+        return replace(
+            self,
+            sent=self.sent + sent,
+            collectives=self.collectives + collectives,
+            scaling=self.scaling + scaling,
+        )
+
 
 def _sent_per_worker(size: int, workers: int) -> int:
     """Return the bytes each worker sends in one all-gather or reduce-scatter of `size` bytes."""
@@ -167,33 +176,12 @@ def round_cost(sizes: ModelSizes, workers: int) -> tuple[int, int]:
     return _sent_per_worker(2 * 4 * numbers, workers), chunks * (workers > 1)
 
 
-def costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int = 0) -> tuple[Cost, ...]:
-    """Return the costs of the first four ways, in the order of the table above."""
-    ddp, oss, sharded, fsdp = _costs(sizes, workers, gloo, replicas)
-    params = sizes.parameter_bytes
-    return (
-        replace(ddp, saved=_written(params + ddp.optimizer, workers)),
-        replace(oss, saved=_written(params, workers) + oss.optimizer),
-        replace(sharded, saved=_written(params, workers) + sharded.optimizer),
-        replace(fsdp, saved=fsdp.parameters + fsdp.optimizer),
-    )
-
-
 def hybrid_cost(sizes: ModelSizes, mesh: tuple[int, int], gloo: bool, replicas: int = 0) -> Cost:
     """Return the cost of FSDP on a mesh of copies and shards: the last way of the table above."""
     copies, shards = mesh
     cost = _fsdp_cost(sizes, shards, gloo, copies)
-    moments = _moments_under_fsdp(sizes, shards, gloo, replicas)
-    return replace(
-        _with_moments(cost, *moments), saved=_written(cost.parameters + cost.optimizer, copies)
-    )
-
-
-def _with_moments(cost: Cost, held: int, sent: int, collectives: int) -> Cost:
-    """Add the replica of the second moments that AdamScale holds."""
-    return replace(
-        cost, scaling=held, sent=cost.sent + sent, collectives=cost.collectives + collectives
-    )
+    cost = replace(cost, saved=_written(cost.parameters + cost.optimizer, copies))
+    return cost.with_messages(*_moments_under_fsdp(sizes, shards, gloo, replicas))
 
 
 def _written(alike: int, workers: int) -> int:
@@ -201,14 +189,12 @@ def _written(alike: int, workers: int) -> int:
     return alike // max(1, min(workers, -(-alike // LEAST)))
 
 
-def _costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int) -> tuple[Cost, ...]:
-    """Return the costs of the four ways, in the order of the table above."""
+def costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int = 0) -> tuple[Cost, ...]:
+    """Return the costs of the first four ways, in the order of the table above."""
     # `replicas` is how many of the sharded state's entries every worker needs whole.
-    alone = Cost(
-        sizes.parameter_bytes,
-        _bytes_of(sizes.trained),
-        sum(param.state_bytes(param.elements) for param in sizes.trained),
-    )
+    params = sizes.parameter_bytes
+    state = sum(param.state_bytes(param.elements) for param in sizes.trained)
+    alone = Cost(params, _bytes_of(sizes.trained), state, saved=_written(params + state, workers))
     if workers == 1:  # nothing is sharded or sent, and no bucket is made
         return alone, alone, alone, alone
     ddp = replace(
@@ -220,33 +206,34 @@ def _costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int) -> tuple[
         collectives=ddp_buckets(sizes.trained) + sizes.buffer_messages,
     )
     layout = _lay_out(sizes, workers, gloo)
+    largest_state = max(layout.state) + layout.state_on_every_rank
     oss = replace(
         ddp,
         parameters=layout.parameters,
-        optimizer=max(layout.state) + layout.state_on_every_rank,
+        optimizer=largest_state,
         sent=ddp.sent + _sent_per_worker(layout.bucket_bytes, workers),
         collectives=ddp.collectives + layout.parameter_messages,
+        saved=_written(params, workers) + largest_state,
     )
     sharded = _sharded_ddp_cost(sizes, layout, workers)
+    sharded = replace(sharded, saved=_written(params, workers) + sharded.optimizer)
     fsdp = _fsdp_cost(sizes, workers, gloo)
-    if not replicas:
-        return ddp, oss, sharded, fsdp
-    # The counts of all parameters come by an all-reduce, the moments bucket by bucket.
-    held = replicas * layout.bucket_bytes
-    sent = _sent_per_worker(held + 2 * 4 * len(sizes.trained), workers)
-    messages = 1 + replicas * layout.parameter_messages
-    return (
-        ddp,
-        _with_moments(oss, held, sent, messages),
-        _with_moments(sharded, held, sent, messages),
-        _with_moments(fsdp, *_moments_under_fsdp(sizes, workers, gloo, replicas)),
-    )
+    fsdp = replace(fsdp, saved=fsdp.parameters + fsdp.optimizer)
+    if replicas:
+        # The counts of all parameters come by an all-reduce, the moments bucket by bucket.
+        held = replicas * layout.bucket_bytes
+        sent = _sent_per_worker(held + 2 * 4 * len(sizes.trained), workers)
+        moments = (sent, 1 + replicas * layout.parameter_messages, held)
+        oss = oss.with_messages(*moments)
+        sharded = sharded.with_messages(*moments)
+        fsdp = fsdp.with_messages(*_moments_under_fsdp(sizes, workers, gloo, replicas))
+    return ddp, oss, sharded, fsdp
 
 
 def _moments_under_fsdp(
     sizes: ModelSizes, workers: int, gloo: bool, replicas: int
 ) -> tuple[int, int, int]:
-    """Return what AdamScale adds under FSDP: bytes held, bytes sent, and collectives."""
+    """Return what AdamScale adds under FSDP: bytes sent, collectives, and bytes held."""
     shards = [param.shard_elements(workers) for param in sizes.trained]
     padded = 0
     for elements, param in zip(shards, sizes.trained, strict=True):
@@ -255,7 +242,7 @@ def _moments_under_fsdp(
     if gloo:
         gathers *= workers
     held = replicas * _bytes_of(sizes.trained)
-    return held, _sent_per_worker(replicas * padded, workers), gathers
+    return _sent_per_worker(replicas * padded, workers), gathers, held
 
 
 # -- gradients in buckets: DDP, OSS, ShardedDataParallel -------------------------------------------
