@@ -34,7 +34,7 @@ class PreparedOptimizer:
     optimizer: Optimizer
     loop: Any  # an `Accumulation` (`scaling/_settings.py`)
     scaler: LossScaler | None = None
-    unseen: str | None = None  # how ranks share the gradients, if nobody sees those of one rank
+    unseen: str | None = None  # how ranks share gradients, if those of one rank cannot be seen
 
 
 def find_prepared(optimizer: Optimizer) -> PreparedOptimizer | None:

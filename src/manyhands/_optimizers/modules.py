@@ -1,6 +1,6 @@
 """Find the modules around a model, and the modules of a parameter.
 
-Wrappers put a name of their own into the names of a model's parameters: `module.` (data
+Wrappers add a name to the names of a model's parameters: `module.` (data
 parallelism), `_orig_mod.` (torch.compile), `_fsdp_wrapped_module.` (FSDP),
 `_checkpoint_wrapped_module.` (activation checkpointing). The plain model has none of them.
 

@@ -269,7 +269,7 @@ class StateSizes:
         self, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, object]
     ) -> list[StateTensor]:
         """Take two steps on a small parameter, and return what state the optimizer has then."""
-        # With a generator of its own, and so without a change of the user's random numbers.
+        # With a separate generator, so that the user's random numbers do not change.
         generator = torch.Generator(device="cpu").manual_seed(0)
         random = torch.randn(shape, generator=generator, device="cpu").to(dtype)
         # capturable=True raises for a parameter on the CPU, and changes no size.

@@ -37,7 +37,7 @@ class SeveralOptimizers(Optimizer):
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        # Not `Optimizer.__init__`, which would make groups, state and hooks of its own.
+        # Not `Optimizer.__init__`, which would make further groups, state and hooks.
         self.optimizers = list(optimizers)
         self.defaults = {}
         self._groups: list[ParamGroup] = []
@@ -97,10 +97,8 @@ class SeveralOptimizers(Optimizer):
     @state.setter
     def state(self, state: Mapping[Tensor, Any]) -> None:
         for each in self.optimizers:
-            each.state = defaultdict(dict)
-            for param in params_of(each.param_groups):
-                if param in state:
-                    each.state[param] = state[param]
+            own = [param for param in params_of(each.param_groups) if param in state]
+            each.state = defaultdict(dict, {param: state[param] for param in own})
 
     # A hook is called once a step: before the first optimizer's, or after the last one's.
     @property

@@ -119,10 +119,11 @@ class SavedEntries:
     def each(self, name: str, length: int | None = None) -> SavedEntries:
         """Return the entries of a list, which has this length if one is given."""
         values = self[name]
-        if not isinstance(values, list | tuple):
-            raise self.wrong(name, "a list", values)
-        if length not in (None, len(values)):
-            raise self.wrong(name, f"a list of {length}", values)
+        needed = "a list"
+        if length is not None:
+            needed = f"a list of {length}"
+        if not isinstance(values, list | tuple) or length not in (None, len(values)):
+            raise self.wrong(name, needed, values)
         named = {f"{name}[{i}]": value for i, value in enumerate(values)}
         return SavedEntries(named, self._owner, self._inside)
 
@@ -163,7 +164,7 @@ class SavedEntries:
         return pairs
 
     def rows(self, name: str, length: int, least: float = 0.0) -> list[list[float]]:
-        """Return a list of lists, each of so many finite numbers."""
+        """Return a list of lists of finite numbers, each of this length."""
         each = self.each(name)
         return [each.reals(row, length, least, SQUARES) for row in each]
 

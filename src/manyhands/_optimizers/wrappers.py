@@ -1,6 +1,6 @@
 """Wrap optimizers in optimizers, and read the signals that a gradient scaler leaves on them.
 
-An optimizer around another *is* a `torch.optim.Optimizer`, without state of its own.
+An optimizer around another *is* a `torch.optim.Optimizer`, without further state.
 
 `param_groups`, `state`, `defaults` and hooks are the inner optimizer's, so that schedulers, scalers
 and hooks act once and on the right thing. It therefore does not call `Optimizer.__init__`, which
@@ -136,7 +136,7 @@ class OptimizerWrapper(Optimizer):
         return run
 
     def after_sync(self, seconds: float) -> None:
-        """Take note that blocks around this optimizer took so many seconds for a sync."""
+        """Take note of the seconds that blocks around this optimizer took for a sync."""
 
     def stop_agreed(self) -> bool | None:
         """Whether the training is to stop here, as all ranks know from collectives of this layer.

@@ -17,7 +17,7 @@ file and in a block's chunk:
 shards and their replicas). For each dimension of the mesh a *placement* says what its ranks do with
 the tensor: `Shard(dim)` cuts it, `Replicate()` gives every rank the same. Importing
 torch.distributed.tensor takes half a second. So it is looked up in `sys.modules` and not imported:
-as long as nobody has imported it, there are no DTensors.
+as long as it is not imported, there are no DTensors.
 
 Gradients that are sharded by `ShardedDataParallel` are in `sharded_gradient.py`.
 """

@@ -2,7 +2,7 @@
 
 numpy's generator is included if the program has imported numpy.
 
-A state from a file is first tried on generators that nobody draws from. `set_random_state` takes
+A state from a file is first tried on unused generators. `set_random_state` takes
 only states that have passed.
 """
 

@@ -114,7 +114,7 @@ class _Map:
     def _rebuilt(
         self, value: object, items: Iterable[object], build: Callable[[list[Any]], object]
     ) -> object:
-        """Build a container anew, if one of its items was replaced."""
+        """Return a new container, if one of its items was replaced."""
         before = list(items)
         after = [self(item) for item in before]
         if all(map(operator.is_, before, after)):

@@ -190,7 +190,7 @@ class AdaptiveDataParallel(ModuleWrapper):
 
     @property
     def gain(self) -> float:
-        """How many small-batch steps one step is worth at present."""
+        """The number of small-batch steps that one step is worth at present."""
         return self.scaling_rule.gain()
 
     @property

@@ -1,4 +1,4 @@
-"""Exactly-once data order across restarts and changes of workers: `Cursor` and its parts.
+"""Give each sample once in an epoch, across restarts and changes of workers: `Cursor`.
 
 A step's samples pass through the files in this order; below `Cursor` they are integers.
 

@@ -3,7 +3,7 @@
     held ── add_to_step ──▶ in a step ── step ──▶ taken ── commit ──▶ committed
 
 The next sync round brings each worker's `taken` to the others. Then all of them commit what each
-one took, and hand out what is left once more. So a worker that dies has committed nothing since the
+one took, and hand out the rest again. So a worker that dies has committed nothing since the
 last round, and the other workers get the samples that it held.
 
 Everything here is plain values: no tensors, no process group.
@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from typing import TypedDict
+from typing import Any, TypedDict
 
-from manyhands.data._ledger import Ledger, LedgerState, Spans, count, take
+from manyhands.data._ledger import Ledger, Spans, count, take
 from manyhands.data._rules import Rules
 
 
@@ -24,7 +24,7 @@ class SavedAccount(TypedDict):
     """What a joiner receives of another member's account."""
 
     rules: Rules
-    ledger: LedgerState
+    ledger: dict[str, Any]
     committed_at: int
 
 
@@ -125,7 +125,7 @@ class Account:
             self._steps_left = max(0, -(-max(amounts, default=0) // batch))
 
     def _own_steps_left(self, amounts: list[int], workers: int, own: int) -> int:
-        """Return how many steps this worker takes on the last samples of the epoch."""
+        """Return the number of steps of this worker on the last samples of the epoch."""
         # Either every worker takes at least one step or none does, because all hold the next round.
         assert self.rules is not None
         batch = self.rules["batch"]

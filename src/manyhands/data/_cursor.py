@@ -298,7 +298,7 @@ class MapCursor(BaseCursor):
         self._usual_passes = number_of_passes(self._batch, self._ranks.size, most)
         shards = dataset if isinstance(dataset, DataShards) else None
         self._plan = LoaderPlan(self._rules, self._account, self._number, self._ranks, most, shards)
-        # A generator of its own: torch's loader draws from it, and a resumed run must draw from
+        # A separate generator: torch's loader draws from it, and a resumed run must draw from
         # the default one as often as a run that was not interrupted.
         self._generator = None if "generator" in options else torch.Generator()
         options.setdefault("generator", self._generator)
@@ -322,7 +322,7 @@ class MapCursor(BaseCursor):
         return self._account.ledger.committed
 
     def __len__(self) -> int:
-        """Return how many batches each rank has in a whole epoch, if one worker takes all of it."""
+        """Return the number of batches of each rank in an epoch, if one worker takes all of it."""
         return len(self._plan)
 
     # -- the loop ------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ class MapCursor(BaseCursor):
         account.step()
         if account.taken:
             account.commit({self._number: account.taken}, self._number)
-            account.due = False  # nobody else holds anything
+            account.due = False  # no other worker holds samples
             self._plan.keep()
 
     def _end_epoch(self) -> None:

@@ -63,7 +63,7 @@ def Cursor(
             `batch_size` is that of one rank, and the batch follows the ranks.
         max_local_batch_size: the most samples in one pass on one rank. If a rank has more of them
             in a step, they come as several passes: see `passes`.
-        shuffle: whether each epoch has an order of its own; otherwise it is the dataset's.
+        shuffle: whether each epoch has another order; otherwise the order is the dataset's.
         seed: the seed of these orders.
         drop_last: leave out the samples at the end of an epoch that do not fill a batch. By
             default the last batch is a short one.

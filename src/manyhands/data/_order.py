@@ -6,7 +6,7 @@ column r. Eight rounds stir them (a Feistel network; Black and Rogaway, 2002),
 
     l <- (l + f(r)) mod a        and then        r <- (r + f(l)) mod b
 
-each with a function f of its own, which seed and epoch determine. A round can be undone, so all of
+each with another function f, which seed and epoch determine. A round can be undone, so all of
 them together are a permutation of the cells. A result that is no position (there are fewer than a
 of these cells) is stirred again.
 
@@ -50,7 +50,7 @@ MASK = 0xFFFFFFFF  # products of 32 and 31 bits fit an int64
 Shard = TypeVar("Shard")
 Sample = TypeVar("Sample")
 
-SKIPPED = 64  # at most so many samples are read and dropped; for more, a shard is opened again
+SKIPPED = 64  # the most samples that are read and dropped; for more, a shard is opened again
 
 
 class Order:
@@ -139,7 +139,7 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
         open: a function of a shard and a number, that returns an iterator over the shard's samples
             from this number on.
         lanes: the shards that are read side by side. Choose a multiple of the numbers of ranks that
-            the run may have, which divides the batch: then each rank reads shards of its own.
+            the run may have, which divides the batch: then each rank reads separate shards.
     """
 
     @explained

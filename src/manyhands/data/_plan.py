@@ -35,7 +35,7 @@ from manyhands.data._ledger import Spans, count, take, union
 from manyhands.data._order import DataShards, Order, ShardOrder, positions_in
 from manyhands.data._rules import Rules
 
-MAPPED = 4096  # positions that are turned into samples together, if there are as many to plan
+MAPPED = 4096  # the fewest positions that are turned into samples together, except the last
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _passes_of_rank(n: int, own: int, ranks: int, most: int | None) -> list[Pass
 
 
 def number_of_passes(samples: int, ranks: int, most: int | None) -> int:
-    """Return how many passes each rank takes in a step of so many samples."""
+    """Return the number of passes of each rank in a step of this size."""
     largest = -(-samples // ranks)
     return 1 if most is None else max(1, -(-largest // most))
 
@@ -136,7 +136,7 @@ class LoaderPlan:
     # -- what the loop asks --------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Return how many passes each rank has in a whole epoch of one worker."""
+        """Return the number of passes of each rank in an epoch with one worker."""
         batch = self._rules["batch"]
         whole, rest = divmod(self._rules["samples"], batch)
         passes = whole * number_of_passes(batch, self._ranks.size, self._most)

@@ -61,7 +61,7 @@ class Stream(Protocol):
     num_shards: int
 
     def shard(self, num_shards: int, index: int) -> Iterable[Any]:
-        """Return shard `index` of so many. It may have `state_dict` and `load_state_dict`."""
+        """Return shard `index`. It may have `state_dict` and `load_state_dict`."""
 
 
 class StreamCursor(BaseCursor):

@@ -1,4 +1,4 @@
-"""`mh.start` and `Job`: the engine that started this process, as a script sees it.
+"""Join the run of an engine (`mh.start`), save, load and leave (`Job`).
 
     job = mh.start()          detect the engine, set the variables, meet the other ranks
     job.rank, job.world_size  who am I
@@ -112,7 +112,7 @@ def _make_process_group(place: Place, backend: str | None) -> None:
     """Make torch's default group for this job, and end it as Python ends."""
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if place.world_size == 1:  # needs no port, and nobody else can reach it
+    if place.world_size == 1:  # needs no port, and no other process can reach it
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(backend, rank=place.rank, world_size=place.world_size)
@@ -183,7 +183,7 @@ class Job:
 
     @property
     def workers(self) -> int:
-        """How many workers are expected: in the crew if there is one, and otherwise all ranks."""
+        """The number of expected workers: those of the crew if there is one, or else all ranks."""
         return self.world_size if self.crew is None else self.crew.expected
 
     # -- checkpoints -----------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def _slurm(variables: Variables) -> Place | None:
 
 
 def _tasks_here(variables: Variables) -> int:
-    """Return how many tasks a step has on this node, as in "SLURM_STEP_TASKS_PER_NODE=4(x2),1"."""
+    """Return the tasks of a step on this node, as in "SLURM_STEP_TASKS_PER_NODE=4(x2),1"."""
     text = variables.get("SLURM_STEP_TASKS_PER_NODE", "1")
     counts: list[int] = []
     for count, repeated in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):

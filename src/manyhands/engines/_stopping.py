@@ -28,7 +28,7 @@ for the others forever. The answer travels in what ranks send anyway, where ther
     a crew           nothing: a worker leaves by itself, and the others go on
     otherwise        `StopVote`: a sum of one number, while the next step runs
 
-The vote of a step is begun after it and read after the next one, so nobody waits for it. It costs
+The vote of a step is begun after it and read after the next one, so no rank waits. It costs
 one step more: a notice in step k ends the training after step k + 1.
 """
 
@@ -261,7 +261,7 @@ class StopVote:
         return self._stopped
 
 
-# A vote has a group of its own, and ends with the group that it is for.
+# A vote has a separate group, and ends with the group that it is for.
 _votes: weakref.WeakKeyDictionary[dist.ProcessGroup, StopVote] = weakref.WeakKeyDictionary()
 
 

@@ -1,4 +1,4 @@
-"""Other libraries' training loops, with this library inside. Each is imported only by its name.
+"""Use this library inside other libraries' training loops. Each is imported only by its name.
 
 accelerate.py    Accelerate: `prepare`, `RuleState`
 lightning/       Lightning: callbacks for rules and `Ramp`, strategies for sharding and blocks

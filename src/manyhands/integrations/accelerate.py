@@ -1,9 +1,9 @@
-"""Accelerate: `prepare` for models and optimizers of this library.
+"""Prepare models and optimizers of this library for Accelerate.
 
 Accelerate wraps every model in `DistributedDataParallel`. Some models must not be wrapped so:
 
     ShardedDataParallel, FullyShardedDataParallel    they average their gradients themselves
-    a model whose optimizer is blocks                each worker follows gradients of its own
+    a model whose optimizer is blocks                each worker follows separate gradients
 
 Such a model is prepared with `evaluation_mode=True`: moved to the device and given Accelerate's
 mixed precision, without DDP.
@@ -15,7 +15,7 @@ Accelerate asks every rank for an optimizer's state, and writes rank 0's. With a
 FullyShardedDataParallel that would be rank 0's shards. So the prepared optimizer answers with the
 plain optimizer's whole state, and takes this rank's shards of it in `load_state`.
 
-In the middle of a block each worker has parameters of its own. So a sync round comes before
+In the middle of a block each worker has other parameters. So a sync round comes before
 `save_state` writes rank 0's.
 """
 
@@ -101,7 +101,7 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     prepared = accelerator.prepare(*objects)
     for optimizer in accelerator._optimizers:
         root = _root_of(optimizer, accelerator._models)
-        if root is not None and _answers_with_shards(optimizer):
+        if root is not None and not hasattr(optimizer, WHOLE):
             _answer_with_whole_state(optimizer, root)
     return prepared
 
@@ -162,7 +162,7 @@ class RuleState:
 
 
 class PreparedLoop:
-    """How many passes a step of Accelerate's loop has: see `Accumulation`."""
+    """The number of passes of a step in Accelerate's loop: see `Accumulation`."""
 
     def __init__(self, gradient_state: GradientState) -> None:
         self._state = gradient_state
@@ -271,7 +271,7 @@ def _check_whole(accelerator: Accelerator, what: str) -> None:
     for optimizer in accelerator._optimizers:
         if _root_of(optimizer, accelerator._models) is None:
             continue
-        if _answers_with_shards(optimizer) or accelerator.project_configuration.save_on_each_node:
+        if not hasattr(optimizer, WHOLE) or accelerator.project_configuration.save_on_each_node:
             raise RuntimeError(
                 f"accelerator.{what}_state() takes the state of rank 0, and that of a "
                 "FullyShardedDataParallel is sharded. It is gathered if model and optimizer were "
@@ -294,10 +294,6 @@ def _root_of(optimizer: Optimizer, models: list[nn.Module]) -> FullyShardedDataP
 
 
 WHOLE = "_manyhands_whole_state"  # marks a prepared optimizer that answers with the whole state
-
-
-def _answers_with_shards(prepared: Optimizer) -> bool:
-    return not getattr(prepared, WHOLE, False)
 
 
 def _answer_with_whole_state(prepared: Any, root: FullyShardedDataParallel) -> None:

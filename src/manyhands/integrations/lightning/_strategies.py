@@ -1,4 +1,4 @@
-"""Strategies for Lightning's Trainer: sharding, and blocks.
+"""Shard models, or train in blocks, by strategies for Lightning's Trainer.
 
 Each starts the ranks as Lightning's `DDPStrategy` does, and puts a wrapper of ours in the place of
 DistributedDataParallel. So each takes DDPStrategy's options (`timeout`, `start_method`, ...).
@@ -173,7 +173,7 @@ class FullyShardedStrategy(OwnStrategy):
     (on every rank) and `trainer.save_checkpoint` have them whole.
 
     Args:
-        policy: which modules inside get a wrap of their own: classes, or a policy of `auto_wrap`.
+        policy: the modules inside that are wrapped: classes, or a policy of `auto_wrap`.
         options: of `FullyShardedDataParallel`, and of Lightning's `DDPStrategy`.
     """
 
@@ -312,7 +312,7 @@ class BlocksStrategy(OwnStrategy):
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
-        """Leave the model as it is: nobody averages gradients."""
+        """Leave the model as it is: gradients are not averaged."""
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Put the rule of a `Scaling` around the optimizer, and the blocks around that."""
@@ -327,7 +327,7 @@ class BlocksStrategy(OwnStrategy):
             return
         for callback in callbacks_of(trainer):
             if isinstance(callback, Scaling):
-                # inside the blocks: each device has a batch of its own
+                # inside the blocks: each device has a separate batch
                 optimizer = callback.make_rule(trainer, optimizer, world_size=1)
         self.optimizers = [self._make(optimizer, **self._options)]
 

@@ -1,6 +1,6 @@
-"""What a callback or a strategy asks a Trainer, checks in it, and changes in it while it fits.
+"""Ask a Trainer, check it, and change it while it fits: for callbacks and strategies.
 
-    passes      `LightningAccumulation`: how many passes a step has, and which is the last one
+    passes      `LightningAccumulation`: the number of passes of a step, and the last one
     checks      `check_...`: an error before the first step
     clipping    `replace_clipping`: `gradient_clip_val` where Lightning's own clipping cannot work
 
@@ -32,7 +32,7 @@ OURS = "manyhands.integrations.lightning"
 
 
 class LightningAccumulation:
-    """Say how many passes a step has in a Trainer: see `scaling/_settings.py`."""
+    """Tell the number of passes of a Trainer's step: see `scaling/_settings.py`."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

@@ -1,4 +1,4 @@
-"""`manyhands checkpoint`: show what a checkpoint contains, or turn it into plain files.
+"""Define `manyhands checkpoint`, which shows a checkpoint, or turns it into plain files.
 
 The plain files are
 
@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -217,8 +217,8 @@ def write_plain_files(
             keys = _keys_of(commit.model)
             # `load_state_dict` wants a tied tensor under each of its names.
             keys |= {other: keys[first] for other, first in commit.model["aliases"].items()}
-            (file,) = split_into_files(_entries_of(reader, keys), sys.maxsize).items()
-            written.append(_write_model(reader, keys, *file, scratch, on_tensor))
+            for name in _write_model(reader, keys, sys.maxsize, scratch, on_tensor):
+                written.append(scratch / name)
         for number, meta in enumerate(commit.optimizers):
             path = scratch / f"optimizer.{number}.pt"
             if len(commit.optimizers) == 1:
@@ -241,9 +241,7 @@ def write_hf_files(
         if reader.commit.model is None:
             raise ValueError(f"{reader.path} was saved without model=.")
         keys = _keys_of(reader.commit.model)
-        files = split_into_files(_entries_of(reader, keys), max_size)
-        for name, entries in files.items():
-            _write_model(reader, keys, name, entries, scratch, on_tensor)
+        files = _write_model(reader, keys, max_size, scratch, on_tensor)
         # Of an earlier release, the checkpoint has no config.
         publish(scratch, target, files, reader.commit.model.get("config", ""))
         return [target / name for name in files]
@@ -268,31 +266,24 @@ def _keys_of(meta: ModelMeta) -> dict[str, str]:
     return {name: f"model/{name}" for name in (*meta["params"], *meta["buffers"])}
 
 
-def _entries_of(reader: Reader, keys: dict[str, str]) -> list[TensorEntry]:
+def _write_model(
+    reader: Reader, keys: dict[str, str], max_size: int, scratch: Path, on_tensor: OnTensor
+) -> dict[str, list[TensorEntry]]:
+    """Write a model's tensors into files of at most this size, and return what each file has."""
     entries = []
     for name, key in keys.items():
         tensor = reader.tensors[key]
         entries.append(TensorEntry(name, tensor.torch_dtype, tensor.shape))
-    return entries
-
-
-def _write_model(
-    reader: Reader,
-    keys: dict[str, str],
-    name: str,
-    entries: Sequence[TensorEntry],
-    scratch: Path,
-    on_tensor: OnTensor,
-) -> Path:
-    """Write one file of a model's tensors."""
 
     def get_tensor(name: str) -> Tensor:
         found = _read_to_consolidate(reader, keys[name], scratch)
         on_tensor(name, found.nbytes)
         return found
 
-    write_file(scratch / name, entries, get_tensor)
-    return scratch / name
+    files = split_into_files(entries, max_size)
+    for name, part in files.items():
+        write_file(scratch / name, part, get_tensor)
+    return files
 
 
 def _read_to_consolidate(reader: Reader, key: str, scratch: Path) -> Tensor:

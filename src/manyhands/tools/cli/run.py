@@ -1,4 +1,4 @@
-"""`manyhands run`: start the workers of a run, and start workers that die again."""
+"""Define `manyhands run`, which starts the workers of a run, and restarts workers that die."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def run(
     patience_seconds = _parse_patience(patience, stall)
     worker_numbers = _parse_numbers(workers, numbers)
     # Where it is not set: torch asks a name server at each new connection to the store, which
-    # answers nobody meanwhile. If its answer is lost, the C library asks again after 5 seconds.
+    # does not answer meanwhile. If its answer is lost, the C library asks again after 5 seconds.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
     if module is not None:
         arguments = ["-m", module, *arguments]

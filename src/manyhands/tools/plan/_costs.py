@@ -1,4 +1,4 @@
-"""What each way to train costs a worker: sizes in, bytes and collectives out. Integers only.
+"""Compute the bytes and collectives that each way to train costs a worker. Integers only.
 
 With N workers, P bytes of parameters, G of gradients (of trained parameters) and S of optimizer
 state:
@@ -191,7 +191,7 @@ def _written(alike: int, workers: int) -> int:
 
 def costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int = 0) -> tuple[Cost, ...]:
     """Return the costs of the first four ways, in the order of the table above."""
-    # `replicas` is how many of the sharded state's entries every worker needs whole.
+    # `replicas` is the number of the sharded state's entries that every worker needs whole.
     params = sizes.parameter_bytes
     state = sum(param.state_bytes(param.elements) for param in sizes.trained)
     alone = Cost(params, _bytes_of(sizes.trained), state, saved=_written(params + state, workers))
@@ -249,7 +249,7 @@ def _moments_under_fsdp(
 
 
 def ddp_buckets(params: Sequence[ParamSize]) -> int:
-    """Return how many buckets DistributedDataParallel reduces in a step."""
+    """Return the number of buckets that DistributedDataParallel reduces in a step."""
     # Parameters are taken from the last to the first, about as backward reaches them.
     closed_buckets = 0
     filled = dict[Hashable, int]()

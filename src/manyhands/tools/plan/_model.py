@@ -244,7 +244,7 @@ def wrap_params(model: nn.Module, least: int) -> list[tuple[list[Tensor], int | 
 
 
 def by_size(least: int) -> Policy:
-    """Return the policy of the plan's FSDP: wrap modules of at least so many parameters."""
+    """Return the policy of the plan's FSDP: wrap modules of at least this many parameters."""
     return partial(default_auto_wrap_policy, min_num_params=least, skip_params_check_for_root=True)
 
 

@@ -1,4 +1,4 @@
-"""`shard`: put a row of the plan into practice, with one number for how much is sharded.
+"""Put a row of the plan into practice (`shard`), with one number for the level of sharding.
 
     level   model                       optimizer
     0       DistributedDataParallel     as it was given
@@ -216,7 +216,7 @@ def _in_use(name: str, where: str) -> str:
 
 
 def _check_plain_optimizer(optimizer: Optimizer) -> None:
-    """Raise unless it is an optimizer of the user's that can be made anew, without loss."""
+    """Raise unless it is the user's optimizer, and can be made again without loss."""
     kind = type(optimizer).__name__
     wrapper = ShardedOptimizer | OptimizerWrapper
     if isinstance(optimizer, wrapper) or not isinstance(optimizer, Optimizer):
@@ -304,7 +304,7 @@ def _fully_sharded(
     process_group: GroupLike | None,
     grid: DeviceMesh | None,
 ) -> tuple[nn.Module, list[Optimizer]]:
-    """Wrap the model. Its parameters are others then, so the optimizers are made anew."""
+    """Wrap the model, and make the optimizers again from its new parameters."""
     names = list(model.named_parameters())
     options: dict[str, Any] = {}
     if grid is not None or process_group is not None:

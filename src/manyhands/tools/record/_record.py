@@ -172,13 +172,14 @@ class Record:
         if last is not None:
             self._steps_before = last["step"]
         self._last_step = self._steps_before
-        self._header |= {
+        self._header = {
             "version": FORMAT_VERSION,
             "name": self.name,
             "date": _now(),
             "step": self._steps_before,
             "resumed": last is not None,
             "torch": torch.__version__,
+            **self._header,
             "process": this_process(),
         }
         append_line(self._file, self.path, {HEADER: self._header})
@@ -192,7 +193,8 @@ class Record:
         self._calls += 1
         if self._file is None or not self._is_due():
             return  # before any snapshot, which takes most of a step's time here
-        line: Line = {"step": self._count_steps(), "time": self._seconds()}
+        seconds = round(time.monotonic() - self._start, 6)
+        line: Line = {"step": self._count_steps(), "time": seconds}
         # A source's own "step" replaces the count of calls: a loaded checkpoint has its own.
         for source in self._sources:
             line.update(source.snapshot())
@@ -271,9 +273,6 @@ class Record:
                 raise TypeError(
                     f"step() takes numbers and one-element tensors, got {key}={value!r:.50}."
                 )
-
-    def _seconds(self) -> float:
-        return round(time.monotonic() - self._start, 6)
 
     def _write(self, most_waiting: int) -> None:
         """Write all complete lines in order, and wait for a GPU while more than the limit wait."""
@@ -542,7 +541,7 @@ class StepTiming:
         def enter(_: tuple[Tensor, ...]) -> None:
             passes.enter(current_task())
 
-        self._node = node  # torch may drop a node that nobody holds, and its hooks with it
+        self._node = node  # torch may drop an unused node, and its hooks with it
         for handle in (
             node.register_prehook(enter),
             optimizer.register_step_pre_hook(weak_hook(self._begin_step)),

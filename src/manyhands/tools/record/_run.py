@@ -291,7 +291,7 @@ def _start_of_process(pid: int) -> int | None:
         stat = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
-    # "1234 (name) S ...": the name may have spaces and brackets of its own
+    # "1234 (name) S ...": the name may have spaces and brackets, too
     state, *fields = stat.rpartition(")")[2].split()
     if state in "ZX":  # a zombie has ended
         return None
