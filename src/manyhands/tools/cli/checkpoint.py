@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -148,11 +149,7 @@ def consolidate(
                 prefixes = ("model/", "optimizer.")
             total = sum(t.nbytes for key, t in reader.tensors.items() if key.startswith(prefixes))
         with _progress_bar(console) as progress:
-            task = progress.add_task("writing", total=total)
-
-            def advance(name: str, nbytes: int) -> None:
-                progress.advance(task, nbytes)
-
+            advance = partial(progress.advance, progress.add_task("writing", total=total))
             if to == "hf":
                 written = write_hf_files(source, target, size, advance)
             else:
@@ -203,11 +200,11 @@ def _progress_bar(console: Console) -> Progress:
 
 # -- plain files -----------------------------------------------------------------------------------
 
-OnTensor = Callable[[str, int], None]  # called with a tensor's name and bytes when it is done
+OnTensor = Callable[[int], None]  # called with a tensor's bytes when it is done
 
 
 def write_plain_files(
-    source: str | os.PathLike[str], target: Path, on_tensor: OnTensor = lambda name, nbytes: None
+    source: str | os.PathLike[str], target: Path, on_tensor: OnTensor = lambda nbytes: None
 ) -> list[Path]:
     """Write the files for the model and the optimizer, if there is one, and return their paths."""
     with _open_with_scratch(source, target) as (reader, scratch):
@@ -277,7 +274,7 @@ def _write_model(
 
     def get_tensor(name: str) -> Tensor:
         found = _read_to_consolidate(reader, keys[name], scratch)
-        on_tensor(name, found.nbytes)
+        on_tensor(found.nbytes)
         return found
 
     files = split_into_files(entries, max_size)
@@ -310,7 +307,7 @@ def _write_optimizer(
 
     def get_tensor(key: str) -> Tensor:
         reader.take(key)
-        on_tensor(key, reader.tensors[key].nbytes)
+        on_tensor(reader.tensors[key].nbytes)
         return _read_to_consolidate(reader, key, path.parent)
 
     groups: list[dict[str, object]] = []
