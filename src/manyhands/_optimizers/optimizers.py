@@ -14,6 +14,7 @@ and columns, and Muon's matrices look at a whole tensor.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,6 +64,21 @@ def traits_of(kind: type[Optimizer]) -> Traits:
         if base in KNOWN:
             return replace(KNOWN[base], elementwise=False)
     return Traits()
+
+
+def constructor_arguments(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
+    """Return the arguments of an optimizer's class that are among its defaults, and the others."""
+    # Defaults also hold options that a class sets for itself and its constructor refuses.
+    arguments = {}
+    unknown = []
+    for parameter in list(inspect.signature(type(optimizer)).parameters.values())[1:]:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.name in optimizer.defaults:
+            arguments[parameter.name] = optimizer.defaults[parameter.name]
+        else:
+            unknown.append(parameter.name)
+    return arguments, unknown
 
 
 def trial(

@@ -6,6 +6,7 @@ ray.py           Ray: `CrewStore`, `SaveBeforeResize`
 transformers.py  the Hugging Face Trainer: `attach`
 
 Or by `_optimizers/foreign.py`, when it meets an object of a library in `PREPARES`.
+`_whole_state.py` has the state of an optimizer whose parameters are sharded.
 """
 
 PREPARES = ("accelerate",)  # libraries that put wrappers around optimizers

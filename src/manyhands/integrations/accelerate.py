@@ -35,7 +35,6 @@ from accelerate.utils.constants import MODEL_NAME, SAFE_MODEL_NAME
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import StateDict
 
 from manyhands._optimizers.foreign import PreparedOptimizer
 from manyhands._optimizers.modules import (
@@ -48,7 +47,7 @@ from manyhands._optimizers.modules import (
 from manyhands._optimizers.state_parts import OptimizerLayers
 from manyhands._optimizers.wrappers import find_layer, params_of
 from manyhands.blocks._optimizer import Blocks
-from manyhands.scaling._binding import KEY
+from manyhands.integrations._whole_state import load_whole_state, whole_state
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.zero._ddp import ShardedDataParallel
@@ -301,22 +300,9 @@ def _answer_with_whole_state(prepared: Any, root: FullyShardedDataParallel) -> N
 
     A rule that is put around it later adds its own state to that.
     """
-    layers = OptimizerLayers.of(prepared.optimizer)
-    if layers.blocks is not None or "state_dict" in prepared.__dict__:  # of a rule around it
+    in_blocks = OptimizerLayers.of(prepared.optimizer).blocks is not None
+    if in_blocks or "state_dict" in prepared.__dict__:  # of a rule around it
         return
-
-    def state_dict() -> StateDict:
-        state = root.gather_full_optim_state_dict(layers.inner) or {}
-        if layers.rule is not None:
-            state[KEY] = layers.rule.scaling_state_dict()
-        return state
-
-    def load_state_dict(state: Mapping[str, Any]) -> None:
-        shard = root.get_shard_from_optim_state_dict({k: state[k] for k in state.keys() - {KEY}})
-        if KEY in state:
-            shard = {**shard, KEY: state[KEY]}
-        prepared.optimizer.load_state_dict(shard)
-
-    prepared.state_dict = state_dict
-    prepared.load_state_dict = load_state_dict
+    prepared.state_dict = partial(whole_state, root, prepared.optimizer)
+    prepared.load_state_dict = partial(load_whole_state, root, prepared.optimizer)
     setattr(prepared, WHOLE, True)

@@ -6,7 +6,6 @@ forward with shapes alone, and a hook sees each tensor that autograd saves.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from manyhands._arguments import instance, one_of, shown
-from manyhands._optimizers.optimizers import StateSizes, traits_of
+from manyhands._optimizers.optimizers import StateSizes, constructor_arguments, traits_of
 from manyhands._optimizers.several import optimizers_in
 from manyhands._optimizers.state_parts import ShardedOptimizer, options_of
 from manyhands._optimizers.wrappers import unwrap
@@ -70,13 +69,7 @@ class PlannedOptimizer:
         if isinstance(optimizer, ShardedOptimizer):  # the class that it shards is what has state
             arguments = dict(optimizer.optimizer_arguments)
             return PlannedOptimizer(optimizer.optimizer_class, arguments, groups)
-        # Defaults also hold options that a class sets for itself and its constructor refuses.
-        accepted = inspect.signature(type(optimizer)).parameters
-        arguments = {}
-        for name, value in optimizer.defaults.items():
-            if name in accepted:
-                arguments[name] = value
-        return PlannedOptimizer(type(optimizer), arguments, groups)
+        return PlannedOptimizer(type(optimizer), constructor_arguments(optimizer)[0], groups)
 
     @cached_property
     def all_options(self) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ Mistakes are found, and arguments compared among the ranks, before anything is c
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
@@ -31,7 +30,7 @@ from manyhands._optimizers.modules import (
     check_has_memory,
     modules_holding,
 )
-from manyhands._optimizers.optimizers import fused_problem
+from manyhands._optimizers.optimizers import constructor_arguments, fused_problem
 from manyhands._optimizers.state_parts import ShardedOptimizer
 from manyhands._optimizers.wrappers import OptimizerWrapper
 from manyhands._ranks.agreement import agree, run_on_all
@@ -224,11 +223,7 @@ def _check_plain_optimizer(optimizer: Optimizer) -> None:
             f"shard() needs a plain torch.optim.Optimizer or a list of them, got {kind}. Put "
             "scaling rules and blocks around the optimizer that it returns."
         )
-    named = set()
-    for parameter in list(inspect.signature(type(optimizer)).parameters.values())[1:]:
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            named.add(parameter.name)
-    unknown = named - optimizer.defaults.keys()
+    _, unknown = constructor_arguments(optimizer)
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     wrong = ""
     if hooks or hasattr(optimizer.step, "_wrapped_by_lr_sched"):
