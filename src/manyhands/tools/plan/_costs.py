@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from operator import add
 
 from manyhands._tensors.flat import in_groups
 from manyhands.blocks.averaging._chunks import PARTS, elements_per_chunk
@@ -234,9 +235,11 @@ def _moments_under_fsdp(
     sizes: ModelSizes, workers: int, gloo: bool, replicas: int
 ) -> tuple[int, int, int]:
     """Return what AdamScale adds under FSDP: bytes sent, collectives, and bytes held."""
-    shards = [param.shard_elements(workers) for param in sizes.trained]
+    shards = []
     padded = 0
-    for elements, param in zip(shards, sizes.trained, strict=True):
+    for param in sizes.trained:
+        elements = param.shard_elements(workers)
+        shards.append(elements)
         padded += workers * elements * param.itemsize
     gathers = replicas * len(list(in_groups(shards, int, MESSAGE)))
     if gloo:
@@ -305,10 +308,10 @@ def _sharded_ddp_cost(sizes: ModelSizes, layout: _Buckets, workers: int) -> Cost
     held, most = _gradients_held(layout.buckets, ranks)
     held = held * (workers // ranks)
     most = most * (workers // ranks)
-    with_state = [a + b for a, b in zip(held, layout.state, strict=True)]
+    with_state = list(map(add, held, layout.state))
     worst = with_state.index(max(with_state))
     # Another rank may have the peak during backward.
-    peak = max(map(sum, zip(most, layout.state, strict=True)))
+    peak = max(map(add, most, layout.state))
     # one byte each, and two for passes that ranks have given up
     used_flags = 2
     for optimizer in sizes.optimizers:
@@ -477,13 +480,15 @@ class _Wrap:
 def _fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool, copies: int = 1) -> Cost:
     """Return what a worker holds and sends with FullyShardedDataParallel."""
     # `workers` are those that one copy of the model is sharded over.
-    wraps = [_wrap_bytes(wrap, workers, gloo) for wrap in sizes.wraps]
+    wraps = []
     used_flags = 8  # bytes that compare the order of the wraps, and a byte for each parameter
     gathered = 0
     gathered_again = 0
     reduced = 0
     collectives = 1  # the flags
-    for params, wrap in zip(sizes.wraps, wraps, strict=True):
+    for params in sizes.wraps:
+        wrap = _wrap_bytes(params, workers, gloo)
+        wraps.append(wrap)
         used_flags += len(params.params)
         gathered += wrap.gathered
         reduced += wrap.reduced

@@ -213,7 +213,9 @@ def count_elements(model: nn.Module) -> int:
 def wrap_params(model: nn.Module, least: int) -> list[tuple[list[Tensor], int | None]]:
     """Return the wraps of the plan's FSDP, the innermost first, the model itself last."""
     # Each has the parameters that no wrap inside it has, and the number of the wrap around it.
-    wraps = [module for module in pick_modules(model, by_size(least), ()) if module is not model]
+    wraps = list(pick_modules(model, by_size(least), ()))
+    if model in wraps:
+        wraps.remove(model)
     wraps.append(model)
     numbers = {module: number for number, module in enumerate(wraps)}
     outers: dict[int, int] = {}
@@ -267,7 +269,7 @@ def activation_bytes(model: nn.Module, input: object) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), torch.enable_grad():
         named = (*model.named_parameters(), *model.named_buffers())
         state = {name: _fake_tensor(tensor) for name, tensor in named}
-        of_model = {tensor.untyped_storage()._cdata for tensor in state.values()}
+        of_model = [tensor.untyped_storage()._cdata for tensor in state.values()]
         args, kwargs = tree_map_tensors(_fake_tensor, (args, kwargs))
         noting = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
         logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -284,7 +286,9 @@ def activation_bytes(model: nn.Module, input: object) -> int:
             ) from error
         finally:
             logger.disabled = before
-    return sum(storage.nbytes() for key, storage in storages.items() if key not in of_model)
+    for key in of_model:
+        storages.pop(key, None)
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _fake_tensor(value: Tensor) -> Tensor:

@@ -306,6 +306,9 @@ def _ways(
     groups = []
     for one in optimizers:
         groups += one.all_options
+    payload = (0, 0)
+    if rule is not None:
+        payload = rule_cost(len(groups), workers, gloo)
     replicas = 0  # entries of the optimizer's state that the rule needs on every worker
     if rule is not None and issubclass(rule, AdamScale):
         replicas = 1
@@ -313,14 +316,12 @@ def _ways(
             replicas = 2
     ways = []
     for level, cost in enumerate(costs(sizes, workers, gloo, replicas)):
-        ways.append((NAMES[level], f"level={level})", cost))
+        ways.append((NAMES[level], f"level={level})", cost.with_messages(*payload)))
     if mesh is not None:
         name = f"{FSDP_NAME}, {mesh[0]} copies"
         how = f"level=3, mesh=mesh)  # of {mesh[0]} x {mesh[1]}"
-        ways.append((name, how, hybrid_cost(sizes, mesh, gloo, replicas)))
-    if rule is not None:
-        payload = rule_cost(len(groups), workers, gloo)
-        ways = [(name, how, cost.with_messages(*payload)) for name, how, cost in ways]
+        cost = hybrid_cost(sizes, mesh, gloo, replicas)
+        ways.append((name, how, cost.with_messages(*payload)))
     return ways
 
 
@@ -382,7 +383,10 @@ def wrapping_obstacle(model: nn.Module, wrap_size: int | None) -> str | None:
     if wrap_size is None:
         return None
     for params, _ in wrap_params(model, wrap_size):
-        dtypes = dict.fromkeys([str(param.dtype) for param in params if param.requires_grad])
+        dtypes = {}
+        for param in params:
+            if param.requires_grad:
+                dtypes[str(param.dtype)] = None
         if len(dtypes) > 1:
             return (
                 f"parameters that would be in one wrap are {' and '.join(dtypes)}. "

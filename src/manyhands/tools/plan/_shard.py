@@ -187,7 +187,7 @@ def _check_optimizers(model: nn.Module, optimizer: Any, level: object) -> list[O
         optimizers = list(optimizer)
     for one in optimizers:
         _check_plain_optimizer(one)
-    check_covers([PlannedOptimizer.of(one) for one in optimizers], model)
+    check_covers(list(map(PlannedOptimizer.of, optimizers)), model)
     return optimizers
 
 
@@ -259,7 +259,7 @@ def _as_oss(optimizer: Optimizer, process_group: GroupLike | None, gather_state:
     """Return an OSS of this optimizer's class, options and parameters (levels 1 and 2)."""
     arguments = PlannedOptimizer.of(optimizer).arguments
     return OSS(
-        [dict(group) for group in optimizer.param_groups],
+        list(map(dict, optimizer.param_groups)),
         type(optimizer),
         process_group,
         gather_state=gather_state,
