@@ -178,7 +178,9 @@ class AdaptiveDataParallel(ModuleWrapper):
                 if isinstance(value, Tensor) and value.dim() > 0:
                     self.leading_dimension = value.shape[0]
                     break
-        (model,) = self._parallel or [self.module]
+        model: nn.Module = self.module
+        if self._parallel:
+            model = self._parallel[0]
         return model(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -383,10 +383,7 @@ def wrapping_obstacle(model: nn.Module, wrap_size: int | None) -> str | None:
     if wrap_size is None:
         return None
     for params, _ in wrap_params(model, wrap_size):
-        dtypes = {}
-        for param in params:
-            if param.requires_grad:
-                dtypes[str(param.dtype)] = None
+        dtypes = dict.fromkeys([str(param.dtype) for param in params if param.requires_grad])
         if len(dtypes) > 1:
             return (
                 f"parameters that would be in one wrap are {' and '.join(dtypes)}. "
