@@ -4,9 +4,9 @@ accelerate.py    Accelerate: `prepare`, `RuleState`
 lightning/       Lightning: callbacks for rules and `Ramp`, strategies for sharding and blocks
 ray.py           Ray: `CrewStore`, `SaveBeforeResize`
 transformers.py  the Hugging Face Trainer: `attach`
+_whole_state.py  the state of an optimizer whose parameters are sharded
 
 Or by `_optimizers/foreign.py`, when it meets an object of a library in `PREPARES`.
-`_whole_state.py` has the state of an optimizer whose parameters are sharded.
 """
 
 PREPARES = ("accelerate",)  # libraries that put wrappers around optimizers
