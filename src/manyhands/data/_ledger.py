@@ -122,7 +122,8 @@ class Ledger:
         returned = union(returned_spans)
         fresh = self.fresh
         if returned and returned[-1][1] == fresh:
-            returned, fresh = returned[:-1], returned[-1][0]
+            fresh = returned[-1][0]
+            returned = returned[:-1]
         return replace(self, fresh=fresh, held=_sorted(held), returned=returned)
 
     def hand_out(self, wanted: Mapping[int, int], pinned: int = 0) -> Ledger:
