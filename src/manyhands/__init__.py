@@ -7,7 +7,7 @@ Import other modules by name:
   scripts that were written for them.
 - `manyhands.scaling`, `manyhands.blocks`, `manyhands.tools.record`: what a rule, an outer step or a
   reader of records of your own needs.
-- `manyhands.data`: `StreamCursor`, for samples that have no index.
+- `manyhands.data`: the classes of which `Cursor` makes one.
 - `manyhands.integrations`: for Accelerate, Lightning, transformers and Ray.
 - `manyhands.errors`: the errors that a correct script can meet.
 """

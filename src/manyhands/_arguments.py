@@ -52,7 +52,7 @@ def whole(name: str, value: object, least: int = 0, why: str = "") -> int:
         with suppress(TypeError):  # a tensor that is no integer
             number = operator.index(value)
     if number < least:
-        raise _wrong(name, f"a whole number of at least {least}", value, why)
+        raise ValueError(_message(name, f"a whole number of at least {least}", value, why))
     return number
 
 
@@ -72,9 +72,12 @@ def real(
             number = float(value)
     low = (above is None or number > above) and (least is None or number >= least)
     if not (math.isfinite(number) and low and (below is None or number < below)):
-        bounds = [("above", above), ("at least", least), ("below", below)]
-        limits = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
-        raise _wrong(name, f"a finite number {limits}".rstrip(), value, why)
+        limits = []
+        for word, bound in {"above": above, "at least": least, "below": below}.items():
+            if bound is not None:
+                limits.append(f"{word} {bound:g}")
+        needed = f"a finite number {' and '.join(limits)}".rstrip()
+        raise ValueError(_message(name, needed, value, why))
     return number
 
 
@@ -82,13 +85,13 @@ def flag(name: str, value: object) -> bool:
     """Return True or False. 1 and 0 are accepted too, but no other value that Python calls true."""
     if _is_flag(value) or (isinstance(value, Real) and value in (0, 1)):
         return bool(value)
-    raise _wrong(name, "True or False", value)
+    raise ValueError(_message(name, "True or False", value))
 
 
 def one_of(name: str, value: object, choices: Sequence[object], why: str = "") -> None:
     """Raise unless the value is one of the choices."""
     if value not in choices:
-        raise _wrong(name, f"one of {', '.join(map(repr, choices))}", value, why)
+        raise ValueError(_message(name, f"one of {', '.join(map(repr, choices))}", value, why))
 
 
 def instance(name: str, value: object, kind: type[T], needed: str, why: str = "") -> T:
@@ -129,16 +132,13 @@ def shown(value: object) -> str:
     ('-1', "'sum'", 'Sequential')
     """
     text = repr(value)
-    is_short = len(text) <= SHOWN and text.isprintable() and ADDRESS not in text
-    return text if is_short else type(value).__name__
+    if len(text) <= SHOWN and text.isprintable() and ADDRESS not in text:
+        return text
+    return type(value).__name__
 
 
-def _wrong(name: str, needed: str, came: object, why: str = "") -> ValueError:
-    return ValueError(_message(name, needed, came, why))
-
-
-def _message(name: str, needed: str, came: object, why: str) -> str:
-    return f"{name} must be {needed}, got {shown(came)}." + (f" {why}" if why else "")
+def _message(name: str, needed: str, came: object, why: str = "") -> str:
+    return f"{name} must be {needed}, got {shown(came)}. {why}".rstrip()
 
 
 def _is_flag(value: object) -> bool:
@@ -176,7 +176,11 @@ def format_bytes(size: int) -> str:
         power = power + 1
         value = value / 1024
     # The bounds are those at which rounding would give one digit more.
-    digits = 0 if power == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
+    digits = 2
+    if power == 0 or value >= 99.95:
+        digits = 0
+    elif value >= 9.995:
+        digits = 1
     return f"{value:.{digits}f} {SIZE_NAMES[power]}"
 
 
@@ -201,25 +205,44 @@ def format_seconds(seconds: float) -> str:
     """
     if seconds == 0.0:
         return "0 s"
-    value, unit = (seconds, "s") if seconds >= 0.9995 else (1e3 * seconds, "ms")
-    return f"{value:,.0f} {unit}" if value >= 9.95 else f"{value:#.2g} {unit}"
+    value = seconds
+    unit = "s"
+    if seconds < 0.9995:
+        value = 1e3 * seconds
+        unit = "ms"
+    if value >= 9.95:
+        return f"{value:,.0f} {unit}"
+    return f"{value:#.2g} {unit}"
 
 
 def explained(call: Callable[P, R]) -> Callable[P, R]:
     """Name the argument that was meant or left out, where Python would name a base class."""
-    known = inspect.signature(call).parameters.values()
-    named = [each.name for each in known if each.kind != each.VAR_KEYWORD and each.name != "self"]
-    first = [each.name for each in known if each.kind == each.POSITIONAL_OR_KEYWORD]
-    required = {each.name for each in known if each.default is each.empty}
-    any_name = any(each.kind == each.VAR_KEYWORD for each in known)
+    named = []  # all arguments but self
+    first = []  # by position
+    required = set()
+    any_name = False
+    for each in inspect.signature(call).parameters.values():
+        if each.kind == each.VAR_KEYWORD:
+            any_name = True
+        elif each.name != "self":
+            named.append(each.name)
+        if each.kind == each.POSITIONAL_OR_KEYWORD:
+            first.append(each.name)
+        if each.default is each.empty:
+            required.add(each.name)
 
     @wraps(call)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        thing = type(args[0]) if first[0] == "self" and args else call
+        thing: Callable[..., object] = call
+        if first[0] == "self" and args:
+            thing = type(args[0])
         who = thing.__name__
-        for name in () if any_name else kwargs.keys() - set(named):
-            near = get_close_matches(name, named, 1, 0.4)
-            meant = f"Is {near[0]} meant?" if near else f"See help({who})."
+        for name in kwargs.keys() - set(named):
+            if any_name:
+                break
+            meant = f"See help({who})."
+            for near in get_close_matches(name, named, 1, 0.4):
+                meant = f"Is {near} meant?"
             raise TypeError(f"{who} has no argument {name}. {meant}")
         if len(args) > len(first):
             others = ", ".join(f"{name}=" for name in named if name not in first)

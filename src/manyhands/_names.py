@@ -12,7 +12,7 @@ from manyhands.checkpoint import load as load
 from manyhands.checkpoint import save as save
 from manyhands.checkpoint.weights import load_weights as load_weights
 from manyhands.checkpoint.weights import save_weights as save_weights
-from manyhands.data._cursor import Cursor as Cursor
+from manyhands.data._make import Cursor as Cursor
 from manyhands.data._order import DataShards as DataShards
 from manyhands.engines._job import start as start
 from manyhands.engines._stopping import stopping as stopping

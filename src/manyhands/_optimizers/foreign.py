@@ -1,4 +1,4 @@
-"""Objects of other libraries: find our integration with the library that an object comes from.
+"""Find our integration with the library that an object comes from.
 
 A training loop of another library puts a wrapper around an optimizer, and a rule, a `NoiseScale` or
 blocks are put around that, or are inside it. What such a loop does is known in the module of
@@ -34,36 +34,42 @@ class PreparedOptimizer:
     optimizer: Optimizer
     loop: Any  # an `Accumulation` (`scaling/_settings.py`)
     scaler: LossScaler | None = None
-    unseen: str | None = None  # how ranks share the gradients, if nobody sees those of one rank
+    unseen: str | None = None  # how ranks share gradients, if those of one rank cannot be seen
 
 
 def find_prepared(optimizer: Optimizer) -> PreparedOptimizer | None:
     """Return what is known of this optimizer or one inside it, if another library prepared it."""
     for layer in unwrap(optimizer, every_layer=True):
         for kind in type(layer).__mro__:
-            describe = getattr(_integration_of(kind), "describe", None)
-            described: PreparedOptimizer | None = None if describe is None else describe(layer)
+            integration = _integration_of(kind)
+            described: PreparedOptimizer | None = None
+            if integration is not None:
+                described = integration.describe(layer)
             if described is not None:
                 return described
     return None
 
 
 def report_skip(optimizer: Optimizer) -> None:
-    """Let a library that put a `step` of its own on this optimizer know that it was skipped."""
-    step = vars(optimizer).get("step")
-    report = getattr(_integration_of(step), "take_back", None)
-    if report is not None:
-        report(step)
+    """Let a library that replaced this optimizer's `step` know that the step was skipped."""
+    step = optimizer.__dict__.get("step")
+    integration = _integration_of(step)
+    if integration is not None:
+        integration.take_back(step)
 
 
 def advice(about: str) -> str:
     """Return what to do about a mistake in the libraries that this process uses."""
-    texts: dict[str, str] = import_module(INTEGRATIONS).ADVICE[about]
-    return "".join(f" {text}" for package, text in texts.items() if package in sys.modules)
+    advice = ""
+    for package, text in import_module(INTEGRATIONS).ADVICE[about].items():
+        if package in sys.modules:
+            advice += f" {text}"
+    return advice
 
 
 def _integration_of(made: object) -> Any:
     """Return our integration with the library that a class or function is from; None without."""
     package = str(getattr(made, "__module__", "")).partition(".")[0]
-    known = package in import_module(INTEGRATIONS).PREPARES
-    return import_module(f"{INTEGRATIONS}.{package}") if known else None
+    if package not in import_module(INTEGRATIONS).PREPARES:
+        return None
+    return import_module(f"{INTEGRATIONS}.{package}")

@@ -1,6 +1,6 @@
-"""Modules around a model, and where a parameter's modules are.
+"""Find the modules around a model, and the modules of a parameter.
 
-Wrappers put a name of their own into the names of a model's parameters: `module.` (data
+Wrappers add a name to the names of a model's parameters: `module.` (data
 parallelism), `_orig_mod.` (torch.compile), `_fsdp_wrapped_module.` (FSDP),
 `_checkpoint_wrapped_module.` (activation checkpointing). The plain model has none of them.
 
@@ -36,7 +36,7 @@ NAMED = 4  # tensors that a message names
 
 
 class ModuleWrapper(nn.Module):
-    """Base class of our modules around a model. Names in the model do not change for it."""
+    """Base class of our modules around a model. It does not change names in the model."""
 
     inner_name: ClassVar[str] = "module"  # of the model, among this module's children
     averages_gradients: ClassVar[bool] = False  # of the whole parameters, as DDP does
@@ -68,12 +68,16 @@ def inside_ddp(module: nn.Module) -> RuntimeError:
 def plain_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield each module with its plain prefix; a shared module comes once for each of its names."""
     yield prefix, module
-    inner = module.inner_name if isinstance(module, ModuleWrapper) else "module"
-    wraps = isinstance(module, (ModuleWrapper, *TORCH_WRAPPERS))
+    left_out: tuple[str, ...] = WRAPPER_NAMES
+    if isinstance(module, ModuleWrapper):
+        left_out += (module.inner_name,)
+    elif isinstance(module, TORCH_WRAPPERS):
+        left_out += ("module",)
     for name, child in module._modules.items():
-        if child is not None:
-            is_wrapped = name in WRAPPER_NAMES or (wraps and name == inner)
-            yield from plain_modules(child, prefix if is_wrapped else f"{prefix}{name}.")
+        if child is not None and name in left_out:
+            yield from plain_modules(child, prefix)
+        elif child is not None:
+            yield from plain_modules(child, f"{prefix}{name}.")
 
 
 def plain_name(name: str, wrappers: tuple[str, ...] = (CHECKPOINTED, INNER)) -> str:
@@ -96,12 +100,16 @@ def check_not_averaged_inside(module: nn.Module) -> None:
 
 def check_has_memory(module: nn.Module) -> None:
     """Raise a RuntimeError if tensors are on the meta device, where nothing can be trained."""
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    on_meta = [plain_name(name, WRAPPER_NAMES) for name, tensor in tensors if tensor.is_meta]
+    on_meta = []
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            on_meta.append(plain_name(name, WRAPPER_NAMES))
     if on_meta:
-        more = f" and {len(on_meta) - NAMED} more" if len(on_meta) > NAMED else ""
+        named = ", ".join(on_meta[:NAMED])
+        if len(on_meta) > NAMED:
+            named += f" and {len(on_meta) - NAMED} more"
         raise RuntimeError(
-            f"{', '.join(on_meta[:NAMED])}{more} of the model: on the meta device, without memory. "
+            f"{named} of the model: on the meta device, without memory. "
             'Call mh.load_weights(model, path), or model.to_empty(device="cpu") and initialize it. '
             "Do so before levels 0 to 2 of mh.shard, or after level 3."
         )
@@ -115,10 +123,12 @@ def modules_holding(
     index_of = {id(param): index for index, param in enumerate(params)}
     for thing in gc.get_objects():
         # type(thing), because isinstance() asks `__class__`, which runs a lazy proxy's code.
-        if issubclass(type(thing), nn.Module) and "_parameters" in vars(thing) and wanted(thing):
-            found = {index_of[id(p)] for p in thing.parameters() if id(p) in index_of}
+        if not issubclass(type(thing), nn.Module) or "_parameters" not in thing.__dict__:
+            continue
+        if wanted(thing):
+            found = index_of.keys() & map(id, thing.parameters())
             if found:
-                yield thing, found
+                yield thing, {index_of[each] for each in found}
 
 
 class ParallelModules:
@@ -130,7 +140,9 @@ class ParallelModules:
 
     def _live(self) -> Iterator[nn.Module]:
         if self._found is None:
-            found = modules_holding(self._params, _is_ddp)
+            found = modules_holding(
+                self._params, lambda module: isinstance(module, DistributedDataParallel)
+            )
             self._found = [weakref.ref(module) for module, _ in found]
         for reference in self._found:
             module = reference()
@@ -149,7 +161,3 @@ class ParallelModules:
             join: Any = getattr(module, "_join_config", None)
             if join is not None and join.enable and not join.throw_on_early_termination:
                 raise refuse_join(name)
-
-
-def _is_ddp(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel)

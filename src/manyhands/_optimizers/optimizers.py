@@ -1,4 +1,4 @@
-"""What an optimizer is: whether parameters may be cut or sharded for it, and which state it keeps.
+"""Tell whether parameters may be cut or sharded for an optimizer, and which state it keeps.
 
 torch's own classes are in a table, `KNOWN`. Any other class is tried: `trial` steps it on small
 parameters.
@@ -14,6 +14,7 @@ and columns, and Muon's matrices look at a whole tensor.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,8 +60,25 @@ def traits_of(kind: type[Optimizer]) -> Traits:
     """Return what is known of a class. A subclass cannot do what its base cannot."""
     if kind in KNOWN:
         return KNOWN[kind]
-    base = next((KNOWN[each] for each in kind.__mro__ if each in KNOWN), Traits())
-    return replace(base, elementwise=False)
+    for base in kind.__mro__:
+        if base in KNOWN:
+            return replace(KNOWN[base], elementwise=False)
+    return Traits()
+
+
+def constructor_arguments(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
+    """Return the arguments of an optimizer's class that are among its defaults, and the others."""
+    # Defaults also hold options that a class sets for itself and its constructor refuses.
+    arguments = {}
+    unknown = []
+    for parameter in list(inspect.signature(type(optimizer)).parameters.values())[1:]:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.name in optimizer.defaults:
+            arguments[parameter.name] = optimizer.defaults[parameter.name]
+        else:
+            unknown.append(parameter.name)
+    return arguments, unknown
 
 
 def trial(
@@ -74,7 +92,10 @@ def trial(
     """Step a new optimizer on copies of `params`, with the gradients of each of the `steps`."""
     # Return the copies and the optimizer. `options` are those of the parameter group.
     leaves = [torch.nn.Parameter(param.clone()) for param in params]
-    optimizer = kind([{**options, "params": leaves}] if options else leaves, **arguments)
+    groups: list[Any] = leaves
+    if options:
+        groups = [{**options, "params": leaves}]
+    optimizer = kind(groups, **arguments)
     for grads in steps:
         for leaf, grad in zip(leaves, grads, strict=True):
             leaf.grad = grad.clone()
@@ -115,23 +136,28 @@ def _steps_alike(
     if "lr" in options and not options["lr"]:
         moving["lr"] = 0.05
 
-    def stepped(params: Sequence[Tensor], steps: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    def stepped(params: Sequence[Tensor], steps: Sequence[Sequence[Tensor]]) -> Tensor:
         torch.manual_seed(0)  # the same noise for an optimizer that adds some
-        return [leaf.detach().flatten() for leaf in trial(kind, moving, params, steps)[0]]
+        leaves, _ = trial(kind, moving, params, steps)
+        return torch.cat([leaf.detach().flatten() for leaf in leaves])
 
+    divided = []
     try:
         with torch.random.fork_rng(devices=[]):
             together = stepped(start, steps)
-            grads = zip(*map(divide, steps), strict=True)  # by part, and then by step
-            parts = zip(divide(start), grads, strict=True)
-            divided = [stepped([part], [[grad] for grad in each])[0] for part, each in parts]
+            # Each part with its gradients, step by step.
+            for part, *grads in zip(divide(start), *map(divide, steps), strict=True):
+                divided.append(stepped([part], [[grad] for grad in grads]))
     except Exception:
         return if_it_fails
-    return torch.equal(torch.cat(divided), torch.cat(together))
+    return torch.equal(torch.cat(divided), together)
 
 
 def _in_halves(tensors: list[Tensor]) -> list[Tensor]:
-    return [half for tensor in tensors for half in tensor.view(-1).tensor_split(2)]
+    halves: list[Tensor] = []
+    for tensor in tensors:
+        halves += tensor.view(-1).tensor_split(2)
+    return halves
 
 
 # -- can it step DTensors? -------------------------------------------------------------------------
@@ -178,7 +204,9 @@ def problem_on_shards(optimizer: Optimizer, like: DTensor) -> str | None:
         same = torch.allclose(sharded.full_tensor(), plain.detach(), rtol=1e-3, atol=1e-5)
     except Exception as error:
         return f"on a small example it raised {type(error).__name__}"
-    return None if same else "on a small example its steps differ from those with full tensors"
+    if same:
+        return None
+    return "on a small example its steps differ from those with full tensors"
 
 
 # -- which state does it keep? --------------------------------------------------------------------
@@ -196,13 +224,17 @@ class StateTensor:
     def of(tensor: Tensor, shape: Sequence[int]) -> StateTensor:
         """Find the parameter's dimensions in the tensor's; any other length is a constant."""
         # Every product of different primes is unique, so a flattened dimension is recognised, too.
-        products = {
-            prod(shape[dim] for dim in chosen): chosen
-            for count in range(1, len(shape) + 1)
-            for chosen in combinations(range(len(shape)), count)
-        }
-        constant = prod(length for length in tensor.shape if length not in products)
-        dims = tuple(dim for length in tensor.shape for dim in products.get(length, ()))
+        products = {}
+        for count in range(1, len(shape) + 1):
+            for chosen in combinations(range(len(shape)), count):
+                products[prod([shape[dim] for dim in chosen])] = chosen
+        constant = 1
+        dims: tuple[int, ...] = ()
+        for length in tensor.shape:
+            if length in products:
+                dims += products[length]
+            else:
+                constant *= length
         return StateTensor(constant, dims, tensor.element_size())
 
     def bytes(self, shape: Sequence[int]) -> int:
@@ -230,16 +262,21 @@ class StateSizes:
 
     def by_element(self, dtype: torch.dtype, options: Mapping[str, object]) -> tuple[int, int]:
         """Return the bytes for each flat shard, and for each element of it."""
-        tensors = self._tensors(1, dtype, options)
-        fixed = sum(tensor.bytes(()) for tensor in tensors if not tensor.dims)
-        return fixed, sum(tensor.bytes((1,)) for tensor in tensors if tensor.dims)
+        fixed = 0
+        by_element = 0
+        for tensor in self._tensors(1, dtype, options):
+            if tensor.dims:
+                by_element += tensor.bytes((1,))
+            else:
+                fixed += tensor.bytes(())
+        return fixed, by_element
 
     def _tensors(
         self, dims: int, dtype: torch.dtype, options: Mapping[str, object]
     ) -> list[StateTensor]:
         """Return the state's tensors for a parameter of this kind; each kind is tried once."""
         # Options may hold lists or tensors, which cannot be keys; their text can.
-        key = (dims, dtype, repr(sorted(options.items(), key=lambda option: option[0])))
+        key = (dims, dtype, repr([(name, options[name]) for name in sorted(options)]))
         if key not in self._known:
             self._known[key] = self._try_steps(PRIMES[:dims], dtype, options)
         return self._known[key]
@@ -248,11 +285,12 @@ class StateSizes:
         self, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, object]
     ) -> list[StateTensor]:
         """Take two steps on a small parameter, and return what state the optimizer has then."""
-        # With a generator of its own, and so without a change of the user's random numbers.
+        # With a separate generator, so that the user's random numbers do not change.
         generator = torch.Generator(device="cpu").manual_seed(0)
         random = torch.randn(shape, generator=generator, device="cpu").to(dtype)
         # capturable=True raises for a parameter on the CPU, and changes no size.
-        options = {**options, **({"capturable": False} if "capturable" in options else {})}
+        if "capturable" in options:
+            options = {**options, "capturable": False}
         try:  # the first step may make less state than the second
             (param,), made = trial(
                 self._kind, self._arguments, [random], [[random]] * 2, options=options

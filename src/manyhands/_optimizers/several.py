@@ -1,11 +1,11 @@
-"""Several optimizers as one: each has parameters of its own, and a step is a step of all.
+"""Present several optimizers as one: each has separate parameters, and a step is a step of all.
 
     param_groups    those of the first optimizer, then the second's, and so on: the same dicts, so
                     that a scheduler of one of them works
     state           a parameter's is in the optimizer that has it
     state_dict      as of one optimizer with all groups; its entry "several" says whose they are
 
-There is nothing in it that is not in one of the optimizers.
+All state is in the optimizers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._optimizers.wrappers import ParamGroup
+from manyhands._optimizers.wrappers import ParamGroup, params_of
 
 SEVERAL = "several"  # the entry of a state dict
 AND = " and "  # between the classes of a list
+ONE = "one optimizer"
 
 
 class SeveralOptimizers(Optimizer):
@@ -36,7 +37,7 @@ class SeveralOptimizers(Optimizer):
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        # Not `Optimizer.__init__`, which would make groups, state and hooks of its own.
+        # Not `Optimizer.__init__`, which would make further groups, state and hooks.
         self.optimizers = list(optimizers)
         self.defaults = {}
         self._groups: list[ParamGroup] = []
@@ -49,15 +50,20 @@ class SeveralOptimizers(Optimizer):
     @property
     def names(self) -> list[str]:
         """The optimizers' classes, with the position in the list where a class comes twice."""
-        kinds = [type(each).__name__ for each in self.optimizers]
-        return [k if kinds.count(k) == 1 else f"{k}_{n}" for n, k in enumerate(kinds)]
+        names = [type(each).__name__ for each in self.optimizers]
+        kinds = list(names)
+        for number, kind in enumerate(kinds):
+            if kinds.count(kind) > 1:
+                names[number] = f"{kind}_{number}"
+        return names
 
     def describe(self) -> list[dict[str, Any]]:
         """Return each optimizer's class, and the number of parameters of each of its groups."""
-        return [
-            {"class": type(each).__name__, "groups": [len(g["params"]) for g in each.param_groups]}
-            for each in self.optimizers
-        ]
+        described = []
+        for each in self.optimizers:
+            lengths = [len(group["params"]) for group in each.param_groups]
+            described.append({"class": type(each).__name__, "groups": lengths})
+        return described
 
     def __str__(self) -> str:
         return describe_saved({SEVERAL: self.describe()})
@@ -66,7 +72,9 @@ class SeveralOptimizers(Optimizer):
     # `unwrap` knows that a layer shows the groups of the one inside.
     @property
     def param_groups(self) -> list[ParamGroup]:
-        self._groups[:] = [group for each in self.optimizers for group in each.param_groups]
+        self._groups.clear()
+        for each in self.optimizers:
+            self._groups += each.param_groups
         return self._groups
 
     @param_groups.setter
@@ -89,8 +97,8 @@ class SeveralOptimizers(Optimizer):
     @state.setter
     def state(self, state: Mapping[Tensor, Any]) -> None:
         for each in self.optimizers:
-            own = (p for group in each.param_groups for p in group["params"])
-            each.state = defaultdict(dict, {p: state[p] for p in own if p in state})
+            own = [param for param in params_of(each.param_groups) if param in state]
+            each.state = defaultdict(dict, {param: state[param] for param in own})
 
     # A hook is called once a step: before the first optimizer's, or after the last one's.
     @property
@@ -105,7 +113,8 @@ class SeveralOptimizers(Optimizer):
         """Step all optimizers in order. The first evaluates the closure, once for all of them."""
         first, *others = self.optimizers
         step: Callable[..., object] = first.step
-        loss = step() if closure is None else step(closure)
+        arguments = () if closure is None else (closure,)
+        loss = step(*arguments)
         for each in others:
             each.step()
         return loss
@@ -132,39 +141,38 @@ class SeveralOptimizers(Optimizer):
         first = 0
         for described, each in zip(self.describe(), self.optimizers, strict=True):
             own = each.state_dict()
-            count = sum(len(group["params"]) for group in own["param_groups"])
-            groups += [_shifted(group, first) for group in own["param_groups"]]
-            unnumbered = {k: v for k, v in own["state"].items() if k not in range(count)}
-            state |= {first + k: v for k, v in own["state"].items() if k not in unnumbered}
-            other = {k: v for k, v in own.items() if k not in ("state", "param_groups")}
-            several.append({**described, "state": unnumbered, "other": other})
+            count = sum(described["groups"])
+            groups += [_shifted(group, first) for group in own.pop("param_groups")]
+            unnumbered = {}
+            for key, value in own.pop("state").items():
+                if key in range(count):
+                    state[first + key] = value
+                else:
+                    unnumbered[key] = value
+            several.append({**described, "state": unnumbered, "other": own})
             first += count
         found: StateDict = {"state": state, "param_groups": groups, SEVERAL: several}
         for after in self._optimizer_state_dict_post_hooks.values():
-            changed = after(self, found)
-            found = found if changed is None else changed
+            found = after(self, found) or found
         return found
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load each optimizer's part. A state dict of other optimizers is refused before that."""
         for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, state_dict)
-            state_dict = state_dict if changed is None else changed
+            state_dict = before(self, state_dict) or state_dict
         check_same_optimizers(self, state_dict)
         groups = list(state_dict["param_groups"])
         first = 0
         parts = []
         for each, saved in zip(self.optimizers, state_dict[SEVERAL], strict=True):
-            own = groups[: len(each.param_groups)]
+            own = [_shifted(group, -first) for group in groups[: len(each.param_groups)]]
             groups = groups[len(each.param_groups) :]
+            state = dict(saved["state"])
             count = sum(saved["groups"])
-            numbered = {k: state_dict["state"].get(first + k) for k in range(count)}
-            state = {k: v for k, v in numbered.items() if v is not None}
-            both = {
-                "state": {**state, **saved["state"]},
-                "param_groups": [_shifted(group, -first) for group in own],
-            }
-            parts.append({**saved["other"], **both})
+            for number in range(count):
+                if state_dict["state"].get(first + number) is not None:
+                    state[number] = state_dict["state"][first + number]
+            parts.append({**saved["other"], "state": state, "param_groups": own})
             first += count
         for each, part in zip(self.optimizers, parts, strict=True):
             each.load_state_dict(part)
@@ -191,7 +199,7 @@ class _StateOfSeveral(MutableMapping[Tensor, Any]):
             if param in each.state:
                 return each.state
         for each in self._optimizers:
-            if any(param is own for group in each.param_groups for own in group["params"]):
+            if any(param is own for own in params_of(each.param_groups)):
                 return each.state
         raise KeyError(param)
 
@@ -217,23 +225,28 @@ class _StateOfSeveral(MutableMapping[Tensor, Any]):
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers that an optimizer presents as one; itself, if it is a single one."""
-    return optimizer.optimizers if isinstance(optimizer, SeveralOptimizers) else [optimizer]
+    if isinstance(optimizer, SeveralOptimizers):
+        return optimizer.optimizers
+    return [optimizer]
 
 
 def check_same_optimizers(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Raise unless a state dict is of the same list of optimizers, or of one as here."""
-    here = {SEVERAL: optimizer.describe()} if isinstance(optimizer, SeveralOptimizers) else {}
-    if describe_saved(saved) != describe_saved(here):
+    here = ONE
+    if isinstance(optimizer, SeveralOptimizers):
+        here = str(optimizer)
+    there = describe_saved(saved)
+    if there != here:
         raise ValueError(
-            f"this state dict is of {describe_saved(saved)}, and the optimizer here is "
-            f"{describe_saved(here)}. Make the same optimizers, in the same order."
+            f"this state dict is of {there}, and the optimizer here is {here}. Make the same "
+            "optimizers, in the same order."
         )
 
 
 def describe_saved(state_dict: Mapping[str, Any]) -> str:
     """Return in words which optimizers a state dict is of."""
     if SEVERAL not in state_dict:
-        return "one optimizer"
+        return ONE
     try:
         parts = [f"{each['class']} (parameters: {each['groups']})" for each in state_dict[SEVERAL]]
     except (KeyError, TypeError) as error:

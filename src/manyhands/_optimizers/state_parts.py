@@ -1,4 +1,4 @@
-"""What a wrapper offers to the parts that must not know how it works: state in parts, and layers.
+"""Define the state in parts and the layers that a wrapper offers to checkpoints and to scaling.
 
 A checkpoint saves state under the parameters' names, and scaling reads the optimizer's moments.
 Neither knows which sharding there is, nor how a rule or blocks keep their state. They ask for
@@ -26,7 +26,7 @@ from torch.optim.optimizer import StateDict
 from manyhands._arguments import flag, real, whole
 from manyhands._optimizers.several import AND, optimizers_in
 from manyhands._optimizers.uneven import refuse_join
-from manyhands._optimizers.wrappers import OptimizerWrapper, ParamGroup, unwrap
+from manyhands._optimizers.wrappers import OptimizerWrapper, ParamGroup, params_of, unwrap
 
 Value = TypeVar("Value")
 # A state dict, or an entry of one, from wherever: its reader checks what is in it.
@@ -67,7 +67,8 @@ class SavedEntries:
     def expect(self, facts: Mapping[str, object]) -> None:
         """Raise unless these entries are there, and the same as here."""
         for name, here in facts.items():
-            if repr(came := self[name]) != repr(here):  # (tensors cannot be compared by !=)
+            came = self[name]
+            if repr(came) != repr(here):  # (tensors cannot be compared by !=)
                 raise self.wrong(name, f"{here!r}, as it is here", came)
 
     def has(self, name: str) -> bool:
@@ -105,20 +106,23 @@ class SavedEntries:
 
     def check_tensor(self, name: str, like: Tensor, *, finite: bool = True) -> None:
         """Raise unless an entry is a tensor of the same shape and kind of numbers as another."""
-        both = [each for each in (like, self[name]) if isinstance(each, Tensor)]
-        kinds = [(each.shape, each.is_complex(), each.is_floating_point()) for each in both]
-        if kinds[1:] != kinds[:1]:
-            raise self.wrong(name, f"a tensor of {like.dtype} and {tuple(like.shape)}", self[name])
-        if finite and not self[name].isfinite().all():
-            raise self.wrong(name, "finite", self[name])
+        found = self[name]
+        same = isinstance(found, Tensor) and found.shape == like.shape
+        same = same and found.is_complex() == like.is_complex()
+        if not (same and found.is_floating_point() == like.is_floating_point()):
+            raise self.wrong(name, f"a tensor of {like.dtype} and {tuple(like.shape)}", found)
+        if finite and not found.isfinite().all():
+            raise self.wrong(name, "finite", found)
 
     # -- lists: their values are the entries NAME[0], NAME[1] and so on ---------------------------
 
     def each(self, name: str, length: int | None = None) -> SavedEntries:
         """Return the entries of a list, which has this length if one is given."""
         values = self[name]
+        needed = "a list"
+        if length is not None:
+            needed = f"a list of {length}"
         if not isinstance(values, list | tuple) or length not in (None, len(values)):
-            needed = "a list" + ("" if length is None else f" of {length}")
             raise self.wrong(name, needed, values)
         named = {f"{name}[{i}]": value for i, value in enumerate(values)}
         return SavedEntries(named, self._owner, self._inside)
@@ -151,12 +155,16 @@ class SavedEntries:
 
     def pairs(self, name: str) -> list[tuple[int, float]]:
         """Return a list of pairs of a whole number and a finite number."""
+        pairs = []
         each = self.each(name)
-        pairs = (each.each(pair, 2) for pair in each)
-        return [(each.whole(a), each.real(b)) for each in pairs for a, b in [each]]
+        for number in each:
+            pair = each.each(number, 2)
+            first, second = pair
+            pairs.append((pair.whole(first), pair.real(second)))
+        return pairs
 
     def rows(self, name: str, length: int, least: float = 0.0) -> list[list[float]]:
-        """Return a list of lists, each of so many finite numbers."""
+        """Return a list of lists of finite numbers, each of this length."""
         each = self.each(name)
         return [each.reals(row, length, least, SQUARES) for row in each]
 
@@ -186,15 +194,15 @@ class OptimizerStatePart(StatePart):
     @property
     def like(self) -> Tensor:
         """A tensor with the layout of an entry that has one number for each element."""
-        return self.param if self.shard is None else self.shard
+        if self.shard is None:
+            return self.param
+        return self.shard
 
 
 class ReplicatedState(Protocol):
     """Entries of a sharded optimizer's state, for every parameter, on every rank."""
 
-    @property
-    def state(self) -> Mapping[Tensor, Any]:
-        """The entries by parameter and name."""
+    state: dict[Tensor, Any]  # the entries by parameter and name
 
     def update(self) -> None:
         """Collect the state as it is now. Called on every rank."""
@@ -226,7 +234,9 @@ class ShardedOptimizer(Optimizer):
     @property
     def state(self) -> Any:
         """The state of this rank's shards."""
-        return {} if self.optim is None else self.optim.state
+        if self.optim is None:
+            return {}
+        return self.optim.state
 
     @state.setter
     def state(self, value: object) -> None:
@@ -340,10 +350,10 @@ class OptimizerLayers:
         chain = unwrap(optimizer)  # outermost first, so that what a proxy is around replaces it
         for each in chain:
             # AdaptiveDataParallel does not wrap the optimizer; it patches its `step`, and leaves a
-            # weak reference to the rule. In `vars`, because wrappers forward getattr.
-            patched_by = vars(each).get("_manyhands_rule", lambda: None)()
-            if patched_by is not None:
-                found["rule"] = patched_by
+            # weak reference to the rule. Not by getattr, which wrappers forward.
+            patched_by = each.__dict__.get("_manyhands_rule")
+            if patched_by is not None and patched_by() is not None:
+                found["rule"] = patched_by()
             if isinstance(each, OptimizerWrapper):
                 found[each.layer] = each.state_parts()
         return cls(found.get("rule"), found.get("blocks"), chain[-1])
@@ -351,8 +361,9 @@ class OptimizerLayers:
     @property
     def sharded(self) -> ShardedOptimizer | None:
         """The optimizer, if this rank has only a shard of its state."""
-        inner = self.inner
-        return inner if isinstance(inner, ShardedOptimizer) and inner.shards_state else None
+        if isinstance(self.inner, ShardedOptimizer) and self.inner.shards_state:
+            return self.inner
+        return None
 
     @property
     def plain(self) -> Optimizer:
@@ -361,12 +372,15 @@ class OptimizerLayers:
 
     @property
     def class_name(self) -> str:
-        return AND.join(type(each).__name__ for each in optimizers_in(self.plain))
+        return AND.join([type(each).__name__ for each in optimizers_in(self.plain)])
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer that steps this rank's shards, or the optimizer itself."""
-    return optimizer.optim if isinstance(optimizer, ShardedOptimizer) else optimizer
+    if isinstance(optimizer, ShardedOptimizer):
+        plain: Optimizer = optimizer.optim
+        return plain
+    return optimizer
 
 
 def state_parts(
@@ -377,21 +391,25 @@ def state_parts(
     if isinstance(optimizer, ShardedOptimizer) and optimizer.shards_state:
         return optimizer.save_parts(include_empty=include_empty)
     packed = optimizer.state_dict()
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    numbers = [number for group in packed["param_groups"] for number in group["params"]]
-    parts = [
-        OptimizerStatePart(param, packed["state"].get(number, {}), index=index, number=number)
-        for index, (param, number) in enumerate(zip(params, numbers, strict=True))
-    ]
-    return [part for part in parts if include_empty or not part.empty], packed
+    parts = []
+    numbers = params_of(packed["param_groups"])
+    for index, param in enumerate(params_of(optimizer.param_groups)):
+        number = numbers[index]
+        entries = packed["state"].get(number, {})
+        if entries or include_empty:
+            parts.append(OptimizerStatePart(param, entries, index=index, number=number))
+    return parts, packed
 
 
 def common_state(packed: SavedState) -> StateDict:
     """Return the state under keys that are no parameter's, such as "global"."""
-    numbers = {number for group in packed["param_groups"] for number in group["params"]}
+    numbers = set(params_of(packed["param_groups"]))
     return {key: value for key, value in packed["state"].items() if key not in numbers}
 
 
 def options_of(group: Mapping[str, Value]) -> dict[str, Value]:
     """Return a parameter group without its parameters."""
-    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    options = dict(group)
+    options.pop("params", None)
+    options.pop("param_names", None)
+    return options

@@ -1,6 +1,6 @@
-"""Optimizers around optimizers, and what a gradient scaler leaves on them.
+"""Wrap optimizers in optimizers, and read the signals that a gradient scaler leaves on them.
 
-An optimizer around another *is* a `torch.optim.Optimizer`, without state of its own.
+An optimizer around another *is* a `torch.optim.Optimizer`, without further state.
 
 `param_groups`, `state`, `defaults` and hooks are the inner optimizer's, so that schedulers, scalers
 and hooks act once and on the right thing. It therefore does not call `Optimizer.__init__`, which
@@ -29,21 +29,12 @@ in backward, before the scaler leaves anything.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    Generic,
-    NoReturn,
-    Protocol,
-    TypeAlias,
-    TypeVar,
-    overload,
-)
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,27 +52,29 @@ ParamGroup: TypeAlias = dict[str, Any]  # "params", and options of types that on
 T = TypeVar("T")
 
 
-class YieldingProperty(Generic[T]):
+class YieldingProperty:
     """A property that gives way to an attribute of the instance."""
 
-    def __init__(self, compute: Callable[[Any], T]) -> None:
+    def __init__(self, compute: Callable[[Any], object]) -> None:
         self._compute = compute
         self.__doc__ = compute.__doc__
 
-    @overload
-    def __get__(self, instance: None, owner: type) -> YieldingProperty[T]: ...
-    @overload
-    def __get__(self, instance: object, owner: type) -> T: ...
-    def __get__(self, instance: object, owner: type) -> YieldingProperty[T] | T:
-        return self if instance is None else self._compute(instance)
+    def __get__(self, instance: object, owner: type) -> Any:
+        if instance is None:
+            return self
+        return self._compute(instance)
 
 
 def _property_of_inner(name: str) -> Any:
     """Return a property: an attribute of the optimizer inside, which may be set."""
-    return property(
-        lambda wrapper: getattr(wrapper._inner_optimizer(), name),
-        lambda wrapper, value: setattr(wrapper._inner_optimizer(), name, value),
-    )
+
+    def get(wrapper: Any) -> Any:
+        return getattr(wrapper._inner_optimizer(), name)
+
+    def set_(wrapper: Any, value: object) -> None:
+        setattr(wrapper._inner_optimizer(), name, value)
+
+    return property(get, set_)
 
 
 @dataclass
@@ -143,7 +136,7 @@ class OptimizerWrapper(Optimizer):
         return run
 
     def after_sync(self, seconds: float) -> None:
-        """Take note that blocks around this optimizer took so many seconds for a sync."""
+        """Take note of the seconds that blocks around this optimizer took for a sync."""
 
     def stop_agreed(self) -> bool | None:
         """Whether the training is to stop here, as all ranks know from collectives of this layer.
@@ -167,11 +160,13 @@ class OptimizerWrapper(Optimizer):
     def __getattr__(self, name: str) -> Any:
         """Everything else (hooks, the inner optimizer's own attributes) is the inner one's."""
         # An attribute of ours that is not set yet is no attribute of the inner one.
-        inner = None if name.startswith(("__", "_core", "_inner")) else self._bound()
+        inner: Any = None
+        if not name.startswith(("__", "_core", "_inner")):
+            inner = self._bound()
         if inner is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if "optimizer" in vars(inner) and not hasattr(inner, name):
-            inner = vars(inner)["optimizer"]  # a trainer's wrapper may forward nothing
+        if "optimizer" in inner.__dict__ and not hasattr(inner, name):
+            inner = inner.optimizer  # a trainer's wrapper may forward nothing
         return wrapped_attribute(self, inner, name)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -185,11 +180,13 @@ def unwrap(optimizer: Optimizer, *, every_layer: bool = False) -> list[Optimizer
     # A wrapper shows the inner one's state and parameter groups as its own, as ours do, and those
     # that trainers put around ours. An optimizer that keeps state of its own beside the one that it
     # calls is not looked into, unless `every_layer` is True.
-    several = "Of several, give the last one to step." if isinstance(optimizer, list) else ""
+    several = ""
+    if isinstance(optimizer, list):
+        several = "Of several, give the last one to step."
     found = [instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer", several)]
     while True:
         outer = found[-1]
-        inner = getattr(found[-1], "optimizer", None)
+        inner = getattr(outer, "optimizer", None)
         # A proxy's `optimizer` may lead back to a layer that was seen.
         if not isinstance(inner, Optimizer) or any(inner is each for each in found):
             return found
@@ -204,8 +201,30 @@ Layer = TypeVar("Layer")
 
 def find_layer(optimizer: Optimizer, kind: type[Layer]) -> Layer | None:
     """Return the first layer of this class, from the outermost in; None if there is none."""
-    layers = unwrap(optimizer, every_layer=True)
-    return next((each for each in layers if isinstance(each, kind)), None)
+    for layer in unwrap(optimizer, every_layer=True):
+        if isinstance(layer, kind):
+            return layer
+    return None
+
+
+def params_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return the parameters of all groups, or their numbers in a state dict."""
+    params: list[Any] = []
+    for group in groups:
+        params += group["params"]
+    return params
+
+
+def weak_hook(method: Callable[[], object]) -> Callable[..., None]:
+    """Return a hook that calls a method as long as its object lives, and keeps nothing alive."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(*_: object) -> None:
+        call = reference()
+        if call is not None:
+            call()
+
+    return hook
 
 
 def gradient_ranks(optimizer: Optimizer) -> Any:
@@ -223,13 +242,13 @@ def wrapped_attribute(wrapper: object, wrapped: object, name: str) -> Any:
     try:
         return getattr(wrapped, name)
     except AttributeError as error:
-        advice = f". {EVEN_INPUTS}" if name == "join" else ""  # the method of torch's DDP
-        raise AttributeError(
+        message = (
             f"{type(wrapper).__name__!r} object has no attribute {name!r}, and neither has the "
-            f"{type(wrapped).__name__} inside{advice}",
-            name=name,
-            obj=wrapper,
-        ) from error
+            f"{type(wrapped).__name__} inside"
+        )
+        if name == "join":  # the method of torch's DDP
+            message = f"{message}. {EVEN_INPUTS}"
+        raise AttributeError(message, name=name, obj=wrapper) from error
 
 
 @dataclass(frozen=True)
@@ -243,10 +262,10 @@ class ScalerSignals:
     def read_from(cls, *optimizers: Optimizer) -> ScalerSignals:
         """Return what a `GradScaler` left on the first of these optimizers that has something."""
         for optimizer in optimizers:
-            # `vars`, because a wrapper forwards what it does not have itself.
-            found_inf = vars(optimizer).get("found_inf")
-            if found_inf is not None:
-                return cls(vars(optimizer).get("grad_scale"), found_inf)
+            # Not getattr: a wrapper forwards the attributes that it does not have.
+            own = optimizer.__dict__
+            if own.get("found_inf") is not None:
+                return cls(own.get("grad_scale"), own["found_inf"])
         return cls()
 
     @property
@@ -279,16 +298,21 @@ class LossScale:
 
     def in_backward(self) -> Tensor | float:
         """Return the scale of the gradients at present, without waiting for the device."""
-        scaler = self.scaler
-        if scaler is None or not getattr(scaler, "is_enabled", lambda: True)():
+        scaler: Any = self.scaler
+        if scaler is None or (hasattr(scaler, "is_enabled") and not scaler.is_enabled()):
             return 1.0
-        if hasattr(scaler, "_scale"):  # get_scale() would copy it to the host
-            return 1.0 if scaler._scale is None else scaler._scale
-        return float(scaler.get_scale())
+        if not hasattr(scaler, "_scale"):
+            return float(scaler.get_scale())
+        scale: Tensor | None = scaler._scale  # get_scale() would copy it to the host
+        if scale is None:
+            return 1.0
+        return scale
 
     def at_step(self, signals: ScalerSignals) -> Tensor | None:
         """Return the scale that is known only now; None if there is none."""
-        return None if self.known else signals.grad_scale
+        if self.known:
+            return None
+        return signals.grad_scale
 
     def update(self, scale: float) -> bool:
         """Keep the scale of this step; return whether it is another one than the last step's."""
@@ -306,7 +330,7 @@ def supports_amp(optimizer: Optimizer) -> bool:
 def _signals_left_on(signals: ScalerSignals, optimizer: Optimizer) -> Iterator[None]:
     """Set the signals on an inner optimizer for the length of its step."""
     # A scaler that was given the inner optimizer has left its signals there already.
-    before = dict(vars(optimizer))
+    before = dict(optimizer.__dict__)
     optimizer.grad_scale = signals.grad_scale  # type: ignore[attr-defined]
     optimizer.found_inf = signals.found_inf  # type: ignore[attr-defined]
     try:
@@ -330,7 +354,9 @@ def apply_signals(
         return
     if signals.grad_scale is not None:
         unscale(optimizer.param_groups, signals.grad_scale)
-    if "found_inf" in vars(optimizer):  # a scaler that was given this optimizer has left it there
+    if (
+        "found_inf" in optimizer.__dict__
+    ):  # a scaler that was given this optimizer has left it there
         with _signals_left_on(ScalerSignals(), optimizer):
             yield
         return
@@ -342,7 +368,6 @@ def unscale(param_groups: Sequence[ParamGroup], grad_scale: Tensor) -> None:
     """Divide the gradients by the loss scale, as `GradScaler.unscale_` does."""
     # By way of float64, as torch does, so that both round alike.
     inverse = grad_scale.double().reciprocal().float()
-    for group in param_groups:
-        for param in group["params"]:
-            if param.grad is not None:
-                local_shard(param.grad).mul_(inverse.to(param.grad.device))
+    for param in params_of(param_groups):
+        if param.grad is not None:
+            local_shard(param.grad).mul_(inverse.to(param.grad.device))

@@ -1,4 +1,4 @@
-"""Helpers for tensors and autograd. Imports no other folder of manyhands.
+"""Work with tensors and autograd. This folder imports no other folder of manyhands.
 
 backward.py       when a backward pass begins and ends
 flat.py           tensors as flat ranges, and their norm; which part of a DTensor is on this rank

@@ -1,8 +1,8 @@
-"""When does a backward pass begin, and when is it over?
+"""Tell an owner when a backward pass begins, and when it is over.
 
 Autograd does not call an optimizer's wrapper at `loss.backward()`; only hooks on parameters fire.
 The first hook of a pass marks its beginning. A callback that autograd runs after its last node
-marks the end. That callback queues itself once more, so that it runs after DDP's, which waits for
+marks the end. That callback queues itself again, so that it runs after DDP's, which waits for
 the gradients to be reduced.
 
 Words used here

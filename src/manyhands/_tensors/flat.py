@@ -1,4 +1,4 @@
-"""Tensors as flat ranges of elements, in the order in which the elements lie in memory.
+"""Treat tensors as flat ranges of elements, in the order in which the elements lie in memory.
 
 One rule of order serves everybody, so that an element has the same place in a bucket, in a saved
 file and in a block's chunk:
@@ -17,7 +17,7 @@ file and in a block's chunk:
 shards and their replicas). For each dimension of the mesh a *placement* says what its ranks do with
 the tensor: `Shard(dim)` cuts it, `Replicate()` gives every rank the same. Importing
 torch.distributed.tensor takes half a second. So it is looked up in `sys.modules` and not imported:
-as long as nobody has imported it, there are no DTensors.
+as long as it is not imported, there are no DTensors.
 
 Gradients that are sharded by `ShardedDataParallel` are in `sharded_gradient.py`.
 """
@@ -50,7 +50,8 @@ def flatten(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     tensor = tensor.detach()
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
-    like = tensor if like is None else like
+    if like is None:
+        like = tensor
     if _is_row_by_row(like):
         return tensor.reshape(-1)
     if tensor.stride() != like.stride():
@@ -81,8 +82,7 @@ def _is_row_by_row(like: Tensor) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill their memory without gaps or overlaps."""
-    # The private operator is what torch's own `empty_like` asks to preserve strides.
+    # Without gaps or overlaps. `empty_like` uses this operator, too.
     return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
@@ -126,7 +126,7 @@ class FlatTensors:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = [_flat_view(local_shard(tensor).detach()) for tensor in tensors]
-        self._starts = [0, *accumulate(tensor.numel() for tensor in self._tensors)]
+        self._starts = [0, *accumulate([tensor.numel() for tensor in self._tensors])]
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -181,12 +181,14 @@ def _flat_view(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous() or _is_dense(tensor):
         return flatten(tensor)
     # Two dimensions or more mark a tensor that is reached by index.
-    return tensor if tensor.dim() > 1 else tensor.unsqueeze(0)
+    return torch.atleast_2d(tensor)
 
 
 def read_range(tensor: Tensor, chosen: slice) -> Tensor:
     """Return some elements of a tensor that `FlatTensors.ranges` yields; a view if possible."""
-    return tensor[chosen] if tensor.dim() == 1 else tensor.take(_indices(chosen, tensor))
+    if tensor.dim() == 1:
+        return tensor[chosen]
+    return tensor.take(_indices(chosen, tensor))
 
 
 def _indices(chosen: slice, tensor: Tensor) -> Tensor:
@@ -207,19 +209,20 @@ def norm(grad: Tensor) -> Tensor:
     # A CPU adds the squares of a tensor one after the other, and a float32 norm over ten million
     # elements comes out 7e-4 too small. So the norms of rows of 32,768 elements are taken first, at
     # the same speed, with an error of 1e-7. Half-precision gradients are summed in float32.
-    if grad.layout != torch.strided:
-        grad = grad.coalesce().values() if grad.layout == torch.sparse_coo else grad.to_dense()
+    if grad.layout == torch.sparse_coo:
+        grad = grad.coalesce().values()
+    elif grad.layout != torch.strided:
+        grad = grad.to_dense()
     if grad.is_complex():
         grad = torch.view_as_real(grad.resolve_conj())
+    dtype = accumulation_dtype(grad.dtype)
     if grad.numel() <= SHORT or grad.device.type != "cpu":
-        return torch.linalg.vector_norm(grad, dtype=accumulation_dtype(grad.dtype))
+        return torch.linalg.vector_norm(grad, dtype=dtype)
     flat = flatten(grad)
-    rows = flat.numel() // ROW
-    parts = torch.linalg.vector_norm(
-        flat[: rows * ROW].view(rows, ROW), dim=1, dtype=accumulation_dtype(grad.dtype)
-    )
-    if rows * ROW < flat.numel():
-        rest = torch.linalg.vector_norm(flat[rows * ROW :], dtype=parts.dtype)
+    end = flat.numel() - flat.numel() % ROW
+    parts = torch.linalg.vector_norm(flat[:end].view(-1, ROW), dim=1, dtype=dtype)
+    if end < flat.numel():
+        rest = torch.linalg.vector_norm(flat[end:], dtype=dtype)
         parts = torch.cat([parts, rest.view(1)])
     return torch.linalg.vector_norm(parts)
 
@@ -249,10 +252,12 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 def check_own_shards(state: object, params: Iterable[Tensor]) -> None:
     """Raise a ValueError if a state of these parameters has shards that another rank has saved."""
-    own = dict.fromkeys(_describe_placement(param) for param in params if is_dtensor(param))
-    for tensor in tensors_in(state):
-        if is_dtensor(tensor) and (saved := _describe_placement(tensor)) not in own:
-            here = "This one has " + " or ".join(own) if own else "These parameters are whole"
+    own = _placements(params)
+    for saved in _placements(tensors_in(state)):
+        if saved not in own:
+            here = "These parameters are whole"
+            if own:
+                here = f"This one has {' or '.join(own)}"
             raise ValueError(
                 f"this optimizer state is {saved}, as torch.save on a single rank leaves it. "
                 f"{here}. Save with mh.save(folder, model=model, optimizer=optimizer) on every "
@@ -260,11 +265,15 @@ def check_own_shards(state: object, params: Iterable[Tensor]) -> None:
             )
 
 
-def _describe_placement(tensor: DTensor) -> str:
-    """Name the part of a DTensor that its rank holds. A mesh keeps its rank when it is pickled."""
-    mesh = tensor.device_mesh
-    sizes = " x ".join(map(str, mesh.shape))
-    return f"the shard of rank {', '.join(map(str, mesh.get_coordinate() or ()))} of {sizes}"
+def _placements(tensors: Iterable[Tensor]) -> dict[str, None]:
+    """Name the parts of the DTensors that the rank holds, or held that has pickled them."""
+    found: dict[str, None] = {}
+    for tensor in tensors:
+        if is_dtensor(tensor):
+            mesh = tensor.device_mesh
+            rank = ", ".join(map(str, mesh.get_coordinate() or ()))
+            found[f"the shard of rank {rank} of {' x '.join(map(str, mesh.shape))}"] = None
+    return found
 
 
 @dataclass(frozen=True)
@@ -298,26 +307,33 @@ class DTensorShards:
         mesh = tensor.device_mesh
         placements = tensor.placements
         # `type(...) is`: strided shards, of tensor parallelism, are a class derived from Shard.
-        cutting = [(d, p) for d, p in enumerate(placements) if type(p) is Shard]
-        others = [d for d, p in enumerate(placements) if type(p) is not Shard]
-        if len(cutting) > 1 or any(type(placements[d]) is not Replicate for d in others):
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None  # a rank outside of the mesh has none, and no DTensor of it
+        cutting = []
+        first = True
+        known = True
+        for mesh_dim, placement in enumerate(placements):
+            if type(placement) is Shard:
+                cutting.append((mesh_dim, placement.dim))
+            else:
+                known = known and type(placement) is Replicate
+                first = first and coordinate[mesh_dim] == 0
+        if len(cutting) > 1 or not known:
             raise ValueError(
                 f"gradients placed as {placements} are not measured. A rule needs parameters cut "
                 "by one Shard placement, as by fully_shard, without tensor parallelism."
             )
-        coordinate = mesh.get_coordinate()
-        assert coordinate is not None  # a rank outside of the mesh has none, and no DTensor of it
-        first = all(coordinate[d] == 0 for d in others)
         if not cutting:
             everything = DimRange(0, 0, tensor.size(0) if tensor.dim() else 1)
             return cls(mesh, None, (everything,), 0, first)
-        mesh_dim, placement = cutting[0]
-        dim = placement.dim
+        mesh_dim, dim = cutting[0]
         workers = mesh.size(mesh_dim)
         size = tensor.size(dim)
         step = -(-size // workers)  # as torch.chunk: the last shards are shorter, or empty
-        starts = [min(rank * step, size) for rank in range(workers + 1)]
-        ranges = [DimRange(dim, a, b - a) for a, b in pairwise(starts)]
+        ranges = []
+        for rank in range(workers):
+            start = min(rank * step, size)
+            ranges.append(DimRange(dim, start, min(step, size - start)))
         return cls(mesh, mesh_dim, tuple(ranges), coordinate[mesh_dim], first)
 
     @property

@@ -2,7 +2,7 @@
 
 numpy's generator is included if the program has imported numpy.
 
-A state from a file is first tried on generators that nobody draws from. `set_random_state` takes
+A state from a file is first tried on unused generators. `set_random_state` takes
 only states that have passed.
 """
 
@@ -45,15 +45,15 @@ def random_state() -> dict[str, Tensor]:
 
 def check_random_state(state: dict[str, Tensor]) -> None:
     """Raise ValueError if a generator could not continue from a state; change no generator."""
+    numpy = _numpy_random()
+    device = _device_in_use()
     try:
         random.Random().setstate(_python_state(state))
         torch.Generator().set_state(state["torch"])
-        numpy = _numpy_random()
         if numpy is not None and ("numpy" in state or "numpy.gauss" in state):
             numpy.RandomState().set_state(_numpy_state(state))
-        device = _device_in_use()
-        if device is not None and (key := f"device.{device[0]}") in state:
-            torch.Generator(device=device[0]).set_state(state[key])
+        if device is not None and f"device.{device[0]}" in state:
+            torch.Generator(device[0]).set_state(state[f"device.{device[0]}"])
     except (ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:
         raise ValueError(f"the state of a random generator is invalid: {error!r}.") from error
 
@@ -72,8 +72,10 @@ def set_random_state(state: dict[str, Tensor]) -> None:
 
 def _python_state(state: dict[str, Tensor]) -> tuple[int, tuple[int, ...], float | None]:
     version, *words = state["python"].tolist()
-    gauss = state["python.gauss"].item()
-    return version, tuple(words), None if math.isnan(gauss) else gauss
+    gauss: float | None = state["python.gauss"].item()
+    if gauss is not None and math.isnan(gauss):
+        gauss = None
+    return version, tuple(words), gauss
 
 
 def _numpy_state(state: dict[str, Tensor]) -> tuple[str, list[int], int, int, float]:
@@ -93,8 +95,10 @@ def _device_in_use() -> tuple[str, ModuleType] | None:
         return None
     module = torch.get_device_module(device)
     # A program that has not used the GPU must not get a CUDA context from saving.
-    in_use = getattr(module, "is_initialized", lambda: True)()
-    return (device.type, module) if in_use and hasattr(module, "get_rng_state") else None
+    unused = hasattr(module, "is_initialized") and not module.is_initialized()
+    if unused or not hasattr(module, "get_rng_state"):
+        return None
+    return device.type, module
 
 
 def _numpy_random() -> Any:

@@ -1,4 +1,4 @@
-"""Tensors in nested containers: what modules take and give, and what optimizers keep.
+"""Find and replace tensors in nested containers, such as the arguments of a module.
 
 A container is a list, tuple, set, dict or dataclass, one of a class derived from these, any other
 mutable mapping, or an instance of a class that is registered with torch.utils._pytree.
@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, MutableMapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,10 +29,10 @@ T = TypeVar("T")
 
 def tree_map_tensors(fn: Callable[[Tensor], object], tree: object) -> Any:
     """Apply `fn` to every tensor in a nested structure; what is not a container stays as it is."""
-    return _Map(fn, lambda other: None)(tree)
+    return _Map(fn)(tree)
 
 
-def tensors_in(tree: object, others: Callable[[object], None] = lambda other: None) -> list[Tensor]:
+def tensors_in(tree: object, others: Callable[[object], None] | None = None) -> list[Tensor]:
     """Return the tensors in a nested structure, each once; call `others` with all other leaves."""
     found: list[Tensor] = []
 
@@ -44,14 +46,22 @@ def tensors_in(tree: object, others: Callable[[object], None] = lambda other: No
 
 def as_type(dtype: torch.dtype, tree: T) -> T:
     """Convert the floating-point tensors in a nested structure."""
-    result: T = tree_map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+    def convert(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return tensor.to(dtype)
+        return tensor
+
+    result: T = tree_map_tensors(convert, tree)
     return result
 
 
 class _Map:
     """One walk over a tree."""
 
-    def __init__(self, fn: Callable[[Tensor], object], others: Callable[[object], None]) -> None:
+    def __init__(
+        self, fn: Callable[[Tensor], object], others: Callable[[object], None] | None = None
+    ) -> None:
         self._fn = fn
         self._others = others
         # What was met already, by its id, with the object itself so that its id stays its own.
@@ -77,56 +87,55 @@ class _Map:
     def _container(self, value: object) -> object:
         """Return a container of any known kind with the tensors in it replaced."""
         if isinstance(value, tuple):
-            return self._rebuilt(value, value, _tuple_like)
+            return self._rebuilt(value, value, partial(_tuple_like, value))
         if isinstance(value, set | frozenset):
-            return self._rebuilt(value, value, lambda old, items: type(old)(items))
+            return self._rebuilt(value, value, type(value))
         if isinstance(value, list | deque | UserList):
-            return self._with_items(value, enumerate(value))
-        is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
+            return self._with_items(value, enumerate(value), operator.setitem)
+        result = value
         if isinstance(value, dict | UserDict):
-            result = self._with_items(value, value.items())
-            return self._with_fields(result) if is_dataclass else result
-        if is_dataclass:
-            return self._with_fields(value)
+            result = self._with_items(value, value.items(), operator.setitem)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [field.name for field in dataclasses.fields(value)]
+            named = [(name, getattr(result, name, None)) for name in names]
+            return self._with_items(result, named, object.__setattr__)  # of a frozen one, too
+        if isinstance(value, dict | UserDict):
+            return result
         node = _pytree.SUPPORTED_NODES.get(type(value))
         if node is not None:
             children, context = node.flatten_fn(value)
-            return self._rebuilt(value, children, lambda _, new: node.unflatten_fn(new, context))
+            return self._rebuilt(value, children, lambda new: node.unflatten_fn(new, context))
         if isinstance(value, MutableMapping):
-            return self._with_items(value, value.items())
-        self._others(value)
+            return self._with_items(value, value.items(), operator.setitem)
+        if self._others is not None:
+            self._others(value)
         return value
 
     def _rebuilt(
-        self, value: T, items: Iterable[object], build: Callable[[T, list[object]], object]
+        self, value: object, items: Iterable[object], build: Callable[[list[Any]], object]
     ) -> object:
-        """Build a container anew, if one of its items was replaced."""
+        """Return a new container, if one of its items was replaced."""
         before = list(items)
         after = [self(item) for item in before]
-        same = all(new is old for old, new in zip(before, after, strict=True))
-        return value if same else build(value, after)
+        if all(map(operator.is_, before, after)):
+            return value
+        return build(after)
 
-    def _with_items(self, value: Any, items: Iterable[tuple[object, object]]) -> Any:
-        """Return a copy of a list or dict with the replaced items set in it."""
-        changed = [(key, new) for key, old in list(items) if (new := self(old)) is not old]
-        if changed:
-            value = copy.copy(value)
-            for key, new in changed:
-                value[key] = new
-        return value
-
-    def _with_fields(self, value: Any) -> object:
-        """Return a copy of a dataclass with the replaced fields set in it."""
-        changed = []
-        for field in dataclasses.fields(value):
-            old = getattr(value, field.name, None)
-            if (new := self(old)) is not old:
-                changed.append((field.name, new))
-        if changed:
-            value = copy.copy(value)
-            for name, new in changed:
-                object.__setattr__(value, name, new)  # of a frozen one, too
-        return value
+    def _with_items(
+        self,
+        value: object,
+        items: Iterable[tuple[Any, object]],
+        set_item: Callable[[Any, Any, object], None],
+    ) -> object:
+        """Return a copy of a container with the replaced items set in it."""
+        result = value
+        for key, old in list(items):
+            new = self(old)
+            if new is not old:
+                if result is value:
+                    result = copy.copy(value)
+                set_item(result, key, new)
+        return result
 
 
 def _tuple_like(old: tuple[object, ...], items: list[object]) -> object:

@@ -1,4 +1,4 @@
-"""adaptdl's names, with its arguments and defaults: change the import, and nothing else.
+"""Provide adaptdl's names, arguments and defaults: change the import, and nothing else.
 
 >>> import manyhands.adaptdl as adl
 >>> from manyhands.adaptdl import AdaptiveDataParallel, AdaScale

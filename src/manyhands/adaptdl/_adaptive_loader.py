@@ -1,4 +1,4 @@
-"""adaptdl's loop: a loader that scales its batch by itself, and the epochs that remain.
+"""Load a batch that scales itself, and count the epochs that remain, as adaptdl does.
 
 adaptdl's loop calls `optimizer.step()` and `zero_grad()` after each micro-batch. Between the passes
 of one step both do nothing, and the model accumulates. So the loop need not know how large a batch
@@ -17,26 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch.optim.optimizer import StateDict
 
 from manyhands._arguments import whole
 from manyhands._optimizers.state_parts import SavedEntries, SavedState
-from manyhands.adaptdl._data_parallel import AdaptiveDataParallel, ScalarWriter
+from manyhands.adaptdl._data_parallel import AdaptiveDataParallel, ScalarWriter, write_scalars
 from manyhands.ramp._micro_batches import StepLoader, StepSize, step_size
 from manyhands.ramp._ramp import Ramp, SavedRamp
-
-
-@dataclass(frozen=True)
-class _Bounds:
-    """The arguments of `autoscale_batch_size`, in units."""
-
-    max_scale: float
-    most_per_pass: int
-    least_per_pass: int
-    accumulate: bool
 
 
 class AdaptiveDataLoader(StepLoader):
@@ -69,7 +58,7 @@ class AdaptiveDataLoader(StepLoader):
         batch_size: the small batch, on all ranks together: the batch that the learning rate was
             tuned for. Each rank has an equal part of it, rounded up.
         shuffle: whether the samples come in another order each time.
-        max_local_batch_size: how many samples fit into one backward pass on one rank. Larger
+        max_local_batch_size: the samples that fit into one backward pass on one rank. Larger
             batches come as several passes. By default a pass stays at its part of the small batch.
         seed: the seed of the samples' order.
         process_group: the ranks that share the data; by default all.
@@ -78,7 +67,10 @@ class AdaptiveDataLoader(StepLoader):
             Otherwise the last step takes the missing ones from the beginning of the data.
     """
 
-    _bounds: _Bounds | None = None
+    # The arguments of `autoscale_batch_size`, in units; without it the batch does not scale.
+    _max_scale: float | None = None
+    _least_per_pass = 1
+    _accumulate = False
     _ramp: Ramp | None = None
     _module: AdaptiveDataParallel | None = None
     _saved_ramp: SavedRamp | None = None  # of a run that continues, until there is a ramp
@@ -132,13 +124,11 @@ class AdaptiveDataLoader(StepLoader):
             )
         most_units = max_batch_size // self.samples_per_unit
         most_per_pass = most_units if high is None else min(most_units, self._units_within(high))
-        self._bounds = _Bounds(
-            max_scale=(most_units if gradient_accumulation else most_per_pass)
-            * self.scale_per_unit,
-            most_per_pass=most_per_pass,
-            least_per_pass=min(-(-low // self._unit), most_per_pass),
-            accumulate=gradient_accumulation,
-        )
+        self._max_scale = most_per_pass * self.scale_per_unit
+        if gradient_accumulation:
+            self._max_scale = most_units * self.scale_per_unit
+        self._least_per_pass = min(-(-low // self._unit), most_per_pass)
+        self._accumulate = gradient_accumulation
         self._most_per_pass = most_per_pass
 
     # -- what adaptdl's loop reads -------------------------------------------------------------
@@ -161,17 +151,16 @@ class AdaptiveDataLoader(StepLoader):
     @property
     def training(self) -> bool:
         """Whether the batch scales itself, as the loader of the training data does."""
-        return self._bounds is not None
+        return self._max_scale is not None
 
     def to_tensorboard(self, writer: ScalarWriter, global_step: int, tag_prefix: str = "") -> None:
         """Write the sizes to a TensorBoard `SummaryWriter`."""
-        prefix = tag_prefix + "/" if tag_prefix and not tag_prefix.endswith("/") else tag_prefix
-        for tag, value in (
-            ("Total_Batch_Size", self.current_batch_size),
-            ("Local_Batch_Size", self.current_local_bsz),
-            ("Accumulation_Steps", self.accumulation_steps),
-        ):
-            writer.add_scalar(prefix + tag, value, global_step)
+        values = {
+            "Total_Batch_Size": self.current_batch_size,
+            "Local_Batch_Size": self.current_local_bsz,
+            "Accumulation_Steps": self.accumulation_steps,
+        }
+        write_scalars(writer, values, global_step, tag_prefix)
 
     # -- iteration -----------------------------------------------------------------------------
 
@@ -216,17 +205,14 @@ class AdaptiveDataLoader(StepLoader):
 
     def size_of(self, units: int) -> StepSize:
         """Return the passes of a step of this many units, within `local_bsz_bounds`."""
-        bounds = self._bounds
-        if bounds is None:
+        units = max(units, self._least_per_pass)
+        if self._max_scale is None or self._accumulate:
             return super().size_of(units)
-        units = max(units, bounds.least_per_pass)
-        if bounds.accumulate:
-            return super().size_of(units)
-        return StepSize(1, step_size(units, bounds.most_per_pass).per_pass)
+        return StepSize(1, step_size(units, self._most_per_pass).per_pass)
 
     def _plan_step(self) -> StepSize:
         """Return the size of the next step: one unit until there is a rule that measures."""
-        if self._bounds is None:
+        if self._max_scale is None:
             return StepSize(1, 1)
         return self.size_of(1 if self._ramp is None else self._ramp.units)
 
@@ -252,11 +238,11 @@ class AdaptiveDataLoader(StepLoader):
             return
         self._module = module
         rule = module.scaling_rule
-        if self._bounds is None:
+        if self._max_scale is None:
             # the batch stays at one unit
             rule.port.begin_step(1, scale_per_pass=self.scale_per_unit)
             return
-        self._ramp = Ramp(rule, self._bounds.max_scale, loader=self)
+        self._ramp = Ramp(rule, self._max_scale, loader=self)
         if self._saved_ramp is not None:
             self._ramp._take(self._saved_ramp)
             self._saved_ramp = None
@@ -302,7 +288,7 @@ class AdaptiveDataLoader(StepLoader):
 
 
 class _Epochs:
-    """How many epochs this process has finished."""
+    """The number of epochs that this process has finished."""
 
     finished = 0
     running = False

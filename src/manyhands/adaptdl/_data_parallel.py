@@ -1,4 +1,4 @@
-"""adaptdl's way to use a rule: the data-parallel module counts passes and binds the rule.
+"""Bind a rule to a data-parallel module, which counts passes, as adaptdl does.
 
 Names and the order of arguments are adaptdl's, so that code written for it runs unchanged.
 """
@@ -6,7 +6,7 @@ Names and the order of arguments are adaptdl's, so that code written for it runs
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Protocol
 
@@ -25,21 +25,20 @@ from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.scaling._rules import AdamScale, AdaScale
 
 
-class PassSource(Protocol):
-    """A loader whose micro-batches make up whole steps (`adaptdl/_adaptive_loader.py`)."""
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether more micro-batches of the same step follow."""
-
-    def attach(self, module: AdaptiveDataParallel) -> None:
-        """Take over the batch of the module's rule."""
-
-
 class ScalarWriter(Protocol):
     """TensorBoard's `SummaryWriter`, or any other with its method."""
 
     def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
+
+
+def write_scalars(
+    writer: ScalarWriter, values: Mapping[str, float], global_step: int, prefix: str
+) -> None:
+    """Write values under tags with this prefix."""
+    if prefix and not prefix.endswith("/"):
+        prefix = f"{prefix}/"
+    for tag, value in values.items():
+        writer.add_scalar(prefix + tag, value, global_step)
 
 
 class AdaptiveDataParallel(ModuleWrapper):
@@ -75,7 +74,7 @@ class AdaptiveDataParallel(ModuleWrapper):
         ddp_arguments: further arguments of `DistributedDataParallel`.
     """
 
-    _loader: ClassVar[PassSource | None] = None  # the loader that is iterated at present, if any
+    _loader: ClassVar[Any] = None  # the `AdaptiveDataLoader` that is iterated at present, if any
 
     def __init__(
         self,
@@ -169,16 +168,19 @@ class AdaptiveDataParallel(ModuleWrapper):
     def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the model; in training, ask the loader before whether the step has more passes."""
         # An evaluation's forward passes are no passes of a step.
-        source = self._loader
-        if source is not None and self.training and torch.is_grad_enabled():
-            source.attach(self)
-            self.set_accumulating(source.accumulates)
-        # LEGWScale needs the size of the first micro-batch
-        if self.leading_dimension is None and self.training and torch.is_grad_enabled():
-            tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-            first = next((x for x in tensors if x.dim() > 0), None)
-            self.leading_dimension = None if first is None else first.shape[0]
-        model = self._parallel[0] if self._parallel else self.module
+        trains = self.training and torch.is_grad_enabled()
+        if trains and self._loader is not None:
+            self._loader.attach(self)
+            self.set_accumulating(self._loader.accumulates)
+        if trains and self.leading_dimension is None:
+            # LEGWScale needs the size of the first micro-batch
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    self.leading_dimension = value.shape[0]
+                    break
+        model: nn.Module = self.module
+        if self._parallel:
+            model = self._parallel[0]
         return model(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -190,7 +192,7 @@ class AdaptiveDataParallel(ModuleWrapper):
 
     @property
     def gain(self) -> float:
-        """How many small-batch steps one step is worth at present."""
+        """The number of small-batch steps that one step is worth at present."""
         return self.scaling_rule.gain()
 
     @property
@@ -200,15 +202,14 @@ class AdaptiveDataParallel(ModuleWrapper):
 
     def to_tensorboard(self, writer: ScalarWriter, global_step: int, tag_prefix: str = "") -> None:
         """Write the statistics to a TensorBoard `SummaryWriter`."""
-        prefix = tag_prefix + "/" if tag_prefix and not tag_prefix.endswith("/") else tag_prefix
         factors = self.scaling_rule.factors
-        for tag, value in (
-            ("Gradient_Norm_Sqr", self.gns.sqr_avg()),
-            ("Gradient_Variance", self.gns.var_avg()),
-            ("Gain", self.gain),
-            ("Learning_Rate_Factor", sum(factors) / len(factors)),
-        ):
-            writer.add_scalar(prefix + tag, value, global_step)
+        values = {
+            "Gradient_Norm_Sqr": self.gns.sqr_avg(),
+            "Gradient_Variance": self.gns.var_avg(),
+            "Gain": self.gain,
+            "Learning_Rate_Factor": sum(factors) / len(factors),
+        }
+        write_scalars(writer, values, global_step, tag_prefix)
 
 
 def _sort_arguments(third: object, fourth: object, fifth: object, sixth: object) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""One worker's view of an epoch: the ledger that all workers share, and what it took since.
+"""Keep one worker's view of an epoch: the shared ledger, and the samples taken since.
 
     held ── add_to_step ──▶ in a step ── step ──▶ taken ── commit ──▶ committed
 
 The next sync round brings each worker's `taken` to the others. Then all of them commit what each
-one took, and hand out what is left once more. So a worker that dies has committed nothing since the
+one took, and hand out the rest again. So a worker that dies has committed nothing since the
 last round, and the other workers get the samples that it held.
 
 Everything here is plain values: no tensors, no process group.
@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from typing import TypedDict
+from typing import Any, TypedDict
 
-from manyhands.data._ledger import Ledger, LedgerState, Spans, count, take
+from manyhands.data._ledger import Ledger, Spans, count, take
 from manyhands.data._rules import Rules
 
 
@@ -24,7 +24,7 @@ class SavedAccount(TypedDict):
     """What a joiner receives of another member's account."""
 
     rules: Rules
-    ledger: LedgerState
+    ledger: dict[str, Any]
     committed_at: int
 
 
@@ -107,22 +107,25 @@ class Account:
         before = self.ledger
         self.ledger = self.ledger.hand_out(wanted, since * batch)
         self._change(due=False)
-        amounts = [
-            count(spans) - (since * batch if before.held_by(number) else 0)
-            for number, spans in self.ledger.held
-        ]
+        amounts = []
+        for number, spans in self.ledger.held:
+            amount = count(spans)
+            if before.held_by(number):
+                amount -= since * batch
+            amounts.append(amount)
         if self.ledger.free:
             self._steps_left = None
         elif own is not None:
             self._steps_left = self._own_steps_left(amounts, len(steps), own)
+        elif self.rules["drop_last"] and len(amounts) < len(steps):
+            self._steps_left = 0
         elif self.rules["drop_last"]:
-            missing = len(amounts) < len(steps)
-            self._steps_left = 0 if missing else max(0, min(amounts) // batch)
+            self._steps_left = max(0, min(amounts) // batch)
         else:
             self._steps_left = max(0, -(-max(amounts, default=0) // batch))
 
     def _own_steps_left(self, amounts: list[int], workers: int, own: int) -> int:
-        """Return how many steps this worker takes on the last samples of the epoch."""
+        """Return the number of steps of this worker on the last samples of the epoch."""
         # Either every worker takes at least one step or none does, because all hold the next round.
         assert self.rules is not None
         batch = self.rules["batch"]
@@ -140,7 +143,9 @@ class Account:
         """
         samples, steps = self._in_step
         spans = take(self.ledger.held_by(number), self.taken + samples)[1]
-        return spans, None if self._steps_left is None else self._steps_left - steps
+        if self._steps_left is None:
+            return spans, None
+        return spans, self._steps_left - steps
 
     def next_epoch(self, step: int = 0) -> None:
         """Begin the next epoch. Everything that was taken in this one counts as committed."""

@@ -1,4 +1,4 @@
-"""`Cursor`: a loader whose position in an epoch belongs to the run, and not to a rank.
+"""Load batches from a position in an epoch that belongs to the run, and not to a rank.
 
     the plan    says which samples each pass of this rank has (`_plan.py`)
     _fetch      takes batches from torch's loader, which may be many passes ahead of the loop
@@ -17,32 +17,28 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
 
-from manyhands._arguments import explained
-from manyhands._optimizers.wrappers import gradient_ranks, unwrap
+from manyhands._optimizers.wrappers import gradient_ranks, unwrap, weak_hook
 from manyhands._ranks.agreement import agree
 from manyhands._ranks.ranks import RankGroup
 from manyhands._warn import warn
 from manyhands.data._account import Account
 from manyhands.data._ledger import Ledger
 from manyhands.data._order import DataShards
-from manyhands.data._plan import LoaderPlan, Pass
+from manyhands.data._plan import LoaderPlan, Pass, number_of_passes
 from manyhands.data._rules import (
     ADVICE,
     Arguments,
-    CursorState,
     MapDataset,
     Rules,
     agree_on_rules,
-    check_dataset,
     check_state,
     describe_order,
 )
@@ -73,120 +69,40 @@ class CursorBlocks(Protocol):
         """Hold a sync round. All workers do so after equally many steps."""
 
 
-class Cursor:
-    """A data loader that gives every sample once in an epoch, however many workers there are.
+class BaseCursor:
+    """Base class of the data loaders that `manyhands.Cursor` makes.
 
-    >>> import torch, manyhands as mh
-    >>> data = torch.utils.data.TensorDataset(torch.randn(100, 4), torch.randn(100, 1))
-    >>> model = torch.nn.Linear(4, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> cursor = mh.Cursor(data, batch_size=16, optimizer=optimizer)
-    >>> while cursor.epoch < 2:
-    ...     for inputs, targets in cursor:
-    ...         optimizer.zero_grad()
-    ...         losses = torch.nn.functional.mse_loss(model(inputs), targets, reduction="none")
-    ...         cursor.mean(losses.sum()).backward()
-    ...         optimizer.step()
-    >>> cursor.epoch, cursor.position
-    (2, 0)
-
-    It takes the place of a `DataLoader` and its `DistributedSampler`. Save it with the run, as in
-    `mh.save(folder, model=model, optimizer=optimizer, cursor=cursor)`. A run that loads it, on any
-    number of ranks, continues after the last sample that was trained on. So does a new loop after
-    one that was left early.
-
-    Each step's samples are known before they are divided among the ranks. So with `keep="batch"`
-    the sequence of batches does not depend on the number of ranks. Where a batch does not divide
-    evenly, the ranks' parts differ by one sample, and `mean` gives each its right weight.
-
-    Args:
-        dataset: a dataset with a length, whose samples are found by index; or a stream, for which
-            `manyhands.data.StreamCursor` says what else there is.
-        batch_size: the samples of a step, see `keep`.
-        keep: "batch": `batch_size` is that of all ranks together, however many there are. "micro":
-            `batch_size` is that of one rank, and the batch follows the ranks.
-        max_local_batch_size: the most samples in one pass on one rank. If a rank has more of them
-            in a step, they come as several passes: see `passes`.
-        shuffle: whether each epoch has an order of its own; otherwise it is the dataset's.
-        seed: the seed of these orders.
-        drop_last: leave out the samples at the end of an epoch that do not fill a batch. By
-            default the last batch is a short one.
-        optimizer: the optimizer that trains on the data. A batch counts as trained on once the
-            optimizer has stepped, and in blocks once the next sync round took place. Without an
-            optimizer, a batch counts as soon as the loop has it.
-        process_group: the ranks that share a step, if no optimizer of ours says so; all by default.
-        loader: what loads the samples: `DataLoader`, or a class that takes the same arguments.
-        options: further arguments of the loader, such as `num_workers` and `collate_fn`.
+    >>> import manyhands as mh
+    >>> from manyhands.data import BaseCursor
+    >>> isinstance(mh.Cursor(range(8), batch_size=4), BaseCursor)
+    True
     """
 
-    of_streams: ClassVar[type[Cursor]]  # `StreamCursor`, which is a Cursor
+    # Set by the subclasses.
     _dataset: Any
+    _described: str  # for `repr`
+    _batch: int
+    _usual_passes: int
     _num_workers: int
     _drop_last: bool
     _collate_fn: Any
 
-    @explained
     def __init__(
-        self,
-        dataset: MapDataset,
-        batch_size: int,
-        *,
-        keep: Literal["batch", "micro"] = "batch",
-        max_local_batch_size: int | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
-        optimizer: Optimizer | None = None,
-        process_group: torch.distributed.ProcessGroup | None = None,
-        loader: Callable[..., Iterable[Any]] = DataLoader,
-        **options: Any,
-    ) -> None:
-        self._join(optimizer, process_group)
-        arguments: Arguments = {
-            "batch_size": batch_size,
-            "keep": keep,
-            "max_local_batch_size": max_local_batch_size,
-            "shuffle": shuffle,
-            "seed": seed,
-            "drop_last": drop_last,
-        }
-        self._rules = agree_on_rules(dataset, arguments, options, self._ranks)
-        self._account = Account() if self._blocks is None else self._blocks.account
-        self._number = 0 if self._blocks is None else self._blocks.number
-        shards = dataset if isinstance(dataset, DataShards) else None
-        self._one_pass = max_local_batch_size is None
-        self._plan = LoaderPlan(
-            self._rules, self._account, self._number, self._ranks, max_local_batch_size, shards
-        )
-        # A generator of its own: torch's loader draws from it, and a resumed run must draw from
-        # the default one as often as a run that was not interrupted.
-        self._generator = None if "generator" in options else torch.Generator()
-        options.setdefault("generator", self._generator)
-        self._loader = loader(dataset, batch_sampler=self._plan, **options)
-        self._dataset = dataset
-        self._num_workers = options.get("num_workers", 0)
-        self._drop_last = self._rules["drop_last"]
-        self._collate_fn = getattr(self._loader, "collate_fn", options.get("collate_fn"))
-        self._begin_with(Ledger(len(dataset)))
-
-    def __new__(cls, dataset: object = None, *arguments: object, **options: object) -> Cursor:
-        """Make a `Cursor`, or for an iterable without a length a `StreamCursor`."""
-        if isinstance(dataset, DataLoader) and not arguments and "batch_size" not in options:
-            check_dataset("Cursor", dataset)
-        stream = isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized)
-        stream = stream and dataset is not None and cls is Cursor
-        return super().__new__(cls.of_streams if stream else cls)
-
-    def _join(
         self, optimizer: Optimizer | None, group: torch.distributed.ProcessGroup | None
     ) -> None:
-        """Find the ranks, and count their steps."""
-        self._blocks = None if optimizer is None else _find_blocks(optimizer)
-        ranks = None if optimizer is None else gradient_ranks(optimizer)
-        self._ranks: RankGroup = RankGroup.of(group) if ranks is None else ranks
+        self._blocks: CursorBlocks | None = None
+        ranks: RankGroup | None = None
+        if optimizer is not None:
+            self._blocks = _find_blocks(optimizer)
+            ranks = gradient_ranks(optimizer)
+            if self._blocks is None:
+                # The innermost optimizer: whatever is wrapped around it calls its `step`.
+                innermost = unwrap(optimizer, every_layer=True)[-1]
+                # Weak: an optimizer must not keep a cursor, its loader and its processes alive.
+                handle = innermost.register_step_post_hook(weak_hook(self._commit))
+                weakref.finalize(self, handle.remove)
+        self._ranks = ranks or RankGroup.of(group)
         self._optimizer = optimizer
-        if optimizer is not None and self._blocks is None:
-            _call_after_step(optimizer, self._commit)
         self._now: Pass | None = None  # the pass that the loop has
         self._mean: WeightedMean | None = None  # of the step under way
         self._mean_due = False  # whether `mean` was not called yet for the present batch
@@ -198,19 +114,19 @@ class Cursor:
     @property
     def epoch(self) -> int:
         """The epoch under way, from 0 on."""
-        return self._account.ledger.epoch
+        raise NotImplementedError
 
     @property
     def position(self) -> int:
-        """How many samples of the epoch count as trained on, on all workers together."""
-        return self._account.ledger.committed
+        """The samples of the epoch that count as trained on, on all workers together."""
+        raise NotImplementedError
+
+    # Read-only: other code may ask a loader for these, and a change would reach no loader.
 
     @property
     def batch_size(self) -> int:
         """The samples of a step: of all ranks together, or in blocks of one worker."""
-        return self._rules["batch"]
-
-    # Read-only: other code may ask a loader for these, and a change would reach no loader.
+        return self._batch
 
     @property
     def dataset(self) -> Any:
@@ -235,9 +151,7 @@ class Cursor:
     @property
     def passes(self) -> int:
         """Backward passes in the present step, on every rank; 1 without `max_local_batch_size`."""
-        if self._now is None:
-            return self._plan.passes_of(self.batch_size)
-        return len(self._now.counts)
+        return self._usual_passes if self._now is None else len(self._now.counts)
 
     @property
     def last_pass(self) -> bool:
@@ -246,12 +160,8 @@ class Cursor:
 
     @property
     def samples(self) -> int:
-        """How many samples the present batch has; 0 if it is there only to fill a short step."""
+        """The samples of the present batch; 0 if it is there only to fill a short step."""
         return 0 if self._now is None else self._now.samples
-
-    def __len__(self) -> int:
-        """Return how many batches each rank has in a whole epoch, if one worker takes all of it."""
-        return len(self._plan)
 
     def mean(self, loss_sum: Tensor) -> Tensor:
         """Return the present batch's part of the step's mean loss, for `backward()`.
@@ -262,13 +172,7 @@ class Cursor:
         account. Do not divide the loss by anything else. This is no collective.
         """
         now = self._now
-        begun = now is not None and (now.index == 0 or self._mean is not None)
-        if now is None or not self._mean_due or not begun:
-            raise RuntimeError(
-                "mean() belongs to a batch: call it once for each, inside `for batch in cursor:`."
-            )
-        self._mean_due = False
-        if now.index == 0:
+        if now is not None and self._mean_due and now.index == 0:
             self._mean = WeightedMean.of_known(
                 now.counts,
                 self._optimizer,
@@ -276,7 +180,11 @@ class Cursor:
                 total=now.step_samples,
                 not_empty=now.not_empty,
             )
-        assert self._mean is not None
+        if not self._mean_due or self._mean is None:
+            raise RuntimeError(
+                "mean() belongs to a batch: call it once for each, inside `for batch in cursor:`."
+            )
+        self._mean_due = False
         return self._mean(loss_sum)
 
     # -- the loop ------------------------------------------------------------------------------
@@ -284,37 +192,149 @@ class Cursor:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches of the rest of the epoch."""
         with self._iteration():
-            for batch in self._fetch():
-                self.begin_batch()
+            for batch in self._steps():
                 yield batch
                 self._check_weighted()
-            self._end_epoch()
 
     @contextmanager
     def _iteration(self) -> Iterator[None]:
         """Open one loop over the epoch, from the position that all ranks have; one at a time."""
         if self._iterated:
             raise RuntimeError("this Cursor is iterated already. Make another for another loop.")
-        # What an earlier loop was given, but has not trained on, comes again.
-        self._account.forget_step()
-        if self._blocks is None:
-            agree(self._ranks, {"position": self._account.ledger.state()}, ADVICE)
         self._iterated = True
-        self._plan.begin()
         try:
             yield
         finally:
             self._iterated = False
             self._now = None
             self._mean = None
-            self._plan.begin()
+            self._mean_due = False
 
-    @contextmanager
-    def ahead(self) -> Iterator[Iterator[Any]]:
+    def ahead(self) -> AbstractContextManager[Iterator[Any]]:
         """Give the batches to a caller that keeps some ready for its loop, as `Ramp` does.
 
         The caller calls `begin_batch` for each batch when the loop gets it.
         """
+        raise ValueError("a Ramp needs a Cursor over a dataset with a length, not over a stream.")
+
+    def begin_batch(self) -> Pass:
+        """Count a batch as the loop gets it (more may be loaded already), and return its pass."""
+        raise NotImplementedError
+
+    def _steps(self) -> Iterator[Any]:
+        """Yield the batches, each as `_now`, and then begin the next epoch."""
+        raise NotImplementedError
+
+    def _commit(self) -> None:
+        """Commit what the loop was given: all ranks have taken a step."""
+        raise NotImplementedError
+
+    def _check_weighted(self) -> None:
+        """Warn once if a step is divided unevenly and the loop has not called `mean` for it."""
+        now = self._now
+        if self._mean_due and now is not None and now.uneven and not self._warned:
+            self._warned = True
+            warn(
+                f"a step of {now.step_samples} samples is divided unevenly (a pass of this rank "
+                f"has {now.samples}). Write cursor.mean(sum of the losses).backward(), or choose a "
+                "batch_size that all ranks divide evenly, and drop_last=True.",
+            )
+
+    # -- saving --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in plain values, for any number of ranks. Call it on every rank."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
+        """Continue after the last sample that was trained on. Load the same on every rank.
+
+        A worker that has just joined a crew keeps the crew's position.
+        """
+        if self._iterated:
+            raise RuntimeError(
+                "this Cursor is iterated, and cannot go to another position: load it before."
+            )
+        self._continue_from(state_dict)
+
+    def _continue_from(self, state_dict: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return (
+            f"Cursor({self._described}, batch_size={self.batch_size}, "
+            f"epoch={self.epoch}, position={self.position})"
+        )
+
+
+class MapCursor(BaseCursor):
+    """A cursor over a dataset with a length, or over `DataShards`. `manyhands.Cursor` makes it.
+
+    >>> import manyhands as mh
+    >>> mh.Cursor(range(100), batch_size=16)
+    Cursor(samples=100, batch_size=16, epoch=0, position=0)
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        arguments: Arguments,
+        optimizer: Optimizer | None,
+        process_group: torch.distributed.ProcessGroup | None,
+        loader: Callable[..., Iterable[Any]],
+        options: dict[str, Any],
+    ) -> None:
+        super().__init__(optimizer, process_group)
+        self._rules = agree_on_rules(dataset, arguments, options, self._ranks)
+        self._batch = self._rules["batch"]
+        self._described = f"samples={self._rules['samples']}"
+        self._account = Account()
+        self._number = 0
+        if self._blocks is not None:
+            self._account = self._blocks.account
+            self._number = self._blocks.number
+        most = arguments["max_local_batch_size"]
+        self._one_pass = most is None
+        self._usual_passes = number_of_passes(self._batch, self._ranks.size, most)
+        shards = dataset if isinstance(dataset, DataShards) else None
+        self._plan = LoaderPlan(self._rules, self._account, self._number, self._ranks, most, shards)
+        # A separate generator: torch's loader draws from it, and a resumed run must draw from
+        # the default one as often as a run that was not interrupted.
+        self._generator = None if "generator" in options else torch.Generator()
+        options.setdefault("generator", self._generator)
+        self._loader = loader(dataset, batch_sampler=self._plan, **options)
+        self._dataset = dataset
+        self._num_workers = options.get("num_workers", 0)
+        self._drop_last = self._rules["drop_last"]
+        self._collate_fn = getattr(self._loader, "collate_fn", options.get("collate_fn"))
+        ledger = Ledger(len(dataset))
+        if self._blocks is None:
+            self._begin_with(ledger)
+        else:
+            self._blocks.begin(self._rules, ledger)
+
+    @property
+    def epoch(self) -> int:
+        return self._account.ledger.epoch
+
+    @property
+    def position(self) -> int:
+        return self._account.ledger.committed
+
+    def __len__(self) -> int:
+        """Return the number of batches of each rank in an epoch, if one worker takes all of it."""
+        return len(self._plan)
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    def _steps(self) -> Iterator[Any]:
+        for batch in self._fetch():
+            self.begin_batch()
+            yield batch
+        self._end_epoch()
+
+    @contextmanager
+    def ahead(self) -> Iterator[Iterator[Any]]:
         if self._blocks is not None:
             raise ValueError(
                 "in blocks a Cursor hands out each block's samples before it begins, so a Ramp "
@@ -331,6 +351,11 @@ class Cursor:
 
     def _fetch(self) -> Iterator[Any]:
         """Yield this rank's batches as they are loaded; `begin_batch` counts what the loop gets."""
+        # What an earlier loop was given, but has not trained on, comes again.
+        self._account.forget_step()
+        if self._blocks is None:
+            agree(self._ranks, {"position": self._account.ledger.state()}, ADVICE)
+        self._plan.begin()
         batches: Iterator[Any] | None = None
         end = object()
         while True:
@@ -347,7 +372,7 @@ class Cursor:
             if self._plan.has_more:
                 batches = None  # more was handed out since the loader had asked for the last pass
                 continue
-            if self._plan.ran_dry:
+            if self._plan.steps_left is None:
                 raise RuntimeError(
                     "the samples handed out for a block are used up: a step took more than one "
                     "batch. Give a step's samples as batch_size, and the most that fit into one "
@@ -370,7 +395,6 @@ class Cursor:
         return iter(self._loader)
 
     def begin_batch(self) -> Pass:
-        """Count a batch as the loop gets it (more may be loaded already), and return its pass."""
         now = self._plan.next_pass()
         self._now = now
         self._mean_due = True
@@ -383,24 +407,12 @@ class Cursor:
         return now
 
     def _commit(self) -> None:
-        """Commit what the loop was given: all ranks have taken a step."""
         account = self._account
         account.step()
         if account.taken:
             account.commit({self._number: account.taken}, self._number)
-            account.due = False  # nobody else holds anything
+            account.due = False  # no other worker holds samples
             self._plan.keep()
-
-    def _check_weighted(self) -> None:
-        """Warn once if a step is divided unevenly and the loop has not called `mean` for it."""
-        now = self._now
-        if self._mean_due and now is not None and now.uneven and not self._warned:
-            self._warned = True
-            warn(
-                f"a step of {now.step_samples} samples is divided unevenly (a pass of this rank "
-                f"has {now.samples}). Write cursor.mean(sum of the losses).backward(), or choose a "
-                "batch_size that all ranks divide evenly, and drop_last=True.",
-            )
 
     def _end_epoch(self) -> None:
         """Begin the next epoch, as a loop has trained on all that was left of this one."""
@@ -412,42 +424,25 @@ class Cursor:
 
     # -- saving --------------------------------------------------------------------------------
 
-    def state_dict(self) -> CursorState:
-        """Return the position, in plain numbers, for any number of ranks."""
+    def state_dict(self) -> dict[str, Any]:
         return {**describe_order(self._rules), **self._account.ledger.saved()}
 
-    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Continue after the last sample that was trained on. Load the same on every rank.
-
-        A worker that has just joined a crew keeps the crew's position.
-        """
-        if self._iterated:
-            raise RuntimeError(
-                "this Cursor is iterated, and cannot go to another position: load it before."
-            )
+    def _continue_from(self, state_dict: Mapping[str, Any]) -> None:
         check_state(state_dict, self._rules)
         ledger = Ledger.of_saved(self._rules["samples"], state_dict)
-        self._begin_with(ledger, load=True)
-
-    def _begin_with(self, ledger: Ledger, *, load: bool = False) -> None:
-        """Go to the position of a ledger: that of a new cursor or, with `load`, a saved one."""
         if self._blocks is None:
-            self._account.begin(self._rules, ledger)
-            self._hand_out_all()
-        elif load:
-            self._blocks.load(self._rules, ledger)
+            self._begin_with(ledger)
         else:
-            self._blocks.begin(self._rules, ledger)
+            self._blocks.load(self._rules, ledger)
+
+    def _begin_with(self, ledger: Ledger) -> None:
+        """Go to the position of a ledger."""
+        self._account.begin(self._rules, ledger)
+        self._hand_out_all()
 
     def _hand_out_all(self) -> None:
         """Hand what is left of the epoch to all ranks together, which are one worker."""
         self._account.hand_out({self._number: self._rules["samples"]})
-
-    def __repr__(self) -> str:
-        return (
-            f"Cursor(samples={self._rules['samples']}, batch_size={self.batch_size}, "
-            f"epoch={self.epoch}, position={self.position})"
-        )
 
 
 def _find_blocks(optimizer: Optimizer) -> CursorBlocks | None:
@@ -458,19 +453,3 @@ def _find_blocks(optimizer: Optimizer) -> CursorBlocks | None:
             rounds: CursorBlocks | None = layer.block_samples()  # type: ignore[attr-defined]
             return rounds
     return None
-
-
-def _call_after_step(
-    optimizer: Optimizer, call: Callable[[], None]
-) -> weakref.finalize[[], Cursor]:
-    """Call a method of a cursor after each step of the optimizer, as long as the cursor lives."""
-    # Weak: an optimizer must not keep a cursor, its loader and its processes alive.
-    method = weakref.WeakMethod(call)
-
-    def after_step(*_: object) -> None:
-        if (alive := method()) is not None:
-            alive()
-
-    # The innermost optimizer: whatever is wrapped around it calls its `step`.
-    handle = unwrap(optimizer, every_layer=True)[-1].register_step_post_hook(after_step)
-    return weakref.finalize(call.__self__, handle.remove)  # type: ignore[attr-defined]

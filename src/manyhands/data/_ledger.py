@@ -24,16 +24,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypedDict
+from typing import Any
 
 from manyhands._optimizers.state_parts import SavedEntries
 
-SpanLists = list[list[int]]  # spans in JSON's types
 Spans = tuple[tuple[int, int], ...]
 
 
 def count(spans: Spans) -> int:
-    """Return how many positions the ranges have.
+    """Return the number of positions in the ranges.
 
     >>> count(((0, 4), (10, 11)))
     5
@@ -42,7 +41,7 @@ def count(spans: Spans) -> int:
 
 
 def take(spans: Spans, number: int) -> tuple[Spans, Spans]:
-    """Return the first so many positions, or all if there are fewer, and the rest.
+    """Return the first `number` positions, or all if there are fewer, and the rest.
 
     >>> take(((0, 4), (10, 12)), 5)
     (((0, 4), (10, 11)), ((11, 12),))
@@ -69,21 +68,6 @@ def union(spans: Iterable[tuple[int, int]]) -> Spans:
     return joined
 
 
-class CommittedPart(TypedDict):
-    """What is committed, in JSON's types: all that a saved run needs."""
-
-    epoch: int
-    fresh: int
-    returned: SpanLists
-
-
-class LedgerState(CommittedPart):
-    """A whole ledger in JSON's types."""
-
-    samples: int
-    held: list[tuple[int, SpanLists]]
-
-
 @dataclass(frozen=True)
 class Ledger:
     """An epoch's ledger. Each method that changes something returns a new one."""
@@ -98,17 +82,17 @@ class Ledger:
 
     @property
     def free(self) -> int:
-        """How many positions nobody holds, and nobody has committed."""
+        """The number of positions that are neither held nor committed."""
         return self.samples - self.fresh + count(self.returned)
 
     @property
     def left(self) -> int:
-        """How many positions are not committed."""
+        """The number of positions that are not committed."""
         return self.free + sum(count(spans) for _, spans in self.held)
 
     @property
     def committed(self) -> int:
-        """How many positions are committed."""
+        """The number of committed positions."""
         return self.samples - self.left
 
     def held_by(self, number: int) -> Spans:
@@ -118,7 +102,7 @@ class Ledger:
     # -- changes -------------------------------------------------------------------------------
 
     def commit(self, taken: Mapping[int, int]) -> Ledger:
-        """Commit the first positions that each worker holds: as many as it has taken."""
+        """Commit the first positions that each worker holds; `taken` says their number."""
         held = dict(self.held)
         for number, samples in taken.items():
             if samples:
@@ -128,12 +112,18 @@ class Ledger:
 
     def keep_only(self, numbers: Mapping[int, object]) -> Ledger:
         """Take back what workers other than these hold."""
-        gone = [span for number, spans in self.held if number not in numbers for span in spans]
-        held = {number: spans for number, spans in self.held if number in numbers}
-        returned = union((*self.returned, *gone))
+        returned_spans = list(self.returned)
+        held = {}
+        for number, spans in self.held:
+            if number in numbers:
+                held[number] = spans
+            else:
+                returned_spans += spans
+        returned = union(returned_spans)
         fresh = self.fresh
         if returned and returned[-1][1] == fresh:
-            returned, fresh = returned[:-1], returned[-1][0]
+            fresh = returned[-1][0]
+            returned = returned[:-1]
         return replace(self, fresh=fresh, held=_sorted(held), returned=returned)
 
     def hand_out(self, wanted: Mapping[int, int], pinned: int = 0) -> Ledger:
@@ -170,14 +160,10 @@ class Ledger:
 
     # -- as plain values -----------------------------------------------------------------------
 
-    def saved(self) -> CommittedPart:
+    def saved(self) -> dict[str, Any]:
         """Return what is committed, for any number of workers: whatever is held is free again."""
-        ledger = self.keep_only({})
-        return {
-            "epoch": ledger.epoch,
-            "fresh": ledger.fresh,
-            "returned": _as_lists(ledger.returned),
-        }
+        state = self.keep_only({}).state()
+        return {"epoch": self.epoch, "fresh": state["fresh"], "returned": state["returned"]}
 
     @classmethod
     def of_saved(cls, samples: int, saved: Mapping[str, Any]) -> Ledger:
@@ -187,14 +173,17 @@ class Ledger:
         fresh = entries.whole("fresh")
         if fresh > samples:
             raise entries.wrong("fresh", f"at most {samples}, the number of samples", fresh)
-        pairs = entries.pairs("returned")
-        bounds = [0, *(bound for pair in pairs for bound in pair), fresh]
-        if bounds != sorted(bounds) or any(start == stop or stop % 1 for start, stop in pairs):
-            raise entries.wrong("returned", f"sorted ranges below {fresh}", saved["returned"])
-        return cls(samples, epoch, fresh, tuple((start, int(stop)) for start, stop in pairs))
+        returned: list[tuple[int, int]] = []
+        end = 0
+        for start, stop in entries.pairs("returned"):
+            if not end <= start < stop <= fresh or stop % 1:
+                raise entries.wrong("returned", f"sorted ranges below {fresh}", saved["returned"])
+            end = int(stop)
+            returned.append((start, end))
+        return cls(samples, epoch, fresh, tuple(returned))
 
-    def state(self) -> LedgerState:
-        """Return the whole ledger."""
+    def state(self) -> dict[str, Any]:
+        """Return the whole ledger in JSON's types."""
         return {
             "samples": self.samples,
             "epoch": self.epoch,
@@ -204,15 +193,14 @@ class Ledger:
         }
 
     @classmethod
-    def of(cls, state: LedgerState) -> Ledger:
+    def of(cls, state: Mapping[str, Any]) -> Ledger:
         """Return the ledger whose `state` this is."""
-        held = tuple((number, tuple((a, b) for a, b in spans)) for number, spans in state["held"])
-        ledger = cls.of_saved(state["samples"], state)
-        return replace(ledger, held=held)
+        held = {number: tuple(map(tuple, spans)) for number, spans in state["held"]}
+        return replace(cls.of_saved(state["samples"], state), held=_sorted(held))
 
 
 def divide(available: int, wanted: Mapping[int, int]) -> dict[int, int]:
-    """Return how many positions each worker gets, of those that are available.
+    """Return the number of available positions that each worker gets.
 
     >>> divide(100, {0: 8, 1: 8})
     {0: 8, 1: 8}
@@ -220,10 +208,10 @@ def divide(available: int, wanted: Mapping[int, int]) -> dict[int, int]:
     {0: 2, 1: 2, 2: 5}
     """
     total = sum(wanted.values())
-    shares = {}
-    before = 0
     if available >= total:
         return dict(wanted)
+    shares = {}
+    before = 0
     for number, amount in wanted.items():
         after = before + amount
         shares[number] = available * after // total - available * before // total
@@ -246,5 +234,5 @@ def _join_neighbours(spans: Sequence[tuple[int, int]]) -> Spans:
     return tuple(joined)
 
 
-def _as_lists(spans: Spans) -> SpanLists:
+def _as_lists(spans: Spans) -> list[list[int]]:
     return [list(span) for span in spans]

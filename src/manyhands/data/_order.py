@@ -6,7 +6,7 @@ column r. Eight rounds stir them (a Feistel network; Black and Rogaway, 2002),
 
     l <- (l + f(r)) mod a        and then        r <- (r + f(l)) mod b
 
-each with a function f of its own, which seed and epoch determine. A round can be undone, so all of
+each with another function f, which seed and epoch determine. A round can be undone, so all of
 them together are a permutation of the cells. A result that is no position (there are fewer than a
 of these cells) is stirred again.
 
@@ -31,13 +31,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,17 +50,21 @@ MASK = 0xFFFFFFFF  # products of 32 and 31 bits fit an int64
 Shard = TypeVar("Shard")
 Sample = TypeVar("Sample")
 
-SKIPPED = 64  # at most so many samples are read and dropped; for more, a shard is opened again
+SKIPPED = 64  # the most samples that are read and dropped; for more, a shard is opened again
 
 
-@dataclass(frozen=True)
 class Order:
     """The order of one epoch."""
 
-    samples: int
-    seed: int
-    epoch: int
-    shuffle: bool = True
+    def __init__(self, samples: int, seed: int, epoch: int, shuffle: bool = True) -> None:
+        self.samples = samples
+        self.shuffle = shuffle and samples > 1
+        self._rows = math.isqrt(max(0, samples - 1)) + 1
+        self._columns = -(-samples // self._rows)
+        # A key for each round. Python's hash() differs between processes.
+        text = f"manyhands order 1: {seed} {epoch}".encode()
+        digest = hashlib.blake2b(text, digest_size=4 * ROUNDS).digest()
+        self._keys = struct.unpack(f"<{ROUNDS}I", digest)
 
     def indices(self, spans: Spans) -> list[int]:
         """Return the samples at these positions.
@@ -70,30 +73,16 @@ class Order:
         >>> sorted(order.indices(((0, 6),)))
         [0, 1, 2, 3, 4, 5]
         """
-        if not self.shuffle or self.samples < 2:
-            return [index for start, stop in spans for index in range(start, stop)]
+        if not self.shuffle:
+            return positions_in(spans)
         if not spans:
             return []
-        ranges = [torch.arange(start, stop) for start, stop in spans]
-        cells = self._stir(ranges[0] if len(ranges) == 1 else torch.cat(ranges))
-        while (outside := (cells >= self.samples).nonzero().flatten()).numel():
+        cells = self._stir(torch.cat([torch.arange(start, stop) for start, stop in spans]))
+        while True:
+            outside = (cells >= self.samples).nonzero().flatten()
+            if not outside.numel():
+                return cells.tolist()
             cells[outside] = self._stir(cells[outside])
-        return cells.tolist()
-
-    @cached_property
-    def _rows(self) -> int:
-        return math.isqrt(self.samples - 1) + 1
-
-    @cached_property
-    def _columns(self) -> int:
-        return -(-self.samples // self._rows)
-
-    @cached_property
-    def _keys(self) -> list[int]:
-        """The key of each round, by seed and epoch. Python's hash() differs between processes."""
-        text = f"manyhands order 1: {self.seed} {self.epoch}".encode()
-        digest = hashlib.blake2b(text, digest_size=4 * ROUNDS).digest()
-        return [int.from_bytes(digest[4 * i : 4 * i + 4], "little") for i in range(ROUNDS)]
 
     def _stir(self, cells: Tensor) -> Tensor:
         """Return where the cells of the table go in the rounds of the module's docstring."""
@@ -116,6 +105,14 @@ def _mix_bits(values: Tensor, key: int) -> Tensor:
     bits.bitwise_xor_(bits >> 16).mul_(0x21F0AAAD).bitwise_and_(MASK)
     bits.bitwise_xor_(bits >> 15).mul_(0x735A2D97).bitwise_and_(MASK)
     return bits.bitwise_xor_(bits >> 15)
+
+
+def positions_in(spans: Spans) -> list[int]:
+    """Return the positions one by one."""
+    positions: list[int] = []
+    for start, stop in spans:
+        positions += range(start, stop)
+    return positions
 
 
 class DataShards(Dataset[Sample], Generic[Shard, Sample]):
@@ -142,7 +139,7 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
         open: a function of a shard and a number, that returns an iterator over the shard's samples
             from this number on.
         lanes: the shards that are read side by side. Choose a multiple of the numbers of ranks that
-            the run may have, which divides the batch: then each rank reads shards of its own.
+            the run may have, which divides the batch: then each rank reads separate shards.
     """
 
     @explained
@@ -167,7 +164,7 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
         self._starts = [0, *accumulate(self.sizes)]  # number of each shard's first sample
         self._open = open
         # The shards that are being read, each with the number of its next sample.
-        self._being_read: dict[int, tuple[Iterator[Sample], int]] = {}
+        self._being_read: dict[int, tuple[Iterator[Sample], int]] = _BeingRead()
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -202,9 +199,12 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
             self._being_read[shard] = (samples, number + 1)
         return sample
 
-    def __getstate__(self) -> dict[str, object]:
-        # A loader's processes get a copy, and open the shards themselves.
-        return {**vars(self), "_being_read": {}}
+
+class _BeingRead(dict[int, Any]):
+    """Shards that are being read. A loader's processes get none, and open the shards themselves."""
+
+    def __reduce__(self) -> Any:
+        return _BeingRead, ()
 
 
 class ShardOrder:
@@ -212,19 +212,27 @@ class ShardOrder:
 
     def __init__(self, lanes: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
         starts = [0, *accumulate(sizes)]
-        self._lanes = [[shard for shard in lane if sizes[shard]] for lane in lanes]
-        # The number, in its lane, of the first sample after each shard.
-        self._ends = [list(accumulate(sizes[shard] for shard in lane)) for lane in self._lanes]
-        # What to add to a number in the lane to get the sample's index in the dataset.
-        self._offsets = [
-            [starts[shard] + sizes[shard] - end for shard, end in zip(lane, ends, strict=True)]
-            for lane, ends in zip(self._lanes, self._ends, strict=True)
-        ]
+        # For each shard of each lane: the number in the lane of the first sample after the shard,
+        # and the difference from a number in the lane to the sample's index in the dataset.
+        self._ends: list[list[int]] = []
+        self._offsets: list[list[int]] = []
+        lengths = []
+        for lane in lanes:
+            length = 0
+            ends = []
+            offsets = []
+            for shard in lane:
+                if sizes[shard]:
+                    offsets.append(starts[shard] - length)
+                    length += sizes[shard]
+                    ends.append(length)
+            self._ends.append(ends)
+            self._offsets.append(offsets)
+            lengths.append(length)
         # From position `_positions[i]` on, the lanes of `_turns[i]` take turns: each of them at the
         # number in its lane that the turn begins with.
         self._positions = [0]
         self._turns = []
-        lengths = [ends[-1] if ends else 0 for ends in self._ends]
         begin = 0
         for end in sorted(set(lengths) - {0}):
             active = [lane for lane, length in enumerate(lengths) if length > begin]
@@ -234,13 +242,12 @@ class ShardOrder:
 
     def indices(self, spans: Spans) -> list[int]:
         """Return the samples at these positions."""
-        return [self._index(position) for start, stop in spans for position in range(start, stop)]
-
-    def _index(self, position: int) -> int:
-        """Return which sample of the dataset is at a position, by its lane's turn."""
-        turn = bisect_right(self._positions, position) - 1
-        begin, active = self._turns[turn]
-        number, lane = divmod(position - self._positions[turn], len(active))
-        number = begin + number
-        lane = active[lane]
-        return number + self._offsets[lane][bisect_right(self._ends[lane], number)]
+        samples = []
+        for position in positions_in(spans):
+            turn = bisect_right(self._positions, position) - 1
+            begin, active = self._turns[turn]
+            number, place = divmod(position - self._positions[turn], len(active))
+            number = begin + number
+            lane = active[place]
+            samples.append(number + self._offsets[lane][bisect_right(self._ends[lane], number)])
+        return samples

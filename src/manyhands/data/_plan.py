@@ -26,16 +26,16 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from manyhands._ranks.ranks import RankGroup
 from manyhands.data._account import Account
 from manyhands.data._ledger import Spans, count, take, union
-from manyhands.data._order import DataShards, Order, ShardOrder
+from manyhands.data._order import DataShards, Order, ShardOrder, positions_in
 from manyhands.data._rules import Rules
 
-MAPPED = 4096  # positions that are turned into samples together, if there are as many to plan
+MAPPED = 4096  # the fewest positions that are turned into samples together, except the last
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def divide_step(
     start = n * rank // ranks
     stop = n * (rank + 1) // ranks
     if in_turns:
-        single = [(p, p + 1) for first, end in step for p in range(first, end)]
-        rest: Spans = tuple(single[rank::ranks])
+        positions = positions_in(step)[rank::ranks]
+        rest: Spans = tuple((position, position + 1) for position in positions)
         start = 0
         stop = len(rest)
     else:
@@ -98,7 +98,7 @@ def _passes_of_rank(n: int, own: int, ranks: int, most: int | None) -> list[Pass
 
 
 def number_of_passes(samples: int, ranks: int, most: int | None) -> int:
-    """Return how many passes each rank takes in a step of so many samples."""
+    """Return the number of passes of each rank in a step of this size."""
     largest = -(-samples // ranks)
     return 1 if most is None else max(1, -(-largest // most))
 
@@ -128,7 +128,7 @@ class LoaderPlan:
         self._seen = -1  # the account's `changes` that the plan follows from
         self._epoch = -1
         self._rest: Spans = ()  # positions that this worker holds and has not planned
-        self._steps: int | None = None  # left to plan; None: as many as the positions fill
+        self.steps_left: int | None = None  # left to plan; None: as many as the positions fill
         # On their way: this rank's passes, and the positions of the steps that they belong to.
         self._passes: deque[Pass] = deque()
         self._steps_ahead: deque[Spans] = deque()
@@ -136,16 +136,13 @@ class LoaderPlan:
     # -- what the loop asks --------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Return how many passes each rank has in a whole epoch of one worker."""
-        whole, rest = divmod(self._rules["samples"], self._rules["batch"])
-        passes = whole * self.passes_of(self._rules["batch"])
+        """Return the number of passes of each rank in an epoch with one worker."""
+        batch = self._rules["batch"]
+        whole, rest = divmod(self._rules["samples"], batch)
+        passes = whole * number_of_passes(batch, self._ranks.size, self._most)
         if rest and not self._rules["drop_last"]:
-            passes += self.passes_of(rest)
+            passes += number_of_passes(rest, self._ranks.size, self._most)
         return passes
-
-    def passes_of(self, samples: int) -> int:
-        """Return how many passes each rank takes in a step of so many samples."""
-        return number_of_passes(samples, self._ranks.size, self._most)
 
     def next_pass(self) -> Pass:
         """Return the pass that the loop gets now; it is no longer on its way."""
@@ -157,14 +154,9 @@ class LoaderPlan:
     @property
     def has_more(self) -> bool:
         """Whether steps are left to plan. More may have been handed out since the loader ended."""
-        if self._steps is None:
+        if self.steps_left is None:
             return count(self._rest) >= self._rules["batch"]
-        return self._steps > 0
-
-    @property
-    def ran_dry(self) -> bool:
-        """Whether less than a batch is left to plan, although the epoch has more samples."""
-        return self._steps is None and not self.has_more
+        return self.steps_left > 0
 
     # -- changes of the account ----------------------------------------------------------------
 
@@ -188,16 +180,16 @@ class LoaderPlan:
         epoch = account.ledger.epoch
         same_epoch = self._epoch == epoch
         self._epoch = epoch
-        spans, self._steps = account.to_plan(self._number)
-        ahead = union(span for step in self._steps_ahead for span in step)
+        spans, self.steps_left = account.to_plan(self._number)
+        ahead = union(chain.from_iterable(self._steps_ahead))
         still_held, rest = take(spans, count(ahead))
         fits = same_epoch and union(still_held) == ahead
-        if self._steps is not None:
-            fits = fits and self._steps >= len(self._steps_ahead)
+        if self.steps_left is not None:
+            fits = fits and self.steps_left >= len(self._steps_ahead)
         if fits:
             self._rest = rest
-            if self._steps is not None:
-                self._steps -= len(self._steps_ahead)
+            if self.steps_left is not None:
+                self.steps_left -= len(self._steps_ahead)
             return False
         self._rest = spans
         self._passes.clear()
@@ -210,9 +202,12 @@ class LoaderPlan:
         """Yield the samples of each of this rank's passes."""
         order = self._order_of_epoch()
         while planned := self._plan_steps():
-            self._passes.extend(each for each, _ in planned)
+            spans: list[tuple[int, int]] = []
+            for each, own in planned:
+                self._passes.append(each)
+                spans += own
             # All at once: a permutation of many positions costs little more than one of a few.
-            samples = order.indices(tuple(span for _, spans in planned for span in spans))
+            samples = order.indices(tuple(spans))
             start = 0
             for each, _ in planned:
                 stop = start + max(1, each.samples)  # a filler has one sample
@@ -222,22 +217,23 @@ class LoaderPlan:
     def _order_of_epoch(self) -> Order | ShardOrder:
         """Return the order of the epoch's samples: their own, or along data shards."""
         rules = self._rules
-        epoch = self._account.ledger.epoch
+        which = (rules["seed"], self._account.ledger.epoch, rules["shuffle"])
         if self._shards is not None:
-            return self._shards.order(rules["seed"], epoch, rules["shuffle"])
-        return Order(rules["samples"], rules["seed"], epoch, rules["shuffle"])
+            return self._shards.order(*which)
+        return Order(rules["samples"], *which)
 
     def _plan_steps(self) -> list[tuple[Pass, Spans]]:
         """Return the passes of the next steps, and the positions of each; none at the end."""
         planned: list[tuple[Pass, Spans]] = []
         positions = 0
         while positions < MAPPED and self.has_more:
-            if self._steps is not None:
-                self._steps -= 1
+            if self.steps_left is not None:
+                self.steps_left -= 1
             step, self._rest = take(self._rest, self._rules["batch"])
             self._steps_ahead.append(step)
             # A rank without samples in a pass gets the step's first one; of an empty step, any.
-            filler = ((step[0][0], step[0][0] + 1),) if step else ((0, 1),)
+            first = step[0][0] if step else 0
+            filler = ((first, first + 1),)
             passes = divide_step(
                 step,
                 self._ranks.rank,

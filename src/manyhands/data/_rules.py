@@ -1,4 +1,4 @@
-"""The rules of a cursor: which samples there are, and in which order and sizes they are taken.
+"""Agree on the rules of a cursor: the samples, and the order and sizes in which they are taken.
 
 A position in an epoch means the same samples only under the same rules. So all ranks agree on them
 when a cursor is made, the workers of blocks compare them in each sync round, and a saved position
@@ -13,18 +13,16 @@ is refused where the order is another one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
-from typing import Any, Protocol, TypedDict, cast
+from typing import Any, Protocol, TypedDict
 
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from manyhands._arguments import one_of, shown, whole
 from manyhands._optimizers.state_parts import SavedEntries
-from manyhands._ranks.agreement import agree
+from manyhands._ranks.agreement import agree, run_on_all
 from manyhands._ranks.ranks import RankGroup
-from manyhands.data._ledger import CommittedPart
 from manyhands.data._order import DataShards
-from manyhands.errors import RanksDisagree
 
 FORMAT = 1
 ADVICE = "Make the same Cursor on every rank, and load the same state on all of them."
@@ -66,63 +64,48 @@ class Rules(EpochOrder):
     ahead: int
 
 
-class SavedOrder(EpochOrder):
-    """The order of the epochs in a state dict."""
-
-    version: int
-
-
-class CursorState(SavedOrder, CommittedPart):
-    """A cursor's state dict: an order, and a position in it."""
-
-
 def agree_on_rules(
     dataset: MapDataset, arguments: Arguments, options: Mapping[str, Any], ranks: RankGroup
 ) -> Rules:
     """Return the rules, or raise on every rank if one made a mistake, or if ranks differ."""
+
     # `options` are those of the loader.
-    mistake: TypeError | ValueError | None = None
-    try:
-        _check_arguments(dataset, arguments, options, ranks.size)
-    except (TypeError, ValueError) as error:
-        mistake = error
-    samples = len(dataset) if mistake is None else 0
-    shards = dataset.checksum if isinstance(dataset, DataShards) else None
-    facts = {"mistake": str(mistake), "samples": samples, "shards": shards}
-    facts |= {name: str(value) for name, value in arguments.items()}
-    try:  # before this rank's own mistake is raised: the other ranks would wait for it
-        agree(ranks, {"data": facts}, ADVICE)
-    except RanksDisagree as disagreement:
-        raise mistake or disagreement from None
-    if mistake is not None:
-        raise mistake
-    batch = arguments["batch_size"]
-    return {
-        "samples": samples,
-        "shards": shards,
+    def check() -> None:
+        check_dataset("Cursor", dataset)
+        if len(dataset) == 0:
+            raise ValueError("Cursor needs a dataset with samples, and got one of length 0.")
+        for name in OWN_OPTIONS:
+            if options.get(name) is not None:
+                raise ValueError(f"{name} must be left out: a Cursor orders the samples itself.")
+        if options.get("in_order") is False:
+            raise ValueError(
+                "in_order=False gives batches in the order in which they are ready, and then a "
+                "Cursor cannot know which were trained on. Leave it out."
+            )
+        check_arguments(arguments, options, ranks.size)
+
+    run_on_all(ranks, check)
+    order: EpochOrder = {
+        "samples": len(dataset),
+        "shards": dataset.checksum if isinstance(dataset, DataShards) else None,
         "seed": arguments["seed"],
         "shuffle": bool(arguments["shuffle"]),
+    }
+    facts = {name: str(value) for name, value in arguments.items()}
+    agree(ranks, {"data": {**facts, **order}}, ADVICE)
+    batch = arguments["batch_size"]
+    if arguments["keep"] == "micro":
+        batch = batch * ranks.size
+    return {
+        **order,
         "drop_last": bool(arguments["drop_last"]),
-        "batch": batch if arguments["keep"] == "batch" else batch * ranks.size,
+        "batch": batch,
         "ahead": options.get("num_workers", 0) * (options.get("prefetch_factor") or 2),
     }
 
 
-def _check_arguments(
-    dataset: MapDataset, arguments: Arguments, options: Mapping[str, object], ranks: int
-) -> None:
+def check_arguments(arguments: Arguments, options: Mapping[str, object], ranks: int) -> None:
     """Raise if a cursor's arguments are wrong on this rank."""
-    check_dataset("Cursor", dataset)
-    if len(dataset) == 0:
-        raise ValueError("Cursor needs a dataset with samples, and got one of length 0.")
-    for name in OWN_OPTIONS:
-        if options.get(name) is not None:
-            raise ValueError(f"{name} must be left out: a Cursor orders the samples itself.")
-    if options.get("in_order") is False:
-        raise ValueError(
-            "in_order=False gives batches in the order in which they are ready, and then a Cursor "
-            "cannot know which were trained on. Leave it out."
-        )
     one_of("keep", arguments["keep"], ["batch", "micro"])
     whole("batch_size", arguments["batch_size"], 1)
     whole("max_local_batch_size", arguments["max_local_batch_size"] or 1, 1)
@@ -147,10 +130,10 @@ def check_dataset(owner: str, dataset: object) -> None:
         raise TypeError(f"dataset must be a dataset with a length, got {shown(dataset)}.")
 
 
-def describe_order(rules: EpochOrder) -> SavedOrder:
+def describe_order(rules: EpochOrder) -> dict[str, Any]:
     """Return what a saved position refers to."""
     order = {name: rules[name] for name in EpochOrder.__annotations__}  # type: ignore[literal-required]
-    return cast(SavedOrder, {"version": FORMAT, **order})
+    return {"version": FORMAT, **order}
 
 
 def check_state(state: Mapping[str, object], rules: EpochOrder) -> None:

@@ -1,4 +1,4 @@
-"""`Cursor` over a stream: data without an index, such as files that are read front to back.
+"""Load batches from a stream: data without an index, such as files that are read front to back.
 
 A stream is a number of shards. Each of them is read front to back, so a position in it is a count
 of samples. An epoch has its own order of the shards, and the readers (all loader processes of all
@@ -23,19 +23,19 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from manyhands._arguments import explained, one_of, whole
+from manyhands._arguments import whole
 from manyhands._optimizers.state_parts import SavedEntries
 from manyhands._ranks.agreement import agree
-from manyhands.data._cursor import Cursor
+from manyhands.data._cursor import BaseCursor
 from manyhands.data._order import Order
 from manyhands.data._plan import Pass
-from manyhands.data._rules import ADVICE, FORMAT
+from manyhands.data._rules import ADVICE, FORMAT, Arguments, check_arguments
 
 READ_AT_ONCE = 64  # samples of a shard between two of its states, if they are not shuffled
 
@@ -61,11 +61,11 @@ class Stream(Protocol):
     num_shards: int
 
     def shard(self, num_shards: int, index: int) -> Iterable[Any]:
-        """Return shard `index` of so many. It may have `state_dict` and `load_state_dict`."""
+        """Return shard `index`. It may have `state_dict` and `load_state_dict`."""
 
 
-class StreamCursor(Cursor):
-    """A `Cursor` over a stream. `Cursor` makes one if its dataset is an iterable without a length.
+class StreamCursor(BaseCursor):
+    """A cursor over a stream. `manyhands.Cursor` makes one for an iterable without a length.
 
     >>> import manyhands as mh
     >>> class Lines:
@@ -78,39 +78,26 @@ class StreamCursor(Cursor):
     4 file 1, line 0
     2 file 1, line 2
 
-    Args:
-        dataset: an object with `num_shards` and `shard(num_shards, index)`.
-        batch_size: the samples of a step, see `keep`.
-        keep: "batch": of all ranks together. "micro": of one rank.
-        shuffle: whether each epoch has its own order of the shards.
-        buffer_size: shuffle this many samples of a shard at a time; 0 leaves them in order.
-        seed: the seed of all orders.
-        drop_last: end the epoch with the last step in which every rank has a full batch.
-        optimizer: the optimizer that trains on the data.
-        process_group: the ranks that share a step.
-        loader: what loads the batches: `DataLoader`, or a class that takes the same arguments.
-        collate_fn: makes a batch of a list of samples.
-        options: further arguments of the loader, such as `num_workers`.
+    The arguments are those of `Cursor`, with these differences:
+
+        dataset         an object with `num_shards` and `shard(num_shards, index)`
+        shuffle         whether each epoch has its own order of the shards
+        buffer_size     (further) shuffle this many samples of a shard at a time; by default 0,
+                        which leaves them in order
+        drop_last       end the epoch with the last step in which every rank has a full batch
+        max_local_batch_size    cannot be used: each step is one pass
     """
 
-    @explained
     def __init__(
         self,
         dataset: Stream,
-        batch_size: int,
-        *,
-        keep: Literal["batch", "micro"] = "batch",
-        shuffle: bool = True,
-        buffer_size: int = 0,
-        seed: int = 0,
-        drop_last: bool = False,
-        optimizer: Optimizer | None = None,
-        process_group: torch.distributed.ProcessGroup | None = None,
-        loader: Callable[..., Iterable[Any]] = DataLoader,
-        collate_fn: Callable[[list[Any]], Any] = default_collate,
-        **options: Any,
+        arguments: Arguments,
+        optimizer: Optimizer | None,
+        process_group: torch.distributed.ProcessGroup | None,
+        loader: Callable[..., Iterable[Any]],
+        options: dict[str, Any],
     ) -> None:
-        self._join(optimizer, process_group)
+        super().__init__(optimizer, process_group)
         if self._blocks is not None:
             raise ValueError(
                 "in blocks each worker takes steps of its own, and a Cursor over a stream is for "
@@ -121,32 +108,37 @@ class StreamCursor(Cursor):
             raise ValueError(
                 "persistent_workers=True keeps the shards of the first epoch: omit it."
             )
-        one_of("keep", keep, ["batch", "micro"])
-        whole("batch_size", batch_size, size if keep == "batch" else 1)
+        if arguments["max_local_batch_size"] is not None:
+            raise TypeError("over a stream each step is one pass: omit max_local_batch_size.")
+        check_arguments(arguments, options, size)
         _check_stream(dataset)
-        workers = whole("num_workers", options.get("num_workers", 0))
-        shards = dataset.num_shards
-        readers = max(1, workers)
+        batch_size = arguments["batch_size"]
+        seed = arguments["seed"]
+        buffer_size = whole("buffer_size", options.pop("buffer_size", 0))
+        self._drop_last = arguments["drop_last"]
+        self._num_workers = options.get("num_workers", 0)
+        self._reader_count = max(1, self._num_workers)
         self._order = {
             "version": FORMAT,
-            "shards": shards,
-            "seed": whole("seed", seed),
-            "shuffle": bool(shuffle),
-            "buffer_size": whole("buffer_size", buffer_size),
+            "shards": dataset.num_shards,
+            "seed": seed,
+            "shuffle": bool(arguments["shuffle"]),
+            "buffer_size": buffer_size,
         }
-        facts = {"batch_size": batch_size, "keep": keep, "drop_last": drop_last}
-        agree(self._ranks, {"data": {**self._order, **facts, "num_workers": readers}}, ADVICE)
-        batch = batch_size if keep == "batch" else batch_size * size
-        self._batch = batch
+        facts = {"batch_size": batch_size, "keep": arguments["keep"], "drop_last": self._drop_last}
+        facts["num_workers"] = self._reader_count
+        agree(self._ranks, {"data": {**self._order, **facts}}, ADVICE)
+        self._batch = batch_size
+        if arguments["keep"] == "micro":
+            self._batch = batch_size * size
+        self._described = f"shards={dataset.num_shards}"
+        self._usual_passes = 1
         self._dataset = dataset
-        self._num_workers = workers
-        self._drop_last = drop_last
-        self._collate_fn = collate_fn
+        self._collate_fn = options.pop("collate_fn", default_collate)
         rank = self._ranks.rank
-        self._own_batch = batch * (rank + 1) // size - batch * rank // size
-        self._readers = Readers(dataset, self._own_batch, buffer_size, seed, collate_fn)
-        self._reader_counts = rank, size, readers
-        self._loader = loader(self._readers, batch_size=None, collate_fn=_as_it_is, **options)
+        own_batch = self._batch * (rank + 1) // size - self._batch * rank // size
+        self._readers = Readers(dataset, own_batch, buffer_size, seed, self._collate_fn)
+        self._loader = loader(self._readers, batch_size=None, collate_fn=tuple, **options)
         self._epoch = 0
         self._position = 0
         self._shards: dict[int, Position] = {}  # of the epoch under way; others have not begun
@@ -156,46 +148,30 @@ class StreamCursor(Cursor):
 
     @property
     def epoch(self) -> int:
-        """The epoch under way, from 0 on."""
         return self._epoch
 
     @property
     def position(self) -> int:
-        """How many samples of the epoch count as trained on, on all ranks together."""
         return self._position
 
-    @property
-    def batch_size(self) -> int:
-        """The samples of a step, of all ranks together."""
-        return self._batch
-
-    @property
-    def passes(self) -> int:
-        """Backward passes in a step: 1."""
-        return 1
-
     def __len__(self) -> int:
-        """Raise TypeError: nobody knows."""
+        """Raise TypeError: no rank knows the length."""
         raise TypeError("a Cursor over a stream has no length")
 
-    def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's batches of the rest of the epoch."""
-        if self._iterated:
-            raise RuntimeError("this Cursor is iterated already. Make another for another loop.")
+    def _steps(self) -> Iterator[Any]:
         agree(self._ranks, {"position": {"epoch": self.epoch, "samples": self.position}}, ADVICE)
-        self._iterated = True
+        self._begin_reading()
         try:
-            yield from self._steps()
+            yield from self._read_steps()
         finally:
-            self._iterated = False
-            self._now = None
-            self._mean = None
             self._taken = []
             self._step_samples = 0
+        self._epoch = self._epoch + 1
+        self._position = 0
+        self._shards = {}
 
-    def _steps(self) -> Iterator[Any]:
-        """Yield a batch for each step, and begin the next epoch when no rank has one."""
-        self._begin_reading()
+    def _read_steps(self) -> Iterator[Any]:
+        """Yield a batch for each step, until no rank has one."""
         batches = iter(self._loader)
         ended = list[Position]()
         while True:
@@ -218,38 +194,34 @@ class StreamCursor(Cursor):
             if min(counts) < 0:
                 text = f"rank {counts.index(-1)} could not read its next batch. See its error."
                 raise problem or RuntimeError(text)
-            if sum(counts) < (self._batch if self._drop_last else 1):
-                break
+            total = sum(counts)
+            if total < (self._batch if self._drop_last else 1):
+                return
             if samples == 0:
                 batch = self._find_filler()
             elif self._filler is None:
                 self._filler = batch
             self._taken = ended
             ended = []
-            total = sum(counts)
             self._step_samples = total
-            not_empty = sum(count > 0 for count in counts)
+            not_empty = len(counts) - counts.count(0)
             self._now = Pass(samples, 0, (samples,), total, not_empty, len(counts))
             self._mean = None
             self._mean_due = True
             if self._optimizer is None:
                 self._commit()
             yield batch
-            self._check_weighted()
-        self._epoch = self._epoch + 1
-        self._position = 0
-        self._shards = {}
 
     def _begin_reading(self) -> None:
         """Give the readers of this rank what is left of the epoch."""
-        rank, ranks, readers = self._reader_counts
         shards = self._order["shards"]
         order = Order(shards, self._order["seed"], self._epoch, bool(self._order["shuffle"]))
-        queues: list[list[Position]] = [[] for _ in range(readers)]
+        queues: list[list[Position]] = [[] for _ in range(self._reader_count)]
         for place, shard in enumerate(order.indices(((0, shards),))):
+            turn, rank = divmod(place, self._ranks.size)
             found = self._shards.get(shard, Position(shard))
-            if place % ranks == rank and not found.ended:
-                queues[place // ranks % readers].append(found)
+            if rank == self._ranks.rank and not found.ended:
+                queues[turn % self._reader_count].append(found)
         self._readers.queues = queues
         self._readers.epoch = self._epoch
 
@@ -264,40 +236,36 @@ class StreamCursor(Cursor):
         raise AssertionError("another rank has samples, and there are none")
 
     def _commit(self) -> None:
-        """Count the batch that the loop has: all ranks have taken a step."""
         self._shards |= {position.shard: position for position in self._taken}
         self._position += self._step_samples
         self._taken = []
         self._step_samples = 0
 
-    def ahead(self) -> Any:
-        """Raise ValueError: a `Ramp` changes the batch, and each rank reads its own."""
-        raise ValueError("a Ramp needs a Cursor over a dataset with a length, not over a stream.")
-
-    # -- saving --------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return the position in plain values, for any number of ranks. Call it on every rank."""
-        shards = dict(self._shards)
+    def state_dict(self) -> dict[str, Any]:
+        shards: dict[int, Position] = {}
         for text in self._ranks.all_gather_text(json.dumps([*self._shards.values()])):
-            for position in (Position(*each) for each in json.loads(text)):
+            for values in json.loads(text):
+                position = Position(*values)
                 known = shards.get(position.shard, position)
                 if (position.ended, position.taken) >= (known.ended, known.taken):
                     shards[position.shard] = position
+        ended = []
+        begun = []
+        for shard in sorted(shards):
+            position = shards[shard]
+            if position.ended:
+                ended.append(shard)
+            else:
+                begun.append(list(position[:4]))
         return {
             **self._order,
             "epoch": self._epoch,
             "position": self._position,
-            "ended": sorted(each.shard for each in shards.values() if each.ended),
-            "open": sorted([*each[:4]] for each in shards.values() if not each.ended),
+            "ended": ended,
+            "open": begun,
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Continue after the last sample that was trained on. Load the same on every rank."""
-        if self._iterated:
-            raise RuntimeError(
-                "this Cursor is iterated, and cannot go to another position: load it before."
-            )
+    def _continue_from(self, state_dict: Mapping[str, Any]) -> None:
         entries = SavedEntries(state_dict, "a position in a stream")
         entries.expect(self._order)
         epoch = entries.whole("epoch")
@@ -314,12 +282,6 @@ class StreamCursor(Cursor):
         self._position = position
         self._shards = shards
 
-    def __repr__(self) -> str:
-        return (
-            f"Cursor(shards={self._order['shards']}, batch_size={self._batch}, "
-            f"epoch={self.epoch}, position={self.position})"
-        )
-
 
 def _check_stream(dataset: object) -> None:
     """Raise unless the stream has shards whose positions are counts of samples."""
@@ -330,22 +292,14 @@ def _check_stream(dataset: object) -> None:
             "iterable, as Hugging Face's IterableDataset has. With known sizes: mh.DataShards."
         )
     inside: object = dataset
-    while (
-        inside := getattr(inside, "_ex_iterable", getattr(inside, "ex_iterable", None))
-    ) is not None:
+    while inside is not None:
         if "BufferShuffled" in type(inside).__name__:
             raise ValueError(
                 "this stream shuffles through a buffer, which is empty when a run is resumed: its "
                 "samples would be lost. Leave .shuffle(buffer_size=...) out, and give the Cursor "
                 "buffer_size=."
             )
-
-
-Cursor.of_streams = StreamCursor
-
-
-def _as_it_is(batch: Batch) -> Batch:
-    return batch
+        inside = getattr(inside, "_ex_iterable", getattr(inside, "ex_iterable", None))
 
 
 class Readers(IterableDataset[Batch]):

@@ -1,4 +1,4 @@
-"""Engines: what starts a run's processes, gives them their ranks, and asks them to stop.
+"""Join a run that an engine starts: ranks, checkpoints and stop notices.
 
 An engine is torchrun, `manyhands run`, Ray Train, Slurm, submitit, Open MPI or Kubeflow.
 A script names none of them:

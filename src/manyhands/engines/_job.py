@@ -1,4 +1,4 @@
-"""`mh.start` and `Job`: the engine that started this process, as a script sees it.
+"""Join the run of an engine (`mh.start`), save, load and leave (`Job`).
 
     job = mh.start()          detect the engine, set the variables, meet the other ranks
     job.rank, job.world_size  who am I
@@ -112,7 +112,7 @@ def _make_process_group(place: Place, backend: str | None) -> None:
     """Make torch's default group for this job, and end it as Python ends."""
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if place.world_size == 1:  # needs no port, and nobody else can reach it
+    if place.world_size == 1:  # needs no port, and no other process can reach it
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(backend, rank=place.rank, world_size=place.world_size)
@@ -143,8 +143,18 @@ class Job:
     """
 
     def __init__(self, place: Place, checkpoints: Path) -> None:
-        self._place = place
         self._checkpoints = checkpoints
+        self.engine = place.engine
+        """What has started this process: "torchrun", "manyhands", "ray", "slurm", "submitit",
+        "mpi", "kubeflow", "none", or "variables" if nothing but RANK and WORLD_SIZE is known."""
+        self.rank = place.rank
+        """This process's rank among those that train one model together."""
+        self.world_size = place.world_size
+        """The number of processes that train one model together."""
+        self.local_rank = place.local_rank
+        """The rank among the processes of this host: the number of its GPU."""
+        self.local_world_size = place.local_world_size
+        """The number of processes of the run on this host."""
         # Read here, so that a wrong value is an error at the start and not at the end.
         self._stop_code = number_in(os.environ, STOP_CODE_VARIABLE, int, 0)
 
@@ -154,32 +164,6 @@ class Job:
             f"Job(engine={self.engine!r}, rank={self.rank}, world_size={self.world_size}, "
             f"checkpoints={str(self._checkpoints)!r})"
         )
-
-    @property
-    def engine(self) -> str:
-        """What has started this process: "torchrun", "manyhands", "ray", "slurm", "submitit",
-        "mpi", "kubeflow", "none", or "variables" if nothing but RANK and WORLD_SIZE is known."""
-        return self._place.engine
-
-    @property
-    def rank(self) -> int:
-        """This process's rank among those that train one model together."""
-        return self._place.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many processes train one model together."""
-        return self._place.world_size
-
-    @property
-    def local_rank(self) -> int:
-        """The rank among the processes of this host: the number of its GPU."""
-        return self._place.local_rank
-
-    @property
-    def local_world_size(self) -> int:
-        """How many processes of the run are on this host."""
-        return self._place.local_world_size
 
     @cached_property
     def crew(self) -> Crew | None:
@@ -199,7 +183,7 @@ class Job:
 
     @property
     def workers(self) -> int:
-        """How many workers are expected: in the crew if there is one, and otherwise all ranks."""
+        """The number of expected workers: those of the crew if there is one, or else all ranks."""
         return self.world_size if self.crew is None else self.crew.expected
 
     # -- checkpoints -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Who is this process? What each engine says in environment variables, as one `Place`.
+"""Read the environment variables of each engine as a `Place`.
 
     place = find_place(os.environ)
 
@@ -55,19 +55,15 @@ def find_place(variables: Variables) -> Place:
     """Return the place of this process; a rank alone if no engine has started it."""
     for engine in ENGINES:
         place = engine(variables)
-        if place is not None:
-            _check_rank(place)
-            return place
+        if place is None:
+            continue
+        if not 0 <= place.rank < place.world_size:
+            raise ValueError(
+                f"{place.engine} says that this process is rank {place.rank} of "
+                f"{place.world_size}. Check the environment variables that it sets."
+            )
+        return place
     return Place()
-
-
-def _check_rank(place: Place) -> None:
-    """Raise if an engine's variables contradict each other."""
-    if not 0 <= place.rank < place.world_size:
-        raise ValueError(
-            f"{place.engine} says that this process is rank {place.rank} of {place.world_size}. "
-            "Check the environment variables that it sets."
-        )
 
 
 # -- the engines -----------------------------------------------------------------------------------
@@ -159,7 +155,7 @@ def _slurm(variables: Variables) -> Place | None:
 
 
 def _tasks_here(variables: Variables) -> int:
-    """Return how many tasks a step has on this node, as in "SLURM_STEP_TASKS_PER_NODE=4(x2),1"."""
+    """Return the tasks of a step on this node, as in "SLURM_STEP_TASKS_PER_NODE=4(x2),1"."""
     text = variables.get("SLURM_STEP_TASKS_PER_NODE", "1")
     counts: list[int] = []
     for count, repeated in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):

@@ -1,4 +1,4 @@
-"""Ray Train as an engine: its ranks, its storage, its checkpoints, its notice.
+"""Use Ray Train as an engine: ranks, storage, checkpoints and the stop notice.
 
 Ray makes the process group before it calls the training function, so `mh.start` finds it there.
 

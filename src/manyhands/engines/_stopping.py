@@ -1,4 +1,4 @@
-"""A stop notice: where it comes from, and `mh.stopping`, the one answer of all ranks.
+"""Listen to stop notices, and agree on them on all ranks: `mh.stopping`.
 
 **Where a notice comes from.** Signals, a file that appears, and what an engine says:
 
@@ -28,7 +28,7 @@ for the others forever. The answer travels in what ranks send anyway, where ther
     a crew           nothing: a worker leaves by itself, and the others go on
     otherwise        `StopVote`: a sum of one number, while the next step runs
 
-The vote of a step is begun after it and read after the next one, so nobody waits for it. It costs
+The vote of a step is begun after it and read after the next one, so no rank waits. It costs
 one step more: a notice in step k ends the training after step k + 1.
 """
 
@@ -261,7 +261,7 @@ class StopVote:
         return self._stopped
 
 
-# A vote has a group of its own, and ends with the group that it is for.
+# A vote has a separate group, and ends with the group that it is for.
 _votes: weakref.WeakKeyDictionary[dist.ProcessGroup, StopVote] = weakref.WeakKeyDictionary()
 
 
@@ -271,8 +271,6 @@ def _stop_vote_of(ranks: RankGroup) -> StopVote:
         return StopVote(ranks)
     key = ranks.group or dist.group.WORLD
     assert key is not None  # several ranks have a group
-    vote = _votes.get(key)
-    if vote is None:
-        vote = StopVote(ranks)
-        _votes[key] = vote
-    return vote
+    if key not in _votes:
+        _votes[key] = StopVote(ranks)
+    return _votes[key]

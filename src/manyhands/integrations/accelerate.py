@@ -1,9 +1,9 @@
-"""Accelerate: `prepare` for models and optimizers of this library.
+"""Prepare models and optimizers of this library for Accelerate.
 
 Accelerate wraps every model in `DistributedDataParallel`. Some models must not be wrapped so:
 
     ShardedDataParallel, FullyShardedDataParallel    they average their gradients themselves
-    a model whose optimizer is blocks                each worker follows gradients of its own
+    a model whose optimizer is blocks                each worker follows separate gradients
 
 Such a model is prepared with `evaluation_mode=True`: moved to the device and given Accelerate's
 mixed precision, without DDP.
@@ -15,7 +15,7 @@ Accelerate asks every rank for an optimizer's state, and writes rank 0's. With a
 FullyShardedDataParallel that would be rank 0's shards. So the prepared optimizer answers with the
 plain optimizer's whole state, and takes this rank's shards of it in `load_state`.
 
-In the middle of a block each worker has parameters of its own. So a sync round comes before
+In the middle of a block each worker has other parameters. So a sync round comes before
 `save_state` writes rank 0's.
 """
 
@@ -35,7 +35,6 @@ from accelerate.utils.constants import MODEL_NAME, SAFE_MODEL_NAME
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import StateDict
 
 from manyhands._optimizers.foreign import PreparedOptimizer
 from manyhands._optimizers.modules import (
@@ -46,9 +45,9 @@ from manyhands._optimizers.modules import (
     plain_name,
 )
 from manyhands._optimizers.state_parts import OptimizerLayers
-from manyhands._optimizers.wrappers import find_layer
+from manyhands._optimizers.wrappers import find_layer, params_of
 from manyhands.blocks._optimizer import Blocks
-from manyhands.scaling._binding import KEY
+from manyhands.integrations._whole_state import load_whole_state, whole_state
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.zero._ddp import ShardedDataParallel
@@ -101,7 +100,7 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     prepared = accelerator.prepare(*objects)
     for optimizer in accelerator._optimizers:
         root = _root_of(optimizer, accelerator._models)
-        if root is not None and _answers_with_shards(optimizer):
+        if root is not None and not hasattr(optimizer, WHOLE):
             _answer_with_whole_state(optimizer, root)
     return prepared
 
@@ -162,7 +161,7 @@ class RuleState:
 
 
 class PreparedLoop:
-    """How many passes a step of Accelerate's loop has: see `Accumulation`."""
+    """The number of passes of a step in Accelerate's loop: see `Accumulation`."""
 
     def __init__(self, gradient_state: GradientState) -> None:
         self._state = gradient_state
@@ -238,12 +237,10 @@ def _as_accelerate_loads(accelerator: Accelerator, models: list[nn.Module], fold
 
 def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Load a state dict, in which tied tensors have only one of their names."""
-    tensors = {
-        f"{prefix}{name}": id(tensor)
-        for prefix, module in plain_modules(model)
-        for name, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None
-    }
+    tensors = {}
+    for prefix, module in plain_modules(model):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            tensors[f"{prefix}{name}"] = id(tensor)
     in_ddp = any(isinstance(each, TORCH_WRAPPERS) for each in model.modules())
 
     def tensor_of(name: str) -> int | None:
@@ -251,9 +248,9 @@ def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         return tensors.get(plain.removeprefix("module.") if in_ddp else plain)
 
     result = model.load_state_dict(weights, strict=False)
-    loaded = {tensor_of(name) for name in weights} - {None}
-    lost = [name for name in result.missing_keys if tensor_of(name) not in loaded]
-    if lost or result.unexpected_keys:
+    loaded = set(map(tensor_of, weights)) - {None}
+    missing = set(map(tensor_of, result.missing_keys))
+    if not missing <= loaded or result.unexpected_keys:
         model.load_state_dict(weights)  # raises torch's error, which names them
 
 
@@ -273,7 +270,7 @@ def _check_whole(accelerator: Accelerator, what: str) -> None:
     for optimizer in accelerator._optimizers:
         if _root_of(optimizer, accelerator._models) is None:
             continue
-        if _answers_with_shards(optimizer) or accelerator.project_configuration.save_on_each_node:
+        if not hasattr(optimizer, WHOLE) or accelerator.project_configuration.save_on_each_node:
             raise RuntimeError(
                 f"accelerator.{what}_state() takes the state of rank 0, and that of a "
                 "FullyShardedDataParallel is sharded. It is gathered if model and optimizer were "
@@ -285,21 +282,17 @@ def _check_whole(accelerator: Accelerator, what: str) -> None:
 
 def _root_of(optimizer: Optimizer, models: list[nn.Module]) -> FullyShardedDataParallel | None:
     """Return the outermost FullyShardedDataParallel of an optimizer's parameters, if any."""
-    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    wraps = (
-        module
-        for model in models
-        for module in model.modules()  # the outermost comes first
-        if isinstance(module, FullyShardedDataParallel)
-    )
-    return next((each for each in wraps if any(id(p) in own for p in each.parameters())), None)
+    own = set(map(id, params_of(optimizer.param_groups)))
+    for model in models:
+        for module in model.modules():  # the outermost comes first
+            if not isinstance(module, FullyShardedDataParallel):
+                continue
+            if not own.isdisjoint(map(id, module.parameters())):
+                return module
+    return None
 
 
 WHOLE = "_manyhands_whole_state"  # marks a prepared optimizer that answers with the whole state
-
-
-def _answers_with_shards(prepared: Optimizer) -> bool:
-    return not getattr(prepared, WHOLE, False)
 
 
 def _answer_with_whole_state(prepared: Any, root: FullyShardedDataParallel) -> None:
@@ -307,22 +300,9 @@ def _answer_with_whole_state(prepared: Any, root: FullyShardedDataParallel) -> N
 
     A rule that is put around it later adds its own state to that.
     """
-    layers = OptimizerLayers.of(prepared.optimizer)
-    if layers.blocks is not None or "state_dict" in vars(prepared):  # of a rule around it
+    in_blocks = OptimizerLayers.of(prepared.optimizer).blocks is not None
+    if in_blocks or "state_dict" in prepared.__dict__:  # of a rule around it
         return
-
-    def state_dict() -> StateDict:
-        state = root.gather_full_optim_state_dict(layers.inner) or {}
-        if layers.rule is not None:
-            state[KEY] = layers.rule.scaling_state_dict()
-        return state
-
-    def load_state_dict(state: Mapping[str, Any]) -> None:
-        shard = root.get_shard_from_optim_state_dict({k: state[k] for k in state.keys() - {KEY}})
-        if KEY in state:
-            shard = {**shard, KEY: state[KEY]}
-        prepared.optimizer.load_state_dict(shard)
-
-    prepared.state_dict = state_dict
-    prepared.load_state_dict = load_state_dict
+    prepared.state_dict = partial(whole_state, root, prepared.optimizer)
+    prepared.load_state_dict = partial(load_whole_state, root, prepared.optimizer)
     setattr(prepared, WHOLE, True)

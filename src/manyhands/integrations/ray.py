@@ -1,4 +1,4 @@
-"""Ray: a crew's store in an actor, and a save before Ray Train changes the number of workers.
+"""Host a crew's store in an actor of Ray, and save before Ray Train changes the number of workers.
 
 A training function needs neither: `mh.start` finds Ray by itself (`engines/_ray.py`). These two are
 for the driver, the script that starts the training:
@@ -36,7 +36,7 @@ POLL = 0.2  # seconds between two looks at workers that save
 class CrewStore:
     """The store of a crew, in an actor of Ray's: tasks and actors of Ray become its workers.
 
-    `workers` is how many workers are expected at the start.
+    `workers` is the number of workers that are expected at the start.
 
     >>> import ray, torch, manyhands as mh
     >>> from manyhands.integrations.ray import CrewStore

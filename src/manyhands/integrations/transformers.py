@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer: a scaling rule around its optimizer, and what the rule has to know.
+"""Put a scaling rule around the optimizer of the Hugging Face Trainer.
 
 Trainer runs the loop, so what a loop of your own would tell the rule has to be found in Trainer:
 
@@ -26,7 +26,7 @@ Methods of Trainer that are replaced on the instance, by those of `Attachment`:
 
 and, with a `Ramp`, whose steps do not all have the same number of micro-batches:
 
-    set_initial_training_values     says how many epochs there are: as many as the progress takes
+    set_initial_training_values     sets the number of epochs: no limit, the progress ends the run
     _init_training_state            finds the place in the epoch at which a checkpoint was saved
 """
 
@@ -238,10 +238,9 @@ class Attachment(TrainerCallback):
         trainer = self._trainer
         passes = trainer.args.gradient_accumulation_steps
         made = rule_of(trainer.optimizer)
-        if made is None and self._make_rule is None:
-            return None
         if made is None:
-            assert self._make_rule is not None
+            if self._make_rule is None:
+                return None
             if find_layer(trainer.optimizer, Blocks) is not None:
                 raise ValueError(
                     "a rule goes into the blocks: mh.DiLoCo(mh.AdamScale(optimizer, world_size=1, "
@@ -275,7 +274,7 @@ class Attachment(TrainerCallback):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """Fetch a step's micro-batches, and tell the rule how many they are, and how large."""
+        """Fetch a step's micro-batches, and tell the rule their number and sizes."""
         passes = num_batches if self.ramp is None else self.ramp.passes
         fetched = self._replaced["get_batch_samples"](epoch_iterator, passes, device)
         batches, items = fetched
@@ -305,14 +304,12 @@ class Attachment(TrainerCallback):
             )
         return mean
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Announce the first pass of a step."""
-        self.on_substep_end()
-
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         """Announce the next pass, if there is one."""
         if self._mean is not None and self._mean.passes_left:
             self._mean.begin_pass()
+
+    on_step_begin = on_substep_end
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Keep the scale of this step, for the logs: a ramp sets the next one's in `step`."""
@@ -353,7 +350,7 @@ class Attachment(TrainerCallback):
     def _init_training_state(
         self, max_steps: int, epoch_batches: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
-        """Return after how many epochs, and micro-batches of the next, a checkpoint was saved."""
+        """Return the epochs, and the micro-batches of the next, before a checkpoint."""
         trainer = self._trainer
         self._replaced["_init_training_state"](max_steps, epoch_batches, *args, **kwargs)
         self._taken = 0
@@ -446,7 +443,8 @@ def _check_trainer(trainer: Trainer, by_progress: bool) -> None:
     args = trainer.args
     optim = str(args.optim.value)
     schedule = str(args.lr_scheduler_type.value)
-    if found := _sharing_without_gradients(trainer):
+    found = _sharing_without_gradients(trainer)
+    if found:
         raise ValueError(
             f"a rule sees no gradients of single ranks under {found}. Use torchrun, and {SHARD}."
         )
@@ -475,10 +473,13 @@ def _sharing_without_gradients(trainer: Trainer) -> str:
         "DataParallel": mode == ParallelMode.NOT_DISTRIBUTED,
         f"tensor, context or sequence parallelism ({parallel})": max(parallel.values()) > 1,
         "a model that was sharded when loaded": trainer.is_distributed_loading_by_transformers,
-        # Trainer would wrap it in DDP once more.
+        # Trainer would wrap it in DDP again.
         f"a model in {type(trainer.model).__name__}": isinstance(trainer.model, ModuleWrapper),
     }
-    return next((way for way, found in ways.items() if found), "")
+    for way, found in ways.items():
+        if found:
+            return way
+    return ""
 
 
 def _check_drivable(
@@ -516,12 +517,12 @@ def _check_schedule_saved(schedule: LRScheduler, file: str) -> None:
 
 
 def _set_passes(rule: ScalingRuleBase, passes: int) -> None:
-    """Let the next step have so many passes. A smoothing that was set stays."""
+    """Set the number of passes of the next step. A smoothing that was set stays."""
     rule.set_num_gradients_to_accumulate(passes, update_smoothing=rule.port.batch.smoothing is None)
 
 
 def _count_tokens(trainer: Trainer, batch: Any) -> Tensor:
-    """Return how many labels of a micro-batch count, as `Trainer._get_num_items_in_batch` does."""
+    """Count the labels of a micro-batch as `Trainer._get_num_items_in_batch` does."""
     labels: Tensor
     if "shift_labels" in batch:
         labels = batch["shift_labels"]

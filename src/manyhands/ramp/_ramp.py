@@ -30,7 +30,7 @@ from torch.optim.optimizer import StateDict
 
 from manyhands._arguments import explained, one_of, real, whole
 from manyhands._optimizers.state_parts import SavedEntries, SavedState
-from manyhands.data._cursor import Cursor
+from manyhands.data._cursor import BaseCursor
 from manyhands.ramp._decision import GROWTH, Decision, Goal, Limits, StepTime, decide, efficiency
 from manyhands.ramp._micro_batches import MicroBatches, StepLoader, StepSize, Supply
 from manyhands.ramp._observed import Evidence, NoiseWatch, StepTimer
@@ -225,7 +225,7 @@ class Ramp:
                 self._begin_step(loader.size)
                 yield self._micro_batches(step, count)
             return
-        if isinstance(loader, Cursor):
+        if isinstance(loader, BaseCursor):
             yield from self._over_cursor(loader, count)
         else:
             for step in self._supply.steps(loader, self._next_units, self._look_ahead):
@@ -240,7 +240,7 @@ class Ramp:
         return self._units
 
     def _over_cursor(
-        self, cursor: Cursor, count: Callable[[Any], int | float | Tensor] | None
+        self, cursor: BaseCursor, count: Callable[[Any], int | float | Tensor] | None
     ) -> Iterator[MicroBatches[Any]]:
         """Yield steps of a cursor's batches, each counted when it is handed out."""
         with cursor.ahead() as batches:

@@ -1,4 +1,4 @@
-"""Lightning: callbacks for scaling rules and `Ramp`, strategies for sharding and blocks.
+"""Use rules and `Ramp` (callbacks), sharding and blocks (strategies) in Lightning.
 
 _trainer.py     what both ask a Trainer, check in it, and change in it while it fits
 _callbacks.py   `Scaling`: a rule around the optimizer; `BatchRamp`: a batch that sets itself, too

@@ -1,15 +1,15 @@
-"""Callbacks for Lightning's Trainer: a scaling rule, and a batch that sets itself.
+"""Put a scaling rule into Lightning's Trainer, or let the batch set itself, by callbacks.
 
 In a loop of your own you give a rule these things. A callback finds them in the Trainer:
 
-    passes      how many batches a step has: Trainer's number, or fewer at the end of an epoch
+    passes      the batches of a step: Trainer's number, or fewer at the end of an epoch
     loss scale  the precision plugin's gradient scaler
     progress    if asked, Trainer's limits and the schedulers are counted in it
 
 The optimizer of `configure_optimizers` is replaced by the rule around it in `on_fit_start`: after
 the strategy has made the optimizers, and before Lightning loads a checkpoint.
 
-`BatchRamp` adds a `Ramp`, which says how many batches the next step has. Lightning counts
+`BatchRamp` adds a `Ramp`, which sets the number of batches of the next step. Lightning counts
 `accumulate_grad_batches` from the beginning of an epoch; `StepPasses` makes it count from the
 beginning of a step.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypedDict, cast
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import SGD, Adam, Optimizer, RMSprop
@@ -37,7 +37,6 @@ from manyhands.integrations.lightning._trainer import (
     restore_clipping,
 )
 from manyhands.ramp import Ramp
-from manyhands.ramp._decision import Goal
 from manyhands.ramp._micro_batches import StepPasses
 from manyhands.scaling._binding import KEY
 from manyhands.scaling._progress import ProgressScheduler, is_by_progress
@@ -277,13 +276,6 @@ def _default_rule(optimizer: Optimizer) -> MakeRule:
 # -- a batch that sets itself ----------------------------------------------------------------------
 
 
-class RampOptions(TypedDict, total=False):
-    """The options of `Ramp` that `BatchRamp` takes by name."""
-
-    goal: Goal
-    efficiency: float | None
-
-
 class BatchRamp(Scaling):
     """`Scaling` with a `Ramp`: each step accumulates as many batches as pay.
 
@@ -315,9 +307,11 @@ class BatchRamp(Scaling):
         log: bool = True,
         **options: object,
     ) -> None:
-        names = RampOptions.__annotations__.keys() & options.keys()
         self._max_scale = max_scale
-        self._ramp_options = cast("RampOptions", {name: options.pop(name) for name in names})
+        self._ramp_options: dict[str, Any] = {}
+        for name in ("goal", "efficiency"):
+            if name in options:
+                self._ramp_options[name] = options.pop(name)
         super().__init__(rule, by_progress=by_progress, log=log, **options)
         self._ramp: Ramp | None = None
         self._loaded: StateDict | None = None  # until there is a Ramp to load it
@@ -369,7 +363,7 @@ class BatchRamp(Scaling):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
-        """As a step begins: tell the Trainer how many batches it has."""
+        """As a step begins: tell the Trainer its number of batches."""
         if self._begins:
             self._begins = False
             trainer.accumulate_grad_batches = StepPasses(self.ramp.passes, start=batch_idx)

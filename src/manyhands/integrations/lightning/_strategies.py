@@ -1,4 +1,4 @@
-"""Strategies for Lightning's Trainer: sharding, and blocks.
+"""Shard models, or train in blocks, by strategies for Lightning's Trainer.
 
 Each starts the ranks as Lightning's `DDPStrategy` does, and puts a wrapper of ours in the place of
 DistributedDataParallel. So each takes DDPStrategy's options (`timeout`, `start_method`, ...).
@@ -29,10 +29,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._optimizers.state_parts import OptimizerLayers
+from manyhands._optimizers.optimizers import constructor_arguments
 from manyhands._optimizers.wrappers import find_layer
 from manyhands.blocks._methods import DiLoCo
 from manyhands.blocks._optimizer import Blocks
+from manyhands.integrations._whole_state import load_whole_state, whole_state
 from manyhands.integrations.lightning._callbacks import Scaling
 from manyhands.integrations.lightning._trainer import (
     callbacks_of,
@@ -41,7 +42,6 @@ from manyhands.integrations.lightning._trainer import (
     replace_clipping,
     restore_clipping,
 )
-from manyhands.scaling._binding import KEY
 from manyhands.sharding._gradients import ShardedGradScaler
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.fsdp._wrapping import Classes, Policy, auto_wrap, enable_wrap
@@ -172,7 +172,7 @@ class FullyShardedStrategy(OwnStrategy):
     (on every rank) and `trainer.save_checkpoint` have them whole.
 
     Args:
-        policy: which modules inside get a wrap of their own: classes, or a policy of `auto_wrap`.
+        policy: the modules inside that are wrapped: classes, or a policy of `auto_wrap`.
         options: of `FullyShardedDataParallel`, and of Lightning's `DDPStrategy`.
     """
 
@@ -243,21 +243,13 @@ class FullyShardedStrategy(OwnStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> StateDict:
         """Return the plain optimizer's state on rank 0; every rank takes part."""
-        layers = OptimizerLayers.of(_bare(optimizer))
-        state = self._model_in_use.gather_full_optim_state_dict(layers.inner) or {}
-        if layers.rule is not None:
-            state[KEY] = layers.rule.scaling_state_dict()
-        return state
+        return whole_state(self._model_in_use, _bare(optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's slices of the plain optimizer's state."""
         # Fewer states than optimizers: `Scaling` loads a checkpoint without a rule by itself.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            rest = {k: v for k, v in state.items() if k != KEY}
-            shard = self._model_in_use.get_shard_from_optim_state_dict(rest)
-            if KEY in state:
-                shard[KEY] = state[KEY]
-            _bare(optimizer).load_state_dict(shard)
+            load_whole_state(self._model_in_use, _bare(optimizer), state)
 
     @property
     def _model_in_use(self) -> FullyShardedDataParallel:
@@ -311,7 +303,7 @@ class BlocksStrategy(OwnStrategy):
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
-        """Leave the model as it is: nobody averages gradients."""
+        """Leave the model as it is: gradients are not averaged."""
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Put the rule of a `Scaling` around the optimizer, and the blocks around that."""
@@ -326,7 +318,7 @@ class BlocksStrategy(OwnStrategy):
             return
         for callback in callbacks_of(trainer):
             if isinstance(callback, Scaling):
-                # inside the blocks: each device has a batch of its own
+                # inside the blocks: each device has a separate batch
                 optimizer = callback.make_rule(trainer, optimizer, world_size=1)
         self.optimizers = [self._make(optimizer, **self._options)]
 
@@ -363,13 +355,10 @@ def as_oss(optimizer: Optimizer, options: Mapping[str, Any]) -> Optimizer:
     kind = type(optimizer)
     if optimizer.state:
         raise ValueError(f"this {kind.__name__} has state already, which an OSS would lose.")
-    accepted = list(inspect.signature(kind).parameters.values())[1:]  # without the parameters
-    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    named = [each.name for each in accepted if each.kind not in variable]
-    arguments = {name: value for name, value in optimizer.defaults.items() if name in named}
+    arguments, unknown = constructor_arguments(optimizer)
     # OSS gets the same dicts of the groups, into which schedulers write the learning rate.
     oss = OSS(optimizer.param_groups, optim=kind, **options, **arguments)
-    if set(named) - arguments.keys() or oss.optim.defaults != optimizer.defaults:
+    if unknown or oss.optim.defaults != optimizer.defaults:
         raise ValueError(
             f"not all arguments of {kind.__name__} are among its defaults. Return the OSS itself: "
             f"mh.OSS(self.parameters(), optim={kind.__name__}, lr=...)."

@@ -1,6 +1,6 @@
-"""What a callback or a strategy asks a Trainer, checks in it, and changes in it while it fits.
+"""Ask a Trainer, check it, and change it while it fits: for callbacks and strategies.
 
-    passes      `LightningAccumulation`: how many passes a step has, and which is the last one
+    passes      `LightningAccumulation`: the number of passes of a step, and the last one
     checks      `check_...`: an error before the first step
     clipping    `replace_clipping`: `gradient_clip_val` where Lightning's own clipping cannot work
 
@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
-from manyhands._optimizers.wrappers import find_layer, supports_amp
+from manyhands._optimizers.wrappers import find_layer, params_of, supports_amp
 from manyhands.scaling._progress import ProgressScheduler
 from manyhands.sharding.zero._oss import OSS
 
@@ -32,7 +32,7 @@ OURS = "manyhands.integrations.lightning"
 
 
 class LightningAccumulation:
-    """Say how many passes a step has in a Trainer: see `scaling/_settings.py`."""
+    """Tell the number of passes of a Trainer's step: see `scaling/_settings.py`."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -123,10 +123,9 @@ def replace_clipping(plugin: Precision) -> None:
         if scaler is not None and supports_amp(optimizer):
             scaler.unscale_(optimizer)
         if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value":
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        param.grad.clamp_(-clip_val, clip_val)
+            for param in params_of(optimizer.param_groups):
+                if param.grad is not None:
+                    param.grad.clamp_(-clip_val, clip_val)
             return
         oss = find_layer(optimizer, OSS)
         if oss is not None and oss.shards_gradients:
@@ -139,4 +138,5 @@ def replace_clipping(plugin: Precision) -> None:
 
 def restore_clipping(plugin: Precision) -> None:
     """Give the plugin its own method back."""
-    vars(plugin).pop("clip_gradients", None)
+    if "clip_gradients" in plugin.__dict__:
+        del plugin.clip_gradients

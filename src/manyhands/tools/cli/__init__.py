@@ -81,7 +81,7 @@ def app(loaded: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
             continue
         module = import_module(f"manyhands.tools.cli.{name}")
         found = getattr(module, name)
-        if isinstance(found, typer.Typer):  # has commands of its own
+        if isinstance(found, typer.Typer):  # has several commands
             program.add_typer(found, name=name)
         else:
             settings = getattr(module, "CONTEXT_SETTINGS", None)

@@ -19,49 +19,53 @@ ALLOW = "--allow"  # takes names, separated by commas
 FLAGS = ("--json", "--float64", "--native")
 
 
+Script = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SCRIPT.py|-m MODULE [ARGUMENTS]...",
+        help="What is checked, with its arguments.",
+    ),
+]
+Ranks = Annotated[
+    int | None, typer.Option(min=2, help="Processes, as torchrun would start them. [2]")
+]
+Steps = Annotated[int | None, typer.Option(min=1, help="Steps of each optimizer. [5]")]
+Timeout = Annotated[float | None, typer.Option(min=1, help="Seconds for all runs together. [300]")]
+Float64 = Annotated[bool, typer.Option("--float64", help="Only in float64, or not at all.")]
+Native = Annotated[bool, typer.Option("--native", help="In the script's own precision.")]
+Allow = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAMES",
+        help="Exceptions that count as equal, separated by commas: batch-norm, schedule, "
+        "learning-rate, coupled-loss, uneven-batches.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Module = Annotated[
+    bool, typer.Option("-m", help="A module, as torchrun -m takes it: -m package.train.")
+]
+
+
 def check(
-    script: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SCRIPT.py|-m MODULE [ARGUMENTS]...",
-            help="What is checked, with its arguments.",
-        ),
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(min=2, help="Processes, as torchrun would start them. [2]")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each optimizer. [5]")] = None,
-    timeout: Annotated[
-        float | None, typer.Option(min=1, help="Seconds for all runs together. [300]")
-    ] = None,
-    float64: Annotated[
-        bool, typer.Option("--float64", help="Only in float64, or not at all.")
-    ] = False,
-    native: Annotated[
-        bool, typer.Option("--native", help="In the script's own precision.")
-    ] = False,
-    allow: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Exceptions that count as equal, separated by commas: batch-norm, schedule, "
-            "learning-rate, coupled-loss, uneven-batches.",
-        ),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    module: Annotated[
-        bool, typer.Option("-m", help="A module, as torchrun -m takes it: -m package.train.")
-    ] = False,
+    script: Script = None,
+    ranks: Ranks = None,
+    steps: Steps = None,
+    timeout: Timeout = None,
+    float64: Float64 = False,
+    native: Native = False,
+    allow: Allow = None,
+    json: Json = False,
+    module: Module = False,
 ) -> None:
     """Run a script on several ranks and as one process with the same data, and compare.
 
     Exit code 0: they train the same. 1: they differ, and the likely cause is printed. 2: there is
     no result, and the reason is printed. 3: they train the same with exceptions that are printed,
-    such as batch norm. The options may follow the script. If the script has an
-    option of the same name, give the command's before the script, or the script's after `--`.
+    such as batch norm. The options may follow the script. If the script has an option of the
+    same name, give the command's before the script, or the script's after `--`.
     """
-    given: dict[str, Any] = {}
-    for key, value in {
+    given = {
         "--ranks": ranks,
         "--steps": steps,
         "--timeout": timeout,
@@ -69,31 +73,21 @@ def check(
         "--json": json,
         "--float64": float64,
         "--native": native,
-    }.items():
-        if value:
-            given[key] = value
-    arguments, options = divide(list(script or []), given)
-    if {"--float64", "--native"} <= options.keys():
+    }
+    before = {key: value for key, value in given.items() if value}
+    words, options = divide(script or [], before)
+    name, *arguments = words or [""]
+    precise = "--float64" in options
+    if precise and "--native" in options:
         stop("check", "give either --float64 or --native.")
-    precise = None
-    if "--float64" in options:
-        precise = True
-    elif "--native" in options:
-        precise = False
-    name = ""
-    if arguments:
-        name = arguments.pop(0)
     if module or not Path(name).is_file():
         where = "Options stand before the script or after it."
         check_no_option("check", name, [*VALUES, ALLOW, *FLAGS], where)
-    if not name or not (module or Path(name).is_file()):
-        stop("check", f"{name or 'nothing'} is not a file. Give a Python script.")
-    from manyhands.tools.check import EXCEPTIONS, check_script
+        if not (module and name):
+            stop("check", f"{name or 'nothing'} is not a file. Give a Python script.")
+    from manyhands.tools.check import check_script
 
-    allowed = str(options.get(ALLOW, "")).replace(",", " ").split()
-    for exception in allowed:
-        if exception not in EXCEPTIONS:
-            stop("check", f"--allow takes some of {', '.join(EXCEPTIONS)}, got {exception!r}.")
+    allowed = allowed_names(str(options.get(ALLOW, "")))
 
     def terminate(*_: object) -> None:
         sys.exit(143)  # so that the check ends its processes, and puts files back
@@ -105,7 +99,7 @@ def check(
             arguments,
             ranks=int(options.get("--ranks", 2)),
             steps=int(options.get("--steps", 5)),
-            float64=precise,
+            float64=precise or (False if "--native" in options else None),
             seconds=float(options.get("--timeout", 300.0)),
             module=module,
             allow=allowed,
@@ -117,6 +111,17 @@ def check(
     else:
         typer.echo("\n".join(map(printable, verdict.as_text().splitlines())))
     raise typer.Exit(verdict.code)
+
+
+def allowed_names(text: str) -> list[str]:
+    """Return the names of exceptions in a list that is separated by commas."""
+    from manyhands.tools.check import EXCEPTIONS
+
+    names = text.replace(",", " ").split()
+    for name in names:
+        if name not in EXCEPTIONS:
+            stop("check", f"--allow takes some of {', '.join(EXCEPTIONS)}, got {name!r}.")
+    return names
 
 
 def divide(arguments: list[str], given: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`manyhands checkpoint`: show what a checkpoint contains, or turn it into plain files.
+"""Define `manyhands checkpoint`, which shows a checkpoint, or turns it into plain files.
 
 The plain files are
 
@@ -15,8 +15,9 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -148,11 +149,7 @@ def consolidate(
                 prefixes = ("model/", "optimizer.")
             total = sum(t.nbytes for key, t in reader.tensors.items() if key.startswith(prefixes))
         with _progress_bar(console) as progress:
-            task = progress.add_task("writing", total=total)
-
-            def advance(name: str, nbytes: int) -> None:
-                progress.advance(task, nbytes)
-
+            advance = partial(progress.advance, progress.add_task("writing", total=total))
             if to == "hf":
                 written = write_hf_files(source, target, size, advance)
             else:
@@ -203,11 +200,11 @@ def _progress_bar(console: Console) -> Progress:
 
 # -- plain files -----------------------------------------------------------------------------------
 
-OnTensor = Callable[[str, int], None]  # called with a tensor's name and bytes when it is done
+OnTensor = Callable[[int], None]  # called with a tensor's bytes when it is done
 
 
 def write_plain_files(
-    source: str | os.PathLike[str], target: Path, on_tensor: OnTensor = lambda name, nbytes: None
+    source: str | os.PathLike[str], target: Path, on_tensor: OnTensor = lambda nbytes: None
 ) -> list[Path]:
     """Write the files for the model and the optimizer, if there is one, and return their paths."""
     with _open_with_scratch(source, target) as (reader, scratch):
@@ -217,8 +214,8 @@ def write_plain_files(
             keys = _keys_of(commit.model)
             # `load_state_dict` wants a tied tensor under each of its names.
             keys |= {other: keys[first] for other, first in commit.model["aliases"].items()}
-            (file,) = split_into_files(_entries_of(reader, keys), sys.maxsize).items()
-            written.append(_write_model(reader, keys, *file, scratch, on_tensor))
+            for name in _write_model(reader, keys, sys.maxsize, scratch, on_tensor):
+                written.append(scratch / name)
         for number, meta in enumerate(commit.optimizers):
             path = scratch / f"optimizer.{number}.pt"
             if len(commit.optimizers) == 1:
@@ -241,9 +238,7 @@ def write_hf_files(
         if reader.commit.model is None:
             raise ValueError(f"{reader.path} was saved without model=.")
         keys = _keys_of(reader.commit.model)
-        files = split_into_files(_entries_of(reader, keys), max_size)
-        for name, entries in files.items():
-            _write_model(reader, keys, name, entries, scratch, on_tensor)
+        files = _write_model(reader, keys, max_size, scratch, on_tensor)
         # Of an earlier release, the checkpoint has no config.
         publish(scratch, target, files, reader.commit.model.get("config", ""))
         return [target / name for name in files]
@@ -268,31 +263,24 @@ def _keys_of(meta: ModelMeta) -> dict[str, str]:
     return {name: f"model/{name}" for name in (*meta["params"], *meta["buffers"])}
 
 
-def _entries_of(reader: Reader, keys: dict[str, str]) -> list[TensorEntry]:
+def _write_model(
+    reader: Reader, keys: dict[str, str], max_size: int, scratch: Path, on_tensor: OnTensor
+) -> dict[str, list[TensorEntry]]:
+    """Write a model's tensors into files of at most this size, and return what each file has."""
     entries = []
     for name, key in keys.items():
         tensor = reader.tensors[key]
         entries.append(TensorEntry(name, tensor.torch_dtype, tensor.shape))
-    return entries
-
-
-def _write_model(
-    reader: Reader,
-    keys: dict[str, str],
-    name: str,
-    entries: Sequence[TensorEntry],
-    scratch: Path,
-    on_tensor: OnTensor,
-) -> Path:
-    """Write one file of a model's tensors."""
 
     def get_tensor(name: str) -> Tensor:
         found = _read_to_consolidate(reader, keys[name], scratch)
-        on_tensor(name, found.nbytes)
+        on_tensor(found.nbytes)
         return found
 
-    write_file(scratch / name, entries, get_tensor)
-    return scratch / name
+    files = split_into_files(entries, max_size)
+    for name, part in files.items():
+        write_file(scratch / name, part, get_tensor)
+    return files
 
 
 def _read_to_consolidate(reader: Reader, key: str, scratch: Path) -> Tensor:
@@ -319,7 +307,7 @@ def _write_optimizer(
 
     def get_tensor(key: str) -> Tensor:
         reader.take(key)
-        on_tensor(key, reader.tensors[key].nbytes)
+        on_tensor(reader.tensors[key].nbytes)
         return _read_to_consolidate(reader, key, path.parent)
 
     groups: list[dict[str, object]] = []

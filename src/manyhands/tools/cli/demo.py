@@ -1,6 +1,6 @@
-"""`manyhands demo`: train one network on one worker and on four, and compare the results.
+"""Define `manyhands demo`, which trains one network on one worker and on four.
 
-The training is `examples/digits.py`, in a process of its own or in several under torchrun. This
+The training is `examples/digits.py`, in a separate process or in several under torchrun. This
 file starts it, follows the record that it writes, and compares the records at the end.
 """
 
@@ -40,7 +40,7 @@ class Training:
     name: str
     workers: int
     options: tuple[str, ...]
-    in_steps: int | None = None  # the schedule is stretched over so many
+    in_steps: int | None = None  # the schedule is stretched over this number of steps
     counts_gain: bool = False  # a step moves the schedule by its gain, or else by the scale
 
 

@@ -1,4 +1,4 @@
-"""`manyhands plan`: compare the ways to train a model, and print the line to paste."""
+"""Define `manyhands plan`, which compares the ways to train a model."""
 
 from __future__ import annotations
 

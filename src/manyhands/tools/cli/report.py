@@ -1,4 +1,4 @@
-"""`manyhands report`: draw records on one page with figures, also while they grow."""
+"""Define `manyhands report`, which draws records on one page, also while they grow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from manyhands.tools.cli import printable, stop
-from manyhands.tools.record import Run, read_record
+from manyhands.tools.record import read_record
 from manyhands.tools.report import write_report
 from manyhands.tools.report._follow import FollowedRecords
 from manyhands.tools.report._page import write_following
@@ -43,7 +43,10 @@ def report(
     if follow:
         _follow(runs, out, title, show)
         return
-    read = [_read_run(path) for path in runs]
+    try:
+        read = [read_record(path) for path in runs]
+    except (OSError, ValueError) as error:
+        stop("report", str(error))
     _check_is_no_run(out, runs)
     try:
         page = write_report(read, out, title=title)
@@ -54,20 +57,13 @@ def report(
         webbrowser.open(page.resolve().as_uri())
 
 
-def _read_run(path: Path) -> Run:
-    try:
-        return read_record(path)
-    except (OSError, ValueError) as error:
-        stop("report", str(error))
-
-
 def _check_is_no_run(out: Path, runs: list[Path]) -> None:
     if any(out.resolve() == path.resolve() for path in runs):
         stop("report", f"--out {out} is one of the runs, and would be overwritten.")
 
 
 def _follow(paths: list[Path], out: Path, title: str, show: bool) -> None:
-    """Rewrite the page until Ctrl-C, and then once more, as a page that does not reload."""
+    """Rewrite the page until Ctrl-C, and last as a page that does not reload."""
     for path in paths:
         if not path.exists():
             stop(

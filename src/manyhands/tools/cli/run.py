@@ -1,4 +1,4 @@
-"""`manyhands run`: start the workers of a run, and start workers that die again."""
+"""Define `manyhands run`, which starts the workers of a run, and restarts workers that die."""
 
 from __future__ import annotations
 
@@ -108,27 +108,23 @@ def run(
     A worker that is killed by a signal is always started again. The exit code is 0 if all workers
     ended with 0. Several hosts need one secret, in the environment variable MANYHANDS_SECRET.
     """
-    arguments = list(script or [])
+    arguments = script or []
     _check_script(arguments, module)
     _check_hosts(store, listen, numbers)
     patience_seconds = _parse_patience(patience, stall)
     worker_numbers = _parse_numbers(workers, numbers)
     # Where it is not set: torch asks a name server at each new connection to the store, which
-    # answers nobody meanwhile. If its answer is lost, the C library asks again after 5 seconds.
+    # does not answer meanwhile. If its answer is lost, the C library asks again after 5 seconds.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
-    command = [sys.executable]
     if module is not None:
-        command += ["-m", module]
+        arguments = ["-m", module, *arguments]
     try:
         serving = store is None  # the launcher that serves the store ends last
         if store is None:
-            address = "127.0.0.1:0"
-            if listen is not None:
-                address = listen
-            host, port = parse_address(address)
+            host, port = parse_address(listen or "127.0.0.1:0")
             _served, store = serve_store(host, port)  # served while this variable lives
         launcher = _launcher.Launcher(
-            command + arguments,
+            [sys.executable, *arguments],
             worker_numbers,
             store,
             expected=expected,
@@ -144,7 +140,6 @@ def run(
                 "MANYHANDS_QUORUM": str(quorum),
             },
             serving=serving,
-            # One host draws a secret of its own: nothing has to be set for a run on one machine.
             secret=os.environ.get(SECRET_VARIABLE) or secrets.token_hex(),
         )
     except (OSError, ValueError, StoreLost) as error:
@@ -172,9 +167,7 @@ def _parse_patience(patience: str, stall: float) -> float:
 
 
 def _check_script(arguments: list[str], module: str | None) -> None:
-    given = "nothing"
-    if arguments:
-        given = arguments[0]
+    given = arguments[0] if arguments else "nothing"
     if module is None and not (arguments and Path(given).is_file()):
         names = [f"--{n}" for n in signature(run).parameters if n not in ("script", "module")]
         check_no_option("run", given, names, "Options come before the script.")

@@ -1,4 +1,4 @@
-"""What each way to train costs a worker: sizes in, bytes and collectives out. Integers only.
+"""Compute the bytes and collectives that each way to train costs a worker. Integers only.
 
 With N workers, P bytes of parameters, G of gradients (of trained parameters) and S of optimizer
 state:
@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from operator import add
 
 from manyhands._tensors.flat import in_groups
 from manyhands.blocks.averaging._chunks import PARTS, elements_per_chunk
@@ -135,6 +136,15 @@ class Cost:
     scaling: int = 0  # AdamScale's replica of the second moments
     saved: int = 0  # written by `mh.save`: what several ranks hold alike, by one of them
 
+    def with_messages(self, sent: int, collectives: int, scaling: int = 0) -> Cost:
+        """Return the cost with these bytes and collectives of a scaling rule added."""
+        return replace(
+            self,
+            sent=self.sent + sent,
+            collectives=self.collectives + collectives,
+            scaling=self.scaling + scaling,
+        )
+
 
 def _sent_per_worker(size: int, workers: int) -> int:
     """Return the bytes each worker sends in one all-gather or reduce-scatter of `size` bytes."""
@@ -167,33 +177,12 @@ def round_cost(sizes: ModelSizes, workers: int) -> tuple[int, int]:
     return _sent_per_worker(2 * 4 * numbers, workers), chunks * (workers > 1)
 
 
-def costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int = 0) -> tuple[Cost, ...]:
-    """Return the costs of the first four ways, in the order of the table above."""
-    ddp, oss, sharded, fsdp = _costs(sizes, workers, gloo, replicas)
-    params = sizes.parameter_bytes
-    return (
-        replace(ddp, saved=_written(params + ddp.optimizer, workers)),
-        replace(oss, saved=_written(params, workers) + oss.optimizer),
-        replace(sharded, saved=_written(params, workers) + sharded.optimizer),
-        replace(fsdp, saved=fsdp.parameters + fsdp.optimizer),
-    )
-
-
 def hybrid_cost(sizes: ModelSizes, mesh: tuple[int, int], gloo: bool, replicas: int = 0) -> Cost:
     """Return the cost of FSDP on a mesh of copies and shards: the last way of the table above."""
     copies, shards = mesh
     cost = _fsdp_cost(sizes, shards, gloo, copies)
-    moments = _moments_under_fsdp(sizes, shards, gloo, replicas)
-    return replace(
-        _with_moments(cost, *moments), saved=_written(cost.parameters + cost.optimizer, copies)
-    )
-
-
-def _with_moments(cost: Cost, held: int, sent: int, collectives: int) -> Cost:
-    """Add the replica of the second moments that AdamScale holds."""
-    return replace(
-        cost, scaling=held, sent=cost.sent + sent, collectives=cost.collectives + collectives
-    )
+    cost = replace(cost, saved=_written(cost.parameters + cost.optimizer, copies))
+    return cost.with_messages(*_moments_under_fsdp(sizes, shards, gloo, replicas))
 
 
 def _written(alike: int, workers: int) -> int:
@@ -201,14 +190,12 @@ def _written(alike: int, workers: int) -> int:
     return alike // max(1, min(workers, -(-alike // LEAST)))
 
 
-def _costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int) -> tuple[Cost, ...]:
-    """Return the costs of the four ways, in the order of the table above."""
-    # `replicas` is how many of the sharded state's entries every worker needs whole.
-    alone = Cost(
-        sizes.parameter_bytes,
-        _bytes_of(sizes.trained),
-        sum(param.state_bytes(param.elements) for param in sizes.trained),
-    )
+def costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int = 0) -> tuple[Cost, ...]:
+    """Return the costs of the first four ways, in the order of the table above."""
+    # `replicas` is the number of the sharded state's entries that every worker needs whole.
+    params = sizes.parameter_bytes
+    state = sum(param.state_bytes(param.elements) for param in sizes.trained)
+    alone = Cost(params, _bytes_of(sizes.trained), state, saved=_written(params + state, workers))
     if workers == 1:  # nothing is sharded or sent, and no bucket is made
         return alone, alone, alone, alone
     ddp = replace(
@@ -220,49 +207,52 @@ def _costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int) -> tuple[
         collectives=ddp_buckets(sizes.trained) + sizes.buffer_messages,
     )
     layout = _lay_out(sizes, workers, gloo)
+    largest_state = max(layout.state) + layout.state_on_every_rank
     oss = replace(
         ddp,
         parameters=layout.parameters,
-        optimizer=max(layout.state) + layout.state_on_every_rank,
+        optimizer=largest_state,
         sent=ddp.sent + _sent_per_worker(layout.bucket_bytes, workers),
         collectives=ddp.collectives + layout.parameter_messages,
+        saved=_written(params, workers) + largest_state,
     )
     sharded = _sharded_ddp_cost(sizes, layout, workers)
+    sharded = replace(sharded, saved=_written(params, workers) + sharded.optimizer)
     fsdp = _fsdp_cost(sizes, workers, gloo)
-    if not replicas:
-        return ddp, oss, sharded, fsdp
-    # The counts of all parameters come by an all-reduce, the moments bucket by bucket.
-    held = replicas * layout.bucket_bytes
-    sent = _sent_per_worker(held + 2 * 4 * len(sizes.trained), workers)
-    messages = 1 + replicas * layout.parameter_messages
-    return (
-        ddp,
-        _with_moments(oss, held, sent, messages),
-        _with_moments(sharded, held, sent, messages),
-        _with_moments(fsdp, *_moments_under_fsdp(sizes, workers, gloo, replicas)),
-    )
+    fsdp = replace(fsdp, saved=fsdp.parameters + fsdp.optimizer)
+    if replicas:
+        # The counts of all parameters come by an all-reduce, the moments bucket by bucket.
+        held = replicas * layout.bucket_bytes
+        sent = _sent_per_worker(held + 2 * 4 * len(sizes.trained), workers)
+        moments = (sent, 1 + replicas * layout.parameter_messages, held)
+        oss = oss.with_messages(*moments)
+        sharded = sharded.with_messages(*moments)
+        fsdp = fsdp.with_messages(*_moments_under_fsdp(sizes, workers, gloo, replicas))
+    return ddp, oss, sharded, fsdp
 
 
 def _moments_under_fsdp(
     sizes: ModelSizes, workers: int, gloo: bool, replicas: int
 ) -> tuple[int, int, int]:
-    """Return what AdamScale adds under FSDP: bytes held, bytes sent, and collectives."""
-    shards = [param.shard_elements(workers) for param in sizes.trained]
+    """Return what AdamScale adds under FSDP: bytes sent, collectives, and bytes held."""
+    shards = []
     padded = 0
-    for elements, param in zip(shards, sizes.trained, strict=True):
+    for param in sizes.trained:
+        elements = param.shard_elements(workers)
+        shards.append(elements)
         padded += workers * elements * param.itemsize
     gathers = replicas * len(list(in_groups(shards, int, MESSAGE)))
     if gloo:
         gathers *= workers
     held = replicas * _bytes_of(sizes.trained)
-    return held, _sent_per_worker(replicas * padded, workers), gathers
+    return _sent_per_worker(replicas * padded, workers), gathers, held
 
 
 # -- gradients in buckets: DDP, OSS, ShardedDataParallel -------------------------------------------
 
 
 def ddp_buckets(params: Sequence[ParamSize]) -> int:
-    """Return how many buckets DistributedDataParallel reduces in a step."""
+    """Return the number of buckets that DistributedDataParallel reduces in a step."""
     # Parameters are taken from the last to the first, about as backward reaches them.
     closed_buckets = 0
     filled = dict[Hashable, int]()
@@ -318,10 +308,10 @@ def _sharded_ddp_cost(sizes: ModelSizes, layout: _Buckets, workers: int) -> Cost
     held, most = _gradients_held(layout.buckets, ranks)
     held = held * (workers // ranks)
     most = most * (workers // ranks)
-    with_state = [a + b for a, b in zip(held, layout.state, strict=True)]
+    with_state = list(map(add, held, layout.state))
     worst = with_state.index(max(with_state))
     # Another rank may have the peak during backward.
-    peak = max(map(sum, zip(most, layout.state, strict=True)))
+    peak = max(map(add, most, layout.state))
     # one byte each, and two for passes that ranks have given up
     used_flags = 2
     for optimizer in sizes.optimizers:
@@ -490,13 +480,15 @@ class _Wrap:
 def _fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool, copies: int = 1) -> Cost:
     """Return what a worker holds and sends with FullyShardedDataParallel."""
     # `workers` are those that one copy of the model is sharded over.
-    wraps = [_wrap_bytes(wrap, workers, gloo) for wrap in sizes.wraps]
+    wraps = []
     used_flags = 8  # bytes that compare the order of the wraps, and a byte for each parameter
     gathered = 0
     gathered_again = 0
     reduced = 0
     collectives = 1  # the flags
-    for params, wrap in zip(sizes.wraps, wraps, strict=True):
+    for params in sizes.wraps:
+        wrap = _wrap_bytes(params, workers, gloo)
+        wraps.append(wrap)
         used_flags += len(params.params)
         gathered += wrap.gathered
         reduced += wrap.reduced

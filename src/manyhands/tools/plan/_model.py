@@ -6,7 +6,6 @@ forward with shapes alone, and a hook sees each tensor that autograd saves.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from manyhands._arguments import instance, one_of, shown
-from manyhands._optimizers.optimizers import StateSizes, traits_of
+from manyhands._optimizers.optimizers import StateSizes, constructor_arguments, traits_of
 from manyhands._optimizers.several import optimizers_in
 from manyhands._optimizers.state_parts import ShardedOptimizer, options_of
 from manyhands._optimizers.wrappers import unwrap
@@ -70,13 +69,7 @@ class PlannedOptimizer:
         if isinstance(optimizer, ShardedOptimizer):  # the class that it shards is what has state
             arguments = dict(optimizer.optimizer_arguments)
             return PlannedOptimizer(optimizer.optimizer_class, arguments, groups)
-        # Defaults also hold options that a class sets for itself and its constructor refuses.
-        accepted = inspect.signature(type(optimizer)).parameters
-        arguments = {}
-        for name, value in optimizer.defaults.items():
-            if name in accepted:
-                arguments[name] = value
-        return PlannedOptimizer(type(optimizer), arguments, groups)
+        return PlannedOptimizer(type(optimizer), constructor_arguments(optimizer)[0], groups)
 
     @cached_property
     def all_options(self) -> list[dict[str, Any]]:
@@ -220,7 +213,9 @@ def count_elements(model: nn.Module) -> int:
 def wrap_params(model: nn.Module, least: int) -> list[tuple[list[Tensor], int | None]]:
     """Return the wraps of the plan's FSDP, the innermost first, the model itself last."""
     # Each has the parameters that no wrap inside it has, and the number of the wrap around it.
-    wraps = [module for module in pick_modules(model, by_size(least), ()) if module is not model]
+    wraps = list(pick_modules(model, by_size(least), ()))
+    if model in wraps:
+        wraps.remove(model)
     wraps.append(model)
     numbers = {module: number for number, module in enumerate(wraps)}
     outers: dict[int, int] = {}
@@ -244,7 +239,7 @@ def wrap_params(model: nn.Module, least: int) -> list[tuple[list[Tensor], int | 
 
 
 def by_size(least: int) -> Policy:
-    """Return the policy of the plan's FSDP: wrap modules of at least so many parameters."""
+    """Return the policy of the plan's FSDP: wrap modules of at least this many parameters."""
     return partial(default_auto_wrap_policy, min_num_params=least, skip_params_check_for_root=True)
 
 
@@ -274,7 +269,7 @@ def activation_bytes(model: nn.Module, input: object) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), torch.enable_grad():
         named = (*model.named_parameters(), *model.named_buffers())
         state = {name: _fake_tensor(tensor) for name, tensor in named}
-        of_model = {tensor.untyped_storage()._cdata for tensor in state.values()}
+        of_model = [tensor.untyped_storage()._cdata for tensor in state.values()]
         args, kwargs = tree_map_tensors(_fake_tensor, (args, kwargs))
         noting = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
         logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -291,7 +286,9 @@ def activation_bytes(model: nn.Module, input: object) -> int:
             ) from error
         finally:
             logger.disabled = before
-    return sum(storage.nbytes() for key, storage in storages.items() if key not in of_model)
+    for key in of_model:
+        storages.pop(key, None)
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _fake_tensor(value: Tensor) -> Tensor:

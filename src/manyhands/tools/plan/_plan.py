@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass
+from operator import attrgetter
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -74,19 +74,19 @@ class Row(Cost):
     activations: int | None
     seconds: float | None
     obstacle: str | None
-    fits: bool | None = None
-
-    @classmethod
-    def of(cls, cost: Cost, **values: Any) -> Row:
-        """Return the row of a cost, with values for the other fields."""
-        for each in fields(cost):
-            values[each.name] = getattr(cost, each.name)
-        return cls(**values)
+    memory: int | None
 
     @property
     def available(self) -> bool:
         """Whether the model and its optimizers can be trained in this way."""
         return self.obstacle is None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the memory of a worker is enough; None if no memory was given."""
+        if self.memory is None:
+            return None
+        return self.total <= self.memory
 
     @property
     def total(self) -> int:
@@ -121,9 +121,13 @@ class Plan:
     @property
     def cheapest(self) -> Row | None:
         """The way that fits and sends the fewest bytes; of equal ones the simplest."""
-        # Rows are ordered from the simplest to the most sharded, and min() returns the first.
-        fitting = [row for row in self.rows if row.available and row.fits is not False]
-        return min(fitting, key=lambda row: row.sent, default=None)
+        # Rows are ordered from the simplest to the most sharded.
+        best = None
+        for row in self.rows:
+            usable = row.available and row.fits is not False
+            if usable and (best is None or row.sent < best.sent):
+                best = row
+        return best
 
     @property
     def title(self) -> str:
@@ -172,8 +176,8 @@ class Plan:
             if self.memory is None:
                 return f"The cheapest: {best.name}"
             return f"The cheapest that fits {format_bytes(self.memory)}: {best.name}"
-        usable = [row for row in self.rows if row.available]
-        least = min(reversed(usable), key=lambda row: row.total)  # of equal ones the most sharded
+        usable = filter(attrgetter("available"), reversed(self.rows))
+        least = min(usable, key=attrgetter("total"))  # of equal ones the most sharded
         over = format_bytes(least.total - (self.memory or 0))
         return f"Nothing fits. {least.name} is {over} over. Use more workers, or a smaller input."
 
@@ -249,12 +253,8 @@ def plan(
         workers = math.prod([whole("mesh", each, least=2) for each in mesh])
     workers = whole("workers", workers, least=1)
     one_of("backend", backend, ("nccl", "gloo"))
-    budget = None
-    if memory is not None:
-        budget = parse_bytes(memory)
-    rate = None
-    if network is not None:
-        rate = parse_rate(network)
+    budget = None if memory is None else parse_bytes(memory)
+    rate = None if network is None else parse_rate(network)
     latency = real("latency", latency, least=0)
     pass_seconds = real("pass_seconds", pass_seconds, least=0)
     around = _find_rule(rule, optimizer)
@@ -262,15 +262,7 @@ def plan(
     optimizers = planned_optimizers(optimizer, options, module)
     wrap_size = wrap_size_of(module)
     sizes = measure(module, optimizers, wrap_size)
-    activations = None
-    if input is not None:
-        activations = activation_bytes(module, input)
-    groups = [options for each in optimizers for options in each.all_options]
-    rule_sends = 0
-    rule_collectives = 0
-    if around is not None:
-        rule_sends, rule_collectives = rule_cost(len(groups), workers, backend == "gloo")
-    ways = _ways(sizes, workers, mesh, backend == "gloo", _count_replicas(around, groups))
+    activations = None if input is None else activation_bytes(module, input)
     obstacle = None
     if workers > 1:  # on a single worker FSDP shards nothing
         obstacle = wrapping_obstacle(module, wrap_size)
@@ -278,21 +270,17 @@ def plan(
     if isinstance(optimizer, list | tuple):
         made = "optimizers"
     rows = []
-    for name, how, cost in ways:
-        cost = replace(
-            cost, sent=cost.sent + rule_sends, collectives=cost.collectives + rule_collectives
-        )
-        row = Row.of(
-            cost,
+    for name, how, cost in _ways(sizes, workers, mesh, backend == "gloo", around, optimizers):
+        row = Row(
+            **asdict(cost),
             name=name,
             code=f"model, {made} = mh.shard(model, {made}, {how}",
             buffers=sizes.buffers,
             activations=activations,
             seconds=rate and pass_seconds + 8 * cost.sent / rate + latency * cost.collectives,
             obstacle=obstacle if FSDP_NAME in name else None,
+            memory=budget,
         )
-        if budget is not None:
-            row = replace(row, fits=row.total <= budget)
         rows.append(row)
     return Plan(
         rows=tuple(rows),
@@ -306,28 +294,34 @@ def plan(
     )
 
 
-def _count_replicas(
-    rule: type[ScalingRuleBase] | None, groups: Sequence[Mapping[str, object]]
-) -> int:
-    """Return the number of entries of the optimizer's state that a rule needs on every worker."""
-    if rule is None or not issubclass(rule, AdamScale):
-        return 0
-    if any(options.get("centered") for options in groups):
-        return 2
-    return 1
-
-
 def _ways(
-    sizes: ModelSizes, workers: int, mesh: tuple[int, int] | None, gloo: bool, replicas: int
+    sizes: ModelSizes,
+    workers: int,
+    mesh: tuple[int, int] | None,
+    gloo: bool,
+    rule: type[ScalingRuleBase] | None,
+    optimizers: Sequence[PlannedOptimizer],
 ) -> list[tuple[str, str, Cost]]:
-    """Return each way's name, the end of its line of code, and its cost."""
+    """Return each way's name, the end of its line of code, and its cost with the rule."""
+    groups = []
+    for one in optimizers:
+        groups += one.all_options
+    payload = (0, 0)
+    if rule is not None:
+        payload = rule_cost(len(groups), workers, gloo)
+    replicas = 0  # entries of the optimizer's state that the rule needs on every worker
+    if rule is not None and issubclass(rule, AdamScale):
+        replicas = 1
+        if any(options.get("centered") for options in groups):
+            replicas = 2
     ways = []
     for level, cost in enumerate(costs(sizes, workers, gloo, replicas)):
-        ways.append((NAMES[level], f"level={level})", cost))
+        ways.append((NAMES[level], f"level={level})", cost.with_messages(*payload)))
     if mesh is not None:
         name = f"{FSDP_NAME}, {mesh[0]} copies"
         how = f"level=3, mesh=mesh)  # of {mesh[0]} x {mesh[1]}"
-        ways.append((name, how, hybrid_cost(sizes, mesh, gloo, replicas)))
+        cost = hybrid_cost(sizes, mesh, gloo, replicas)
+        ways.append((name, how, cost.with_messages(*payload)))
     return ways
 
 
@@ -359,7 +353,7 @@ def _notes(
             layouts.add(f"{name} updates each element by itself: every worker owns an equal shard.")
         else:
             layouts.add(f"{name} needs whole tensors: each parameter has one owner.")
-    wraps = len([wrap for wrap in sizes.wraps if wrap.params])
+    wraps = sum(bool(wrap.params) for wrap in sizes.wraps)
     number = f"{wraps:,} wraps of at least {wrap_size:,} parameters"
     if wraps == 1:
         number = "one wrap"

@@ -1,4 +1,4 @@
-"""`shard`: put a row of the plan into practice, with one number for how much is sharded.
+"""Put a row of the plan into practice (`shard`), with one number for the level of sharding.
 
     level   model                       optimizer
     0       DistributedDataParallel     as it was given
@@ -13,8 +13,7 @@ Mistakes are found, and arguments compared among the ranks, before anything is c
 from __future__ import annotations
 
 import gc
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -31,7 +30,7 @@ from manyhands._optimizers.modules import (
     check_has_memory,
     modules_holding,
 )
-from manyhands._optimizers.optimizers import fused_problem
+from manyhands._optimizers.optimizers import constructor_arguments, fused_problem
 from manyhands._optimizers.state_parts import ShardedOptimizer
 from manyhands._optimizers.wrappers import OptimizerWrapper
 from manyhands._ranks.agreement import agree, run_on_all
@@ -188,7 +187,7 @@ def _check_optimizers(model: nn.Module, optimizer: Any, level: object) -> list[O
         optimizers = list(optimizer)
     for one in optimizers:
         _check_plain_optimizer(one)
-    check_covers([PlannedOptimizer.of(one) for one in optimizers], model)
+    check_covers(list(map(PlannedOptimizer.of, optimizers)), model)
     return optimizers
 
 
@@ -198,14 +197,14 @@ def _check_not_in_use(model: nn.Module) -> None:
     for name, param in zip(names, params, strict=True):
         if is_dtensor(param):
             raise RuntimeError(_in_use(name, "sharded (a DTensor)"))
-    if any(_wrappers_around(params)):
+
+    def is_wrapper(module: nn.Module) -> bool:
+        return isinstance(module, WRAPPERS)
+
+    if any(modules_holding(params, is_wrapper)):
         gc.collect()  # an unused wrapper may be in a reference cycle
-    for wrapper, indices in _wrappers_around(params):
+    for wrapper, indices in modules_holding(params, is_wrapper):
         raise RuntimeError(_in_use(names[min(indices)], f"in a {type(wrapper).__name__}"))
-
-
-def _wrappers_around(params: Sequence[Tensor]) -> Iterator[tuple[nn.Module, set[int]]]:
-    return modules_holding(params, lambda module: isinstance(module, WRAPPERS))
 
 
 def _in_use(name: str, where: str) -> str:
@@ -216,7 +215,7 @@ def _in_use(name: str, where: str) -> str:
 
 
 def _check_plain_optimizer(optimizer: Optimizer) -> None:
-    """Raise unless it is an optimizer of the user's that can be made anew, without loss."""
+    """Raise unless it is the user's optimizer, and can be made again without loss."""
     kind = type(optimizer).__name__
     wrapper = ShardedOptimizer | OptimizerWrapper
     if isinstance(optimizer, wrapper) or not isinstance(optimizer, Optimizer):
@@ -224,11 +223,7 @@ def _check_plain_optimizer(optimizer: Optimizer) -> None:
             f"shard() needs a plain torch.optim.Optimizer or a list of them, got {kind}. Put "
             "scaling rules and blocks around the optimizer that it returns."
         )
-    named = set()
-    for parameter in list(inspect.signature(type(optimizer)).parameters.values())[1:]:
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            named.add(parameter.name)
-    unknown = named - optimizer.defaults.keys()
+    _, unknown = constructor_arguments(optimizer)
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     wrong = ""
     if hooks or hasattr(optimizer.step, "_wrapped_by_lr_sched"):
@@ -264,7 +259,7 @@ def _as_oss(optimizer: Optimizer, process_group: GroupLike | None, gather_state:
     """Return an OSS of this optimizer's class, options and parameters (levels 1 and 2)."""
     arguments = PlannedOptimizer.of(optimizer).arguments
     return OSS(
-        [dict(group) for group in optimizer.param_groups],
+        list(map(dict, optimizer.param_groups)),
         type(optimizer),
         process_group,
         gather_state=gather_state,
@@ -304,7 +299,7 @@ def _fully_sharded(
     process_group: GroupLike | None,
     grid: DeviceMesh | None,
 ) -> tuple[nn.Module, list[Optimizer]]:
-    """Wrap the model. Its parameters are others then, so the optimizers are made anew."""
+    """Wrap the model, and make the optimizers again from its new parameters."""
     names = list(model.named_parameters())
     options: dict[str, Any] = {}
     if grid is not None or process_group is not None:

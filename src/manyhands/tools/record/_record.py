@@ -38,6 +38,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from manyhands._arguments import file_path, instance, one_of, real, whole
+from manyhands._optimizers.wrappers import weak_hook
 from manyhands._ranks.ranks import RankGroup
 from manyhands._tensors.backward import BackwardPasses, current_task
 from manyhands._warn import warn
@@ -78,20 +79,6 @@ class Source(Protocol):
         """
 
 
-class ValueWriter(Protocol):
-    """TensorBoard's `SummaryWriter`, or any object with this method."""
-
-    def add_scalar(self, tag: str, value: SupportsFloat, step: int, /) -> object:
-        """Take one value of one step."""
-
-
-class DictWriter(Protocol):
-    """A run of Weights & Biases (`wandb.init()`), or any object with this method."""
-
-    def log(self, data: dict[str, Any], step: int, /) -> object:
-        """Take all values of one step."""
-
-
 class Record:
     """Write one line for each step: the values of each source, and your own.
 
@@ -128,7 +115,7 @@ class Record:
         path: str | os.PathLike[str],
         *sources: Source,
         name: str | None = None,
-        writer: ValueWriter | DictWriter | None = None,
+        writer: Any = None,
         every: int = 1,
         rank: int = 0,
         mode: Literal["continue", "new", "overwrite"] = "continue",
@@ -150,7 +137,6 @@ class Record:
         if not (writer is None or hasattr(writer, "add_scalar") or hasattr(writer, "log")):
             raise TypeError(f"writer needs add_scalar or log, and {writer!r:.80} has none.")
         values, counter = _collect_values(sources)
-        keys = list(values)
         _to_json(values)  # raises on every rank if it is not plain, before the file is made
 
         self._sources = sources
@@ -159,37 +145,44 @@ class Record:
         self._counter = counter  # the source that has a "step"
         # Whether it also says the step without a snapshot. (`steps` may mean something else.)
         self._says_steps = counter is not None and _steps_of(counter) == values["step"]
-        self._reserved = frozenset(keys).union(_OUR_KEYS)
+        self._reserved = frozenset(values).union(_OUR_KEYS)
         self._calls = 0
         self._steps_before = 0  # the step at which `_calls` was 0, as far as it is known
         self._last_step = 0  # of the last line, or before the first call
         self._file: int | None = None
-        self._header: Header | None = None
+        self._header: Header = {}
         self._closed = False
         self._waiting: deque[Line] = deque()
         if ranks.rank == rank:
-            self._file, last = open_record(self.path, mode)
-            if last is not None:
-                self._steps_before = last["step"]
-            self._last_step = self._steps_before
             self._header = {
-                "version": FORMAT_VERSION,
-                "name": self.name,
-                "date": _now(),
-                "step": self._steps_before,
-                "resumed": last is not None,
                 "workers": ranks.size,
-                "torch": torch.__version__,
-                "keys": keys,
+                "keys": list(values),
                 "every": every,
                 "batch_size": batch_size,
                 "until": until,
                 "config": to_plain_json(config or {}),
                 "sources": [_describe_source(source) for source in sources],
-                "process": this_process(),
             }
-            append_line(self._file, self.path, {HEADER: self._header})
+            self._open(mode)
         self._start = time.monotonic()
+
+    def _open(self, mode: str) -> None:
+        """Open the file, and write the header."""
+        self._file, last = open_record(self.path, mode)
+        if last is not None:
+            self._steps_before = last["step"]
+        self._last_step = self._steps_before
+        self._header = {
+            "version": FORMAT_VERSION,
+            "name": self.name,
+            "date": _now(),
+            "step": self._steps_before,
+            "resumed": last is not None,
+            "torch": torch.__version__,
+            **self._header,
+            "process": this_process(),
+        }
+        append_line(self._file, self.path, {HEADER: self._header})
 
     def step(self, **values: SupportsFloat) -> None:
         """Record one step, after `optimizer.step()`.
@@ -200,7 +193,8 @@ class Record:
         self._calls += 1
         if self._file is None or not self._is_due():
             return  # before any snapshot, which takes most of a step's time here
-        line: Line = {"step": self._count_steps(), "time": self._seconds()}
+        seconds = round(time.monotonic() - self._start, 6)
+        line: Line = {"step": self._count_steps(), "time": seconds}
         # A source's own "step" replaces the count of calls: a loaded checkpoint has its own.
         for source in self._sources:
             line.update(source.snapshot())
@@ -251,16 +245,13 @@ class Record:
         self._closed = True
         if self._file is None:
             return
-        assert self._header is not None
         try:
             self._write(most_waiting=0)
-            ending: Header = {
-                **self._header,
-                "step": self._count_steps() if self._calls else self._last_step,
-                "ended": _now(),
-                "error": error,
-            }
-            append_line(self._file, self.path, {HEADER: ending})
+            step = self._last_step
+            if self._calls:
+                step = self._count_steps()
+            self._header |= {"step": step, "ended": _now(), "error": error}
+            append_line(self._file, self.path, {HEADER: self._header})
         finally:
             os.close(self._file)
             self._file = None
@@ -282,9 +273,6 @@ class Record:
                 raise TypeError(
                     f"step() takes numbers and one-element tensors, got {key}={value!r:.50}."
                 )
-
-    def _seconds(self) -> float:
-        return round(time.monotonic() - self._start, 6)
 
     def _write(self, most_waiting: int) -> None:
         """Write all complete lines in order, and wait for a GPU while more than the limit wait."""
@@ -402,12 +390,14 @@ def is_number(value: object) -> bool:
 
 
 def to_plain_json(value: object) -> object:
-    """Return numbers, texts, lists and dicts as they are, and the text of anything else."""
+    """Return finite numbers, texts, lists and dicts as they are, and the text of anything else."""
     if isinstance(value, Mapping):
         return {str(key): to_plain_json(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain_json(entry) for entry in value]
-    if value is None or type(value) in (bool, int, float, str):
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    if value is None or isinstance(value, int | float | str):
         return value
     return str(value)[:_LONGEST_TEXT]
 
@@ -490,18 +480,7 @@ def _to_json(line: Line) -> str:
     try:
         return _encode(line)
     except ValueError:  # a number is not finite; checking every line beforehand would cost more
-        return _encode(_name_nonfinite(line))
-
-
-def _name_nonfinite(value: object) -> object:
-    """Return `value` with strings in place of the numbers that are not finite."""
-    if isinstance(value, dict):
-        return {key: _name_nonfinite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_name_nonfinite(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(float(value))
-    return value
+        return _encode(to_plain_json(line))
 
 
 class _LastPass:
@@ -554,18 +533,6 @@ class StepTiming:
         self._mark = time.perf_counter()  # the end of the last step, or the last look
         self._last_pass = _LastPass()
         self._step_began = 0.0
-        this = weakref.ref(self)  # hooks must not keep it alive
-
-        def began(*_: object) -> None:
-            times = this()
-            if times is not None:
-                times._begin_step()
-
-        def stepped(*_: object) -> None:
-            times = this()
-            if times is not None:
-                times._end_step()
-
         # The last parameter's gradient is the first one in most backward passes. The callback that
         # is queued then runs before DDP's own, which waits for the other ranks.
         passes = BackwardPasses(self._last_pass, early=True)
@@ -574,18 +541,13 @@ class StepTiming:
         def enter(_: tuple[Tensor, ...]) -> None:
             passes.enter(current_task())
 
-        handles = [
+        self._node = node  # torch may drop an unused node, and its hooks with it
+        for handle in (
             node.register_prehook(enter),
-            optimizer.register_step_pre_hook(began),
-            optimizer.register_step_post_hook(stepped),
-        ]
-        self._node = node  # torch may drop a node that nobody holds, and its hooks with it
-
-        def remove() -> None:
-            for handle in handles:
-                handle.remove()
-
-        weakref.finalize(self, remove)
+            optimizer.register_step_pre_hook(weak_hook(self._begin_step)),
+            optimizer.register_step_post_hook(weak_hook(self._end_step)),
+        ):
+            weakref.finalize(self, handle.remove)
 
     def loading(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the batches, and count the time of waiting for each as `loading`."""

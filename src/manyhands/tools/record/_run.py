@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from manyhands._arguments import file_path
 
@@ -25,33 +25,7 @@ FORMAT_VERSION = 1
 HEADER = "manyhands"
 
 Line = dict[str, Any]  # plain JSON
-
-
-class _CheckedHeader(TypedDict):
-    version: int
-    name: str
-    date: str
-    step: int  # the last one that the file had
-    resumed: bool
-    workers: int
-    torch: str
-    keys: list[str]  # of the sources
-
-
-class Header(_CheckedHeader, total=False):
-    """The first line of each start, and the last line of a run that was closed.
-
-    Each of its own entries may be missing, and a stranger's file may have anything in them.
-    """
-
-    every: int  # steps from one line to the next
-    batch_size: float | None  # samples of a small batch
-    until: float | None  # progress at which training ends
-    config: object  # the user's: a dict, unless a stranger wrote the file
-    sources: list[str]  # the sources' texts: a rule with its options
-    process: dict[str, object]  # that writes, so that a reader may know whether it still runs
-    ended: str  # the date
-    error: str | None  # the exception that ended it
+Header = dict[str, Any]  # a file may lack entries, except "version", "name", "keys" and "step"
 
 
 _PROC = Path("/proc")
@@ -192,7 +166,9 @@ def parse_line(raw: bytes, path: Path, number: int) -> Line:
         else:
             version = FORMAT_VERSION
             line = {key: _restore_nonfinite(value) for key, value in line.items()}
-            complete = _is_step(line["step"]) and _is_time(line["time"])
+            seconds = line["time"]
+            is_time = isinstance(seconds, float) and 0 <= seconds <= _LARGEST
+            complete = _is_count(line["step"]) and (is_time or _is_count(seconds))
         complete = complete and shallow
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         complete = False
@@ -211,7 +187,7 @@ def parse_line(raw: bytes, path: Path, number: int) -> Line:
 def _is_header(header: Line) -> bool:
     keys = header["keys"]
     named = isinstance(header["name"], str) and isinstance(keys, list)
-    return named and all(isinstance(key, str) for key in keys) and _is_step(header["step"])
+    return named and all(isinstance(key, str) for key in keys) and _is_count(header["step"])
 
 
 def _is_shallow(value: object, levels: int = 32) -> bool:
@@ -223,13 +199,9 @@ def _is_shallow(value: object, levels: int = 32) -> bool:
     return levels > 0 and all(_is_shallow(entry, levels - 1) for entry in value)
 
 
-def _is_step(value: object) -> bool:
+def _is_count(value: object) -> bool:
     # type(), because isinstance would accept True.
     return type(value) is int and 0 <= value <= _LARGEST
-
-
-def _is_time(value: object) -> bool:
-    return _is_step(value) or (isinstance(value, float) and 0 <= value <= _LARGEST)
 
 
 def _restore_nonfinite(value: object) -> object:
@@ -319,7 +291,7 @@ def _start_of_process(pid: int) -> int | None:
         stat = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
-    # "1234 (name) S ...": the name may have spaces and brackets of its own
+    # "1234 (name) S ...": the name may have spaces and brackets, too
     state, *fields = stat.rpartition(")")[2].split()
     if state in "ZX":  # a zombie has ended
         return None

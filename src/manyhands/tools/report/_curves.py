@@ -32,6 +32,7 @@ WINDOWS = {"0.5 %": 0.005, "2 %": 0.02, "10 %": 0.1}  # fractions of the run, fo
 WINDOW = 0.02  # the page's first choice
 _DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot")
 _LONG = 200  # a curve of more values is also drawn as its running mean
+_POINTS = 2000  # of a curve, about
 _FEWER = 4  # a running mean is drawn with a quarter of the points
 _INTERVALS = 200  # intervals of the run in which the throughput is measured
 
@@ -120,8 +121,8 @@ def progress_values(run: Run) -> Values | None:
     return values
 
 
-def curves_of(key: str, index: int, run: Run, label: str, most: int) -> list[Curve]:
-    """Return all curves of one run in the figure of `key`, each of about `most` points."""
+def curves_of(key: str, index: int, run: Run, label: str) -> list[Curve]:
+    """Return all curves of one run in the figure of `key`, thinned out."""
     curves: list[Curve] = []
     positions = _positions(run)
 
@@ -131,9 +132,9 @@ def curves_of(key: str, index: int, run: Run, label: str, most: int) -> list[Cur
         for group in groups:
             if group not in distinct:  # equal curves would cover each other
                 distinct.append(group)
-        points = most
+        points = _POINTS
         if window:
-            points = most // _FEWER
+            points = _POINTS // _FEWER
         for number, values in enumerate(distinct):
             kept = thin(values, points)
             if not kept:
@@ -221,7 +222,7 @@ _FLAT = 0.1  # fraction of the figure's height; a lower typical curve asks for a
 _SPREAD = 10.0  # highest over lowest value from which a log scale separates the curves
 
 
-def thin(values: Sequence[float | None], most: int = 2000) -> list[int]:
+def thin(values: Sequence[float | None], most: int = _POINTS) -> list[int]:
     """Return the indices of about `most` values to draw. None is left out.
 
     The first value of an interval that is not finite stays too: it is drawn as a gap.

@@ -359,14 +359,13 @@ def _best_word(key: str) -> str:
 
 def _best_cell(run: Run, key: str) -> str:
     """Return the best value, and the first step with this value."""
-    values = numbers(run, key)
-    finite = [value for value in values if value is not None and math.isfinite(value)]
+    finite = _finite_values(run, key)
     if not finite:
         return _NO_VALUE
     best = min(finite)
     if _best_word(key) == "highest":
         best = max(finite)
-    step = run.lines[values.index(best)]["step"]
+    step = run.lines[numbers(run, key).index(best)]["step"]
     return f"{_format_cell(best)} at {step:,}"
 
 
@@ -394,11 +393,15 @@ def _last_value(run: Run, column: str) -> float | None:
 
 def _mean_cell(run: Run, column: str) -> str:
     """Return the mean of the finite values."""
-    values = numbers(run, column)
-    finite = [value for value in values if value is not None and math.isfinite(value)]
+    finite = _finite_values(run, column)
     if not finite:
         return _NO_VALUE
     return _format_cell(sum(finite) / len(finite))
+
+
+def _finite_values(run: Run, column: str) -> list[float]:
+    values = numbers(run, column)
+    return [value for value in values if value is not None and math.isfinite(value)]
 
 
 def _format_cell(value: float | None) -> str:

@@ -184,7 +184,7 @@ _NOT_DRAWN |= {"batch_scale", "batch_passes", "batch_reason", "fixed_seconds", "
 _NOT_DRAWN |= {"simple_noise_scale_error"}
 
 
-def panels(runs: Sequence[Run], labels: Sequence[str], most_points: int = 2000) -> list[Panel]:
+def panels(runs: Sequence[Run], labels: Sequence[str]) -> list[Panel]:
     """Return the figures for these runs, each with at least one curve."""
     own = own_keys(runs)
     wanted = [Panel(key, key, key, logarithmic=True) for key in own]
@@ -197,7 +197,7 @@ def panels(runs: Sequence[Run], labels: Sequence[str], most_points: int = 2000) 
                 wanted.append(unknown_panel(key))
     filled = []
     for panel in wanted:
-        panel = _with_curves(panel, runs, labels, most_points, own=panel.key in own)
+        panel = _with_curves(panel, runs, labels, own=panel.key in own)
         if panel.curves:
             filled.append(panel)
     return filled
@@ -240,9 +240,7 @@ def unknown_panel(key: str) -> Panel:
     return Panel(key, key.replace("_", " ").capitalize(), key)
 
 
-def _with_curves(
-    panel: Panel, runs: Sequence[Run], labels: Sequence[str], most: int, own: bool
-) -> Panel:
+def _with_curves(panel: Panel, runs: Sequence[Run], labels: Sequence[str], own: bool) -> Panel:
     """Return a panel with the curves of all runs, on a log scale if that shows more of them."""
     faint: list[Curve] = []  # the values under a running mean
     curves: list[Curve] = []
@@ -250,7 +248,7 @@ def _with_curves(
     for index, run in enumerate(runs):
         if not run.lines:
             continue
-        for curve in curves_of(panel.key, index, run, labels[index], most):
+        for curve in curves_of(panel.key, index, run, labels[index]):
             heights += filter(math.isfinite, curve.y)
             if curve.window == 0.0:
                 faint.append(curve)

@@ -1,0 +1,34 @@
+"""Gather and load the whole state of an optimizer under FullyShardedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
+
+from manyhands._optimizers.state_parts import OptimizerLayers
+from manyhands.scaling._binding import KEY
+from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
+
+
+def whole_state(root: FullyShardedDataParallel, optimizer: Optimizer) -> StateDict:
+    """Return the plain optimizer's state on rank 0, with that of a rule; every rank takes part."""
+    layers = OptimizerLayers.of(optimizer)
+    state = root.gather_full_optim_state_dict(layers.inner) or {}
+    if layers.rule is not None:
+        state[KEY] = layers.rule.scaling_state_dict()
+    return state
+
+
+def load_whole_state(
+    root: FullyShardedDataParallel, optimizer: Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Load this rank's slices of the plain optimizer's state, and the state of a rule."""
+    plain = dict(state)
+    of_rule = plain.pop(KEY, None)
+    shard = root.get_shard_from_optim_state_dict(plain)
+    if of_rule is not None:
+        shard = {**shard, KEY: of_rule}
+    optimizer.load_state_dict(shard)
