@@ -313,8 +313,9 @@ def _take_over(environment: Mapping[str, str], out: int, err: int, begin: int) -
 def run_as_main(command: Sequence[str]) -> None:
     """Run `python SCRIPT.py ...` or `python -m MODULE ...` in this process's `__main__`."""
     main = sys.modules["__main__"]
-    for name in vars(main).keys() - {"__name__", "__builtins__"}:
-        delattr(main, name)
+    variables = vars(main)
+    for name in variables.keys() - {"__name__", "__builtins__"}:
+        del variables[name]
     main.__annotations__ = {}
     sys.orig_argv = [*command]
     sys.argv = [*command[1:]]
@@ -325,7 +326,7 @@ def run_as_main(command: Sequence[str]) -> None:
             return
         path = os.path.abspath(command[1])
         loader = importlib.machinery.SourceFileLoader("__main__", path)
-        vars(main).update(
+        variables.update(
             __file__=path,
             __loader__=loader,
             __spec__=None,
@@ -334,7 +335,7 @@ def run_as_main(command: Sequence[str]) -> None:
             __doc__=None,
         )
         code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
-        exec(code, vars(main))
+        exec(code, variables)
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:
