@@ -153,6 +153,17 @@ def imported(module, tree):
                     yield base if base in MODULES else f"{base}.__init__"
 
 
+def test_the_files_of_the_walks_exist():
+    """docs/architecture.md counts them."""
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "architecture.md").read_text()
+    walks = re.findall(r"^\| a .* \| (\d+) \| (`.*`) \|$", page, re.MULTILINE)
+    assert len(walks) == 6
+    for count, files in walks:
+        names = files.replace("`", "").split()
+        assert len(set(names)) == int(count)
+        assert [name for name in names if not (SOURCE / name).exists()] == []
+
+
 def test_no_package_uses_what_is_private_in_another():
     """A loop that is not ours, data and blocks use a rule's port, and public names."""
     private, used = collections.defaultdict(set), []

@@ -2,7 +2,8 @@
 
 _judge.py             compare the runs, and collect the verdict
 _runs.py              run several ranks, and one process with the ranks' batches
-_processes.py         fork the processes of a run, and read their records
+_job.py               the script, and how a run changes it
+_processes.py         start the processes of a run, and read their records
 
 In each process:
 _machine.py           replace GPUs, NCCL and low precisions
@@ -11,6 +12,7 @@ _files.py             copy files before they change, and put them back
 _recorder.py          record modules, passes and optimizer steps
 _loaders.py           record batches, or give the ranks' batches
 _feed.py              choose the ranks' batches for one process
+_state.py             record state that influences the loss
 _batches.py           map, hash and join nested batches
 
 Between runs:
