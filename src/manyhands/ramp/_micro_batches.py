@@ -46,11 +46,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from manyhands._arguments import whole
 from manyhands._optimizers.state_parts import SavedState
+from manyhands._optimizers.wrappers import params_of
 from manyhands._ranks.ranks import RankGroup
 from manyhands.data._ledger import Ledger
 from manyhands.data._order import Order
 from manyhands.data._rules import EpochOrder, check_dataset, check_state, describe_order
-from manyhands.scaling._hooks import params_of
 from manyhands.scaling._optimizer import ScaledOptimizer
 from manyhands.scaling._payload import RankReport
 from manyhands.scaling._weighted_mean import WeightedMean

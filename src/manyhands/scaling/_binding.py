@@ -14,10 +14,9 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from manyhands._optimizers.wrappers import supports_amp, unwrap
+from manyhands._optimizers.wrappers import params_of, supports_amp, unwrap
 from manyhands._ranks.agreement import agree, describe_tensors
 from manyhands._ranks.ranks import RankGroup
-from manyhands.scaling._hooks import params_of
 from manyhands.scaling._settings import Options
 from manyhands.scaling._step import Batch
 

@@ -53,7 +53,6 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.linalg import vector_norm
 from torch.utils.hooks import RemovableHandle
 
-from manyhands._optimizers.wrappers import ParamGroup
 from manyhands._ranks.sharded_gradient import ShardedGradient
 from manyhands._tensors.backward import BackwardPasses, current_task, queue_callback
 from manyhands._tensors.flat import SHORT, DTensorShards, is_dtensor, local_shard, norm
@@ -74,14 +73,6 @@ GradientSlice = tuple[int, Tensor, Callable[[Tensor], Tensor]]
 # them to a block of threads: fewer do not keep an H200 busy (2**22: 3.1 ms for 124 M quotients,
 # 2**24: 2.4 ms, 2**26: 2.1 ms), and more hold more memory.
 TOGETHER = 16 * 2**20
-
-
-def params_of(param_groups: Sequence[ParamGroup]) -> list[Tensor]:
-    """Return the parameters of all groups, in order."""
-    params: list[Tensor] = []
-    for group in param_groups:
-        params.extend(group["params"])
-    return params
 
 
 class PlainNorm:

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from manyhands._optimizers.state_parts import SavedEntries
-from manyhands._optimizers.wrappers import ParamGroup
+from manyhands._optimizers.wrappers import ParamGroup, params_of
 from manyhands._ranks.ranks import RankGroup, widest_float
 from manyhands._ranks.sharded_gradient import ShardedGradient
 from manyhands._tensors.flat import DTensorShards, flatten, is_dtensor, local_shard
-from manyhands.scaling._hooks import GradientSlice, Norm, PlainNorm, params_of
+from manyhands.scaling._hooks import GradientSlice, Norm, PlainNorm
 from manyhands.scaling._payload import LocalNumbers, Numbers, to_tensor
 
 UNDIVIDED = 4_096  # elements of a parameter that every rank measures

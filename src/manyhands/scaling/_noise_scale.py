@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 from manyhands._arguments import explained, instance, real, whole
 from manyhands._optimizers.foreign import find_prepared
 from manyhands._optimizers.state_parts import BELOW, SavedEntries, SavedState
-from manyhands._optimizers.wrappers import LossScale, LossScaler, ParamGroup, unwrap
+from manyhands._optimizers.wrappers import LossScale, LossScaler, ParamGroup, params_of, unwrap
 from manyhands._ranks.agreement import agree, describe_tensors
 from manyhands._ranks.ranks import RankGroup, rank_group_of
 from manyhands._warn import warn
-from manyhands.scaling._hooks import PlainNorm, params_of
+from manyhands.scaling._hooks import PlainNorm
 from manyhands.scaling._noise import NoiseMoments, estimate
 from manyhands.scaling._payload import SentStep
 from manyhands.scaling._settings import (

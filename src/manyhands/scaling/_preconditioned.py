@@ -44,10 +44,10 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer, RMSprop
 
 from manyhands._optimizers.state_parts import ReplicatedState, ShardedOptimizer, plain_optimizer
-from manyhands._optimizers.wrappers import ParamGroup, unwrap
+from manyhands._optimizers.wrappers import ParamGroup, params_of, unwrap
 from manyhands._ranks.ranks import RankGroup
 from manyhands._tensors.flat import DTensorShards, flatten, in_groups, is_dtensor, local_shard, norm
-from manyhands.scaling._hooks import TOGETHER, GradientSlice, Norm, PlainNorm, params_of
+from manyhands.scaling._hooks import TOGETHER, GradientSlice, Norm, PlainNorm
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

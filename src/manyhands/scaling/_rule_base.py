@@ -28,11 +28,17 @@ from manyhands._optimizers.state_parts import (
     SavedState,
     plain_optimizer,
 )
-from manyhands._optimizers.wrappers import LossScale, LossScaler, ParamGroup, find_layer, unwrap
+from manyhands._optimizers.wrappers import (
+    LossScale,
+    LossScaler,
+    ParamGroup,
+    find_layer,
+    params_of,
+    unwrap,
+)
 from manyhands._ranks.ranks import rank_group_of
 from manyhands._warn import warn
 from manyhands.scaling._binding import KEY, check_bindable, check_ranks_agree, claimed_by
-from manyhands.scaling._hooks import params_of
 from manyhands.scaling._noise import VAR_FLOOR, History, NoiseAverage, ratio_of_squares
 from manyhands.scaling._optimizer import RuleCore, ScaledOptimizer
 from manyhands.scaling._payload import StepObserver

@@ -46,7 +46,7 @@ from manyhands._arguments import whole
 from manyhands._optimizers.foreign import PreparedOptimizer
 from manyhands._optimizers.modules import ParallelModules
 from manyhands._optimizers.state_parts import SavedEntries
-from manyhands._optimizers.wrappers import LossScale, ParamGroup, unwrap
+from manyhands._optimizers.wrappers import LossScale, ParamGroup, params_of, unwrap
 from manyhands._ranks.ranks import RankGroup
 from manyhands._tensors.backward import BackwardPasses
 from manyhands._tensors.flat import local_shard
@@ -57,7 +57,6 @@ from manyhands.scaling._hooks import (
     PlainNorm,
     any_values,
     find_unaveraged_gradients,
-    params_of,
     unsharded_parameters,
 )
 from manyhands.scaling._mean_gradient import (

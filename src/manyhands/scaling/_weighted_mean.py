@@ -35,9 +35,8 @@ from torch.optim import Optimizer
 
 from manyhands._arguments import shown
 from manyhands._optimizers.foreign import find_prepared
-from manyhands._optimizers.wrappers import gradient_ranks, unwrap
+from manyhands._optimizers.wrappers import gradient_ranks, params_of, unwrap
 from manyhands._ranks.ranks import RankGroup
-from manyhands.scaling._hooks import params_of
 from manyhands.scaling._rule_base import rule_of
 
 
