@@ -26,8 +26,7 @@ def made(seed, elements, dtype, spread=6):
     return values * (torch.rand(elements, generator=generator) > 0.1)
 
 
-#: How far a value may arrive from where it was, over the largest value that is sent with it. A new
-#: codec joins the contract below by a line here.
+#: The largest rounding error, relative to the largest value of the tensor.
 LARGEST_ERROR = {
     "float32": 0.0,
     "bfloat16": 2**-8,
