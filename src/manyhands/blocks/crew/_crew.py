@@ -49,7 +49,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeVar
 
@@ -334,7 +334,7 @@ class Crew:
         """Tell the members that this worker is gone: it has left, or it ends (`atexit`)."""
         enrollment = self._enrollment
         self._enrollment = None
-        self._membership = Membership()
+        self._membership = replace(self._membership, members=())  # the rank decides who saves
         atexit.unregister(self._depart)
         if enrollment is None or enrollment.process != os.getpid():
             return
