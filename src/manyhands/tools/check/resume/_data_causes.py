@@ -60,7 +60,9 @@ def describe_difference(
 ) -> Finding:
     """Describe the first step of the resumed run with other samples."""
     step = case.at + number
-    there = matching_step(whole, resumed.steps[number:], step)
+    epoch = resumed.epochs[number]
+    after = [one for one, e in zip(resumed.steps, resumed.epochs, strict=True) if e == epoch]
+    there = matching_step(whole, after[resumed.position(number) :], step)
     place = f"from step {step + 1} on"
     if there is None:
         return describe_order(case, step, by_index)

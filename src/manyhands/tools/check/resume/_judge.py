@@ -32,9 +32,8 @@ from manyhands.tools.check.resume._run_causes import RUN_CAUSES, random_state
 from manyhands.tools.check.resume._runs import JobRun, ResumeJob, run_job
 from manyhands.tools.check.resume._state_causes import STATE_CAUSES
 
-INTO_EPOCH = 2  # steps of the next epoch that are compared
-MOST_STEPS = 60  # to reach the next epoch
-MOST_SECONDS = 5.0
+MOST_STEPS = 60  # to reach the end of the next epoch
+MOST_SECONDS = 5.0  # for the same
 ROUNDING = 1e-4  # relative difference of gradients that three or more ranks add in other orders
 
 
@@ -140,7 +139,7 @@ class ResumeCheck:
         steps = script.steps
 
         def enough(recorder: HistoryRecorder, _: CheckpointWatch) -> bool:
-            return recorder.made >= steps and is_in_next_epoch(recorder, 0)
+            return recorder.made >= steps and has_seen_an_epoch(recorder, 0)
 
         plan = RecordPlan(states=(0,), tensors_from=0)
         job = ResumeJob(script, ranks, self.kept, plan, enough, seed=1, files=files)
@@ -162,10 +161,9 @@ class ResumeCheck:
         last = at + max(len(one.steps) for one in resumed)
         if resumed[0].ended:
             last += 1  # if there is another step
-        other_ranks = self.ranks != len(resumed)
 
         def enough(recorder: HistoryRecorder, _: CheckpointWatch) -> bool:
-            return recorder.made >= last and (not other_ranks or is_in_next_epoch(recorder, at))
+            return recorder.made >= last and has_seen_an_epoch(recorder, at)
 
         plan = RecordPlan(states=(0, at), tensors_from=at)
         kept = self.folder / "files of the last run"
@@ -242,15 +240,15 @@ class ResumeCheck:
                     return
 
 
-def is_in_next_epoch(recorder: HistoryRecorder, first: int) -> bool:
-    """Return whether enough steps after step `first` were made to see the next epoch's order."""
+def has_seen_an_epoch(recorder: HistoryRecorder, first: int) -> bool:
+    """Return whether the steps after step `first` reach beyond the next epoch, or long enough."""
     steps = recorder.history.steps[first:]
     if not steps:
         return False
     seconds = time.monotonic() - recorder.began
     if not steps[0].epoch or len(steps) >= MOST_STEPS or seconds > MOST_SECONDS:
         return True
-    return sum(step.epoch > steps[0].epoch for step in steps) >= INTO_EPOCH
+    return len({step.epoch for step in steps}) > 2
 
 
 def describe_difference(whole: RankStep, resumed: RankStep, ranks: int) -> str:

@@ -4,6 +4,7 @@ import math
 
 from manyhands.tools.check._report import Finding
 from manyhands.tools.check.resume._case import ResumeCase, ResumeHypothesis, finding
+from manyhands.tools.check.resume._state_causes import optimizer_state
 
 FAR = 4  # learning rates that have to fit
 
@@ -53,6 +54,8 @@ def learning_rates(case: ResumeCase) -> Finding | None:
             return finding("schedule off", f"{text}: the schedule is {far} steps behind")
     if fits(whole[before::2], after[:FAR]) or fits(whole[before + 1 :: 2], after[:FAR]):
         return finding("schedule stepped twice", f"{text}: the schedule steps twice per step")
+    if optimizer_state(case) is not None:
+        return None  # which has the learning rate
     return finding("learning rate", text)
 
 

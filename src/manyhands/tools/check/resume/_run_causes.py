@@ -30,7 +30,7 @@ def random_state(case: ResumeCase) -> Finding | None:
     for rank in range(case.ranks):
         saved, restored = case.states(rank)
         wrong = [
-            key for key in unequal_keys(saved.random, restored.random) if used(case, rank, key)
+            key for key in unequal_keys(saved.random, restored.random) if is_used(case, rank, key)
         ]
         if not wrong:
             continue
