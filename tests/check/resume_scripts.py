@@ -209,6 +209,18 @@ ACCUMULATING = {
 }
 ACCUMULATING["loss"] = "if i % 2 == 0:\n    optimizer.zero_grad()\n" + ACCUMULATING["loss"]
 
+FOLDERS = {
+    "save": SAVE
+    + """
+os.makedirs("new", exist_ok=True)
+for key, value in saved.items():
+    torch.save(value, f"new/{key}.pt")
+if os.path.isdir("last"):
+    os.rename("last", "old")
+os.rename("new", "last")
+""",
+    "load extra": 'assert os.path.exists("last/model.pt")',
+}
 # name: (slots of the right script, slots that the bug changes, the causes that may be named)
 RESUME_BUGS = {
     "schedule not saved": ({}, {"load schedule": ""}, ["schedule not restored"]),
@@ -354,7 +366,251 @@ RESUME_RIGHT = {
     "local steps": LOCAL,
     "order of the default generator": GLOBAL_ORDER,
     "augmented": AUGMENTED,
+    "a folder renamed into place": FOLDERS,
     "counter": COUNTED,
     "checkpoint per epoch": PER_EPOCH,
     "accumulating": ACCUMULATING,
 }
+
+ACCELERATE = """
+import glob
+import os
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import ProjectConfiguration, set_seed
+from torch.utils.data import DataLoader, TensorDataset
+
+set_seed(0)
+project = ProjectConfiguration(project_dir="out")
+@accelerator@
+data = TensorDataset(torch.randn(48, 6), torch.randint(0, 3, (48,)))
+loader = DataLoader(data, 4, shuffle=True)
+model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
+@prepare@
+step = 0
+resumes = os.path.isdir("out")
+if resumes:
+    step = max(int(path.split("_")[-1]) for path in glob.glob("out/step_*"))
+    accelerator.load_state(f"out/step_{step}")
+start, skip = divmod(step, len(loader))
+@loaded@
+for epoch in range(start, 4):
+    @epoch@
+    for x, y in batches:
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        step += 1
+        if step % 4 == 0:
+            accelerator.save_state(f"out/step_{step}")
+"""
+ACCELERATE_DEFAULTS = {
+    "accelerator": "accelerator = Accelerator(project_config=project, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))",
+    "prepare": "model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)",
+    "loaded": "",
+    "epoch": """
+        loader.set_epoch(epoch)
+        batches = loader
+        if epoch == start and skip:
+            batches = accelerator.skip_first_batches(loader, skip)
+    """,
+}
+PLAIN_ACCELERATOR = {"accelerator": "accelerator = Accelerator(project_config=project)"}
+STATEFUL = """
+accelerator = Accelerator(
+    project_config=project,
+    dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
+)
+"""
+CURSOR = """
+import os
+import torch
+import torch.distributed as dist
+import manyhands as mh
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(96, 6), torch.randint(0, 3, (96,)))
+model = DDP(torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+cursor = mh.Cursor(data, batch_size=12, optimizer=optimizer)
+step = 0
+if os.path.isdir("run"):
+    @load@
+while cursor.epoch < 4:
+    for x, y in cursor:
+        losses = cross_entropy(model(x), y, reduction="none")
+        optimizer.zero_grad()
+        cursor.mean(losses.sum()).backward()
+        optimizer.step()
+        step += 1
+        if step % 3 == 0:
+            mh.save("run", model=model, optimizer=optimizer, cursor=cursor)
+"""
+CURSOR_DEFAULTS = {"load": 'mh.load("run", model=model, optimizer=optimizer, cursor=cursor)'}
+TRAINER = """
+import os
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(6, 16), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(16, 3)
+        )
+    def forward(self, x, labels):
+        out = self.layers(x)
+        return {"loss": torch.nn.functional.cross_entropy(out, labels), "logits": out}
+
+torch.manual_seed(0)
+@data@
+arguments = TrainingArguments(
+    "out", per_device_train_batch_size=4, num_train_epochs=4, save_steps=4, learning_rate=0.01,
+    report_to=[], disable_tqdm=True, use_cpu=True, @arguments
+)
+trainer = Trainer(Net(), arguments, train_dataset=data)
+last = get_last_checkpoint("out") if os.path.isdir("out") else None
+@train@
+"""
+TRAINER = TRAINER.replace("@arguments", "save_only_model=WEIGHTS_ONLY")
+TRAINER_DEFAULTS = {
+    "data": 'data = [{"x": torch.randn(6), "labels": torch.tensor(i % 3)} for i in range(48)]\nWEIGHTS_ONLY = False',
+    "train": "trainer.train(resume_from_checkpoint=last)",
+}
+LIGHTNING = """
+import os
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+    def training_step(self, batch, i):
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+L.seed_everything(0)
+data = TensorDataset(torch.randn(48, 6), torch.randint(0, 3, (48,)))
+@loader@
+saving = L.pytorch.callbacks.ModelCheckpoint("out", save_last=True)
+trainer = L.Trainer(
+    accelerator="cpu", devices=1, max_epochs=4, default_root_dir="out", logger=False,
+    enable_progress_bar=False, callbacks=[saving],
+)
+net = Net()
+last = "out/last.ckpt" if os.path.exists("out/last.ckpt") else None
+@fit@
+"""
+LIGHTNING_DEFAULTS = {
+    "loader": "loader = DataLoader(data, 4)",
+    "fit": "trainer.fit(net, loader, ckpt_path=last)",
+}
+FRAMEWORKS = {
+    "Accelerate": (ACCELERATE, ACCELERATE_DEFAULTS),
+    "Trainer": (TRAINER, TRAINER_DEFAULTS),
+    "Lightning": (LIGHTNING, LIGHTNING_DEFAULTS),
+    "manyhands": (CURSOR, CURSOR_DEFAULTS),
+}
+# (framework, slots, number of steps before the checkpoint, ranks of the resumed run, causes)
+FRAMEWORK_BUGS = {
+    "Accelerate, no batches skipped": (
+        "Accelerate", {"epoch": "loader.set_epoch(epoch)\nbatches = loader"}, 1, None, ["samples repeated"],
+    ),
+    "Accelerate, schedule not prepared": (
+        "Accelerate",
+        {"prepare": "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"},
+        1, None, ["schedule not restored"],
+    ),
+    "Trainer, weights only": (
+        "Trainer",
+        {"data": TRAINER_DEFAULTS["data"].replace("False", "True")},
+        1, None, ["optimizer state"],
+    ),
+    "Lightning, weights only": (
+        "Lightning",
+        {"fit": 'if last:\n    net.load_state_dict(torch.load(last)["state_dict"])\ntrainer.fit(net, loader)'},
+        1, None, ["optimizer state"],
+    ),
+    "Lightning, shuffled by the default generator": (
+        "Lightning", {"loader": "loader = DataLoader(data, 4, shuffle=True)"}, 1, None, ["epoch counter", "shuffle order"],
+    ),
+    "manyhands, cursor not loaded": (
+        "manyhands", {"load": 'mh.load("run", model=model, optimizer=optimizer)'}, 1, None, ["samples repeated"],
+    ),
+    "manyhands, cursor not loaded by other ranks": (
+        "manyhands", {"load": 'mh.load("run", model=model, optimizer=optimizer)'}, 1, 3, ["samples repeated"],
+    ),
+    "manyhands, optimizer not loaded": (
+        "manyhands", {"load": 'mh.load("run", model=model, cursor=cursor)'}, 1, None, ["optimizer state"],
+    ),
+}  # fmt: skip
+SKIPS = """
+batches = loader
+if epoch == start and skip:
+    batches = accelerator.skip_first_batches(loader, skip)
+"""
+# Bugs that were reported in public, reproduced from their descriptions:
+# (template and defaults, slots, steps before the checkpoint, ranks before and after, causes)
+PLAIN = (RESUMING, RESUMING_DEFAULTS)
+REPORTS = {
+    "huggingface/accelerate#2823": (FRAMEWORKS["Accelerate"], {**PLAIN_ACCELERATOR, "epoch": SKIPS}, 8, (None, None), ["epoch counter"]),
+    "huggingface/accelerate#4195": (
+        FRAMEWORKS["Accelerate"], {"accelerator": STATEFUL, "epoch": "batches = loader"}, 8, (None, None),
+        ["epoch counter", "shuffle order"],
+    ),
+    "ServiceNow/Fast-LLM#436": (
+        PLAIN,
+        {
+            "save": SAVE + '\nsaved["world"] = world',
+            "load optimizer": 'if state["world"] == world:\n    optimizer.load_state_dict(state["optimizer"])',
+        },
+        1, (2, 1), ["optimizer state"],
+    ),
+    "PolymathicAI/the_well#77": (
+        PLAIN, {**SCALER, "load extra": "", "load schedule": ""}, 1, (None, None), ["gradient scaler"],
+    ),
+    "wyim-pgl/transgenic#59": (
+        FRAMEWORKS["Accelerate"],
+        {
+            **PLAIN_ACCELERATOR,
+            "epoch": "batches = (batch for i, batch in enumerate(loader) if epoch > start or i >= skip)",
+        },
+        4, (1, 1), ["epoch counter", "shuffle order"],
+    ),
+    "vllm-project/speculators#1027": (PLAIN, {"load random": ""}, 1, (None, None), ["random state"]),
+    "vllm-project/speculators#900": (
+        PLAIN,
+        {"load schedule": "for _ in range(state['epoch']):\n    schedule.step()"},
+        8, (None, None), ["schedule off"],
+    ),
+    "huggingface/lerobot#3459": (
+        PLAIN,
+        {"loader": "loader = DataLoader(data, 4, shuffle=True)", "epoch": "", "skip": "start = 0"},
+        13, (None, None), ["epoch counter", "samples repeated", "shuffle order"],
+    ),
+    "verl-project/verl#7401": (PLAIN, {**PER_EPOCH, "load extra": 'state["epoch"] += 1'}, 1, (None, None), ["epoch counter", "samples skipped"]),
+    "NVIDIA/Megatron-LM#6858": (
+        PLAIN,
+        {"load random": RESUMING_DEFAULTS["load random"].replace("[rank]", "[0]")},
+        1, (None, None), ["random state of another rank"],
+    ),
+    "THUDM/slime#1547": (
+        PLAIN,
+        {"load schedule": 'schedule.load_state_dict(state["schedule"])\nfor _ in range(schedule.last_epoch):\n    schedule.step()'},
+        1, (None, None), ["schedule off"],
+    ),
+    "rllm-org/rllm#900": (PLAIN, {"skip": "for _ in range(start - 1):\n    next(batches)"}, 1, (None, None), ["samples repeated"]),
+}  # fmt: skip

@@ -44,6 +44,8 @@ class CheckpointWatch:
             return False
         common = os.path.commonpath(found)
         here = os.path.realpath(os.getcwd())
+        if common == here:  # several files beside the script
+            common = str(max(found, key=lambda path: self.seen[path][1]))
         self.latest = os.path.relpath(common, here) if common.startswith(here) else common
         return True
 

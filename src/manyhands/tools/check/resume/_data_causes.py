@@ -70,7 +70,7 @@ def describe_difference(
     other = whole.epoch_number(there)
     if epoch != other and whole.position(step) == whole.position(there):
         text = f"{place}, epoch {epoch} has the order of epoch {other}"
-        return finding("epoch counter", text)
+        return finding("epoch counter", text + EpochSamples(case, step, by_index).counts())
     low, high = sorted((there, step))
     count = 0
     for history in case.whole:
@@ -94,32 +94,42 @@ def matching_step(whole: Order, after: list[Samples], step: int) -> int | None:
     return min(found, key=lambda there: abs(there - step), default=None)
 
 
+class EpochSamples:
+    """The samples of an epoch on all ranks, before and after the first step that differs."""
+
+    def __init__(self, case: ResumeCase, step: int, by_index: bool) -> None:
+        self.seen: set[Any] = set()  # before the step
+        self.rest: set[Any] = set()  # after it, without interruption
+        self.got: set[Any] = set()  # after it, of the resumed run
+        self.known: set[Any] = set()  # of all epochs
+        for whole, resumed in zip(case.whole, case.resumed, strict=True):
+            epochs = [one.epoch for one in whole.steps]
+            for number, one in enumerate(whole.steps):
+                found = one.samples(by_index)
+                self.known.update(found)
+                if epochs[number] == epochs[step]:
+                    (self.seen if number < step else self.rest).update(found)
+            length = epochs[step:].count(epochs[step])
+            for one in resumed.steps[step - case.at :][:length]:
+                self.got.update(one.samples(by_index))
+
+    def counts(self) -> str:
+        twice = len(self.got & self.seen)
+        never = len(self.rest - self.got)
+        if not self.seen or not (twice or never):
+            return ""
+        return f": {twice} samples come twice in the epoch, and {never} not at all"
+
+
 def describe_order(case: ResumeCase, step: int, by_index: bool) -> Finding:
     """Describe samples in another order, or other samples."""
-    seen: set[Any] = set()
-    rest: set[Any] = set()
-    got: set[Any] = set()
-    known: set[Any] = set()
-    for whole, resumed in zip(case.whole, case.resumed, strict=True):
-        epochs = [one.epoch for one in whole.steps]
-        for number, one in enumerate(whole.steps):
-            known.update(one.samples(by_index))
-            if epochs[number] == epochs[step]:
-                (seen if number < step else rest).update(one.samples(by_index))
-        number = step - case.at
-        length = epochs.count(epochs[step]) - epochs[:step].count(epochs[step])
-        for one in resumed.steps[number : number + length]:
-            got.update(one.samples(by_index))
-    if len(got & known) < 0.5 * len(got):
+    samples = EpochSamples(case, step, by_index)
+    if len(samples.got & samples.known) < 0.5 * len(samples.got):
         text = f"the samples of step {step + 1} are not those of the run without interruption"
         if random_differs(case):
             return finding("random state", f"{text}, and the random state was not restored")
         return finding("other samples", text)
-    text = f"from step {step + 1} on, the samples come in another order"
-    twice = len(got & seen)
-    never = len(rest - got)
-    if twice or never:
-        text += f": {twice} come twice in the epoch, and {never} not at all"
+    text = f"from step {step + 1} on, the samples come in another order{samples.counts()}"
     if random_differs(case):
         text += "; the random state was not restored either"
     return finding("shuffle order", text)
@@ -149,14 +159,15 @@ def samples_on_other_ranks(case: ResumeCase, by_index: bool) -> Finding | None:
         for one in resumed.steps:
             if one.epoch == resumed.steps[0].epoch:
                 got += one.samples(by_index)
+    ranks = f"after {len(case.killed)} ranks became {len(case.resumed)}"
     padding = max(len(case.killed), len(case.resumed))  # samples that fill the last batches
     twice = len(seen.intersection(got))
     never = len(rest.difference(got))
     if twice > padding:
-        text = f"on {len(case.resumed)} ranks, {twice} samples come twice in the epoch"
+        text = f"{ranks}, {twice} samples come twice in the epoch"
         return finding("samples repeated", f"{text}, and {never} not at all")
     if never > padding:
-        text = f"on {len(case.resumed)} ranks, {never} samples of the epoch are left out"
+        text = f"{ranks}, {never} samples of the epoch are left out"
         return finding("samples skipped", text)
     return None
 

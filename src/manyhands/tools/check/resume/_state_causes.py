@@ -23,7 +23,10 @@ def parameters(case: ResumeCase) -> Finding | None:
         start = case.start(rank).parameters
         as_at_start = all(restored.parameters[key] == start.get(key) for key in wrong)
         text = f"{describe(names, len(saved.parameters))} of the parameters"
-        text += " have their initial values" if as_at_start else " are not those of the checkpoint"
+        if as_at_start:
+            text += " have their initial values"
+        else:
+            text += " are not those of the checkpoint"
         frozen = len(saved.trained) < len(saved.parameters)
         if frozen and set(wrong) <= set(saved.trained):
             return finding("adapter weights", f"{text}, and all frozen ones are restored")
@@ -62,6 +65,8 @@ def optimizer_state(case: ResumeCase) -> Finding | None:
                 missing = list(saved.optimizer)
         if not wrong and not missing:
             continue
+        if len(missing) == len(saved.optimizer):
+            return finding("optimizer state", "the optimizer starts without state")
         if missing:
             text = f"the optimizer starts without {describe(named(missing, saved), 0)}"
             return finding("optimizer state", text)
@@ -105,8 +110,8 @@ def scaler(case: ResumeCase) -> Finding | None:
     for key, value in saved.scaler.items():
         found = restored.scaler.get(key)
         if found != value:
-            what = key.strip("_").replace("_", " ")
-            text = f"the gradient scaler starts with the {what} {found}, and had {value}"
+            name = key.strip("_").replace("_", " ")
+            text = f"the gradient scaler starts with the {name} {found}, and had {value}"
             return finding("gradient scaler", text)
     return None
 
