@@ -347,7 +347,7 @@ RESUME_BUGS = {
     "order drawn again": (
         GLOBAL_ORDER,
         {"epoch": "order = torch.get_rng_state()"},
-        ["shuffle order"],
+        ["epoch counter"],
     ),
     "resumed with another batch size": (
         {},

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from manyhands.tools.check._report import Finding
-from manyhands.tools.check.resume._records import Digests, History, RankStep, State
+from manyhands.tools.check.resume._records import Digests, RankHistory, RankStep, State
 
 # Where to look for each cause.
 LOOK = {
@@ -34,10 +34,10 @@ LOOK = {
 class ResumeCase:
     """The records that hypotheses look at, by rank."""
 
-    killed: list[History]
-    resumed: list[History]
-    whole: list[History]
-    at: int  # steps before the checkpoint
+    killed: list[RankHistory]
+    resumed: list[RankHistory]
+    whole: list[RankHistory]
+    at: int  # steps that the checkpoint contains
 
     @property
     def same_ranks(self) -> bool:
@@ -54,7 +54,12 @@ class ResumeCase:
 
     def states(self, rank: int) -> tuple[State, State]:
         """Return the state at the checkpoint and the one that was restored."""
-        return self.killed[rank].states[self.at], self.resumed[rank].states[0]
+        return self.saved(rank), self.resumed[rank].states[0]
+
+    def saved(self, rank: int) -> State:
+        """Return the state at the checkpoint, which may be earlier than the kill."""
+        states = self.killed[rank].states
+        return states[self.at] if self.at in states else self.whole[rank].states[self.at]
 
     def start(self, rank: int) -> State:
         return self.whole[rank].states[0]

@@ -13,7 +13,7 @@ Samples = tuple[object, ...]
 
 
 @dataclass
-class Order:
+class SampleOrder:
     """The samples of each step of a run on one rank."""
 
     steps: list[Samples]
@@ -28,8 +28,8 @@ class Order:
         return len(set(self.epochs[: step + 1]))
 
 
-def order_of(steps: list[RankStep], by_index: bool) -> Order:
-    return Order([step.samples(by_index) for step in steps], [step.epoch for step in steps])
+def order_of(steps: list[RankStep], by_index: bool) -> SampleOrder:
+    return SampleOrder([step.samples(by_index) for step in steps], [step.epoch for step in steps])
 
 
 def indexed(case: ResumeCase) -> bool:
@@ -56,7 +56,7 @@ def samples(case: ResumeCase) -> Finding | None:
 
 
 def describe_difference(
-    case: ResumeCase, whole: Order, resumed: Order, number: int, by_index: bool
+    case: ResumeCase, whole: SampleOrder, resumed: SampleOrder, number: int, by_index: bool
 ) -> Finding:
     """Describe the first step of the resumed run with other samples."""
     step = case.at + number
@@ -84,7 +84,7 @@ def describe_difference(
     return finding("samples skipped", text)
 
 
-def matching_step(whole: Order, after: list[Samples], step: int) -> int | None:
+def matching_step(whole: SampleOrder, after: list[Samples], step: int) -> int | None:
     """Return the step nearest to `step` from which the samples are those of the resumed run."""
     found = []
     for there in range(len(whole.steps)):

@@ -19,7 +19,7 @@ from manyhands.tools.check._machine import wrap
 from manyhands.tools.check._recorder import WRAPPERS
 from manyhands.tools.check._records import Tensors
 from manyhands.tools.check.resume._averages import averages_of
-from manyhands.tools.check.resume._records import History, PassSamples, RankStep, State
+from manyhands.tools.check.resume._records import PassSamples, RankHistory, RankStep, State
 from manyhands.tools.check.resume._samples import GivenBatches
 from manyhands.tools.check.resume._state import (
     digest_of,
@@ -38,7 +38,7 @@ class RecordPlan:
     """The parts of a run that are recorded."""
 
     states: tuple[int, ...] = (0,)  # numbers of steps after which to record the state
-    tensors_from: int | None = 0  # first step whose gradients and parameters are recorded
+    tensors_from: int = 0  # first step whose gradients and parameters are recorded
 
 
 class HistoryRecorder:
@@ -57,7 +57,7 @@ class HistoryRecorder:
         self.plan = plan
         self.stops = stops
         self.finish = finish
-        self.history = History()
+        self.history = RankHistory()
         self.loaders = GivenBatches()
         self.depth = 0  # nested calls of modules
         self.stepping = False
@@ -206,7 +206,7 @@ class HistoryRecorder:
 
     def _record_tensors(self, now: RankStep) -> None:
         first = self.plan.tensors_from
-        if first is None or self.made < first:
+        if self.made < first:
             return
         for name, p in self.parameters.items():
             if not p.requires_grad:

@@ -24,15 +24,16 @@ from manyhands.tools.check._runs import NotJudged
 from manyhands.tools.check.resume._case import ResumeCase, unequal_keys
 from manyhands.tools.check.resume._checkpoints import CheckpointWatch
 from manyhands.tools.check.resume._data_causes import DATA_CAUSES
-from manyhands.tools.check.resume._history import HistoryRecorder, RecordPlan
+from manyhands.tools.check.resume._history import VALUES, HistoryRecorder, RecordPlan
 from manyhands.tools.check.resume._rate_causes import RATE_CAUSES
-from manyhands.tools.check.resume._records import History, RankStep
+from manyhands.tools.check.resume._records import RankHistory, RankStep
 from manyhands.tools.check.resume._report import ResumeVerdict
 from manyhands.tools.check.resume._run_causes import RUN_CAUSES, random_state
 from manyhands.tools.check.resume._runs import JobRun, ResumeJob, run_job
 from manyhands.tools.check.resume._state_causes import STATE_CAUSES
 
 MOST_STEPS = 60  # to reach the end of the next epoch
+PORTS = 3  # to try, as another program may take a free one
 MOST_SECONDS = 5.0  # for the same
 ROUNDING = 1e-4  # relative difference of gradients that three or more ranks add in other orders
 
@@ -81,14 +82,20 @@ class ResumeCheck:
             resumed = self.resume(at, killed)
         finally:
             put_back(self.kept)
-        case = ResumeCase(killed, resumed, self.run_through(at, resumed), at)
+        at = self.find_checkpoint(at, killed[0], resumed[0])
+        whole = self.run_through(at, len(killed[0].steps), resumed)
+        case = ResumeCase(killed, resumed, whole, at)
         self.compare(case)
 
     def run(self, job: ResumeJob) -> JobRun:
         job.kept.mkdir(exist_ok=True)
-        return run_job(job, self.folder, max(self.deadline - time.monotonic(), 1.0))
+        for _ in range(PORTS):
+            made = run_job(job, self.folder, max(self.deadline - time.monotonic(), 1.0))
+            if not any("EADDRINUSE" in error for error in made.errors.values()):
+                break
+        return made
 
-    def interrupt(self) -> list[History]:
+    def interrupt(self) -> list[RankHistory]:
         """Kill the script after a checkpoint, and return the histories of its ranks."""
         at = self.request.at
 
@@ -98,7 +105,7 @@ class ResumeCheck:
                 return False
             return watch.written(recorder.least_size()) and recorder.made >= at
 
-        plan = RecordPlan(states=(0,), tensors_from=None)
+        plan = RecordPlan(states=(0,), tensors_from=0)
         job = ResumeJob(self.request.script, self.ranks, self.kept, plan, enough)
         made = self.run(job)
         if self.request.ranks is None and not any(one.grouped for one in made.histories):
@@ -116,7 +123,7 @@ class ResumeCheck:
             raise NotJudged(self.describe_missing_checkpoint(first))
         return made.histories
 
-    def describe_missing_checkpoint(self, history: History) -> str:
+    def describe_missing_checkpoint(self, history: RankHistory) -> str:
         steps = len(history.steps)
         if history.checkpoint:
             return (
@@ -128,7 +135,7 @@ class ResumeCheck:
             "file of torch, safetensors, pickle or numpy as large as the trained parameters."
         )
 
-    def resume(self, at: int, killed: list[History]) -> list[History]:
+    def resume(self, at: int, killed: list[RankHistory]) -> list[RankHistory]:
         """Start the script with the files that it left, and return the histories of its ranks."""
         script = self.request.script
         name = killed[0].checkpoint
@@ -156,16 +163,34 @@ class ResumeCheck:
         self.verdict.interrupted += f"Resumed with {ranks} process{'es' * (ranks > 1)}."
         return made.histories
 
-    def run_through(self, at: int, resumed: list[History]) -> list[History]:
+    def find_checkpoint(self, at: int, killed: RankHistory, resumed: RankHistory) -> int:
+        """Return after which step the state was saved that the resumed run starts from.
+
+        It is earlier than the kill if a checkpoint is written while training goes on.
+        """
+        if 0 not in resumed.states:
+            return at
+        saved = killed.states[at]
+        restored = resumed.states[0].parameters
+        trained = {saved.names[key]: restored.get(key) for key in saved.trained}
+        for made in range(at, 0, -1):
+            if killed.steps[made - 1].params == trained:
+                if made < at:
+                    note = f"the state after step {made} was restored, of {at} that were made."
+                    self.verdict.notes.append(note)
+                return made
+        return at
+
+    def run_through(self, at: int, killed: int, resumed: list[RankHistory]) -> list[RankHistory]:
         """Run without interruption to the step at which the resumed run was stopped."""
-        last = at + max(len(one.steps) for one in resumed)
+        last = max(killed, at + max(len(one.steps) for one in resumed))
         if resumed[0].ended:
             last += 1  # if there is another step
 
         def enough(recorder: HistoryRecorder, _: CheckpointWatch) -> bool:
             return recorder.made >= last and has_seen_an_epoch(recorder, at)
 
-        plan = RecordPlan(states=(0, at), tensors_from=at)
+        plan = RecordPlan(states=(0, at, killed), tensors_from=at)
         kept = self.folder / "files of the last run"
         job = ResumeJob(self.request.script, self.ranks, kept, plan, enough)
         try:
@@ -174,7 +199,7 @@ class ResumeCheck:
             put_back(kept)
         if made.failed:
             raise NotJudged(made.why("without interruption"))
-        if len(made.histories[0].steps) < at:
+        if len(made.histories[0].steps) < killed:
             raise NotJudged("two runs without interruption make different numbers of steps.")
         return made.histories
 
@@ -209,10 +234,10 @@ class ResumeCheck:
     def find_unequal_runs(self, case: ResumeCase) -> str:
         """Return in which state two runs without interruption differ before the checkpoint."""
         for killed, whole in zip(case.killed, case.whole, strict=True):
-            if case.at not in whole.states:
-                return ""  # the script ends at the checkpoint
-            before = killed.states[case.at]
-            same = whole.states[case.at]
+            if len(killed.steps) not in whole.states:
+                return ""  # the script ends there
+            before = killed.states[len(killed.steps)]
+            same = whole.states[len(killed.steps)]
             for kind in ("parameters", "buffers", "optimizer", "random"):
                 if unequal_keys(getattr(before, kind), getattr(same, kind)):
                     return {"random": "the random state"}.get(kind, kind)
@@ -229,6 +254,11 @@ class ResumeCheck:
                 f"{len(case.killed)} ranks became {len(case.resumed)}"
             )
             return
+        if case.ranks > 2 and count > VALUES:
+            self.verdict.skipped.append(
+                f"gradients after step {case.at + VALUES} and parameters, as three or more ranks "
+                "add in another order after DDP's first step"
+            )
         if count:
             self.verdict.compared = f"Compared: steps {case.at + 1} to {case.at + count}."
         for number in range(count):
@@ -259,7 +289,7 @@ def describe_difference(whole: RankStep, resumed: RankStep, ranks: int) -> str:
         return f"the learning rate is {resumed.rates[0]:.4g}, not {whole.rates[0]:.4g}."
     for kind in ("grads", "params"):
         wrong = unequal_keys(getattr(whole, kind), getattr(resumed, kind))
-        if not wrong:
+        if not wrong or (ranks > 2 and (kind == "params" or not whole.grad_values)):
             continue
         kind_values = kind.removesuffix("s") + "_values"
         distances = gradient_distances(getattr(resumed, kind_values), getattr(whole, kind_values))

@@ -58,7 +58,7 @@ class RankStep:
 
 
 @dataclass
-class History:
+class RankHistory:
     """The record of one process."""
 
     steps: list[RankStep] = field(default_factory=list)

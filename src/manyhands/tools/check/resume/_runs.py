@@ -25,7 +25,7 @@ from manyhands.tools.check._records import read
 from manyhands.tools.check.resume._checkpoints import CheckpointWatch, ReadWatch
 from manyhands.tools.check.resume._history import HistoryRecorder, RecordPlan
 from manyhands.tools.check.resume._meeting import Meeting
-from manyhands.tools.check.resume._records import History
+from manyhands.tools.check.resume._records import RankHistory
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ResumeJob:
 class JobRun(CheckRun):
     """The result of a run."""
 
-    histories: list[History] = field(default_factory=list)  # by rank; empty if the run failed
+    histories: list[RankHistory] = field(default_factory=list)  # by rank; empty if the run failed
 
 
 def run_job(job: ResumeJob, folder: Path, seconds: float) -> JobRun:

@@ -2,6 +2,8 @@
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import numpy
@@ -27,6 +29,9 @@ class GivenBatches:
 
     def patch(self) -> None:
         wrap(DataLoader, "__iter__", self._iterate)
+        with suppress(ImportError):
+            stateful = import_module("torchdata.stateful_dataloader")
+            wrap(stateful.StatefulDataLoader, "__iter__", self._iterate)
         wrap(_BaseDataLoaderIter, "_next_index", self._next_index)
         wrap(_BaseDataLoaderIter, "_reset", self._reset)
 
@@ -43,10 +48,12 @@ class GivenBatches:
         return PassSamples(hashes, [], self.epochs)
 
     def _iterate(self, iterate: Any, loader: Any) -> Iterator[Any]:
-        batches = iterate(loader)
+        batches = iterate(loader)  # draws a seed now, and not when the first batch is read
         if torch.is_grad_enabled():
             self.epochs += 1
-        epoch = self.epochs
+        return self._record(batches, self.epochs)
+
+    def _record(self, batches: Any, epoch: int) -> Iterator[Any]:
         for batch in batches:
             if torch.is_grad_enabled():
                 samples = PassSamples(row_hashes(batch), _next_indices(batches), epoch)

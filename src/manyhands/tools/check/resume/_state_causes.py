@@ -80,7 +80,7 @@ def optimizer_state(case: ResumeCase) -> Finding | None:
 
 
 def saved_states(case: ResumeCase) -> list[State]:
-    return [history.states[case.at] for history in case.killed]
+    return [case.saved(rank) for rank in range(len(case.killed))]
 
 
 def restored_states(case: ResumeCase) -> list[State]:
