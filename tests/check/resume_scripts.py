@@ -209,6 +209,25 @@ ACCUMULATING = {
 }
 ACCUMULATING["loss"] = "if i % 2 == 0:\n    optimizer.zero_grad()\n" + ACCUMULATING["loss"]
 
+TWO_MODELS = {
+    "model": "model = nn.Linear(6, 6)\nother = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))",
+    "optimizer": """
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        second = torch.optim.AdamW(other.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+    """,
+    "loss": """
+        fake = ddp(torch.randn(4, 6))
+        second.zero_grad()
+        (other(fake.detach()).mean() - other(x).mean()).backward()
+        for p in other.parameters():
+            dist.all_reduce(p.grad)
+        second.step()
+        (-other(fake).mean()).backward()
+    """,
+    "save": SAVE + "\nsaved |= dict(other=other.state_dict(), second=second.state_dict())",
+    "load extra": 'other.load_state_dict(state["other"])\nsecond.load_state_dict(state["second"])',
+}
 FOLDERS = {
     "save": SAVE
     + """
@@ -286,6 +305,11 @@ RESUME_BUGS = {
         NORM,
         {"load extra": "model[1].reset_running_stats()"},
         ["running statistics"],
+    ),
+    "second model lost": (
+        TWO_MODELS,
+        {"load extra": 'second.load_state_dict(state["second"])'},
+        ["parameters"],
     ),
     "average of the weights lost": (
         EMA,
@@ -368,6 +392,12 @@ RESUME_RIGHT = {
     "augmented": AUGMENTED,
     "a folder renamed into place": FOLDERS,
     "counter": COUNTED,
+    "worker processes": {
+        "loader": RESUMING_DEFAULTS["loader"].replace(
+            "sampler=sampler", "sampler=sampler, num_workers=1"
+        )
+    },
+    "two models": TWO_MODELS,
     "checkpoint per epoch": PER_EPOCH,
     "accumulating": ACCUMULATING,
 }
@@ -518,7 +548,47 @@ LIGHTNING_DEFAULTS = {
     "loader": "loader = DataLoader(data, 4)",
     "fit": "trainer.fit(net, loader, ckpt_path=last)",
 }
+SHARDED_MODEL = """
+import os
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(48, 6), torch.randint(0, 3, (48,)))
+sampler = DistributedSampler(data)
+loader = DataLoader(data, 4, sampler=sampler)
+model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+epoch, start = 0, 0
+if os.path.isdir("ckpt"):
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments, "epoch": 0, "step": 0}
+    dcp.load(state, checkpoint_id="ckpt")
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    epoch, start = state["epoch"], state["step"]
+    @loaded@
+for e in range(epoch, 4):
+    sampler.set_epoch(e)
+    for i, (x, y) in enumerate(loader):
+        if e == epoch and i < start:
+            continue
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if i == 2:
+            weights, moments = get_state_dict(model, optimizer)
+            state = {"model": weights, "optimizer": moments, "epoch": e, "step": i + 1}
+            @save@
+"""
+SHARDED_MODEL_DEFAULTS = {"loaded": "", "save": 'dcp.save(state, checkpoint_id="ckpt")'}
 FRAMEWORKS = {
+    "FSDP2": (SHARDED_MODEL, SHARDED_MODEL_DEFAULTS),
     "Accelerate": (ACCELERATE, ACCELERATE_DEFAULTS),
     "Trainer": (TRAINER, TRAINER_DEFAULTS),
     "Lightning": (LIGHTNING, LIGHTNING_DEFAULTS),
@@ -526,6 +596,9 @@ FRAMEWORKS = {
 }
 # (framework, slots, number of steps before the checkpoint, ranks of the resumed run, causes)
 FRAMEWORK_BUGS = {
+    "FSDP2, state of a parameter lost": (
+        "FSDP2", {"loaded": "del optimizer.state[model[2].weight]"}, 1, None, ["optimizer state"],
+    ),
     "Accelerate, no batches skipped": (
         "Accelerate", {"epoch": "loader.set_epoch(epoch)\nbatches = loader"}, 1, None, ["samples repeated"],
     ),

@@ -80,7 +80,7 @@ def test_a_right_resume_with_a_trainer_is_judged_right(name, tmp_path):
 def test_a_bug_reported_in_public_is_found(name, tmp_path):
     template, slots, at, (ranks, then), causes = REPORTS[name]
     if "Stateful" in slots.get("accelerator", ""):
-        pytest.importorskip("torchdata")
+        pytest.importorskip("torchdata.stateful_dataloader")
     verdict = checked(tmp_path, fill(*template, **slots), at=at, ranks=ranks, then=then)
     assert verdict.code == 1, verdict.as_text()
     assert verdict.findings[0].cause in causes, verdict.as_text()
@@ -94,6 +94,24 @@ def test_another_number_of_ranks_may_resume(then, tmp_path):
     assert verdict.skipped == [
         f"gradients, parameters and random state of the steps after it, as 2 ranks became {then}"
     ]
+
+
+@pytest.mark.long
+def test_a_checkpoint_may_be_written_while_training_goes_on(tmp_path):
+    save = """
+        group = dist.new_group(backend="gloo")
+        dcp.async_save(state, checkpoint_id="ckpt", process_group=group)
+    """
+    template, slots = FRAMEWORKS["FSDP2"]
+    verdict = checked(tmp_path, fill(template, slots, save=save))
+    assert verdict.code == 0, verdict.as_text()
+
+
+@pytest.mark.long
+def test_rounding_of_three_ranks_is_allowed(tmp_path):
+    verdict = checked(tmp_path, fill(RESUMING, RESUMING_DEFAULTS), ranks=3)
+    assert verdict.code == 0, verdict.as_text()
+    assert "DDP's first step" in verdict.skipped[0]
 
 
 NOT_JUDGED = {

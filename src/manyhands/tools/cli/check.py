@@ -104,7 +104,8 @@ def check(
         name = arguments.pop(0)
     if module or not Path(name).is_file():
         where = "Options stand before the script or after it."
-        check_no_option("check", name, [*VALUES, *FLAGS], where)
+        known = [*VALUES, *FLAGS, "--resume", *AFTER_RESUME]
+        check_no_option("check", name, known, where)
     if not name or not (module or Path(name).is_file()):
         stop("check", f"{name or 'nothing'} is not a file. Give a Python script.")
     from manyhands.tools.check import check_script

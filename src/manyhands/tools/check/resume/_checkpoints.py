@@ -37,16 +37,19 @@ class CheckpointWatch:
         if found:
             found = self._wait_until_complete()
         self.seen = self.signatures()
-        found = [path for path in found if path in self.seen]
-        self.files.update(map(str, found))
-        size = sum(self.seen[path][1] for path in found)
-        if not found or size < least:
+        sizes: dict[str, int] = {}
+        for path in found:
+            if path in self.seen:
+                sizes[str(path)] = self.seen[path][1]
+        self.files.update(sizes)
+        if not sizes or sum(sizes.values()) < least:
             return False
-        common = os.path.commonpath(found)
+        self.latest = os.path.commonpath(sizes)
         here = os.path.realpath(os.getcwd())
-        if common == here:  # several files beside the script
-            common = str(max(found, key=lambda path: self.seen[path][1]))
-        self.latest = os.path.relpath(common, here) if common.startswith(here) else common
+        if self.latest == here:  # several files beside the script
+            self.latest = max(sizes, key=sizes.__getitem__)
+        if self.latest.startswith(here):
+            self.latest = os.path.relpath(self.latest, here)
         return True
 
     def signatures(self) -> dict[Path, Signature]:
@@ -59,8 +62,11 @@ class CheckpointWatch:
         return found
 
     def _changed(self) -> list[Path]:
-        now = self.signatures()
-        return [path for path in now if now[path] != self.seen.get(path) and has_a_form(path)]
+        found = []
+        for path, signature in self.signatures().items():
+            if signature != self.seen.get(path) and has_a_form(path):
+                found.append(path)
+        return found
 
     def _wait_until_complete(self) -> list[Path]:
         deadline = time.monotonic() + PATIENCE
@@ -80,7 +86,7 @@ def written_files(kept: Path) -> Iterator[Path]:
         if not path.is_dir():
             yield path
         elif not os.path.lexists(entry.with_name("copy")):
-            yield from (each for each in path.rglob("*") if each.is_file())
+            yield from filter(Path.is_file, path.rglob("*"))
 
 
 def has_a_form(path: Path) -> bool:
@@ -93,7 +99,7 @@ def has_a_form(path: Path) -> bool:
 
 def open_for_writing(paths: list[Path]) -> bool:
     """Return whether a process is writing one of the files."""
-    wanted = {str(path) for path in paths}
+    wanted = set(map(str, paths))
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # the process or the file was closed just now
             if os.readlink(link) in wanted and link.lstat().st_mode & 0o200:

@@ -20,7 +20,7 @@ class SampleOrder:
     epochs: list[int]
 
     def position(self, step: int) -> int:
-        """Return the number of earlier steps in the step's epoch."""
+        """Return the number of earlier steps in the epoch of a step."""
         return step - self.epochs.index(self.epochs[step])
 
     def epoch_number(self, step: int) -> int:
@@ -61,8 +61,8 @@ def describe_difference(
     """Describe the first step of the resumed run with other samples."""
     step = case.at + number
     epoch = resumed.epochs[number]
-    after = [one for one, e in zip(resumed.steps, resumed.epochs, strict=True) if e == epoch]
-    there = matching_step(whole, after[resumed.position(number) :], step)
+    length = resumed.epochs[number:].count(epoch)
+    there = matching_step(whole, resumed.steps[number:][:length], step)
     place = f"from step {step + 1} on"
     if there is None:
         return describe_order(case, step, by_index)
@@ -77,7 +77,7 @@ def describe_difference(
         count += sum(len(one.samples(by_index)) for one in history.steps[low:high])
     if there < step:
         text = f"{place}, the run repeats {count} samples, which are those of step {there + 1}"
-        if whole.position(there) == 0 and epoch == other:
+        if whole.epochs[there] and whole.position(there) == 0 and epoch == other:
             text += ", the first of the epoch"
         return finding("samples repeated", text)
     text = f"{place}, the run skips {count} samples, and goes on with those of step {there + 1}"
@@ -107,8 +107,12 @@ class EpochSamples:
             for number, one in enumerate(whole.steps):
                 found = one.samples(by_index)
                 self.known.update(found)
-                if epochs[number] == epochs[step]:
-                    (self.seen if number < step else self.rest).update(found)
+                if epochs[number] != epochs[step]:
+                    continue
+                if number < step:
+                    self.seen.update(found)
+                else:
+                    self.rest.update(found)
             length = epochs[step:].count(epochs[step])
             for one in resumed.steps[step - case.at :][:length]:
                 self.got.update(one.samples(by_index))
@@ -153,8 +157,12 @@ def samples_on_other_ranks(case: ResumeCase, by_index: bool) -> Finding | None:
         if len(epochs) <= case.at or epochs[-1] == epochs[case.at]:
             return None  # the epoch's last sample is unknown
         for number, one in enumerate(whole.steps):
-            if epochs[number] == epochs[case.at]:
-                (seen if number < case.at else rest).update(one.samples(by_index))
+            if epochs[number] != epochs[case.at]:
+                continue
+            if number < case.at:
+                seen.update(one.samples(by_index))
+            else:
+                rest.update(one.samples(by_index))
     for resumed in case.resumed:
         for one in resumed.steps:
             if one.epoch == resumed.steps[0].epoch:

@@ -87,8 +87,11 @@ class HistoryRecorder:
 
     def least_size(self) -> int:
         """Return the least size of a checkpoint in bytes."""
-        trained = [p for p in self.parameters.values() if p.requires_grad]
-        return int(LEAST_PART * sum(p.numel() * p.element_size() for p in trained))
+        size = 0
+        for p in self.parameters.values():
+            if p.requires_grad:
+                size += p.numel() * p.element_size()
+        return int(LEAST_PART * size)
 
     # Modules and passes.
 
@@ -124,8 +127,8 @@ class HistoryRecorder:
     def _add(self, tensors: Tensors, path: str, key: str, tensor: Tensor) -> None:
         if id(tensor) in self.known:
             return
-        parts = [part for part in [*path.split("."), key] if part and part not in WRAPPERS]
-        name = ".".join(parts)
+        parts = [part for part in path.split(".") if part not in WRAPPERS]
+        name = ".".join([*filter(None, parts), key])
         if name in tensors:
             name = f"model {self.roots}: {name}"
         tensors[name] = tensor
@@ -160,10 +163,14 @@ class HistoryRecorder:
         for name, p in self.parameters.items():
             if id(p) not in numbered:
                 parameters[name] = p
-        batches = [tensor for _, tensors in self.loaders.recent for tensor in tensors]
+        batches: list[Tensor] = []
+        for _, tensors in self.loaders.recent:
+            batches += tensors
         scaler = {}
         for each in self.scalers:
-            scaler.update({k: v for k, v in each.state_dict().items() if k in SCALER_STATE})
+            for key, value in each.state_dict().items():
+                if key in SCALER_STATE:
+                    scaler[key] = value
         return State(
             parameters={key: digest_of(p) for key, p in parameters.items()},
             names={key: names[id(p)] for key, p in parameters.items() if id(p) in names},
