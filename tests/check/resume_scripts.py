@@ -635,6 +635,16 @@ batches = loader
 if epoch == start and skip:
     batches = accelerator.skip_first_batches(loader, skip)
 """
+NOISY_DATA = """
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 48
+    def __getitem__(self, i):
+        x = torch.randn(6, generator=torch.Generator().manual_seed(i))
+        return {"x": x + 0.1 * torch.randn(6), "labels": torch.tensor(i % 3)}
+data = Data()
+WEIGHTS_ONLY = False
+"""
 # Bugs that were reported in public, reproduced from their descriptions:
 # (template and defaults, slots, steps before the checkpoint, ranks before and after, causes)
 PLAIN = (RESUMING, RESUMING_DEFAULTS)
@@ -643,6 +653,16 @@ REPORTS = {
     "huggingface/accelerate#4195": (
         FRAMEWORKS["Accelerate"], {"accelerator": STATEFUL, "epoch": "batches = loader"}, 8, (None, None),
         ["epoch counter", "shuffle order"],
+    ),
+    "huggingface/accelerate#4233": (
+        FRAMEWORKS["Accelerate"], {"epoch": SKIPS}, 4, (None, None), ["epoch counter"],
+    ),
+    "huggingface/accelerate#3996": (
+        FRAMEWORKS["Accelerate"], {**PLAIN_ACCELERATOR, "epoch": "batches = loader"}, 12, (None, None),
+        ["epoch counter", "shuffle order"],
+    ),
+    "huggingface/transformers#39215": (
+        FRAMEWORKS["Trainer"], {"data": NOISY_DATA}, 1, (None, None), ["random state"],
     ),
     "ServiceNow/Fast-LLM#436": (
         PLAIN,
@@ -669,7 +689,7 @@ REPORTS = {
         {"load schedule": "for _ in range(state['epoch']):\n    schedule.step()"},
         8, (None, None), ["schedule off"],
     ),
-    "huggingface/lerobot#3459": (
+    "huggingface/lerobot#3769": (
         PLAIN,
         {"loader": "loader = DataLoader(data, 4, shuffle=True)", "epoch": "", "skip": "start = 0"},
         13, (None, None), ["epoch counter", "samples repeated", "shuffle order"],

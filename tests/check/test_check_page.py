@@ -50,6 +50,7 @@ def test_resuming_prints_what_the_page_shows(tmp_path, monkeypatch):
     ("arguments", "said"),
     [
         (["--then", "2", "train.py"], "--then: only with --resume, before the script."),
+        (["--resume", "--native", "train.py"], "--resume always uses the script's own precision."),
         (["--resume", "train.py", "--at", "x"], "--at takes a number of at least 1, got 'x'."),
         (["--resume", "train.py", "--then=0"], "--then takes a number of at least 1, got '0'."),
     ],

@@ -94,6 +94,8 @@ def check(
     arguments, options = divide(words, given)
     if {"--float64", "--native"} <= options.keys():
         stop("check", "give either --float64 or --native.")
+    if resume and {"--float64", "--native"} & options.keys():
+        stop("check", "--resume always uses the script's own precision.")
     precise = None
     if "--float64" in options:
         precise = True
