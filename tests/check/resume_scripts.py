@@ -209,6 +209,17 @@ ACCUMULATING = {
 }
 ACCUMULATING["loss"] = "if i % 2 == 0:\n    optimizer.zero_grad()\n" + ACCUMULATING["loss"]
 
+VARIABLE = {  # steps of one or two passes, as by measured times
+    "loss": """
+        F.cross_entropy(ddp(x), y).backward()
+        more = torch.tensor([os.urandom(1)[0] % 2])
+        dist.broadcast(more, 0)
+        if e > 0 and more:
+            for x, y in batches:
+                F.cross_entropy(ddp(x), y).backward()
+                break
+    """
+}
 TWO_MODELS = {
     "model": "model = nn.Linear(6, 6)\nother = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))",
     "optimizer": """
@@ -398,6 +409,7 @@ RESUME_RIGHT = {
         )
     },
     "two models": TWO_MODELS,
+    "variable batch": VARIABLE,
     "checkpoint per epoch": PER_EPOCH,
     "accumulating": ACCUMULATING,
 }

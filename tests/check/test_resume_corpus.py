@@ -125,12 +125,12 @@ NOT_JUDGED = {
     "wrong arguments": (
         {"load extra": "raise SystemExit(len(__import__('sys').argv))"},
         {"arguments": ("--resume", "{checkpoint}")},
-        "resumed, rank 0 failed: the script ended with exit code 3",
+        "failed: the script ended with exit code 3",
     ),
     "an error while loading": (
         {"load extra": "state['missing']"},
         {},
-        "resumed, rank 0 failed: KeyError: 'missing'",
+        "failed: KeyError: 'missing'",
     ),
     "not reproducible": (
         {"extra": "torch.manual_seed(os.urandom(1)[0])\nmodel[0].reset_parameters()"},

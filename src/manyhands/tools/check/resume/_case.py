@@ -61,6 +61,13 @@ class ResumeCase:
         states = self.killed[rank].states
         return states[self.at] if self.at in states else self.whole[rank].states[self.at]
 
+    def leave_out(self, number: int) -> None:
+        """Forget the resumed steps from `number` on, and those of the run without interruption."""
+        for histories, first in ((self.resumed, number), (self.whole, self.at + number)):
+            for history in histories:
+                del history.steps[first:]
+                history.ended = False
+
     def start(self, rank: int) -> State:
         return self.whole[rank].states[0]
 

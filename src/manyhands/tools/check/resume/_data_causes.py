@@ -55,6 +55,23 @@ def samples(case: ResumeCase) -> Finding | None:
     return None
 
 
+def variable_batch(case: ResumeCase) -> int | None:
+    """Return the first step in which the runs take different numbers of the same samples.
+
+    A loop may choose the batch by measured times. The first resumed step must have the saved size.
+    """
+    if not case.same_ranks:
+        return None
+    for number, (whole, resumed) in enumerate(case.pairs(0)):
+        a = whole.samples(False)
+        b = resumed.samples(False)
+        if a != b:
+            least = min(len(a), len(b))
+            same = number > 0 and len(a) != len(b) and a[:least] == b[:least]
+            return number if same else None
+    return None
+
+
 def describe_difference(
     case: ResumeCase, whole: SampleOrder, resumed: SampleOrder, number: int, by_index: bool
 ) -> Finding:

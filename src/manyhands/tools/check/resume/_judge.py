@@ -23,7 +23,7 @@ from manyhands.tools.check._report import DIFFERS, EQUAL, UNKNOWN, Finding
 from manyhands.tools.check._runs import NotJudged
 from manyhands.tools.check.resume._case import ResumeCase, unequal_keys
 from manyhands.tools.check.resume._checkpoints import CheckpointWatch
-from manyhands.tools.check.resume._data_causes import DATA_CAUSES
+from manyhands.tools.check.resume._data_causes import DATA_CAUSES, variable_batch
 from manyhands.tools.check.resume._history import VALUES, HistoryRecorder, RecordPlan
 from manyhands.tools.check.resume._rate_causes import RATE_CAUSES
 from manyhands.tools.check.resume._records import RankHistory, RankStep
@@ -171,10 +171,12 @@ class ResumeCheck:
         if 0 not in resumed.states:
             return at
         saved = killed.states[at]
-        restored = resumed.states[0].parameters
-        trained = {saved.names[key]: restored.get(key) for key in saved.trained}
+        trained = {}
+        for key in saved.trained:
+            if key in saved.names:
+                trained[saved.names[key]] = resumed.states[0].parameters.get(key)
         for made in range(at, 0, -1):
-            if killed.steps[made - 1].params == trained:
+            if trained and trained.items() <= killed.steps[made - 1].params.items():
                 if made < at:
                     note = f"the state after step {made} was restored, of {at} that were made."
                     self.verdict.notes.append(note)
@@ -213,6 +215,12 @@ class ResumeCheck:
                 f"{unequal}"
             )
         else:
+            number = variable_batch(case)
+            if number:
+                case.leave_out(number)
+                self.verdict.skipped.append(
+                    f"steps from {case.at + number + 1} on, whose numbers of samples differ"
+                )
             hypotheses += [*DATA_CAUSES, *RUN_CAUSES]
             self.describe_steps(case)
         for hypothesis in hypotheses:
