@@ -379,6 +379,11 @@ RESUME_BUGS = {
         {"load extra": 'state["epoch"] += 1'},
         ["epoch counter", "samples skipped", "shuffle order"],
     ),
+    "no epoch left": (
+        PER_EPOCH,
+        {"load extra": 'state["epoch"] = 5'},
+        ["number of steps"],
+    ),
     "order drawn again": (
         GLOBAL_ORDER,
         {"epoch": "order = torch.get_rng_state()"},

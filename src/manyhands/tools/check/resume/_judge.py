@@ -28,7 +28,7 @@ from manyhands.tools.check.resume._history import VALUES, HistoryRecorder, Recor
 from manyhands.tools.check.resume._rate_causes import RATE_CAUSES
 from manyhands.tools.check.resume._records import RankHistory, RankStep
 from manyhands.tools.check.resume._report import ResumeVerdict
-from manyhands.tools.check.resume._run_causes import RUN_CAUSES, random_state
+from manyhands.tools.check.resume._run_causes import RUN_CAUSES, number_of_steps, random_state
 from manyhands.tools.check.resume._runs import JobRun, ResumeJob, run_job
 from manyhands.tools.check.resume._state_causes import STATE_CAUSES
 
@@ -85,7 +85,10 @@ class ResumeCheck:
         at = self.find_checkpoint(at, killed[0], resumed[0])
         whole = self.run_through(at, len(killed[0].steps), resumed)
         case = ResumeCase(killed, resumed, whole, at)
-        self.compare(case)
+        if any(0 not in one.states for one in resumed):
+            self.judge_without_steps(case)
+        else:
+            self.compare(case)
 
     def run(self, job: ResumeJob) -> JobRun:
         job.kept.mkdir(exist_ok=True)
@@ -108,14 +111,17 @@ class ResumeCheck:
         plan = RecordPlan(states=(0,), tensors_from=0)
         job = ResumeJob(self.request.script, self.ranks, self.kept, plan, enough)
         made = self.run(job)
-        if self.request.ranks is None and not any(one.grouped for one in made.histories):
+        grouped = any(one.grouped for one in made.histories)
+        if self.request.ranks is None and not grouped and not made.late:
             # Without a process group, each rank writes the same files.
             put_back(self.kept)
             self.kept = self.folder / "files of one"
-            self.ranks = 1
-            made = self.run(replace(job, ranks=1, kept=self.kept))
+            alone = self.run(replace(job, ranks=1, kept=self.kept))
+            if not alone.failed or not made.failed:
+                made = alone
+                self.ranks = 1
         if made.failed:
-            raise NotJudged(made.why(f"on {self.ranks} ranks"))
+            raise NotJudged(made.why(f"on {self.ranks} rank{'s' * (self.ranks > 1)}"))
         first = made.histories[0]
         if not first.steps:
             raise NotJudged("no torch optimizer made a step in the processes that were started.")
@@ -204,6 +210,14 @@ class ResumeCheck:
         if len(made.histories[0].steps) < killed:
             raise NotJudged("two runs without interruption make different numbers of steps.")
         return made.histories
+
+    def judge_without_steps(self, case: ResumeCase) -> None:
+        """Judge a resumed run that ended before its first pass."""
+        found = number_of_steps(case)
+        if found is None:
+            raise NotJudged("the resumed run makes no step, and none is left.")
+        self.verdict.findings = [found]
+        self.verdict.code = DIFFERS
 
     def compare(self, case: ResumeCase) -> None:
         """Compare the resumed run with the other runs, and look for causes."""

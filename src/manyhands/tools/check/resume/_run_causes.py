@@ -11,9 +11,9 @@ from manyhands.tools.check.resume._state_causes import saved_states
 
 
 def number_of_steps(case: ResumeCase) -> Finding | None:
-    if not case.same_ranks:
-        return None
     resumed = case.resumed[0]
+    if resumed.steps and not case.same_ranks:
+        return None
     left = len(case.whole[0].steps) - case.at
     made = len(resumed.steps)
     if resumed.ended and made < left:
