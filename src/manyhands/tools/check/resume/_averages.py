@@ -52,7 +52,8 @@ class Search:
             return
         self.visited[id(value)] = value
         if isinstance(value, Tensor):
-            if value.data_ptr() not in self.skipped and value.numel():
+            strided = value.layout is torch.strided  # others have no address
+            if strided and value.numel() and value.data_ptr() not in self.skipped:
                 yield path, value
             return
         for key, part in parts(value).items():

@@ -37,6 +37,7 @@ class GivenBatches:
 
     def find(self, given: list[Tensor]) -> PassSamples:
         """Return the samples in the inputs of a module."""
+        given = [tensor for tensor in given if tensor.layout is torch.strided]
         addresses = {tensor.data_ptr() for tensor in given if tensor.numel()}
         for samples, tensors in reversed(self.recent):
             if any(tensor.data_ptr() in addresses for tensor in tensors):
@@ -57,7 +58,8 @@ class GivenBatches:
         for batch in batches:
             if torch.is_grad_enabled():
                 samples = PassSamples(row_hashes(batch), _next_indices(batches), epoch)
-                self.recent.append((samples, tensors_of(batch)))
+                tensors = [each for each in tensors_of(batch) if each.layout is torch.strided]
+                self.recent.append((samples, tensors))
             yield batch
 
     def _reset(self, reset: Any, iterator: Any, *args: Any, **named: Any) -> None:
