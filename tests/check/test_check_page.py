@@ -16,6 +16,9 @@ PAGE = (ROOT / "docs" / "check.md").read_text()
 SCRIPT = re.search(r'```python title="train.py"\n(.*?)```', PAGE, re.DOTALL).group(1)
 SHOWN = re.search(r"```console\n\$ manyhands (.*?)\n(.*?)```", PAGE, re.DOTALL)
 
+RESUMING = re.search(r'```python title="resume.py"\n(.*?)```', PAGE, re.DOTALL).group(1)
+RESUMED = re.search(r"\$ manyhands (check --resume.*?)\n(.*?)```", PAGE, re.DOTALL)
+
 
 def run(arguments, tmp_path, monkeypatch, script=SCRIPT):
     (tmp_path / "train.py").write_text(script)
@@ -34,6 +37,41 @@ def test_the_right_script_ends_with_0(tmp_path, monkeypatch):
     result = run(["check", "--json", "train.py", "--steps", "2"], tmp_path, monkeypatch, right)
     assert result.exit_code == 0
     assert '"result": "equal"' in result.output
+
+
+def test_resuming_prints_what_the_page_shows(tmp_path, monkeypatch):
+    (tmp_path / "resume.py").write_text(RESUMING)
+    result = run(RESUMED.group(1).split(), tmp_path, monkeypatch)
+    assert result.exit_code == 1
+    assert result.output == RESUMED.group(2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--then", "2", "train.py"], "--then: only with --resume, before the script."),
+        (["--resume", "--native", "train.py"], "--resume always uses the script's own precision."),
+        (["--resume", "train.py", "--at", "x"], "--at takes a number of at least 1, got 'x'."),
+        (["--resume", "train.py", "--then=0"], "--then takes a number of at least 1, got '0'."),
+    ],
+)
+def test_options_of_resuming_have_their_limits(arguments, said, tmp_path, monkeypatch):
+    result = run(["check", *arguments], tmp_path, monkeypatch)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+@pytest.mark.long
+def test_the_resumed_run_gets_its_arguments(tmp_path, monkeypatch):
+    head = 'import sys\nassert sys.argv[1:] in (["7"], ["7", "--from", "last.pt"])\n'
+    text = head + RESUMING.replace('if os.path.exists("last.pt")', 'if "--from" in sys.argv')
+    options = ["check", "--resume", "--json", "train.py", "7"]
+    result = run([*options, "--resume-args", "--from {checkpoint}"], tmp_path, monkeypatch, text)
+    assert result.exit_code == 1, result.output
+    assert '"cause": "schedule not restored"' in result.output
+    result = run(options, tmp_path, monkeypatch, text)
+    assert result.exit_code == 2
+    assert "give --resume-args" in result.output.replace("\\n", " ")
 
 
 @pytest.mark.parametrize("arguments", [["check"], ["check", "missing.py"]])

@@ -21,6 +21,7 @@ _compare.py           distances between two runs
 _case.py              the records that hypotheses about a difference look at
 _rank_causes.py       hypotheses about the ranks alone
 _gradient_causes.py   hypotheses about the ranks beside one process
+resume/               check that a killed script resumes as if it had not been interrupted
 _report.py            the verdict as text and as JSON
 """
 

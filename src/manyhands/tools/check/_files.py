@@ -43,6 +43,11 @@ def keep_files(folder: Path) -> None:
         elif event in ("os.rename", "os.link", "os.symlink"):
             keep(args[0], args[2])
             keep(args[1], args[-1])
+            if event == "os.rename" and args[2] == NO_FOLDER and os.path.isdir(args[0]):
+                for folder, folders, files in os.walk(args[0]):
+                    for name in (*folders, *files):
+                        below = os.path.relpath(os.path.join(folder, name), args[0])
+                        keep(os.path.join(os.fsdecode(args[1]), os.fsdecode(below)))
 
     def keep(path: Any, parent: int = NO_FOLDER, follow: bool = False) -> None:
         if hasattr(inside, "now") or not isinstance(path, str | bytes | os.PathLike):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from manyhands.tools.cli import check_no_option, printable, stop
+
+if TYPE_CHECKING:
+    from manyhands.tools.check import Verdict
+    from manyhands.tools.check.resume import ResumeVerdict
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
@@ -17,6 +22,7 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": 
 VALUES = {"--ranks": (int, 2), "--steps": (int, 1), "--timeout": (float, 1)}  # type, minimum
 ALLOW = "--allow"  # takes names, separated by commas
 FLAGS = ("--json", "--float64", "--native")
+AFTER_RESUME = ("--resume-args", "--at", "--then")  # that may follow the script after --resume
 
 
 Script = Annotated[
@@ -42,6 +48,16 @@ Allow = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Kill it after a checkpoint, and check resuming.")
+]
+At = Annotated[int | None, typer.Option(min=1, help="With --resume: steps before the checkpoint.")]
+Then = Annotated[
+    int | None, typer.Option(min=1, help="With --resume: processes of the resumed run.")
+]
+ResumeArguments = Annotated[
+    str | None, typer.Option(help="With --resume: further arguments of the resumed run.")
+]
 Module = Annotated[
     bool, typer.Option("-m", help="A module, as torchrun -m takes it: -m package.train.")
 ]
@@ -56,6 +72,10 @@ def check(
     native: Native = False,
     allow: Allow = None,
     json: Json = False,
+    resume: Resume = False,
+    at: At = None,
+    then: Then = None,
+    resume_args: ResumeArguments = None,
     module: Module = False,
 ) -> None:
     """Run a script on several ranks and as one process with the same data, and compare.
@@ -64,6 +84,9 @@ def check(
     no result, and the reason is printed. 3: they train the same with exceptions that are printed,
     such as batch norm. The options may follow the script. If the script has an option of the
     same name, give the command's before the script, or the script's after `--`.
+
+    With --resume before the script, compare a run that is killed after a checkpoint and resumed
+    with a run without interruption.
     """
     given = {
         "--ranks": ranks,
@@ -75,35 +98,33 @@ def check(
         "--native": native,
     }
     before = {key: value for key, value in given.items() if value}
-    words, options = divide(script or [], before)
+    words = list(script or [])
+    resuming = {"--at": at, "--then": then, "--resume-args": resume_args}
+    told = {key: str(value) for key, value in resuming.items() if value is not None}
+    if resume:
+        words, told = take(words, told)
+    elif told:
+        stop("check", f"{', '.join(told)}: only with --resume, before the script.")
+    words, options = divide(words, before)
     name, *arguments = words or [""]
-    precise = "--float64" in options
-    if precise and "--native" in options:
-        stop("check", "give either --float64 or --native.")
+    check_precision(resume, options)
     if module or not Path(name).is_file():
         where = "Options stand before the script or after it."
-        check_no_option("check", name, [*VALUES, ALLOW, *FLAGS], where)
+        known = [*VALUES, ALLOW, *FLAGS, "--resume", *AFTER_RESUME]
+        check_no_option("check", name, known, where)
         if not (module and name):
             stop("check", f"{name or 'nothing'} is not a file. Give a Python script.")
-    from manyhands.tools.check import check_script
-
-    allowed = allowed_names(str(options.get(ALLOW, "")))
 
     def terminate(*_: object) -> None:
         sys.exit(143)  # so that the check ends its processes, and puts files back
 
+    verdict: Verdict | ResumeVerdict
     previous = signal.signal(signal.SIGTERM, terminate)
     try:
-        verdict = check_script(
-            name,
-            arguments,
-            ranks=int(options.get("--ranks", 2)),
-            steps=int(options.get("--steps", 5)),
-            float64=precise or (False if "--native" in options else None),
-            seconds=float(options.get("--timeout", 300.0)),
-            module=module,
-            allow=allowed,
-        )
+        if resume:
+            verdict = judge_resume(name, arguments, module, options, told)
+        else:
+            verdict = judge(name, arguments, module, options)
     finally:
         signal.signal(signal.SIGTERM, previous)
     if "--json" in options:
@@ -111,6 +132,36 @@ def check(
     else:
         typer.echo("\n".join(map(printable, verdict.as_text().splitlines())))
     raise typer.Exit(verdict.code)
+
+
+def check_precision(resume: bool, options: dict[str, Any]) -> None:
+    """Stop if options about the precision contradict each other."""
+    precisions = {"--float64", "--native"} & options.keys()
+    if len(precisions) > 1:
+        stop("check", "give either --float64 or --native.")
+    if resume and precisions:
+        stop("check", "--resume always uses the script's own precision.")
+
+
+def judge(name: str, arguments: list[str], module: bool, options: dict[str, Any]) -> Verdict:
+    """Check the ranks of a script."""
+    from manyhands.tools.check import check_script
+
+    float64 = None
+    if "--float64" in options:
+        float64 = True
+    elif "--native" in options:
+        float64 = False
+    return check_script(
+        name,
+        arguments,
+        ranks=int(options.get("--ranks", 2)),
+        steps=int(options.get("--steps", 5)),
+        float64=float64,
+        seconds=float(options.get("--timeout", 300.0)),
+        module=module,
+        allow=allowed_names(str(options.get(ALLOW, ""))),
+    )
 
 
 def allowed_names(text: str) -> list[str]:
@@ -122,6 +173,56 @@ def allowed_names(text: str) -> list[str]:
         if name not in EXCEPTIONS:
             stop("check", f"--allow takes some of {', '.join(EXCEPTIONS)}, got {name!r}.")
     return names
+
+
+def take(words: list[str], resuming: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Take the options of `--resume` out of the words that follow the script.
+
+    >>> take(["train.py", "--lr", "1", "--at", "4"], {})
+    (['train.py', '--lr', '1'], {'--at': '4'})
+    """
+    options = dict(resuming)
+    rest: list[str] = []
+    while words:
+        word = words.pop(0)
+        key, equals, value = word.partition("=")
+        if word == "--":
+            return [*rest, word, *words], options
+        if key in AFTER_RESUME and key not in resuming and (equals or words):
+            options[key] = value if equals else words.pop(0)
+        else:
+            rest.append(word)
+    return rest, options
+
+
+def judge_resume(
+    script: str,
+    arguments: list[str],
+    module: bool,
+    options: dict[str, Any],
+    resuming: dict[str, str],
+) -> ResumeVerdict:
+    """Check whether a script resumes."""
+    from manyhands.tools.check._job import CheckedScript
+    from manyhands.tools.check.resume import ResumeRequest, check_resume
+
+    numbers: dict[str, int] = {}
+    for key in ("--at", "--then"):
+        if key in resuming:
+            if not resuming[key].isdecimal() or resuming[key] == "0":
+                stop("check", f"{key} takes a number of at least 1, got {resuming[key]!r}.")
+            numbers[key] = int(resuming[key])
+    ranks = int(options["--ranks"]) if "--ranks" in options else None
+    steps = int(options.get("--steps", 5))
+    request = ResumeRequest(
+        CheckedScript(script, tuple(arguments), steps, float64=False, module=module),
+        ranks=ranks,
+        then=numbers.get("--then"),
+        at=numbers.get("--at", 1),
+        arguments=tuple(shlex.split(resuming.get("--resume-args", ""))),
+        seconds=float(options.get("--timeout", 300.0)),
+    )
+    return check_resume(request)
 
 
 def divide(arguments: list[str], given: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:

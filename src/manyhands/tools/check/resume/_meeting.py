@@ -1,0 +1,45 @@
+"""Let the ranks of a run meet before each step, where rank 0 decides whether all of them stop."""
+
+import mmap
+import time
+from collections.abc import Callable
+
+PATIENCE = 10.0  # seconds that a rank waits for the others
+POLL = 0.0005  # seconds
+NEVER = 2**62  # meetings of a rank that has ended
+
+
+class Meeting:
+    """Numbers in memory that forked ranks share."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        memory = mmap.mmap(-1, 8 * (ranks + 2))
+        self.slots = memoryview(memory).cast("q")
+        self.passed = ranks  # slot of the latest meeting that rank 0 has ended
+        self.stopped = ranks + 1  # slot of the meeting at which all ranks stop
+        self.alone = False  # a rank did not come, so this one no longer waits
+
+    def stops(self, rank: int, number: int, decide: Callable[[], bool]) -> bool:
+        """Wait for all ranks, and return whether to stop at meeting `number`, counted from 1."""
+        self.slots[rank] = number
+        if rank == 0:
+            self._wait(lambda: min(self.slots[: self.ranks]) >= number)
+            if decide():
+                self.slots[self.stopped] = number
+            self.slots[self.passed] = number
+        else:
+            self._wait(lambda: self.slots[self.passed] >= number)
+        return 0 < self.slots[self.stopped] <= number
+
+    def leave(self, rank: int) -> None:
+        """Let no rank wait for a rank that has ended."""
+        self.slots[rank] = NEVER
+        if rank == 0:
+            self.slots[self.passed] = NEVER
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not self.alone and not ready():
+            self.alone = time.monotonic() > deadline
+            time.sleep(POLL)

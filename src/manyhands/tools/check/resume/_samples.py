@@ -1,0 +1,84 @@
+"""Find the samples of a pass: by their indices in the data set, and by their values."""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from manyhands.tools.check._batches import row_hashes, tensors_of
+from manyhands.tools.check._machine import wrap
+from manyhands.tools.check.resume._records import PassSamples
+
+RECENT = 4  # batches that a loop may have read ahead
+
+
+class GivenBatches:
+    """The latest batches of all loaders of a process."""
+
+    def __init__(self) -> None:
+        self.epochs = 0  # iterations over loaders so far
+        # The tensors are kept, so that no other tensor gets their address.
+        self.recent: deque[tuple[PassSamples, list[Tensor]]] = deque(maxlen=RECENT)
+
+    def patch(self) -> None:
+        wrap(DataLoader, "__iter__", self._iterate)
+        with suppress(ImportError):
+            stateful = import_module("torchdata.stateful_dataloader")
+            wrap(stateful.StatefulDataLoader, "__iter__", self._iterate)
+        wrap(_BaseDataLoaderIter, "_next_index", self._next_index)
+        wrap(_BaseDataLoaderIter, "_reset", self._reset)
+
+    def find(self, given: list[Tensor]) -> PassSamples:
+        """Return the samples in the inputs of a module."""
+        given = [tensor for tensor in given if tensor.layout is torch.strided]
+        addresses = {tensor.data_ptr() for tensor in given if tensor.numel()}
+        for samples, tensors in reversed(self.recent):
+            if any(tensor.data_ptr() in addresses for tensor in tensors):
+                return samples
+        hashes = row_hashes(given)
+        for samples, _ in reversed(self.recent):
+            if len(samples.hashes) == len(hashes):
+                return PassSamples(hashes, samples.indices, samples.epoch)
+        return PassSamples(hashes, [], self.epochs)
+
+    def _iterate(self, iterate: Any, loader: Any) -> Iterator[Any]:
+        batches = iterate(loader)  # draws a seed now, and not when the first batch is read
+        if torch.is_grad_enabled():
+            self.epochs += 1
+        return self._record(batches, self.epochs)
+
+    def _record(self, batches: Any, epoch: int) -> Iterator[Any]:
+        for batch in batches:
+            if torch.is_grad_enabled():
+                samples = PassSamples(row_hashes(batch), _next_indices(batches), epoch)
+                tensors = [each for each in tensors_of(batch) if each.layout is torch.strided]
+                self.recent.append((samples, tensors))
+            yield batch
+
+    def _reset(self, reset: Any, iterator: Any, *args: Any, **named: Any) -> None:
+        iterator.check_drawn = deque()
+        reset(iterator, *args, **named)
+
+    def _next_index(self, draw: Any, iterator: Any) -> Any:
+        drawn = draw(iterator)  # ahead of the batch, if there are worker processes
+        iterator.__dict__.setdefault("check_drawn", deque()).append(drawn)
+        return drawn
+
+
+def _next_indices(batches: Any) -> list[int]:
+    """Return the indices of the iterator's next batch, if these are known."""
+    drawn = getattr(batches, "check_drawn", None)
+    if not drawn:
+        return []
+    first = drawn.popleft()
+    indices: list[Any] = list(first) if isinstance(first, list | tuple) else [first]
+    if not all(isinstance(index, int | numpy.integer) for index in indices):
+        return []
+    return list(map(int, indices))
