@@ -1,6 +1,7 @@
 """Ranks that wait for others that will not come end soon, and say why."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -119,7 +120,8 @@ def test_all_ranks_that_have_called_are_told_by_the_first(tmp_path, soon):
 
     ended = run_programs(4, ranks)
     assert [program.code for program in ended] == [1, 0, 1, 1]
-    assert "rank 0 has called mh.save_weights(), and rank 1 has ended." in ended[0].said
+    # Rank 2 may have noticed, and ended, before rank 0 looks.
+    assert re.search(r"rank 0 has called mh.save_weights\(\), and ranks? 1", ended[0].said)
 
 
 def test_load_on_rank_0_alone_says_that_the_other_has_ended(tmp_path):

@@ -28,6 +28,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from manyhands._ranks import presence
+
 
 @dataclass
 class Ended:
@@ -88,6 +90,7 @@ def _live(rank: int, size: int, port: int, output: Path, call: Callable[[], obje
         for name in ("stdout", "stderr"):
             setattr(sys, f"__{name}__", getattr(sys, name))
         sys.excepthook = sys.__excepthook__
+        presence._watched = 0  # a new program has not replaced the hook
         faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
         torch.set_num_threads(1)
         ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}

@@ -56,4 +56,5 @@ def test_accelerate(old, new, causes, tmp_path):
     verdict = check_script(str(tmp_path / "train.py"))
     found = [one.cause for one in verdict.findings]
     assert found == causes, verdict.as_text()
-    assert verdict.code == (0 if causes == [] else 1)
+    assert verdict.code == (1 if causes else 3)
+    assert causes or list(verdict.exceptions) == ["schedule"]
