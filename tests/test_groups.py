@@ -24,10 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 import manyhands as mh
 from helpers.pages import ROOT
 from helpers.ranks import run_ranks
+from manyhands._ranks import sockets
 from manyhands._ranks.groups import GroupCloser, HeldGroup, group_closer
 from manyhands._ranks.ranks import RankGroup
 from manyhands._ranks.sockets import (
     TCP_CLOSE,
+    TCP_ESTABLISHED,
+    WatchedSocket,
     forget_sockets,
     internet_sockets,
     shut_connections,
@@ -319,6 +322,17 @@ def test_a_socket_that_only_has_the_number_of_one_on_the_list_is_not_watched():
         with server.dup():  # which keeps it on the list
             os.dup2(other.fileno(), server.fileno())
             assert watched_sockets([epoll.fileno()]) == set()
+
+
+def test_a_socket_that_gets_the_number_of_a_closed_one_is_not_shut(monkeypatch):
+    """It may listen for the connections of a new group, and gloo aborts if it cannot accept."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, select.epoll() as epoll:
+        closed = WatchedSocket(epoll.fileno(), listening.fileno(), "1", TCP_ESTABLISHED)
+        monkeypatch.setattr(sockets, "watched_sockets", lambda _: {closed})
+        assert shut_connections([epoll.fileno()]) == {closed}
+        with socket.create_connection(listening.getsockname()):
+            listening.settimeout(5.0)
+            listening.accept()[0].close()
 
 
 def test_connections_that_are_shut_deliver_what_was_sent_before():

@@ -106,17 +106,28 @@ def watched_sockets(epolls: Iterable[int]) -> set[WatchedSocket]:
     found = set()
     for epoll in epolls:
         for descriptor, inode in _watched_by(epoll):
-            end = internet_socket(descriptor)
+            end = _socket_with(inode, descriptor)
             if end is None:
                 continue
             with closing(end):
-                # A forked process has the epolls of its parent, and other sockets under the numbers
-                # in their lists.
-                same = os.fstat(end.fileno()).st_ino == int(inode, 16)
                 state = _state_of(end)
-            if same and state is not None:
+            if state is not None:
                 found.add(WatchedSocket(epoll, descriptor, inode, state))
     return found
+
+
+def _socket_with(inode: str, descriptor: int) -> socket.socket | None:
+    """Return the socket of a descriptor under a second one, or None if it is another socket.
+
+    gloo may close the socket at any moment, and the next socket, even the listening one of a new
+    group, gets the number. A forked process has the epolls of its parent, and other sockets under
+    the numbers in their lists.
+    """
+    end = internet_socket(descriptor)
+    if end is not None and os.fstat(end.fileno()).st_ino != int(inode, 16):
+        end.close()
+        return None
+    return end
 
 
 def listening_sockets() -> dict[str, int]:
@@ -135,7 +146,7 @@ def shut_connections(epolls: Iterable[int]) -> set[WatchedSocket]:
     """
     connections = {each for each in watched_sockets(epolls) if each.state != TCP_LISTEN}
     for watched in connections:
-        end = internet_socket(watched.descriptor)
+        end = _socket_with(watched.inode, watched.descriptor)
         if end is not None:
             with closing(end), suppress(OSError):  # closed meanwhile, or never connected
                 # Not close(): gloo owns the descriptor, and still waits on it.
