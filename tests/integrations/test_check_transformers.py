@@ -1,7 +1,10 @@
 """`manyhands check` of scripts with the Hugging Face Trainer."""
 
+import re
+
 import pytest
 
+from helpers.pages import ROOT
 from manyhands.tools.check import check_script
 
 SCRIPT = """
@@ -47,3 +50,18 @@ def test_transformers(new, causes, tmp_path, monkeypatch):
     verdict = check_script("train.py")
     assert [one.cause for one in verdict.findings] == causes, verdict.as_text()
     assert verdict.code == (1 if causes else 0), verdict.as_text()
+
+
+PAGE = (ROOT / "docs" / "check.md").read_text()
+
+
+def test_the_page_shows_the_trainers_bug_and_the_remedy(tmp_path, monkeypatch):
+    """transformers 5.23. If this fails with a newer version, the page must say that it is fixed."""
+    script = re.search(r'```python title="bert.py"\n(.*?)```', PAGE, re.DOTALL).group(1)
+    shown = re.search(r"```console\n\$ manyhands check bert.py\n(.*?)```", PAGE, re.DOTALL).group(1)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bert.py").write_text(script)
+    assert check_script("bert.py").as_text() + "\n" == shown
+    remedy = "report_to=[], average_tokens_across_devices=False"
+    (tmp_path / "bert.py").write_text(script.replace("report_to=[]", remedy))
+    assert check_script("bert.py").code == 0

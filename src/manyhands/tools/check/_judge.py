@@ -52,22 +52,33 @@ def check_script(
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     job = CheckedScript(script, tuple(arguments), steps, float64 is not False, module)
     deadline = time.monotonic() + seconds
-    with tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
-        check = Check(Runs(job, ranks, Path(folder), deadline))
-        check.attempt(fall_back=float64 is None)
-        if check.needs_accelerators():
-            second = Check(Runs(replace(job, accelerators=ranks), ranks, Path(folder), deadline))
-            second.attempt(fall_back=float64 is None)
-            if second.verdict.code != UNKNOWN:
-                second.verdict.notes.append("the CPU passed for an accelerator of each rank.")
-                check = second
-            elif check.verdict.code == UNKNOWN:
-                reason = second.verdict.reason
-                check.verdict.reason += f" With the CPU in place of accelerators: {reason}"
-    verdict = check.verdict
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a process that is forked beside OpenMP's threads may hang in them
+    try:
+        verdict = _attempt_both(job, ranks, deadline, fall_back=float64 is None)
+    finally:
+        torch.set_num_threads(threads)
     if verdict.code == EQUAL and not verdict.exceptions.keys() <= set(allow):
         verdict.code = EXCEPT
     return verdict
+
+
+def _attempt_both(job: CheckedScript, ranks: int, deadline: float, fall_back: bool) -> Verdict:
+    """Judge a script, with the CPU in place of accelerators if the script requires them."""
+    with tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
+        check = Check(Runs(job, ranks, Path(folder), deadline))
+        check.attempt(fall_back)
+        if not check.needs_accelerators():
+            return check.verdict
+        second = Check(Runs(replace(job, accelerators=ranks), ranks, Path(folder), deadline))
+        second.attempt(fall_back)
+    if second.verdict.code != UNKNOWN:
+        second.verdict.notes.append("the CPU passed for an accelerator of each rank.")
+        return second.verdict
+    if check.verdict.code == UNKNOWN:
+        reason = second.verdict.reason
+        check.verdict.reason += f" With the CPU in place of accelerators: {reason}"
+    return check.verdict
 
 
 class Check:

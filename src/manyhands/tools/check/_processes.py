@@ -282,5 +282,6 @@ def _set_up_process(rank: int, world: int, port: int, out: Path) -> None:
         TORCHELASTIC_RUN_ID="check", TORCHELASTIC_RESTART_COUNT="0", TORCHELASTIC_MAX_RESTARTS="0",
         CUDA_VISIBLE_DEVICES="", WANDB_MODE="disabled", ACCELERATE_USE_CPU="true",
     )  # fmt: skip
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun; Accelerate reads it
     torch.set_num_threads(1)
     warnings.resetwarnings()  # the parent's filters do not apply to the script
