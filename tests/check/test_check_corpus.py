@@ -19,8 +19,13 @@ QUICK_BUGS = {
     "mean of means of tokens",
     "teacher that rank 0 updates",
     "order of hashes",
+    "only the last pass is averaged",
+    "clipped before the average",
+    "overlapping shards",
+    "gradients not cleared",
+    "some doubled",
 }
-QUICK_RIGHT = {"plain", "batch norm", "get_batch"}
+QUICK_RIGHT = {"plain", "batch norm", "get_batch", "mixup", "dropout"}
 
 
 def few(names, quick):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.tools.check._processes import CheckedScript
+from manyhands.tools.check._job import CheckedScript
 from manyhands.tools.check.resume import ResumeRequest, check_resume
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -24,7 +24,22 @@ from resume_scripts import (
     SAVE,
 )
 
-QUICK_BUGS = {"schedule not saved", "optimizer not loaded", "last batch repeated"}
+QUICK_BUGS = {
+    "schedule not saved",
+    "schedule stepped twice per step",
+    "optimizer not loaded",
+    "optimizer state of rank 0 on all ranks",
+    "adapters not loaded",
+    "average of the weights lost",
+    "scaler not loaded",
+    "random state of rank 0 on all ranks",
+    "epoch starts again",
+    "last batch repeated",
+    "rest of the epoch skipped",
+    "no set_epoch after resuming",
+    "no epoch left",
+    "resumed with another batch size",
+}
 QUICK_RIGHT = {"plain", "checkpoint per epoch"}
 
 
