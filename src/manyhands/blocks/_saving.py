@@ -117,6 +117,8 @@ def check_fits(state: SavedWorker, sync: Sync) -> None:
         raise saved.wrong("own[2]", "at most own[1]", state["own"])
     saved.part("initial_state")
     saved.each("anchor")
+    if not state["anchor"] and saved.parts("pending"):
+        raise saved.wrong("anchor", "of the tensors of rounds in flight", state["anchor"])
     if sync.alone or not state["anchor"]:  # a single worker has no anchor
         return
     if saved.real("order") != memory_order(sync.anchor.params):
