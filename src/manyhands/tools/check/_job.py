@@ -1,6 +1,7 @@
 """Describe how a script is run."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -15,3 +16,8 @@ class CheckedScript:
     short: bool = True  # shorten epochs, so that the steps are of two epochs
     accelerators: int = 0  # that the script sees, with the CPU in place of each
     grouped: bool = False  # make the process group that the script makes for several ranks only
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the script, or of a module that runs with `-m`."""
+        return Path.cwd() if self.module else Path(self.script).resolve().parent

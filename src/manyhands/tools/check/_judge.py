@@ -20,6 +20,7 @@ from manyhands.tools.check._case import Case, Hypothesis
 from manyhands.tools.check._compare import Difference, compare, largest_size
 from manyhands.tools.check._gradient_causes import GRADIENT_CAUSES, weighted_otherwise
 from manyhands.tools.check._job import CheckedScript
+from manyhands.tools.check._processes import single_thread
 from manyhands.tools.check._rank_causes import BLOCK_CAUSES, RANK_CAUSES
 from manyhands.tools.check._records import Recording, Tensors
 from manyhands.tools.check._report import DIFFERS, EQUAL, EXCEPT, UNKNOWN, Finding, Verdict
@@ -52,12 +53,8 @@ def check_script(
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     job = CheckedScript(script, tuple(arguments), steps, float64 is not False, module)
     deadline = time.monotonic() + seconds
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a process that is forked beside OpenMP's threads may hang in them
-    try:
+    with single_thread():
         verdict = _attempt_both(job, ranks, deadline, fall_back=float64 is None)
-    finally:
-        torch.set_num_threads(threads)
     if verdict.code == EQUAL and not verdict.exceptions.keys() <= set(allow):
         verdict.code = EXCEPT
     return verdict

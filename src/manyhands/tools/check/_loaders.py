@@ -50,8 +50,7 @@ class LoaderRecorder:
         wrap(DataLoader, "__init__", self._init)
         wrap(DataLoader, "__iter__", self._iterate)
         wrap(DataLoader, "__len__", self._length)
-        wrap(_BaseDataLoaderIter, "_reset", self._reset)
-        wrap(_BaseDataLoaderIter, "_next_index", self._next_index)
+        patch_indices()
 
     def note_pass(self) -> None:
         """Mark the loaders that gave a batch for the backward pass as training loaders."""
@@ -94,15 +93,6 @@ class LoaderRecorder:
         self.record.loaders[loader.check_key] = seen
         self.datasets[loader.check_key] = loader.dataset
 
-    def _reset(self, reset: Any, iterator: Any, *args: Any, **named: Any) -> None:
-        iterator.check_drawn = deque()
-        reset(iterator, *args, **named)
-
-    def _next_index(self, draw: Any, iterator: Any) -> Any:
-        drawn = draw(iterator)  # ahead of the batch, if there are worker processes
-        iterator.__dict__.setdefault("check_drawn", deque()).append(drawn)
-        return drawn
-
     def _length(self, length: Any, loader: Any) -> int:
         found = length(loader)
         self.record.loaders[loader.check_key].length = found
@@ -124,12 +114,12 @@ class LoaderRecorder:
         for number, batch in enumerate(batches):
             if self._is_long(key, number, steps):
                 self.record.cut = True
-                if len(seen.epochs) == 1:
+                if len(seen.epochs) == 1 and torch.is_grad_enabled():
                     self._read_on(batches, batch, seen.rest)
                 break
             batch = map_tensors(batch, self.cast)
             if self.feed is None:
-                given = SeenBatch(row_hashes(batch), _next_indices(batches))
+                given = SeenBatch(row_hashes(batch), next_indices(batches))
                 epoch.append(given)
                 copies.append(map_tensors(batch, copy_of))
                 if torch.is_grad_enabled():
@@ -158,12 +148,12 @@ class LoaderRecorder:
         with suppress(StopIteration):
             for _ in range(READ_ON):
                 rest.hashes += row_hashes(map_tensors(batch, self.cast))
-                rest.indices += _next_indices(batches)
+                rest.indices += next_indices(batches)
                 batch = next(batches)
-        with suppress(Exception):  # the end of the epoch, or a loader without indices
+        with suppress(StopIteration):
             while len(rest.indices) < LONGEST:
                 batches._next_index()
-                found = _next_indices(batches)
+                found = next_indices(batches)
                 if not found:
                     break
                 rest.indices += found
@@ -176,7 +166,24 @@ def copy_of(tensor: Any) -> Tensor:
     return tensor.detach().clone()
 
 
-def _next_indices(batches: Any) -> list[int]:
+def patch_indices() -> None:
+    """Let the iterators of loaders note the indices that they draw."""
+    wrap(_BaseDataLoaderIter, "_reset", _reset)
+    wrap(_BaseDataLoaderIter, "_next_index", _next_index)
+
+
+def _reset(reset: Any, iterator: Any, *args: Any, **named: Any) -> None:
+    iterator.check_drawn = deque()
+    reset(iterator, *args, **named)
+
+
+def _next_index(draw: Any, iterator: Any) -> Any:
+    drawn = draw(iterator)  # ahead of the batch, if there are worker processes
+    iterator.__dict__.setdefault("check_drawn", deque()).append(drawn)
+    return drawn
+
+
+def next_indices(batches: Any) -> list[int]:
     """Return the indices of the iterator's next batch, if these are known."""
     drawn = getattr(batches, "check_drawn", None)
     if not drawn:

@@ -35,6 +35,15 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, replaced)
 
 
+def wrap_step(optimizer: Any, around: Callable[..., Any]) -> None:
+    """Replace the step of an optimizer's class, unless it is replaced."""
+    kind: Any = type(optimizer)
+    if not hasattr(kind.step, "of_check"):
+        wrap(kind, "step", around)
+        kind.step.of_check = True
+        kind.step.hooked = True  # torch's hooks are inside already
+
+
 def ignore(*_: Any, **__: Any) -> None:
     """Do nothing in place of a function."""
 
@@ -127,11 +136,8 @@ def patch(rank: int, world: int, job: CheckedScript) -> Machine:
     _patch_accelerators(mode, job.accelerators)
     for name in ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all"):
         wrap(torch.cuda, name, ignore)
-    for owner, name in (
-        (torch.cuda, "current_device"),
-        (torch.accelerator, "current_device_index"),
-    ):
-        wrap(owner, name, zero)
+    wrap(torch.cuda, "current_device", zero)
+    wrap(torch.accelerator, "current_device_index", zero)
     wrap(module, "cuda", unchanged)
     wrap(module, "to", to)
     wrap(module, "compile", ignore)

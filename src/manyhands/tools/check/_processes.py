@@ -16,7 +16,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -118,14 +119,10 @@ def run(
             finally:
                 os._exit(70)
         processes.insert(0, process)
-        found = _wait(processes, out, time.monotonic() + seconds)
+        found = wait_for(processes, out, time.monotonic() + seconds)
     finally:
         os.close(writing)  # ranks that are done end by themselves
-        for process in processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process, signal.SIGKILL)  # and the processes that it started
-            with suppress(ChildProcessError):
-                os.waitpid(process, 0)
+        end_processes(processes)
         os.close(reading)
         put_back(out)
     if not found.failed:
@@ -154,7 +151,7 @@ def run_started_rank() -> NoReturn:
     run_rank(job, values["rank"], values["world"], values["port"], out, None, values["ends"])
 
 
-def _wait(processes: list[int], out: Path, deadline: float) -> CheckRun:
+def wait_for(processes: list[int], out: Path, deadline: float) -> CheckRun:
     """Wait until every process has written a record, or one of them an error."""
     found = CheckRun(out)
     records = [out / f"record{rank}.pt" for rank in range(len(processes))]
@@ -210,35 +207,15 @@ def run_rank(
 
     `ends` is a pipe whose other end the parent closes when the run is over.
     """
-    _set_up_process(rank, world, port, out)
-
-    def leave(name: str, value: object) -> NoReturn:
-        """Publish a file, and wait until no other rank needs this process."""
-        new = out / f"{name}.new"
-        if isinstance(value, str):
-            new.write_text(value)
-        else:
-            torch.save(value, new)
-        new.rename(out / name)
-        sys.stdout.flush()
-        os.read(ends, 1)
-        os._exit(0)
-
-    def fail(text: str) -> NoReturn:
-        for sign in ("cut", "asked"):
-            if getattr(recorder.record, sign):
-                (out / sign).touch()
-        leave(f"error{rank}.txt", text)
+    set_up_process(rank, world, port, out)
 
     def finish() -> NoReturn:
         record = recorder.finished_record()
         if feed is None:
             torch.save(recorder.source, out / f"source{rank}.pt")
-        leave(f"record{rank}.pt", record)
+        leave(out / f"record{rank}.pt", record, ends)
 
-    path = Path(job.script).resolve()
-    folder = Path.cwd() if job.module else path.parent
-    recorder = Recorder(job, folder, feed, finish)
+    recorder = Recorder(job, job.folder, feed, finish)
     try:
         mode = _machine.patch(rank, world, job)
         recorder.patch()
@@ -251,22 +228,72 @@ def run_rank(
         if feed is None:
             mode.note = recorder.note_call
         torch.manual_seed(0)  # a script that sets no seed starts equally in all runs
-        sys.argv = [job.script, *job.arguments]
-        sys.path.insert(0, str(folder))
-        if job.module:
-            variables = runpy.run_module(job.script, run_name="__main__", alter_sys=True)
-        else:
-            variables = runpy.run_path(str(path), run_name="__main__")
-        sys.modules["__main__"].__dict__.update(variables)  # the record may have its classes
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            fail(f"the script ended with exit code {end.code}")
-    except BaseException:
-        fail(traceback.format_exc())
+        run_script(job)
+    except BaseException as error:
+        for sign in ("cut", "asked"):
+            if getattr(recorder.record, sign):
+                (out / sign).touch()
+        leave(out / f"error{rank}.txt", reason_of(error), ends)
     finish()
 
 
-def _set_up_process(rank: int, world: int, port: int, out: Path) -> None:
+def run_script(job: CheckedScript) -> None:
+    """Run a script in `__main__`; exit code 0 is its end."""
+    sys.argv = [job.script, *job.arguments]
+    sys.path.insert(0, str(job.folder))
+    try:
+        if job.module:
+            variables = runpy.run_module(job.script, run_name="__main__", alter_sys=True)
+        else:
+            variables = runpy.run_path(str(Path(job.script).resolve()), run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    else:
+        sys.modules["__main__"].__dict__.update(variables)  # the record may have its classes
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why a script has ended."""
+    if isinstance(error, SystemExit):
+        return f"the script ended with exit code {error.code}"
+    return "".join(traceback.format_exception(error))
+
+
+def leave(path: Path, value: object, ends: int) -> NoReturn:
+    """Publish a file, and wait until no other rank needs this process."""
+    new = path.with_name(f"{path.name}.new")
+    if isinstance(value, str):
+        new.write_text(value)
+    else:
+        torch.save(value, new)
+    new.rename(path)
+    sys.stdout.flush()
+    os.read(ends, 1)
+    os._exit(0)
+
+
+def end_processes(processes: list[int]) -> None:
+    """Kill the processes of a run, and the processes that they started."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(process, 0)
+
+
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """Compute on one thread: a process that is forked beside OpenMP's threads may hang in them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def set_up_process(rank: int, world: int, port: int, out: Path) -> None:
     """Give a forked process a session, streams and torchrun's environment."""
     if os.getsid(0) != os.getpid():
         os.setsid()

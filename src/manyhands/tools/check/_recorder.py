@@ -24,7 +24,7 @@ from manyhands.tools.check._batches import map_tensors, row_hashes, size_of, ten
 from manyhands.tools.check._feed import NOISE, Feed
 from manyhands.tools.check._job import CheckedScript
 from manyhands.tools.check._loaders import LoaderRecorder, copy_of
-from manyhands.tools.check._machine import wrap
+from manyhands.tools.check._machine import wrap, wrap_step
 from manyhands.tools.check._noise import FrozenNoise
 from manyhands.tools.check._records import Recording, SeenBatch, SeenStep, Tensors
 from manyhands.tools.check._state import StateWatch
@@ -369,11 +369,7 @@ class Recorder:
         begin(optimizer, *args, **named)
         self.optimizers = True
         self.unused.add(optimizer)
-        kind: Any = type(optimizer)
-        if not hasattr(kind.step, "of_check"):
-            wrap(kind, "step", self._step)
-            kind.step.of_check = True
-            kind.step.hooked = True  # torch's hooks are inside already
+        wrap_step(optimizer, self._step)
 
     def _step(self, step: Any, optimizer: Any, *args: Any, **named: Any) -> Any:
         self.held = self.waiting()

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.tools.check._batches import tensors_of
 from manyhands.tools.check._loaders import copy_of
-from manyhands.tools.check._machine import wrap
+from manyhands.tools.check._machine import wrap, wrap_step
 from manyhands.tools.check._recorder import WRAPPERS
 from manyhands.tools.check._records import Tensors
 from manyhands.tools.check.resume._averages import averages_of
@@ -185,11 +185,7 @@ class HistoryRecorder:
     def _init_optimizer(self, begin: Any, optimizer: Any, *args: Any, **named: Any) -> None:
         begin(optimizer, *args, **named)
         self.optimizers.append(optimizer)
-        kind: Any = type(optimizer)
-        if not hasattr(kind.step, "of_check"):
-            wrap(kind, "step", self._step)
-            kind.step.of_check = True
-            kind.step.hooked = True  # torch's hooks are inside already
+        wrap_step(optimizer, self._step)
 
     def _step(self, step: Any, optimizer: Any, *args: Any, **named: Any) -> Any:
         closure = args[0] if args else named.get("closure")

@@ -19,6 +19,7 @@ import torch
 from manyhands.tools.check._compare import gradient_distances
 from manyhands.tools.check._files import put_back
 from manyhands.tools.check._job import CheckedScript
+from manyhands.tools.check._processes import single_thread
 from manyhands.tools.check._report import DIFFERS, EQUAL, UNKNOWN, Finding
 from manyhands.tools.check._runs import NotJudged
 from manyhands.tools.check.resume._case import ResumeCase, unequal_keys
@@ -54,7 +55,7 @@ def check_resume(request: ResumeRequest) -> ResumeVerdict:
     """Return whether a killed script resumes as if it had not been interrupted."""
     # The first optimizer imports half of torch: once, here, and not in every process.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    with tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
+    with single_thread(), tempfile.TemporaryDirectory(prefix="manyhands-check-") as folder:
         check = ResumeCheck(request, Path(folder))
         try:
             check.judge()

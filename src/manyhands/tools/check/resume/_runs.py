@@ -2,15 +2,10 @@
 
 import os
 import random
-import runpy
-import signal
 import socket
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -21,7 +16,15 @@ import torch
 from manyhands.tools.check import _machine
 from manyhands.tools.check._files import keep_files
 from manyhands.tools.check._job import CheckedScript
-from manyhands.tools.check._processes import CheckRun, _set_up_process, _wait
+from manyhands.tools.check._processes import (
+    CheckRun,
+    end_processes,
+    leave,
+    reason_of,
+    run_script,
+    set_up_process,
+    wait_for,
+)
 from manyhands.tools.check._records import read
 from manyhands.tools.check.resume._checkpoints import CheckpointWatch, ReadWatch
 from manyhands.tools.check.resume._history import HistoryRecorder, RecordPlan
@@ -64,19 +67,15 @@ def run_job(job: ResumeJob, folder: Path, seconds: float) -> JobRun:
             if process == 0:
                 try:
                     os.close(writing)
-                    _set_up_process(rank, job.ranks, port, out)
+                    set_up_process(rank, job.ranks, port, out)
                     _run_rank(job, rank, out, meeting, reading)
                 finally:
                     os._exit(70)
             processes.append(process)
-        waited = _wait(processes, out, time.monotonic() + seconds)
+        waited = wait_for(processes, out, time.monotonic() + seconds)
     finally:
         os.close(writing)
-        for process in processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process, signal.SIGKILL)
-            with suppress(ChildProcessError):
-                os.waitpid(process, 0)
+        end_processes(processes)
         os.close(reading)
     found = JobRun(out, [], waited.errors, waited.hangs, waited.late)
     if not found.failed:
@@ -87,18 +86,6 @@ def run_job(job: ResumeJob, folder: Path, seconds: float) -> JobRun:
 def _run_rank(job: ResumeJob, rank: int, out: Path, meeting: Meeting, ends: int) -> NoReturn:
     """Run the script as one rank until all ranks stop, and wait to be killed."""
 
-    def leave(name: str, value: object) -> NoReturn:
-        meeting.leave(rank)
-        new = out / f"{name}.new"
-        if isinstance(value, str):
-            new.write_text(value)
-        else:
-            torch.save(value, new)
-        new.rename(out / name)
-        sys.stdout.flush()
-        os.read(ends, 1)
-        os._exit(0)
-
     def finish() -> NoReturn:
         history = recorder.history
         if history.ended and rank == 0:
@@ -106,15 +93,12 @@ def _run_rank(job: ResumeJob, rank: int, out: Path, meeting: Meeting, ends: int)
         history.files = sorted(watch.files)
         history.checkpoint = watch.latest
         history.read = sorted(reads.read)
-        leave(f"record{rank}.pt", history)
+        meeting.leave(rank)
+        leave(out / f"record{rank}.pt", history, ends)
 
     def stops(recorder: HistoryRecorder) -> bool:
         return meeting.stops(rank, recorder.made + 1, lambda: job.enough(recorder, watch))
 
-    name = job.script.script
-    path = Path(name).resolve()
-    sys.argv = [name, *job.script.arguments]
-    sys.path.insert(0, str(Path.cwd() if job.script.module else path.parent))
     recorder = HistoryRecorder(job.plan, stops, finish)
     reads = ReadWatch(list(job.files))
     try:
@@ -126,14 +110,9 @@ def _run_rank(job: ResumeJob, rank: int, out: Path, meeting: Meeting, ends: int)
         torch.manual_seed(job.seed)
         random.seed(job.seed)
         numpy.random.seed(job.seed)
-        if job.script.module:
-            runpy.run_module(name, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(str(path), run_name="__main__")
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            leave(f"error{rank}.txt", f"the script ended with exit code {end.code}")
-    except BaseException:
-        leave(f"error{rank}.txt", traceback.format_exc())
+        run_script(job.script)
+    except BaseException as error:
+        meeting.leave(rank)
+        leave(out / f"error{rank}.txt", reason_of(error), ends)
     recorder.history.ended = True
     finish()

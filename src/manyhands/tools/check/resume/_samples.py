@@ -6,13 +6,12 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from manyhands.tools.check._batches import row_hashes, tensors_of
+from manyhands.tools.check._loaders import next_indices, patch_indices
 from manyhands.tools.check._machine import wrap
 from manyhands.tools.check.resume._records import PassSamples
 
@@ -32,8 +31,7 @@ class GivenBatches:
         with suppress(ImportError):
             stateful = import_module("torchdata.stateful_dataloader")
             wrap(stateful.StatefulDataLoader, "__iter__", self._iterate)
-        wrap(_BaseDataLoaderIter, "_next_index", self._next_index)
-        wrap(_BaseDataLoaderIter, "_reset", self._reset)
+        patch_indices()
 
     def find(self, given: list[Tensor]) -> PassSamples:
         """Return the samples in the inputs of a module."""
@@ -57,28 +55,7 @@ class GivenBatches:
     def _record(self, batches: Any, epoch: int) -> Iterator[Any]:
         for batch in batches:
             if torch.is_grad_enabled():
-                samples = PassSamples(row_hashes(batch), _next_indices(batches), epoch)
+                samples = PassSamples(row_hashes(batch), next_indices(batches), epoch)
                 tensors = [each for each in tensors_of(batch) if each.layout is torch.strided]
                 self.recent.append((samples, tensors))
             yield batch
-
-    def _reset(self, reset: Any, iterator: Any, *args: Any, **named: Any) -> None:
-        iterator.check_drawn = deque()
-        reset(iterator, *args, **named)
-
-    def _next_index(self, draw: Any, iterator: Any) -> Any:
-        drawn = draw(iterator)  # ahead of the batch, if there are worker processes
-        iterator.__dict__.setdefault("check_drawn", deque()).append(drawn)
-        return drawn
-
-
-def _next_indices(batches: Any) -> list[int]:
-    """Return the indices of the iterator's next batch, if these are known."""
-    drawn = getattr(batches, "check_drawn", None)
-    if not drawn:
-        return []
-    first = drawn.popleft()
-    indices: list[Any] = list(first) if isinstance(first, list | tuple) else [first]
-    if not all(isinstance(index, int | numpy.integer) for index in indices):
-        return []
-    return list(map(int, indices))
