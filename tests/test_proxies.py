@@ -93,7 +93,7 @@ def train(make, proxy=None, steps=3):
     return [param.detach() for param in model.parameters()], made, used
 
 
-@pytest.mark.sample(
+each_wrapper_once = pytest.mark.sample(
     "AdaScale-keeps",
     "AdamScale-keeps",
     "LinearScale-keeps",
@@ -107,6 +107,9 @@ def train(make, proxy=None, steps=3):
     "BMUF-subclass",
     "AdaScale of DiLoCo-subclass",
 )
+
+
+@each_wrapper_once
 @pytest.mark.parametrize("proxy", PROXIES)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_proxy_changes_no_number(wrapper, proxy):
@@ -146,20 +149,7 @@ def without_clock(state):
     return str(state)
 
 
-@pytest.mark.sample(
-    "AdaScale-keeps",
-    "AdamScale-keeps",
-    "LinearScale-keeps",
-    "SqrtScale-copies",
-    "OSS-copies",
-    "AdaScale of OSS-copies",
-    "Blocks-copies",
-    "LocalSGD-copies",
-    "DiLoCo-copies",
-    "SlowMo-subclass",
-    "BMUF-subclass",
-    "AdaScale of DiLoCo-subclass",
-)
+@each_wrapper_once
 @pytest.mark.parametrize("proxy", PROXIES)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_proxy_knows_and_saves_what_the_optimizer_does(wrapper, proxy):

@@ -76,7 +76,7 @@ def held(model, optimizer):
     return str([*model.named_parameters(), optimizer.state_dict()])
 
 
-@pytest.mark.sample(
+each_optimizer_once = pytest.mark.sample(
     "Adadelta-plain",
     "Adagrad-plain",
     "Adam amsgrad-plain",
@@ -88,6 +88,9 @@ def held(model, optimizer):
     "SGD-OSS",
     "SGD fused-OSS",
 )
+
+
+@each_optimizer_once
 @pytest.mark.parametrize("way", ["plain", "OSS"])
 @pytest.mark.parametrize("which", OPTIMIZERS)
 def test_every_state_continues_after_any_number_of_steps(which, way, tmp_path):
@@ -104,18 +107,7 @@ def test_every_state_continues_after_any_number_of_steps(which, way, tmp_path):
             assert held(*other) == held(model, optimizer)
 
 
-@pytest.mark.sample(
-    "Adadelta-plain",
-    "Adagrad-plain",
-    "Adam amsgrad-plain",
-    "Adam foreach-plain",
-    "Adamax-plain",
-    "AdamW-OSS",
-    "NAdam-OSS",
-    "RMSprop-OSS",
-    "SGD-OSS",
-    "SGD fused-OSS",
-)
+@each_optimizer_once
 @pytest.mark.parametrize("way", ["plain", "OSS"])
 @pytest.mark.parametrize("which", OPTIMIZERS)
 def test_a_state_without_an_entry_is_refused_or_continues(which, way, tmp_path):

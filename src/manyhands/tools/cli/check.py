@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,17 +93,16 @@ def check(
         "--ranks": ranks,
         "--steps": steps,
         "--timeout": timeout,
-        "--allow": allow,
         "--json": json,
         "--float64": float64,
         "--native": native,
     }
     before = {key: value for key, value in given.items() if value}
-    words = list(script or [])
+    words, allowed = take(list(script or []), {ALLOW: allow} if allow else {}, [ALLOW])
     resuming = {"--at": at, "--then": then, "--resume-args": resume_args}
     told = {key: str(value) for key, value in resuming.items() if value is not None}
     if resume:
-        words, told = take(words, told)
+        words, told = take(words, told, AFTER_RESUME)
     elif told:
         stop("check", f"{', '.join(told)}: only with --resume, before the script.")
     words, options = divide(words, before)
@@ -124,7 +124,7 @@ def check(
         if resume:
             verdict = judge_resume(name, arguments, module, options, told)
         else:
-            verdict = judge(name, arguments, module, options)
+            verdict = judge(name, arguments, module, options, allowed.get(ALLOW, ""))
     finally:
         signal.signal(signal.SIGTERM, previous)
     if "--json" in options:
@@ -143,7 +143,9 @@ def check_precision(resume: bool, options: dict[str, Any]) -> None:
         stop("check", "--resume always uses the script's own precision.")
 
 
-def judge(name: str, arguments: list[str], module: bool, options: dict[str, Any]) -> Verdict:
+def judge(
+    name: str, arguments: list[str], module: bool, options: dict[str, Any], allow: str
+) -> Verdict:
     """Check the ranks of a script."""
     from manyhands.tools.check import check_script
 
@@ -160,7 +162,7 @@ def judge(name: str, arguments: list[str], module: bool, options: dict[str, Any]
         float64=float64,
         seconds=float(options.get("--timeout", 300.0)),
         module=module,
-        allow=allowed_names(str(options.get(ALLOW, ""))),
+        allow=allowed_names(allow),
     )
 
 
@@ -175,20 +177,22 @@ def allowed_names(text: str) -> list[str]:
     return names
 
 
-def take(words: list[str], resuming: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Take the options of `--resume` out of the words that follow the script.
+def take(
+    words: list[str], given: dict[str, str], keys: Collection[str]
+) -> tuple[list[str], dict[str, str]]:
+    """Take options with these names, unless given before, out of the words after the script.
 
-    >>> take(["train.py", "--lr", "1", "--at", "4"], {})
+    >>> take(["train.py", "--lr", "1", "--at", "4"], {}, ["--at"])
     (['train.py', '--lr', '1'], {'--at': '4'})
     """
-    options = dict(resuming)
+    options = dict(given)
     rest: list[str] = []
     while words:
         word = words.pop(0)
         key, equals, value = word.partition("=")
         if word == "--":
             return [*rest, word, *words], options
-        if key in AFTER_RESUME and key not in resuming and (equals or words):
+        if key in keys and key not in given and (equals or words):
             options[key] = value if equals else words.pop(0)
         else:
             rest.append(word)
@@ -240,12 +244,9 @@ def divide(arguments: list[str], given: dict[str, Any]) -> tuple[list[str], dict
         key, equals, value = word.partition("=")
         if word == "--":
             return rest + arguments, options
-        if (key in VALUES or key == ALLOW) and key not in given and (equals or arguments):
+        if key in VALUES and key not in given and (equals or arguments):
             if not equals:
                 value = arguments.pop(0)
-            if key == ALLOW:
-                options[key] = value
-                continue
             kind, least = VALUES[key]
             try:
                 options[key] = kind(value)
