@@ -187,8 +187,10 @@ class SafetensorsFile:
             return
         # Otherwise read whole rows into a block, and copy the wanted columns out of it.
         start = self._starts[name] + offsets[0] * row_bytes
-        for rows in target.split(max(1, BLOCK // row_bytes)):
-            block = torch.empty((len(rows), *shape[1:]), dtype=entry.dtype, device="cpu")
+        row_count = min(len(target), max(1, BLOCK // row_bytes))
+        buffer = torch.empty((row_count, *shape[1:]), dtype=entry.dtype, device="cpu")
+        for rows in target.split(row_count):
+            block = buffer[: len(rows)]
             self._fill(start, memory_of(block))
             start += block.nbytes
             for dim in range(1, len(shape)):
