@@ -80,7 +80,7 @@ MESSAGES = [
     (lambda: mh.shard(sgd(), model()), "takes the model, and then the optimizer; got SGD"),
     (lambda: mh.Ramp(rule()), "Ramp needs max_scale: the largest batch (all workers, all passes)"),
     (lambda: mh.LEGWScale(sgd()), "LEGWScale needs data_size: samples in an epoch."),
-    (lambda: mh.NoiseScale(model()), "Give the optimizer, or model.parameters()."),
+    (lambda: mh.NoiseScale(model()), "Pass the optimizer or model.parameters()."),
     (lambda: mh.NoiseScale([sgd()]), "each parameter must be a tensor, got SGD."),
     (lambda: mh.NoiseScale(None), "each parameter must be a tensor, got None."),
     # Anything else where parameters, a class or a model are expected.
