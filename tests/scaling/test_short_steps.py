@@ -232,7 +232,7 @@ def test_the_number_of_passes_may_change_between_steps():
         optimizer.zero_grad()
         assert optimizer.factors == (float(count),)
     assert optimizer.snapshot()["short"] == 0
-    with pytest.raises(RuntimeError, match="the loop decides how many passes"):
+    with pytest.raises(RuntimeError, match="the loop controls the number of passes"):
         optimizer.set_num_gradients_to_accumulate(2)
 
 
