@@ -94,7 +94,7 @@ def test_a_rule_is_bound_once():
 def test_adamscale_around_an_unsupported_optimizer():
     with pytest.raises(TypeError, match="AdamScale is for Adam, AdamW and RMSprop"):
         mh.AdamScale(sgd())
-    with pytest.raises(TypeError, match="rescale_adam=True is not for"):
+    with pytest.raises(TypeError, match="rescale_adam=True requires an optimizer with betas"):
         mh.SqrtScale(sgd(), rescale_adam=True)
     with pytest.raises(ValueError, match="rescale_adam must be True or False, got 'no'"):
         mh.SqrtScale(sgd(), rescale_adam="no")
@@ -113,7 +113,7 @@ def test_a_square_root_rule_that_would_need_a_negative_beta():
 def test_legw_without_a_batch_size():
     with pytest.raises(ValueError, match="base_warmup_epochs must be a finite number"):
         mh.LEGWScale(sgd(), 1000)
-    with pytest.raises(ValueError, match="needs the baseline's batch size"):
+    with pytest.raises(ValueError, match="requires the baseline's batch size"):
         mh.LEGWScale(1, 1000, sgd(), num_gradients_to_accumulate=2)
 
 

@@ -350,7 +350,7 @@ def test_policies_that_make_no_sense():
 
     with pytest.raises(ValueError, match="short_step must be one of 'error', 'count', got 'c'"):
         make(short_step="c")
-    with pytest.raises(ValueError, match="needs losses that are divided by the passes"):
+    with pytest.raises(ValueError, match="requires losses divided by the passes"):
         make(short_step="count", is_scaled_loss=False)
 
 
@@ -362,5 +362,5 @@ def test_a_weighted_mean_has_all_passes():
     mean = mh.WeightedMean([4] * N, optimizer)
     x, y = make_batches(1, N)
     mean(loss_of(model, x[0, 0], y[0, 0])).backward()
-    with pytest.raises(RuntimeError, match=r"a WeightedMean of 4 counts, and only 1 backward"):
+    with pytest.raises(RuntimeError, match=r"a WeightedMean of 4 counts, but only 1 backward"):
         optimizer.step()

@@ -158,7 +158,7 @@ class LoopPort:
         self._core.measurement.next_weight = PassWeight(squares, small_batches, passes)
 
     def set_scale_of_passes(self) -> None:
-        """Convert the scale of the batch to a scale per pass, before the number of passes changes."""
+        """Convert the scale to a scale per pass, before the number of passes changes."""
         batch = self._core.batch
         if batch.scale is not None:
             batch.scale_per_pass = batch.scale / batch.passes
@@ -639,7 +639,8 @@ class ScalingRuleBase(ScaledOptimizer):
         """
         if KEY not in state_dict:
             raise ValueError(
-                f"the state dict has no {KEY!r} entry. Load a bare optimizer's state before wrapping."
+                f"the state dict has no {KEY!r} entry. Load the state of a bare optimizer before "
+                "wrapping it."
             )
         state = self.check_scaling_state(state_dict[KEY])
         self._core.binding.load_state_dict(dict(state_dict))
