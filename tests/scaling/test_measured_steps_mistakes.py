@@ -233,7 +233,7 @@ def one_rank_makes_a_mistake(what, at):
     "scale-different scale: rank 0: 2; rank 1: 3-10",
     "scale-different scale: rank 0: 2; rank 1: 3-12",
     "passes-rank 1: set_num_gradients_to_accumulate\\\\(\\\\)-12",
-    "a Ramp-Is there a Ramp on some workers only-12",
+    "a Ramp-Use a Ramp on all workers or on none-12",
 )
 @pytest.mark.parametrize("at", [SETTLED + 1, SETTLED + 2, SETTLED + 3])
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def one_rank_makes_a_mistake(what, at):
         ("a state", "Load the state dict on every worker"),
         ("scale", "different scale: rank 0: 2; rank 1: 3"),
         ("passes", r"rank 1: set_num_gradients_to_accumulate\(\)"),
-        ("a Ramp", "Is there a Ramp on some workers only"),
+        ("a Ramp", "Use a Ramp on all workers or on none"),
     ],
 )
 def test_ranks_that_have_come_to_disagree_all_raise_at_the_next_step(what, message, at):

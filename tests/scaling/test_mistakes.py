@@ -137,7 +137,7 @@ def test_a_rule_of_ones_own_that_returns_nonsense():
 def test_a_step_without_a_backward():
     model = make_model()
     optimizer = mh.AdaScale(sgd(model))
-    with pytest.raises(RuntimeError, match=r"step\(\) without a backward\(\) before it"):
+    with pytest.raises(RuntimeError, match=r"step\(\) without a backward\(\)"):
         optimizer.step()
     backward(model)
     optimizer.step()

@@ -298,7 +298,7 @@ def test_without_any_pass_there_is_nothing_to_count():
     optimizer = mh.AdaScale(
         SGD(make_model().parameters(), lr=0.1), num_gradients_to_accumulate=2, short_step="count"
     )
-    with pytest.raises(RuntimeError, match=r"step\(\) without a backward\(\) before it"):
+    with pytest.raises(RuntimeError, match=r"step\(\) without a backward\(\)"):
         optimizer.step()
 
 

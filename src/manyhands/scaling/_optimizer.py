@@ -166,7 +166,7 @@ class RuleCore:
     def keeps_gradients(self) -> bool:
         """Whether `zero_grad` has no effect, because the loop calls it after every pass."""
         loop = self.batch.loop
-        if loop.said is not None:  # such a loop may also clear before the first pass
+        if loop.declared_last is not None:  # such a loop may also clear before the first pass
             return self.measurement.step.passes > 0
         return loop.in_mid_step
 

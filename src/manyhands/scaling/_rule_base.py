@@ -132,7 +132,7 @@ class LoopPort:
         After False, `step()` and `zero_grad()` have no effect. None restores the behavior without a
         port. To end a step early, see `follow`.
         """
-        self._core.batch.loop.said = last
+        self._core.batch.loop.declared_last = last
 
     def skip(self) -> None:
         """Drop the passes so far, as `zero_grad()` does, without a step."""

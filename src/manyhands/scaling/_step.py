@@ -101,7 +101,7 @@ class Loop:
     module: Averager | None = None  # the module whose passes are counted
     # An adapter's statement about the current pass: whether it is the last; None without one.
     # With a statement, the adapter's loop calls `step()` and `zero_grad()` after every pass.
-    said: bool | None = None
+    declared_last: bool | None = None
 
     def passes(self) -> int | None:
         """Return the number of passes of the next step; None for the declared number."""
@@ -109,12 +109,12 @@ class Loop:
 
     def is_last(self) -> bool | None:
         """Return whether the current pass is the last; None if the declared number decides."""
-        return self.said
+        return self.declared_last
 
     @property
     def in_mid_step(self) -> bool:
         """Whether a loop that calls `step()` after every pass has not reached the last pass."""
-        return self.said is False
+        return self.declared_last is False
 
 
 class CountingLoop(Loop):
