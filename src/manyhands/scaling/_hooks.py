@@ -156,11 +156,9 @@ class GradientHooks:
         self._params: Sequence[Tensor] = []
         self._kind = norms
         self._paused = False
-        self._repeated: set[int] = set()  # parameters whose gradient has arrived in parts, ever
+        self._repeated: set[int] = set()  # indices whose gradients arrive in parts
         self._elements = 0  # of the queued gradients
-        self._never_queued: set[int] = (
-            set()
-        )  # parameters whose gradients other code changes in a pass
+        self._never_queued: set[int] = set()  # indices whose gradients other code modifies
         self._handles: list[tuple[RemovableHandle, Tensor, Node]] = []
 
     def attach(self, params: Sequence[Tensor], unsharded: dict[int, Tensor]) -> None:

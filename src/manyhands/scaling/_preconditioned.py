@@ -94,10 +94,10 @@ def _whole(tensor: Tensor) -> Tensor:
 class PreconditionedNorm(PlainNorm):
     """The norm of a gradient divided by Adam's or RMSprop's divisor.
 
-    For the first `WARM_STEPS` steps of an optimizer's state, the second moments are unreliable, and
-    the plain norm is used. Second moments below `floor` times their tensor's mean are raised to this
-    value. Otherwise a rare gradient (of a rare letter, or an empty pixel) would be divided by almost
-    zero, and dominate the norm.
+    During the first `WARM_STEPS` steps of an optimizer's state, second moments are unreliable, and
+    the plain norm is used. Second moments below `floor` times their tensor's mean are raised to
+    this value. Otherwise a rare gradient (of a rare letter, or an empty pixel) would be divided by
+    almost zero, and dominate the norm.
     """
 
     columns = 5  # an index, and the fields of a `MomentFloor`
