@@ -550,11 +550,11 @@ def test_a_state_of_other_optimizers_is_refused_and_changes_nothing():
     step_alone(model, [both], 0, 1)
     before = {param: dict(entries) for param, entries in both.state.items()}
     for optimizer, state, message in (
-        (both, one.state_dict(), "this state dict is of one optimizer, and the optimizer here is"),
-        (both, AdamW(model.parameters()).state_dict(), "of one optimizer"),
-        (one, both.state_dict(), r"of Muon \(parameters: \[2\]\) and AdamW \(parameters: \[3\]\)"),
-        (both, turned.state_dict(), "of AdamW .* and Muon .*, and the optimizer here is Muon"),
-        (both, {**both.state_dict(), "several": 3}, "entry 'several' makes no sense"),
+        (both, one.state_dict(), "this state dict is from one optimizer, but the optimizer here is"),
+        (both, AdamW(model.parameters()).state_dict(), "from one optimizer"),
+        (one, both.state_dict(), r"from Muon \(parameters: \[2\]\) and AdamW \(parameters: \[3\]\)"),
+        (both, turned.state_dict(), "from AdamW .* and Muon .*, but the optimizer here is Muon"),
+        (both, {**both.state_dict(), "several": 3}, "entry 'several' is invalid"),
     ):
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(state)

@@ -255,7 +255,7 @@ def test_ranks_that_have_come_to_disagree_all_raise_at_the_next_step(what, messa
 
 @pytest.mark.sample(
     "an extra pass-this is backward pass 2 since the last step-10",
-    "a pass too few-step\\\\(\\\\) after 1 of 2 backward passes|which is this one-11",
+    "a pass too few-step\\\\(\\\\) after 1 of 2 backward passes|which is this rank-11",
     "no_sync-no_sync-12",
 )
 @pytest.mark.parametrize("at", [SETTLED + 1, SETTLED + 2, SETTLED + 3])
@@ -263,7 +263,7 @@ def test_ranks_that_have_come_to_disagree_all_raise_at_the_next_step(what, messa
     ("what", "message"),
     [
         ("an extra pass", "this is backward pass 2 since the last step"),
-        ("a pass too few", r"step\(\) after 1 of 2 backward passes|which is this one"),
+        ("a pass too few", r"step\(\) after 1 of 2 backward passes|which is this rank"),
         ("no_sync", "no_sync"),
     ],
 )

@@ -220,7 +220,7 @@ def test_parameters_that_were_moved_or_converted_after_wrapping():
     model.double()
     x, y = make_batches(1, 1, dtype=torch.float64)
     loss_of(model, x[0, 0], y[0, 0]).backward()
-    with pytest.raises(RuntimeError, match="wrap after that"):
+    with pytest.raises(RuntimeError, match="wrap the optimizer afterwards"):
         optimizer.step()
 
 
@@ -259,7 +259,7 @@ def test_one_sample_left_open():
     optimizer = mh.AdaScale(sgd(model))
     with optimizer.one_sample():
         backward(model)
-        with pytest.raises(RuntimeError, match="open already"), optimizer.one_sample():
+        with pytest.raises(RuntimeError, match="already open"), optimizer.one_sample():
             pass
     optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="leave the `with` block first"), optimizer.one_sample():

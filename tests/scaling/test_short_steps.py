@@ -265,7 +265,7 @@ def test_a_short_step_is_an_error_that_says_what_to_do(found):
         train("DDP", "AdaScale", found, passes=[4, 2], short_step="error")
 
     said = r"after 2 of 4 .* call set_num_gradients_to_accumulate\(2\)"
-    said = r"after 2 of 4 .* gradient_accumulation_steps be 2," if found else said
+    said = r"after 2 of 4 .* gradient_accumulation_steps to 2," if found else said
     raises_on_ranks(2, RuntimeError, step, match=said + r" .* by 2\. .*short_step='count'")
 
 
