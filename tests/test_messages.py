@@ -65,7 +65,7 @@ MESSAGES = [
     (lambda: mh.largest_micro_batch(model(), None, loader(), 4), "one batch of the loader, with"),
     # Anything else where an optimizer is expected.
     (lambda: mh.Cursor(DATA, 4, optimizer=model()), NO_OPTIMIZER),
-    (lambda: mh.Cursor(DATA, 4, optimizer=[sgd()]), "got list. Of several, give the last one"),
+    (lambda: mh.Cursor(DATA, 4, optimizer=[sgd()]), "got list. From a list, pass the last one"),
     (lambda: mh.Cursor(DATA, 4, optimizer=scheduler()), f"{NO_OPTIMIZER} StepLR."),
     (lambda: mh.StepTiming(model()), NO_OPTIMIZER),
     (lambda: mh.StepTiming(None), f"{NO_OPTIMIZER} None."),

@@ -68,7 +68,7 @@ def test_an_argument_that_is_no_optimizer():
 def test_a_rule_that_is_used_before_it_has_an_optimizer():
     rule = mh.AdaScale()
     for use in (rule.step, rule.zero_grad, rule.state_dict, lambda: rule.param_groups, rule.gain):
-        with pytest.raises(RuntimeError, match=r"has no optimizer yet. Give it one"):
+        with pytest.raises(RuntimeError, match=r"has no optimizer yet. Pass it"):
             use()
     assert isinstance(rule, torch.optim.Optimizer)
 

@@ -1,7 +1,7 @@
 """Find our integration for an object of another library.
 
 Trainers of other libraries wrap optimizers. Our rules, `NoiseScale` and blocks can be inside or
-outside such a wrapper. The module of `manyhands.integrations` named after the package of the library
+outside such a wrapper. A module of `manyhands.integrations`, named after the library's package,
 describes the trainer. It is imported when an object of this package is found:
 
     describe(optimizer)    returns a `PreparedOptimizer`; None if the library has not prepared it

@@ -1,8 +1,8 @@
 """Combine optimizers with separate parameters into a single optimizer.
 
-    param_groups    the groups of all optimizers, in order: the same dicts, so schedulers work
-    state           a view of the optimizers' states
-    state_dict      the format of a single optimizer, with the additional entry "several"
+param_groups    the groups of all optimizers, in order: the same dicts, so schedulers work
+state           a view of the optimizers' states
+state_dict      the format of a single optimizer, with the additional entry "several"
 """
 
 from __future__ import annotations
@@ -247,5 +247,5 @@ def describe_saved(state_dict: Mapping[str, Any]) -> str:
     try:
         parts = [f"{each['class']} (parameters: {each['groups']})" for each in state_dict[SEVERAL]]
     except (KeyError, TypeError) as error:
-            raise ValueError(f"the state dict's entry {SEVERAL!r} is invalid: {error}.") from error
+        raise ValueError(f"the state dict's entry {SEVERAL!r} is invalid: {error}.") from error
     return AND.join(parts)
