@@ -163,7 +163,7 @@ def test_an_argument_of_a_subclass_is_explained_as_that_of_its_base():
     class Mine(mh.ProgressScheduler):
         """A schedule of mine."""
 
-    with pytest.raises(TypeError, match=r"^Mine needs optimizer: the scaling rule whose progress"):
+    with pytest.raises(TypeError, match=r"^Mine needs optimizer: the scaling rule that provides"):
         Mine(scheduler())
 
 
@@ -210,14 +210,14 @@ def test_a_model_without_memory_is_told_how_to_get_it(level, ranks):
 def test_sharded_data_parallel_of_a_model_without_memory():
     module = nn.Linear(2, 1, device="meta")
     optimizer = mh.OSS(module.parameters(), SGD, lr=0.1)
-    with pytest.raises(RuntimeError, match="without memory"):
+    with pytest.raises(RuntimeError, match="has no memory"):
         mh.ShardedDataParallel(module, optimizer)
 
 
 def test_a_model_that_gets_memory_after_the_error_trains():
     def train():
         sharded, optimizer = on_meta(3)
-        with pytest.raises(RuntimeError, match="without memory"):
+        with pytest.raises(RuntimeError, match="has no memory"):
             sharded(torch.ones(1, 2))
         mh.load_weights(sharded, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).state_dict())
         sharded(torch.ones(1, 2)).sum().backward()

@@ -2,17 +2,14 @@
 
 `PlainNorm` computes Euclidean norms; `_preconditioned.py` computes Adam's.
 
-The hooks are on each parameter's `AccumulateGrad` node. It runs after all hooks of the tensor, so
-the user's hooks have changed the gradient, and before DDP averages. `module.to(...)` may give a
-parameter a new node without our hook.
-
-`GradientVersion` detects later changes of a gradient without reading values.
+The hooks are on each parameter's `AccumulateGrad` node, which runs after all hooks of the tensor
+and before DDP averages. `module.to(...)` may give a parameter a new node without our hook.
 
 On a GPU, a norm of a single gradient takes more time on the host than on the device. Gradients are
 therefore queued until they have `TOGETHER` elements, and measured in one call. The queue contains
 aliases: autograd uses the gradient as `.grad` without a copy only if no other reference to the
-tensor exists. An autograd callback measures the rest before DDP's callback, which writes
-the means into the same memory.
+tensor exists. An autograd callback measures the rest before DDP's callback, which writes the means
+into the same memory.
 
 Memory
     norms          parameter index -> |g|, from the pass's first gradient until `reset`
@@ -21,15 +18,14 @@ Memory
                    inside `one_sample`, and for a parameter shared by reentrant checkpoints
 
 **`fully_shard`.** The optimizer's parameters are DTensors, for which autograd hooks never run.
-During forward and backward, `fully_shard` replaces them in the modules by *unsharded* parameters.
-Each unsharded parameter is a permanent object whose memory is allocated and freed. Its gradient is
-that of one micro-batch on one rank.
+During forward and backward, `fully_shard` replaces them in the modules by *unsharded* parameters,
+permanent objects whose memory is allocated and freed. Their gradients belong to one micro-batch on
+one rank.
 
-The search for unsharded parameters uses public interfaces only. In a sharded module, the parameters
-are the optimizer's, by identity, which determines their names. `unshard()` inserts the unsharded
-parameters under these names, and `reshard()` removes them. This costs an all-gather of the
-parameters, module by module, when the rule is created. It leaves no forward hooks in the modules,
-whose order or repetition in checkpoints, or effect on torch.compile, could cause problems.
+In a sharded module, the parameters are the optimizer's, by identity, which determines their names.
+`unshard()` inserts the unsharded parameters under these names, and `reshard()` removes them. This
+public interface costs an all-gather of the parameters, module by module, when the rule is created.
+Forward hooks in the modules would depend on their order, on checkpoints and on torch.compile.
 
 An optimizer has no reference to its modules. Without a model argument, the garbage collector
 returns the few instances of the classes that `fully_shard` creates. (A global forward hook would
@@ -59,8 +55,8 @@ from manyhands._tensors.flat import SHORT, DTensorShards, is_dtensor, local_shar
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-# Norms stay on a GPU, because waiting for them would cost more than the computation. On a CPU,
-# floats are much faster than one-element tensors.
+# Floats on a CPU, where they are much faster than one-element tensors. On a GPU, a float would
+# require a synchronization.
 Norm = Tensor | float
 
 # (parameter index, local elements of the gradient, a function that selects these elements of any
@@ -77,16 +73,13 @@ TOGETHER = 16 * 2**20
 class PlainNorm:
     """Euclidean norms of gradients, and the base of other norms (`_preconditioned.py`).
 
-    Methods identify a gradient by the index of its parameter. A norm is a tensor without dimensions
-    or, on a CPU, also a float, because every operation on a small tensor takes microseconds. In
-    measured steps, norms are computed of a pass's gradients, of the mean, and of differences of
-    means. `_make_norm` creates a rule's norm, and creates another for a copy of the rule.
+    Methods identify a gradient by the index of its parameter. Norms are computed of a pass's
+    gradients, of the mean, and of differences of means.
     """
 
-    columns = 0  # numbers in a row of `to_state`; all are at least 0
+    columns = 0  # numbers in a row of `to_state`
 
     def one(self, index: int, grad: Tensor) -> Norm:
-        """Return the norm of a full gradient."""
         return norm(grad)
 
     def many(self, indices: Sequence[int], grads: Sequence[Tensor]) -> Sequence[Norm]:
@@ -110,7 +103,6 @@ class PlainNorm:
         return norms
 
     def slices(self, slices: Sequence[GradientSlice]) -> Sequence[Norm]:
-        """Return the norm of each slice."""
         return self.many([], [elements for _, elements, _ in slices])
 
     @property
@@ -130,7 +122,7 @@ class PlainNorm:
         """Update references to the optimizer after a new group or replaced state."""
 
     def to_state(self) -> list[list[float]]:
-        """Return the state for a bitwise continuation, in rows of `columns` numbers."""
+        """Return the state, in rows of `columns` numbers."""
         return []
 
     def load_state(self, state: list[list[float]]) -> None:
@@ -147,7 +139,7 @@ class GradientHooks:
         self.passes = passes
         self.norms: dict[int, Norm] = {}
         self.partial_sums: dict[int, Tensor] = {}
-        self.queued: dict[int, tuple[Tensor, int]] = {}  # with its version
+        self.queued: dict[int, tuple[Tensor, int]] = {}
         self.valid = True  # False if a gradient was measured incompletely
         self.sums_gradients = False  # whether to sum the gradients of consecutive passes
         self.idle = False  # whether the current step is not measured
@@ -164,8 +156,7 @@ class GradientHooks:
     def attach(self, params: Sequence[Tensor], unsharded: dict[int, Tensor]) -> None:
         """Measure the gradients of these parameters only.
 
-        For the DTensors of `fully_shard`, `unsharded` contains the tensors that replace them during
-        forward and backward.
+        `unsharded` contains the tensors that replace the DTensors of `fully_shard` in forward.
         """
         self.remove()
         self._on_cpu = all(param.device.type == "cpu" for param in params)
@@ -174,7 +165,7 @@ class GradientHooks:
         plain = type(self._kind).one is PlainNorm.one
         self._plain_and_short: set[int] = set()
         receive = partial(_on_gradient, weakref.ref(self))
-        self._handles = []  # `parameters_moved` compares the nodes
+        self._handles = []
         for index, param in enumerate(self._params):
             if plain and param.numel() <= SHORT:
                 self._plain_and_short.add(index)
@@ -186,24 +177,19 @@ class GradientHooks:
         weakref.finalize(self, _remove_hooks, self._handles)
 
     def remove(self) -> None:
-        """Remove the hooks."""
         _remove_hooks(self._handles)
 
     @property
     def active(self) -> bool:
-        """Whether the hooks are installed."""
         return bool(self._handles)
 
     @property
     def parameters_moved(self) -> bool:
-        """Whether parameters have been moved or converted, and have lost their hooks."""
+        """Whether parameters have lost their hooks, because they were moved or converted."""
         return any(_accumulator(param) is not node for _, param, node in self._handles)
 
     def replay(self, result: object, closure: Callable[[], object]) -> Callable[[], object]:
-        """Return a closure that first returns `result`, and measures no further calls.
-
-        LBFGS evaluates the closure repeatedly on the same samples.
-        """
+        """Return a closure that first returns `result`, and measures no further calls (LBFGS)."""
         results = [result]
 
         def replayed() -> object:
@@ -218,7 +204,6 @@ class GradientHooks:
         return replayed
 
     def reset(self) -> None:
-        """Discard the norms of a pass."""
         self.norms = {}
         self.partial_sums = {}
         self.queued = {}
@@ -235,14 +220,14 @@ class GradientHooks:
         return self.norms
 
     def enter(self, index: int, task: int) -> None:
-        """Handle the first gradient of a backward pass (`task`), of the parameter `index`."""
+        """Handle the first gradient of a backward pass."""
         self.first_index = index
         self.passes.enter(task)
         if not self._on_cpu:
             queue_callback(self.measure_queued)
 
     def queue(self, index: int, grad: Tensor) -> None:
-        """Queue a gradient on a device until the queue is large enough to be measured."""
+        """Queue a gradient on a device, and measure a long queue."""
         alias = grad.detach()
         self.queued[index] = alias, alias._version
         self._elements += alias.numel()
@@ -252,9 +237,8 @@ class GradientHooks:
             self.measure_queued()
 
     def measure_queued(self) -> None:
-        """Measure the queued gradients."""
-        # If other code has changed a gradient since (a hook on `.grad`), the statistics of this
-        # step are invalid. Later gradients of that parameter are measured immediately.
+        # If other code (a hook on `.grad`) has changed a gradient, this step's statistics are
+        # invalid. Later gradients of that parameter are measured immediately.
         if not self.queued:
             return
         changed = {i for i, (grad, version) in self.queued.items() if grad._version != version}
@@ -266,11 +250,9 @@ class GradientHooks:
         self._elements = 0
 
     def _on_repeated_gradient(self, index: int, grad: Tensor) -> None:
-        """Add the second part of a gradient that arrives in parts."""
-        # A reentrant checkpoint that uses the parameter again causes this. The first part was
-        # measured but not stored. If the norm of `.grad` equals the measured norm, `.grad` is the
-        # first part. Otherwise, the statistics of this step are invalid. In later steps, all parts
-        # of this parameter's gradient are summed.
+        # A reentrant checkpoint that uses the parameter again causes this. If the norm of `.grad`
+        # equals the measured norm, `.grad` is the first part. Otherwise, the statistics of this
+        # step are invalid. In later steps, all parts of the gradient are summed.
         self._repeated.add(index)
         first = self._params[index].grad
         measured = float(self.norms.pop(index))
@@ -319,7 +301,6 @@ def _on_gradient(
 
 
 def _accumulator(param: Tensor) -> Node:
-    """Return the node that accumulates `param.grad`."""
     # Frozen parameters get a node too, and are measured after unfreezing.
     frozen = not param.requires_grad
     if frozen:  # torch creates the node only for a tensor that requires a gradient
@@ -337,8 +318,6 @@ def _remove_hooks(handles: list[tuple[RemovableHandle, Tensor, Node]]) -> None:
 
 
 class GradientVersion:
-    """The identity and version of a parameter's gradient at one moment, to detect changes."""
-
     def __init__(self, param: Tensor) -> None:
         self.param = param
         self.grad = param.grad
@@ -366,7 +345,7 @@ def any_values(params: Sequence[Tensor]) -> bool:
 
 
 def _has_values(grad: Tensor) -> bool:
-    if isinstance(grad, ShardedGradient):  # the local part may be empty
+    if isinstance(grad, ShardedGradient):
         return not grad.zeroed
     if grad.layout == torch.sparse_coo:
         grad = grad.coalesce().values()
@@ -405,8 +384,7 @@ def unsharded_parameters(
             "Create the optimizer after fully_shard, or pass model=... to the rule."
         )
     found: dict[int, Tensor] = {}
-    # Each unshard() is a collective, and every rank needs the same order. The garbage collector's
-    # order differs between ranks, so sort by parameter index.
+    # Each unshard() is a collective. The garbage collector's order differs between ranks.
     for module, names in sorted(owned, key=lambda item: min(item[1])):
         module.unshard()
         for i, (holder, name) in names.items():
@@ -444,12 +422,11 @@ def find_unaveraged_gradients(
 def fsdp_modules(model: nn.Module | None) -> list[FSDPModule]:
     """Return the modules that `fully_shard` was called on, in the model or in this process."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # never imported
+    if fsdp is None:
         return []
     if model is not None:
         return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
-    # `fully_shard` creates a subclass of FSDPModule for each module class. An instance refers to
-    # its class, so the search is limited to the referrers of these classes.
+    # `fully_shard` creates subclasses of FSDPModule. Their instances refer to them.
     classes = _with_subclasses(fsdp.FSDPModule)
     return [thing for thing in gc.get_referrers(*classes) if type(thing) in classes]
 

@@ -5,40 +5,33 @@ n small batches have gradients g_1 ... g_n with the mean G. Then
     E |g_i|^2 = sqr + var          sqr = |true gradient|^2
     E |G|^2   = sqr + var / n      var = trace of the covariance of one g_i
 
-`estimate` solves these equations for (sqr, var). `var` is then converted to a batch of scale 1. If
-n small batches form a batch of scale S, each has scale S / n. The noise of a mean is inversely
-proportional to the batch size, so var(scale 1) = var(one small batch) * S / n.
+`estimate` solves these equations, and converts `var` to a batch of scale 1. If n small batches form
+a batch of scale S, var(scale 1) = var(one small batch) * S / n, because the noise of a mean is
+inversely proportional to the batch size.
 
 `gain` is AdaScale's r (Johnson et al. 2020, eq. 5): the number of scale-1 steps that a step at
 scale S is worth. It is 1 if the gradients agree, and S if they are pure noise.
 
 The estimate of a single step is unbiased but very noisy. A rule uses the average over roughly the
-last 1 / (1 - smoothing) steps. With `measure_every=k`, a rule measures one step in k. To preserve
-the memory of the averages in steps, the measured step counts like k consecutive equal estimates:
+last 1 / (1 - smoothing) steps. With `measure_every=k`, one step in k is measured, and counts like k
+equal estimates in a row, which preserves the memory of the averages in steps:
 
     average = smoothing^k average + (1 - smoothing^k) estimate
 
-Other steps compute no norm and do not change the averages. Within its memory, an average must
-contain at least `LEAST` small batches and at least `LEAST_STEPS` measured steps. Every step is
-measured until the averages have seen as many steps as their memory, and after non-finite gradients.
-`MeasuredSteps` counts the steps between measurements.
+Within its memory, an average must contain at least `LEAST` small batches and `LEAST_STEPS` measured
+steps. Every step is measured until the averages have seen as many steps as their memory, and after
+non-finite gradients.
 
 A single exploded gradient can have a thousand times the usual noise. While the average remembers
-it, the gain would be near its maximum, progress would grow too fast, and training would end
-early. `limit_noise` limits the contribution of a step (`docs/benchmarks/collapse.md`).
+it, the gain would be near its maximum, and training would end early. `limit_noise` limits the
+contribution of a step (`docs/benchmarks/collapse.md`).
 
-* `DebiasedAverage` is a moving average divided by its accumulated weight, as in Adam. The smoothing
-  may change between steps.
+* `DebiasedAverage` is a moving average divided by its accumulated weight, as in Adam.
 * `PaperAverage` follows the AdaScale paper's appendix B.3: a plain mean for the first
   1 / (1 - smoothing) steps, then a moving average.
-* `NoiseAverage` combines an average of |true gradient|^2 with an average of the noise.
-* `NoiseMoments` contains moving averages of both numbers, and of their squares and product.
-* `History` contains a rule's `NoiseAverage`, progress and step counts.
 
 Averages are immutable: `add` returns a new average. `gain()` can therefore include the current
-gradients before their step, and discard them if no step follows.
-
-This file uses only floats: no tensors, no process groups. The norms come from `_step.py`.
+gradients before their step. This file uses only floats: no tensors, no process groups.
 """
 
 from __future__ import annotations
@@ -54,8 +47,7 @@ from manyhands._optimizers.state_parts import BELOW, SQUARES, SavedEntries
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# A positive floor of the noise, as in fairscale and adaptdl, ensures that the gain is defined even
-# without measured noise. The squared signal is only cut off at zero.
+# Floors as in fairscale and adaptdl: the gain is defined even without measured noise.
 VAR_FLOOR = 1e-6
 SQR_FLOOR = 0.0
 
@@ -88,7 +80,6 @@ class NormSums:
     steps: int = 1  # represented by this measured step
 
     def unscale(self, loss_scale: float) -> NormSums:
-        """Return the sums for gradients without a loss scale."""
         squared = loss_scale * loss_scale
         return replace(
             self,
@@ -98,7 +89,6 @@ class NormSums:
 
     @property
     def all_finite(self) -> bool:
-        """Whether all gradients of the step were finite."""
         return all(map(math.isfinite, (*self.small_squares, *self.mean_square)))
 
 
@@ -111,7 +101,6 @@ class Estimate:
 
 
 def estimate(sums: NormSums) -> Estimate:
-    """Solve the equations for |true gradient|^2 and the noise at scale 1."""
     n = sums.small_batches
     scale = sums.scale
     if n < 2:
@@ -132,11 +121,10 @@ def limit_noise(
     """Limit the noise of a step's estimate relative to the averages.
 
     The noise estimate from n gradients has a relative deviation of about 1 / sqrt(n - 1), with a
-    longer tail for small n. If |true gradient|^2 also exceeds its average, all gradients have
-    grown, and the limit grows by the same factor, up to `MOST_GROWTH`. The signal is not limited,
-    because a gain that is too small for some steps is harmless. But a negative signal estimate
-    results from the same noise, and is reduced with it. Without a signal in the average there is no
-    limit, because the gain is at its maximum.
+    longer tail for small n. If |true gradient|^2 also exceeds its average, the limit grows by the
+    same factor, up to `MOST_GROWTH`. The signal is not limited, because a gain that is too small
+    for some steps is harmless. But a negative signal estimate results from the same noise, and is
+    reduced with it. Without a signal in the average there is no limit: the gain is maximal.
 
     >>> limit_noise(Estimate(sqr=(1.0,), var=(700.0,)), [1.0], [5.0], small_batches=5)
     Estimate(sqr=(1.0,), var=(17.5,))
@@ -164,18 +152,18 @@ def gain(sqr: float, var: float, scale: float) -> float:
 
     >>> gain(sqr=1.0, var=3.0, scale=4.0)
     2.2857142857142856
-    >>> gain(sqr=1.0, var=0.0, scale=4.0)  # no noise: a larger batch has no benefit
+    >>> gain(sqr=1.0, var=0.0, scale=4.0)  # no noise
     1.0
-    >>> gain(sqr=0.0, var=1.0, scale=4.0)  # pure noise: a larger batch has the full benefit
+    >>> gain(sqr=0.0, var=1.0, scale=4.0)  # pure noise
     4.0
-    >>> gain(sqr=0.0, var=0.0, scale=4.0)  # no gradient, and so no evidence of a benefit
+    >>> gain(sqr=0.0, var=0.0, scale=4.0)  # no gradient
     1.0
     """
     large_batch = var / scale + sqr
     if scale == 1.0 or large_batch == 0.0:
         return 1.0
     least, most = sorted((1.0, scale))
-    return min(max((var + sqr) / large_batch, least), most)  # bounds against rounding errors
+    return min(max((var + sqr) / large_batch, least), most)  # despite rounding errors
 
 
 def ratio_of_squares(sqr: float, var: float, before: float, now: float) -> float:
@@ -193,7 +181,6 @@ def ratio_of_squares(sqr: float, var: float, before: float, now: float) -> float
 
 
 def apply_floor(values: Sequence[float], floor: float) -> tuple[float, ...]:
-    """Return the values, raised to at least `floor`."""
     return tuple(max(value, floor) for value in values)
 
 
@@ -234,7 +221,6 @@ class MovingAverage:
         raise NotImplementedError
 
     def steps_held(self, smoothing: float, groups: int) -> float:
-        """Return the number of steps in the average, for the group with the fewest."""
         return self.steps_of(min(extend(self.seen, 0.0, groups)), smoothing)
 
 
@@ -287,7 +273,6 @@ def convert_average(
 
 
 def save_average(average: MovingAverage) -> dict[str, list[float]]:
-    """Return an average as lists of numbers, for a state dict."""
     return {"mean": list(average.mean), "seen": list(average.seen)}
 
 
@@ -302,7 +287,7 @@ def load_average(kind: type[MovingAverage], state: SavedEntries, groups: int) ->
 
 
 def _of_group(values: Sequence[float], floor: float, group: int | None) -> float:
-    """Return a group's value, or the sum over all groups; each value is at least `floor`."""
+    """Return a group's value, at least `floor`, or the sum over all groups."""
     values = apply_floor(values, floor)
     if group is None:
         return sum(values)
@@ -313,8 +298,8 @@ def _of_group(values: Sequence[float], floor: float, group: int | None) -> float
 class NoiseAverage:
     """Averages of |true gradient|^2 and of the noise at scale 1, per parameter group.
 
-    Floors apply to the averages. (fairscale applies them to each step's estimate. If single steps
-    are noisy, this biases both averages upwards.)
+    Floors apply to the averages, because floors for each step's estimate, as in fairscale, would
+    bias both averages upwards.
 
     The `noise` of a rule is a NoiseAverage:
 
@@ -356,11 +341,10 @@ class NoiseAverage:
 
     def _before(self, sums: NormSums) -> NoiseAverage:
         """Return this average, or a new one if the step's norms do not match it."""
-        # Consecutive gradients give a worse estimate, so it is dropped after the first step with
-        # more than one gradient. Plain and preconditioned norms differ by orders of magnitude, so a
-        # change restarts the average. adaptdl mixes both (`mix_norm_kinds`) when preconditioning
-        # starts; but a change back to plain norms, after a reset of the optimizer, restarts
-        # even then.
+        # Consecutive gradients give a worse estimate, which is dropped after the first step with
+        # more gradients. Plain and preconditioned norms differ by orders of magnitude. adaptdl
+        # mixes both (`mix_norm_kinds`) when preconditioning starts, but a change back to plain
+        # norms, after a reset of the optimizer, restarts the average even then.
         kinds_must_match = sums.norm_kind != "preconditioned" or not self.mix_norm_kinds
         kind_changed = sums.norm_kind != self.norm_kind and kinds_must_match
         if kind_changed or (self.consecutive and not sums.consecutive):
@@ -381,7 +365,6 @@ class NoiseAverage:
         )
 
     def restarted(self) -> NoiseAverage:
-        """Return an empty average with these settings."""
         return replace(self, sqr=type(self.sqr)(), var=type(self.var)())
 
     @property
@@ -403,7 +386,6 @@ class NoiseAverage:
         return _of_group(self.raw_var, self.var_floor, group)
 
     def gain(self, scale: float, group: int | None = None) -> float:
-        """Return the number of steps at scale 1 that a step at `scale` is worth."""
         return gain(self.sqr_of(group), self.var_of(group), scale)
 
     def steps_held(self, smoothing: float) -> float:
@@ -412,7 +394,6 @@ class NoiseAverage:
 
     @property
     def measured(self) -> bool:
-        """Whether any step has been added."""
         return self.sqr != type(self.sqr)()
 
     def noise_scale(self, group: int | None = None) -> float | None:
@@ -426,7 +407,7 @@ class NoiseAverage:
         return self.var_of(group) / sqr
 
     def to_state(self) -> dict[str, object]:
-        """Return the averages for a state dict; floors are saved with the options."""
+        """Return the averages for a state dict, without the floors, which are options."""
         return {
             "debiased": isinstance(self.sqr, DebiasedAverage),
             "sqr": save_average(self.sqr),
@@ -436,7 +417,6 @@ class NoiseAverage:
         }
 
     def from_state(self, state: SavedEntries) -> NoiseAverage:
-        """Return this average with the values from `to_state`; raise if they are invalid."""
         kind = DebiasedAverage if state.flag("debiased") else PaperAverage
         one_of("norm_kind", state["norm_kind"], ("plain", "preconditioned"))
         return replace(
@@ -462,7 +442,6 @@ class NoiseMoments:
 
     @classmethod
     def of_saved(cls, saved: SavedEntries, steps: int) -> NoiseMoments:
-        """Return saved moments; `steps` is the number of steps in them."""
         moments = {}
         least = 1e-32 if steps else 0.0
         for each in fields(cls):
@@ -473,7 +452,6 @@ class NoiseMoments:
         return cls(**moments)
 
     def add(self, sqr: float, var: float, smoothing: float) -> NoiseMoments:
-        """Return the moments with another step's estimates."""
         new = 1.0 - smoothing
 
         def mix(old: float, value: float) -> float:
@@ -492,8 +470,7 @@ class NoiseMoments:
     @property
     def ratio_error(self) -> float:
         """Standard error of var / sqr, for independent steps."""
-        # Delta method: the variance of a ratio of means, from their variances and covariance,
-        # divided by the effective number of steps in the weighted average.
+        # Delta method, divided by the effective number of steps in the weighted average.
         w = self.weight
         sqr = self.sqr / w
         var = self.var / w
@@ -529,7 +506,6 @@ class MeasuredSteps:
 
     @property
     def due(self) -> bool:
-        """Whether the current step is measured."""
         return self.left <= 0
 
     @property
@@ -547,15 +523,13 @@ class MeasuredSteps:
             self.left = min(self.left, period) - 1
 
     def to_state(self) -> list[int]:
-        """Return the state for a bitwise continuation."""
         return [self.left, self.passed]
 
 
 def steps_between(k: int, memory: float, held: float, small_batches: int) -> int:
     """Return the number of steps that a measured step may represent, up to k.
 
-    `memory` is the memory of the averages in steps, and `held` the number of steps in them. A step
-    has `small_batches` small batches.
+    The averages have a memory of `memory` steps and contain `held` steps of `small_batches` each.
 
     >>> steps_between(4, 500, held=500, small_batches=2), steps_between(4, 500, 499, 2)
     (4, 1)
@@ -585,7 +559,6 @@ class History:
     sums: NormSums | None = None  # of the last step in the average, if it was measured
 
     def average_with(self, sums: NormSums | None, smoothing: float) -> NoiseAverage:
-        """Return the average with another step, unless its norms are missing or not finite."""
         if sums is None or not sums.all_finite:
             return self.average
         return self.average.add(sums, smoothing)
@@ -609,7 +582,6 @@ class History:
         return self.progress + sum(average.raw_sqr) + sum(average.raw_var) + sum(self.factors)
 
     def to_state(self) -> dict[str, object]:
-        """Return the state for a bitwise continuation."""
         return {
             "average": self.average.to_state(),
             "progress": self.progress,
@@ -617,7 +589,6 @@ class History:
         }
 
     def load(self, saved: History) -> None:
-        """Replace the results by those of a parsed history."""
         self.average = saved.average
         self.progress = saved.progress
         for name in COUNTS:

@@ -8,8 +8,7 @@ Order of a step
     progress    grows by the gain
 
 `RuleCore` stores the state of a rule. The *faces* of a rule share one core: the optimizer that the
-user created, copies, and the proxy that a trainer derives from its class. `_rule_base.py` defines
-the public interface, and `_rules.py` the factors.
+user created, copies, and the proxy that a trainer derives from its class.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ class StepReporter:
     observer: StepObserver | None = None
 
     def end_passes(self, measurement: Measurement) -> None:
-        """Send the step's numbers."""
         if measurement.step.too_many:
             raise RuntimeError(measurement.describe_excess())
         report = RankReport()
@@ -116,7 +114,6 @@ class RuleCore:
         self.configure(average)
 
     def configure(self, average: NoiseAverage) -> None:
-        """Apply the options to an average, initially or after loading."""
         batch = self.batch
         options = self.options
         self.measure_every = int(options["measure_every"].number)
@@ -128,7 +125,6 @@ class RuleCore:
         )
 
     def continue_from(self, history: History) -> None:
-        """Continue a saved history, and discard the current measurements."""
         self.forget()
         self.history.load(history)
         self.configure(history.average)
@@ -137,7 +133,6 @@ class RuleCore:
 
     @property
     def observer(self) -> StepObserver | None:
-        """An object that takes part in every step, such as a `Ramp`."""
         return self.reporter.observer
 
     @observer.setter
@@ -146,10 +141,7 @@ class RuleCore:
 
     @property
     def current(self) -> NoiseAverage:
-        """The average including the gradients of a backward pass before its step.
-
-        This is a preview: only `finish_step` changes the history.
-        """
+        """The average including gradients that have no step yet. Does not change the history."""
         sent = self.measurement.step.sent
         if sent is None:
             return self.history.average
@@ -158,7 +150,6 @@ class RuleCore:
         return self.history.average_with(sent.sums, self._weight(sent.sums))
 
     def forget(self) -> None:
-        """Discard the measurements of gradients that were cleared."""
         self._previewed = None
         self.measurement.clear()
 
@@ -173,7 +164,7 @@ class RuleCore:
     # -- in a step ---------------------------------------------------------------------------
 
     def complete(self, inner: Optimizer) -> None:
-        """Obtain all ranks' numbers for `step`, even if this rank has not seen all passes.
+        """Obtain all ranks' numbers for `step`.
 
         If the step is short on all ranks, raise, or make the gradient the mean over its passes.
         """
@@ -192,10 +183,9 @@ class RuleCore:
         self.history.short += 1
 
     def _complete_early(self, inner: Optimizer) -> SentStep:
-        """Send the numbers of a step with missing passes, and raise on every rank for a mistake."""
-        # It is not a mistake if DDP has averaged other ranks' gradients with this rank's zeros.
+        """Send the numbers of a step with missing passes; raise on every rank for a mistake."""
+        # It is valid if DDP has averaged other ranks' gradients with this rank's zeros.
         measurement = self.measurement
-        # Check for mistakes of this rank before any collective.
         if not measurement.hooks.active:
             raise RuntimeError("unhook() was called, so gradients are no longer measured.")
         if measurement.in_one_sample:
@@ -260,15 +250,13 @@ class RuleCore:
         return skipped
 
     def _weight(self, sums: NormSums | None) -> float:
-        """Return the weight of the past for these norms."""
         if sums is None:
             return 0.0
         return self.batch.smoothing_for(sums.scale)
 
     def _period(self) -> int:
-        """Return the number of steps per measurement; the result is equal on all ranks."""
-        # Every step is measured for a `Ramp`, which reads each step's numbers, for consecutive
-        # gradients, and after non-finite gradients.
+        """Return the number of steps per measurement, equal on all ranks."""
+        # A `Ramp` reads every step, and consecutive or non-finite gradients require every step.
         batch = self.batch
         history = self.history
         passes = batch.passes * batch.workers
@@ -280,10 +268,7 @@ class RuleCore:
 
 
 class ScaledOptimizer(OptimizerWrapper):
-    """The optimizer methods of a rule: `step`, `zero_grad` and their parts.
-
-    `ScalingRuleBase` adds arguments, statistics and state.
-    """
+    """The optimizer methods of a rule: `step`, `zero_grad` and their parts."""
 
     layer = "rule"
     _core: RuleCore
@@ -298,7 +283,6 @@ class ScaledOptimizer(OptimizerWrapper):
 
     @property
     def gradient_ranks(self) -> RankGroup:
-        """The ranks that average gradients."""
         return self._core.ranks
 
     # -- methods that rules may override -----------------------------------------------------
@@ -308,23 +292,20 @@ class ScaledOptimizer(OptimizerWrapper):
         raise NotImplementedError(f"{type(self).__name__} must define scale_lr(scale).")
 
     def _overrides(self, group: ParamGroup, factor: float) -> Mapping[str, object]:
-        """Return the options of a parameter group to change during the step."""
         if factor == 1.0:
             return {}
         return {"lr": group["lr"] * factor}
 
     def _before_factors(self, skipped: bool) -> None:
-        """Prepare `scale_lr` in each step, on every rank.
+        """Prepare `scale_lr` in each step, on every rank, when `param.grad` is the mean.
 
-        The ranks' numbers have arrived, and `param.grad` is the mean. `skipped` is true if the
-        optimizer skips the step because the gradient is not finite.
+        `skipped` is true if the optimizer skips the step because the gradient is not finite.
         """
 
     def _apply_options(self) -> None:
         """Pass loaded options to objects with a copy of them."""
 
     def _make_norm(self, optimizer: Optimizer) -> PlainNorm:
-        """Return the kind of norm that this rule measures."""
         return PlainNorm()
 
     def _check_optimizer_supports(self, scale: float) -> None:
@@ -334,7 +315,6 @@ class ScaledOptimizer(OptimizerWrapper):
 
     @property
     def noise(self) -> NoiseAverage:
-        """The averaged statistics, including the current gradients."""
         self._inner_optimizer()  # raises if there is none
         return self._core.current
 
@@ -345,10 +325,7 @@ class ScaledOptimizer(OptimizerWrapper):
 
     @property
     def passes(self) -> int:
-        """Backward passes of a step: declared, or counted in the current step.
-
-        After a short step, this is the actual number of its passes.
-        """
+        """Backward passes of a step: declared or counted, or the actual number in a short step."""
         core = self._core
         if core.batch.loop.counts and core.inner is not None:
             return core.measurement.step.passes or core.batch.passes
@@ -359,7 +336,6 @@ class ScaledOptimizer(OptimizerWrapper):
             self._core.measurement.check_between_steps(what)
 
     def _check_parameter_groups(self) -> None:
-        """Raise if a group was added to the inner optimizer directly, without being measured."""
         measured = self._core.history.average.groups
         if len(self.param_groups) != measured:
             raise RuntimeError(
@@ -368,14 +344,12 @@ class ScaledOptimizer(OptimizerWrapper):
             )
 
     def _check_own_scale(self, scale: float) -> float:
-        """Return the scale; raise if this rule does not support it."""
         why = f"It is the size of {type(self).__name__}'s batch in small batches."
         if self._min_scale:
             return real("scale", scale, least=self._min_scale, why=why)
         return real("scale", scale, above=0.0, why=why)
 
     def _check_batch(self, batch: Batch, passes: int) -> float:
-        """Return the scale of a step, or raise if the rule or the optimizer does not support it."""
         scale = self._check_own_scale(batch.scale_for(passes))
         if self._core.inner is not None:
             self._check_optimizer_supports(scale)
@@ -387,7 +361,7 @@ class ScaledOptimizer(OptimizerWrapper):
         """Step the optimizer with learning rates multiplied by the rule's factors.
 
         A `closure` runs once before the step, so that the factors include its gradients. Its loss
-        is returned. Other arguments are passed on.
+        is returned.
         """
         core = self._core
         if core.batch.loop.in_mid_step:
@@ -422,25 +396,22 @@ class ScaledOptimizer(OptimizerWrapper):
         self._count_progress(inner, gain)
         return self._end_step(result)
 
-    # torch wraps the `step` of every subclass to run step hooks, unless it has this attribute. The
-    # inner optimizer's `step` runs the hooks.
+    # torch wraps the `step` of subclasses to run hooks, which the inner optimizer's `step` runs.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _run_once(self, closure: Callable[[], object]) -> Callable[[], object]:
-        """Run the closure, and return a replacement for the inner optimizer."""
         closure = self._in_step(closure)
         with torch.enable_grad():
             return self._core.measurement.hooks.replay(closure(), closure)
 
     def _complete(self, inner: Optimizer) -> None:
-        """Determine the step's passes and scale, and complete the exchange with other ranks."""
         core = self._core
         batch = self._core.batch
         core.measurement.check_divided()
-        if batch.loop.counts:  # the number is final now
+        if batch.loop.counts:
             self._check_batch(batch, self.passes)
             batch.passes = self.passes
-        elif batch.loop.decides:  # the number may have changed
+        elif batch.loop.decides:
             self._check_batch(batch, batch.passes)
         core.complete(inner)
 
@@ -448,7 +419,7 @@ class ScaledOptimizer(OptimizerWrapper):
         """Add the gain to the progress, unless the inner optimizer reports a skipped step."""
         core = self._core
         history = self._core.history
-        # torch's schedulers look for this attribute on their optimizer, and warn without it.
+        # torch's schedulers warn without this attribute.
         inner._opt_called = True  # type: ignore[attr-defined]
         if getattr(inner, "step_was_skipped", False):
             history.skipped += 1
@@ -457,7 +428,6 @@ class ScaledOptimizer(OptimizerWrapper):
         history.progress += gain
 
     def _end_step(self, result: Any) -> Any:
-        """Call the observer after a step, and return the step's result."""
         core = self._core
         if core.observer is not None:
             core.observer.after_step(core.reports)

@@ -1,10 +1,8 @@
 """Define the public interface of all scaling rules: arguments, binding, statistics, state.
 
-`_optimizer.py` implements the step, and `_rules.py` the factors.
-
-A rule's state dict is the inner optimizer's with one additional entry, `KEY`. The batch, the
-options, the history and the measurement each write and parse a part of this entry. Loading parses
-and checks all parts before it changes anything.
+A rule's state dict is the inner optimizer's with an additional entry, `KEY`. The batch, options,
+history and measurement each write and parse a part of it. Loading parses and checks all parts
+before it changes any object.
 """
 
 from __future__ import annotations
@@ -67,13 +65,12 @@ from manyhands.scaling._step import (
     prepared_loop,
 )
 
-VERSION = 2  # of the entry's format
+VERSION = 2
 _EVERY = partial(whole, "measure_every", least=1)
 _DEBIAS = partial(flag, "debias_ewma")
 
 
 def rule_of(optimizer: Optimizer) -> ScalingRuleBase | None:
-    """Return the rule that wraps an optimizer, or that `AdaptiveDataParallel` bound to it."""
     around = find_layer(optimizer, ScalingRuleBase)
     rule = claimed_by(optimizer)
     if isinstance(rule, ScalingRuleBase):
@@ -84,13 +81,13 @@ def rule_of(optimizer: Optimizer) -> ScalingRuleBase | None:
 class LoopPort:
     """The interface between a rule and a training loop that controls its passes: `rule.port`.
 
-    `Ramp`, `WeightedMean`, `AdaptiveDataParallel` and the trainers' adapters use it. Other loops do
-    not need it: they declare the passes (`num_gradients_to_accumulate`) or pass an `Accumulation`.
+    `Ramp`, `WeightedMean`, `AdaptiveDataParallel` and the trainers' adapters use it. In other loops,
+    declare the passes (`num_gradients_to_accumulate`) or pass an `Accumulation`.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(2, 1)
     >>> rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
-    >>> for passes in (1, 3):  # a trainer that knows the number of passes when a step begins
+    >>> for passes in (1, 3):
     ...     rule.port.begin_step(passes)
     ...     for _ in range(passes):
     ...         (model(torch.randn(8, 2)).mean() / rule.port.divide_by).backward()
@@ -116,8 +113,7 @@ class LoopPort:
     def begin_step(self, passes: int, *, scale_per_pass: float | None = None) -> None:
         """Declare the number of passes per step, on every rank and between two steps.
 
-        `scale_per_pass` is the new size of a pass in small batches, on all ranks together. In
-        `AdaptiveDataParallel`, which counts the passes, this method sets only the size.
+        `scale_per_pass` is the size of a pass in small batches, on all ranks together.
         """
         self.check_between_steps("port.begin_step()")
         batch = self._core.batch
@@ -127,10 +123,9 @@ class LoopPort:
             batch.set_passes(passes)
 
     def end_pass(self, last: bool | None) -> None:
-        """Declare whether the current pass is the last of its step.
+        """Declare whether the current pass is the last of its step; None withdraws the statement.
 
-        After False, `step()` and `zero_grad()` have no effect. None restores the behavior without a
-        port. To end a step early, see `follow`.
+        After False, `step()` and `zero_grad()` have no effect.
         """
         self._core.batch.loop.declared_last = last
 
@@ -139,10 +134,7 @@ class LoopPort:
         self._rule.forget_gradients()
 
     def follow(self, accumulation: Accumulation | None) -> None:
-        """Let a loop control the passes from now on; None restores the declared number.
-
-        The loop divides losses by `gradient_accumulation_steps`. Shorter steps are corrected.
-        """
+        """Let a loop control the passes from now on; None restores the declared number."""
         self.check_between_steps("port.follow()")
         loop = Loop()
         if accumulation is not None:
@@ -177,14 +169,14 @@ class LoopPort:
     def follow_batch(self, before: float, now: float) -> bool:
         """Convert Adam's second moments to scale `now`; return whether the noise is known.
 
-        Call this method between two steps, on every rank.
+        Call this method on every rank.
         """
         average = self._core.history.average
         if not average.measured:
             return False
         ratio = ratio_of_squares(average.sqr_of(), average.var_of(), before, now)
         rescale_second_moments(OptimizerLayers.of(self._rule).plain, ratio)
-        # This is also required on a rank with an empty shard: all ranks collect sharded moments.
+        # Also necessary on a rank with an empty shard: all ranks collect sharded moments.
         self._core.measurement.norms.moments_changed()
         return True
 
@@ -204,7 +196,6 @@ class LoopPort:
         self._rule._check_batch(replace(self._core.batch, scale_per_pass=scale_per_pass), passes)
 
     def check_between_steps(self, what: str) -> None:
-        """Raise in the middle of a step. `what` names the operation in the message."""
         self._rule._check_between_steps(what)
 
     @property
@@ -222,7 +213,6 @@ class LoopPort:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether `zero_grad()` has no effect at present, in the middle of a step."""
         return self._core.keeps_gradients
 
 
@@ -247,13 +237,12 @@ class ScalingRuleBase(ScaledOptimizer):
     >>> optimizer.factors
     (2.0,)
 
-    `lr` stays the small batch's rate, for schedulers and logs; the factor is applied only
-    inside `step`. End training on `progress`, the equivalent number of small-batch steps, instead
-    of the number of calls. The loss must be the mean over a batch, so that the expected gradient
-    does not depend on the batch size.
+    `lr` stays the small batch's rate, for schedulers and logs. End training on `progress`, the
+    equivalent number of small-batch steps, instead of the number of calls. The loss must be the
+    mean over a batch, so that the expected gradient does not depend on the batch size.
 
     Args:
-        optimizer: the optimizer to wrap. Without it, the rule waits for `initialize`.
+        optimizer: the optimizer to wrap. Without it, call `initialize`.
         world_size: number of workers, by default the size of the process group. Inside a larger
             group, 1 trains each worker independently.
         scale: size of the batch of all workers and passes, in small batches. The default is
@@ -261,28 +250,26 @@ class ScalingRuleBase(ScaledOptimizer):
         smoothing: weight of the past in the moving averages. The default is
             `max(1 - n / 1000, 0)` with n = workers x passes, or `0.999 ** scale` in
             `AdaptiveDataParallel`.
-        num_gradients_to_accumulate: backward passes per step, or an `Accumulation`. For optimizers
-            prepared by a trainer that `manyhands.integrations` supports, it is detected.
+        num_gradients_to_accumulate: backward passes per step, or an `Accumulation`. Detected for
+            optimizers prepared by a trainer that `manyhands.integrations` supports.
         is_scaled_loss: whether each pass's loss is divided by the number of passes. If not, call
             `scale_grad_by_num_grads_to_accum()` before `step`.
         debias_ewma: True for moving averages like Adam's; False for those of the AdaScale paper's
-            appendix B.3. A run that continues a state dict with False also uses False.
+            appendix B.3. A loaded False takes precedence over True.
         process_group: the workers that average gradients; all by default.
-        grad_scaler: the `torch.amp.GradScaler` in use. It is required if you call its `unscale_`
-            or read `gain()` before `step()`. Otherwise, `scaler.step(optimizer)` provides the
-            loss scale.
+        grad_scaler: the `torch.amp.GradScaler` in use, required with `unscale_` or with `gain()`
+            before `step()`. Otherwise, `scaler.step(optimizer)` provides the loss scale.
         var_floor: lower bound of the averaged noise, 1e-6 by default. If squared gradient norms are
-            this small, the gradients appear to be pure noise: lower the floor or multiply
-            the loss.
-        measure_every: number of steps per measurement once the averages contain their full memory;
-            4 by default. 1 measures every step; this is the default in `AdaptiveDataParallel`, and
+            this small, lower the floor or multiply the loss.
+        measure_every: steps per measurement once the averages contain their full memory, 4 by
+            default. 1 measures every step; this is the default in `AdaptiveDataParallel`, and
             always applies with a `Ramp` or with one pass on one worker. Measurements are more
             frequent where the averages would contain less than 100 small batches or four steps.
-        short_step: handling of a step with fewer passes, for example at the end of an epoch.
-            "error", the default for a declared number of passes, raises an error that explains how
-            to declare a shorter step. "count", the default for an `Accumulation`, is for loops that
-            divide losses by the passes of a full step even in a short step: the rule multiplies
-            the gradient to obtain the mean over the actual passes, and uses their scale.
+        short_step: handling of a step with fewer passes, such as at the end of an epoch. "error",
+            the default for a declared number of passes, raises an error. "count", the default for
+            an `Accumulation`, is for loops that divide losses by the passes of a full step even in
+            a short step: the rule multiplies the gradient to obtain the mean over the actual
+            passes, and uses their scale.
         model: the module passed to `fully_shard`; needed only after `gc.freeze()`.
     """
 
@@ -331,7 +318,6 @@ class ScalingRuleBase(ScaledOptimizer):
             self._bind(optimizer)
 
     def _extra_options(self) -> Options:
-        """Return additional options of this rule, to be saved and loaded."""
         return {}
 
     # -- binding to an optimizer -------------------------------------------------------------
@@ -362,7 +348,7 @@ class ScalingRuleBase(ScaledOptimizer):
             core.binding.patch(self)
 
     def _bind(self, optimizer: Optimizer) -> None:
-        """Attach the rule to an optimizer: find the ranks, check agreement, start measuring."""
+        """Attach the rule to an optimizer, after checking that ranks agree."""
         core = self._core
         batch = self._core.batch
         check_bindable(optimizer, type(self).__name__, ScaledOptimizer)
@@ -371,7 +357,6 @@ class ScalingRuleBase(ScaledOptimizer):
         if not batch.loop.counts:
             prepared = find_prepared(optimizer)
         if prepared is not None:
-            # The trainer saves, loads and steps this object, so the rule replaces its methods.
             if prepared.unseen is not None:
                 why = f"cannot measure gradients under {prepared.unseen}. Use DDP, FSDP2 or OSS."
                 raise TypeError(f"{type(self).__name__} {why}")
@@ -394,14 +379,13 @@ class ScalingRuleBase(ScaledOptimizer):
             check_ranks_agree(optimizer, core.ranks, batch, core.options)
             core.start(optimizer, norms, NoiseAverage(len(optimizer.param_groups)))
         except BaseException:
-            core.inner = None  # the user can bind the rule again
+            core.inner = None
             raise
         core.binding.claim(self)
         if prepared is not None and prepared.optimizer is optimizer:
             core.binding.patch(self)
 
     def _follow(self, loop: Loop) -> None:
-        """Use this loop from now on, with its default for short steps."""
         batch = self._core.batch
         batch.loop = loop
         batch.begin_step()
@@ -411,7 +395,6 @@ class ScalingRuleBase(ScaledOptimizer):
 
     @property
     def adp(self) -> Averager | None:
-        """The data-parallel module passed to `initialize`."""
         return self._core.batch.loop.module
 
     def unhook(self) -> None:
@@ -438,7 +421,6 @@ class ScalingRuleBase(ScaledOptimizer):
         core.history.factors += (1.0,)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ScaledOptimizer:
-        """Return a copy around a copy of the optimizer (and its parameters, if not in `memo`)."""
         twin = copy.copy(self)
         memo[id(self)] = twin
         old = self._core
@@ -469,14 +451,12 @@ class ScalingRuleBase(ScaledOptimizer):
         return twin
 
     def __copy__(self) -> ScaledOptimizer:
-        """Return another face of this rule."""
         twin = type(self).__new__(type(self))
         twin.__dict__.update(self.__dict__)  # subclasses may have any attributes
         return twin
 
     @property
     def port(self) -> LoopPort:
-        """The interface for a training loop that controls the passes."""
         return LoopPort(self, self._core)
 
     # -- reading the statistics --------------------------------------------------------------
@@ -485,8 +465,7 @@ class ScalingRuleBase(ScaledOptimizer):
         """Return the number of small-batch steps that a step is worth (r in AdaScale's paper).
 
         `pg_idx` selects a parameter group; the default combines all groups. Between `backward` and
-        `step`, the result includes the current gradients. The gain is measured under every
-        rule, and can differ from the rule's factor.
+        `step`, the result includes the current gradients. Not every rule uses the gain as factor.
         """
         groups = len(self.param_groups)
         if pg_idx is not None and not 0 <= pg_idx < groups:
@@ -495,7 +474,7 @@ class ScalingRuleBase(ScaledOptimizer):
 
     @property
     def progress(self) -> float:
-        """The equivalent number of small-batch steps so far: the sum of the gains of all steps."""
+        """The equivalent number of small-batch steps so far: the sum of all gains."""
         return self._core.history.progress
 
     def set_progress(self, progress: float) -> None:
@@ -504,7 +483,6 @@ class ScalingRuleBase(ScaledOptimizer):
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """The learning rates' factors in the last step, by parameter group."""
         return self._core.history.factors
 
     def snapshot(self) -> dict[str, object]:
@@ -549,7 +527,6 @@ class ScalingRuleBase(ScaledOptimizer):
         return f"{type(self).__name__}({settings})\n{self._core.inner!r}"
 
     def _settings(self) -> dict[str, object]:
-        """Return the settings for `repr`."""
         batch = self._core.batch
         return {
             "scale": f"{self.scale:g}",
@@ -563,8 +540,7 @@ class ScalingRuleBase(ScaledOptimizer):
     def set_scale(self, scale: float, update_estimate: bool = True) -> None:
         """Set the size of the full batch to `scale` small batches.
 
-        The gain is correct immediately, because the noise is stored at scale 1. `update_estimate`
-        exists for compatibility with fairscale and has no effect.
+        `update_estimate` is fairscale's and has no effect: the noise is stored at scale 1.
         """
         self._check_between_steps("set_scale()")
         scale = self._check_own_scale(scale)
@@ -575,21 +551,19 @@ class ScalingRuleBase(ScaledOptimizer):
     def set_scale_per_pass(self, scale: float) -> None:
         """Set the size of one pass on all workers together, in small batches.
 
-        The scale is then this number times the passes of each step. It may be less than 1. The
-        scale of a step may not, if the rule requires at least 1.
+        The scale is then this number times the passes of each step. It may be less than 1, but not
+        the scale of a step of a rule that requires at least 1.
         """
         self._check_between_steps("set_scale_per_pass()")
         batch = self._core.batch
         changed = replace(batch)
         changed.set_scale(per_pass=real("scale", scale, above=0.0))
-        # For counted passes, the step checks the scale.
         if self._core.inner is not None and not batch.loop.counts:
             self._check_batch(changed, batch.passes)
         batch.set_scale(per_pass=changed.scale_per_pass)
 
     @property
     def smoothing(self) -> float:
-        """Weight of the past in the averages."""
         return self._core.batch.smoothing_for(self.scale)
 
     def set_num_gradients_to_accumulate(
@@ -597,9 +571,8 @@ class ScalingRuleBase(ScaledOptimizer):
     ) -> None:
         """Set the number of backward passes per step. Call this method on every worker.
 
-        The default scale changes with the number; an explicit scale does not, so call `set_scale`
-        if necessary. The smoothing changes to the default for the new number, unless
-        `update_smoothing=False`.
+        The default scale follows; after an explicit scale, call `set_scale`. The smoothing changes
+        to the default for the new number, unless `update_smoothing=False`.
         """
         core = self._core
         batch = self._core.batch
@@ -610,7 +583,6 @@ class ScalingRuleBase(ScaledOptimizer):
         passes = whole(PASSES, num_gradients_to_accumulate, least=1, why=PER_STEP)
         self._check_between_steps("set_num_gradients_to_accumulate()")
         if core.inner is not None:
-            # An explicit scale does not depend on the passes.
             scale = self._check_batch(replace(batch, passes=passes), passes)
             core.measurement.exchange.announce(passes, scale, core.history.checksum)
         batch.set_smoothing(None if update_smoothing else self.smoothing)
@@ -632,10 +604,9 @@ class ScalingRuleBase(ScaledOptimizer):
     def load_state_dict(self, state_dict: SavedState) -> None:
         """Restore a `state_dict`. The number of workers or passes may have changed.
 
-        Options set in this run, by arguments or `set_scale`, take precedence over the state dict; a
-        warning lists the differences. Without an explicit scale in the saved run, the scale is this
-        run's workers x passes. An explicit saved scale is multiplied by the change of
-        workers x passes, because the micro-batch stays the same.
+        Options set in this run, by arguments or `set_scale`, take precedence; a warning lists
+        differences. A default scale becomes this run's workers x passes. An explicit saved scale is
+        multiplied by the change of workers x passes, because the micro-batch stays the same.
         """
         if KEY not in state_dict:
             raise ValueError(
@@ -649,8 +620,7 @@ class ScalingRuleBase(ScaledOptimizer):
     def scaling_state_dict(self) -> StateDict:
         """Return the state of the scaling alone: statistics, progress, scale.
 
-        Use this method if the optimizer's state is saved separately, for example by
-        torch.distributed.checkpoint with `.optimizer`.
+        Use this method if torch.distributed.checkpoint saves `.optimizer` separately.
         """
         inner = self._inner_optimizer()
         core = self._core
@@ -668,7 +638,6 @@ class ScalingRuleBase(ScaledOptimizer):
         self.take_scaling_state(self.check_scaling_state(state_dict))
 
     def check_scaling_state(self, saved: SavedState) -> ScalingState:
-        """Parse the scaling entry of a state dict, and check it against this wrapper."""
         self._check_between_steps("load_state_dict()")
         core = self._core
         entry = SavedEntries(saved, "a scaling rule")
@@ -694,7 +663,6 @@ class ScalingRuleBase(ScaledOptimizer):
         return state
 
     def take_scaling_state(self, state: ScalingState) -> None:
-        """Continue from a parsed state."""
         core = self._core
         core.batch.load_state(state.batch)
         core.options = state.options
@@ -711,8 +679,6 @@ class ScalingRuleBase(ScaledOptimizer):
 
 @dataclass(frozen=True)
 class ScalingState:
-    """The parsed and checked scaling entry of a state dict."""
-
     batch: Batch
     options: Options
     mismatches: list[OptionMismatch]
@@ -722,7 +688,7 @@ class ScalingState:
 
 
 def _describe_origin(norm_kind: str, optimizer: Optimizer) -> dict[str, object]:
-    """Return a state dict's description of the optimizer that it belongs to."""
+    """Return the facts about the optimizer in a state dict."""
     inner = unwrap(optimizer)[-1]  # independent of blocks
     return {
         "version": VERSION,

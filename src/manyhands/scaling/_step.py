@@ -1,10 +1,9 @@
 """Measure a step: the passes, their norms, and the divisor of the gradient.
 
-`Batch` stores the number of passes and the size of the batch. `Measurement` is notified when
-backward passes begin and end (`_tensors/backward.py`), and adds each pass's squared norms
-(`_hooks.py`) to the current `Step`. After the last pass and the averaging of gradients, it computes
-|G|^2 (`_mean_gradient.py`) and sends all numbers in one small collective (`_payload.py`). A rule or
-`NoiseScale` reads the result.
+`Batch` stores the number of passes and the size of the batch. `Measurement` adds the squared norms
+of each backward pass (`_hooks.py`) to the current `Step`. After the last pass, when gradients have
+been averaged, it computes |G|^2 (`_mean_gradient.py`) and sends all numbers in one small collective
+(`_payload.py`). A rule or `NoiseScale` reads the result.
 
 Memory
     hooks.norms      |g| by parameter, for the current pass
@@ -20,8 +19,8 @@ Memory
 
 **Divisor.** A step's gradient is the mean over N passes. The user divides each loss or, after the
 last pass, the gradient; with a `CountingLoop`, `Measurement` divides the gradient. Trainers end an
-epoch with a short step of m < N passes, and still divide each loss by N. The gradient is then m / N
-times the mean over m passes, and is multiplied by N / m.
+epoch with a short step of m < N passes, and still divide each loss by N. The gradient is then
+multiplied by N / m.
 """
 
 from __future__ import annotations
@@ -94,26 +93,23 @@ class Averager(Protocol):
 
 
 class Loop:
-    """The source of the number of passes and of the last pass: here, a declared number."""
+    """The source of the number of passes per step: here, a declared number."""
 
     counts = False  # whether the number is unknown until the last pass
     decides = False  # whether a training loop sets the number, and may end a step earlier
     module: Averager | None = None  # the module whose passes are counted
-    # An adapter's statement about the current pass: whether it is the last; None without one.
-    # With a statement, the adapter's loop calls `step()` and `zero_grad()` after every pass.
+    # An adapter's statement whether the current pass is the last; its loop then calls `step()` and
+    # `zero_grad()` after every pass.
     declared_last: bool | None = None
 
     def passes(self) -> int | None:
-        """Return the number of passes of the next step; None for the declared number."""
         return None
 
     def is_last(self) -> bool | None:
-        """Return whether the current pass is the last; None if the declared number decides."""
         return self.declared_last
 
     @property
     def in_mid_step(self) -> bool:
-        """Whether a loop that calls `step()` after every pass has not reached the last pass."""
         return self.declared_last is False
 
 
@@ -169,7 +165,6 @@ def prepared_loop(prepared: PreparedOptimizer, declared: int) -> FollowingLoop |
 
 
 def passes_and_loop(passes: SupportsIndex | Accumulation) -> tuple[int, Loop]:
-    """Return the current number of passes per step, and the loop that determines it."""
     if isinstance(passes, Accumulation):
         return passes.gradient_accumulation_steps, FollowingLoop(passes)
     return whole(PASSES, passes, least=1, why=PER_STEP), Loop()
@@ -182,20 +177,15 @@ def passes_and_loop(passes: SupportsIndex | Accumulation) -> tuple[int, Loop]:
 class Batch:
     """The size of a batch over all workers and passes. The owner of the number of passes.
 
-    The scale is workers x passes (each micro-batch is a small batch), unless `scale` or
-    `scale_per_pass` is set.
+    The scale is workers x passes, unless `scale` or `scale_per_pass` is set.
 
-    The user divides each loss (`loss_is_divided`) or the gradient after the last pass, and the
-    default smoothing depends on the number of small gradients, as in fairscale. If the loop counts
-    passes, `Measurement` divides their sum, and the default smoothing depends on the scale, as in
-    adaptdl.
-
-    `short_step` determines the handling of a step with fewer passes: see `SentStep.share`.
+    The default smoothing depends on the number of small gradients, as in fairscale. If the loop
+    counts passes, it depends on the scale, as in adaptdl.
     """
 
     workers: int = 1
     passes: int = 1  # of a full step: declared, or counted in the last step
-    short: int | None = None  # passes of the last step, if it was a short step
+    short: int | None = None
     loop: Loop = field(default_factory=Loop)
     short_step: ShortStep = "error"
     scale: float | None = None
@@ -216,11 +206,9 @@ class Batch:
         return float(self.workers * passes)
 
     def begin_step(self) -> None:
-        """Update the number of passes before the first pass of a step."""
         self.set_passes(self.loop.passes() or self.passes)
 
     def set_passes(self, passes: int) -> None:
-        """Set the number of passes of the next full steps."""
         self.passes = passes
         self.short = None
 
@@ -230,7 +218,6 @@ class Batch:
         return self.loss_is_divided and not self.loop.counts
 
     def smoothing_for(self, scale: float) -> float:
-        """Return the weight of the past for a batch of this scale."""
         if self.smoothing is not None:
             return self.smoothing
         if self.loop.counts:
@@ -238,7 +225,6 @@ class Batch:
         return max(1.0 - self.workers * (self.short or self.passes) / self.memory, 0.0)
 
     def set_scale(self, *, scale: float | None = None, per_pass: float | None = None) -> None:
-        """Set an explicit scale of the batch or of a pass."""
         self.scale = scale
         self.scale_per_pass = per_pass
         self.set_by_user |= {"scale"}
@@ -253,7 +239,6 @@ class Batch:
             self.set_by_user |= {"smoothing"}
 
     def to_state(self) -> dict[str, float | None]:
-        """Return the entries for a state dict."""
         return {
             "scale": self.scale,
             "scale_per_pass": self.scale_per_pass,
@@ -265,8 +250,7 @@ class Batch:
     def parse_state(self, state: SavedEntries) -> tuple[Batch, list[OptionMismatch]]:
         """Return this run's batch with the saved settings, and mismatches with explicit settings.
 
-        Workers and passes are this run's. A saved scale is multiplied by the change of
-        workers x passes.
+        A saved scale is multiplied by the change of workers x passes.
         """
         saved_passes = state.whole("passes", 1)
         passes = self.passes
@@ -298,12 +282,10 @@ class Batch:
         return loaded, [each for each in mismatches if each.here != each.in_state_dict]
 
     def check_divided(self) -> None:
-        """Raise if the gradient of a short step cannot be corrected."""
         if self.short_step == "count" and not self.loss_is_divided:
             raise ValueError("short_step='count' requires losses divided by the passes.")
 
     def describe_short(self, passes: int, but: str = "") -> str:
-        """Return the error message for a step with fewer passes than declared."""
         call = f"call set_num_gradients_to_accumulate({passes}) on every worker"
         if self.loop.decides:
             call = f"set the loop's gradient_accumulation_steps to {passes}"
@@ -315,7 +297,7 @@ class Batch:
         )
 
     def load_state(self, loaded: Batch) -> None:
-        """Copy the fields of `loaded`: the rule and the measurement share this object."""
+        """Copy the fields of `loaded`, because other objects refer to this batch."""
         self.passes = loaded.passes
         self.short = loaded.short
         self.scale = loaded.scale
@@ -337,9 +319,9 @@ class Step:
     """The measurements of the current step."""
 
     passes: int = 0  # completed; `Batch.passes` is the expected number
-    too_many: bool = False  # whether the last pass exceeded the expected number and was not counted
-    complete: bool = False  # whether the last pass is over
-    sent: SentStep | None = None  # after completion
+    too_many: bool = False  # whether the last pass exceeded that number and was not counted
+    complete: bool = False
+    sent: SentStep | None = None
     problem: str | None = None  # an error message for `step`
     norms: Mapping[int, Norm] = field(default_factory=dict)  # of the last pass, in `complete`
     squares: Tensor | None = None
@@ -347,7 +329,7 @@ class Step:
     last_gradient: GradientVersion | None = None  # of one parameter, after the last pass
     last_norm: Tensor | None = None  # of one gradient, where its version is not sufficient
     divided_by: float = 1  # divisor that `Measurement` has applied to the gradient
-    small_batches: int | None = None  # on all ranks; None: one per pass and rank
+    small_batches: int | None = None
     announced: int | None = None  # passes according to a WeightedMean
 
     @property
@@ -357,7 +339,6 @@ class Step:
 
     @property
     def lacks_last_pass(self) -> bool:
-        """Whether the step has passes but not the last one."""
         return self.passes > 0 and not self.complete
 
 
@@ -369,20 +350,18 @@ class MeasurementState:
     """The parsed entries of the measurement in a state dict."""
 
     previous: dict[int, Tensor]  # the previous step's gradient, by parameter
-    norms: list[list[float]]  # of the norm kind: see `PlainNorm.to_state`
+    norms: list[list[float]]
     schedule: MeasuredSteps = field(default_factory=MeasuredSteps)
 
 
 class Measurement:
     """Turn the gradients of each step's backward passes into a `SentStep`.
 
-    In a step that is not measured (see `MeasuredSteps`), no norm is computed, but ranks still
-    exchange their reports.
+    In a step that is not measured (see `MeasuredSteps`), ranks still exchange their reports.
 
     `end_passes` is called with this object after a step's last pass and must call `complete`. It is
-    also called after an excess pass, with `step.too_many` set; the step is then unusable.
-    The function must not refer to this object: in a reference cycle, the hooks would continue to
-    measure and send until the next garbage collection.
+    also called after an excess pass, with `step.too_many` set. The function must not refer to this
+    object: in a reference cycle, hooks would run until the next garbage collection.
     """
 
     def __init__(
@@ -406,7 +385,7 @@ class Measurement:
         self.previous = PreviousGradient(norms)
         self.step = Step()
         self.schedule = MeasuredSteps()
-        self.next_weight: PassWeight | None = None  # of the next pass; None: equal weights
+        self.next_weight: PassWeight | None = None
         self._end_passes = end_passes
         self._compare_at_scale_1 = compare_at_scale_1
         self._changes_gradients = changes_gradients  # whether to correct a short step's gradient
@@ -417,7 +396,6 @@ class Measurement:
         self.hook(param_groups)
 
     def hook(self, param_groups: Sequence[ParamGroup]) -> None:
-        """Start to measure these parameters, initially or after a group was added."""
         self._params = params_of(param_groups)
         self._mean = MeanGradient(
             param_groups,
@@ -433,20 +411,18 @@ class Measurement:
         self.clear()
 
     def measures(self, param_groups: Sequence[ParamGroup]) -> bool:
-        """Return whether these are the measured parameters."""
         pairs = zip(params_of(param_groups), self._params, strict=False)
         return all(a is b for a, b in pairs)
 
     # -- from pass to pass -------------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """Handle a backward pass's first gradient, before any `.grad` changes."""
         if self.in_one_sample and self.hooks.partial_sums:
             return  # another pass over the same samples
         if self._gradients_cleared():
             self._start_over()
-        # Before the pass, because the other ranks may wait in the DDP collectives of this pass for
-        # another pass that this rank will not run.
+        # Before the pass: other ranks may wait in its DDP collectives for a pass that this rank
+        # will not run.
         self.exchange.check_announcements(patience=0.0 if self.step.passes else PATIENCE)
         if self.step.passes == 0:
             self._begin_step()
@@ -468,13 +444,12 @@ class Measurement:
                 )
 
     def _begin_step(self) -> None:
-        """Determine the number of passes, and whether the step is measured."""
         # All ranks obtain the same result, including ranks without a pass.
         self.batch.begin_step()
         self.hooks.idle = not self.schedule.due
 
     def end_pass(self) -> None:
-        """Handle the end of a backward pass. In a synchronized pass, DDP has averaged."""
+        """Handle the end of a backward pass, after DDP."""
         # Ask now: the user may leave `no_sync()` before the sample is complete.
         self._is_last = self.batch.loop.is_last()
         if not self.in_one_sample:
@@ -482,12 +457,10 @@ class Measurement:
 
     @property
     def in_one_sample(self) -> bool:
-        """Whether a `one_sample` block is open."""
         return self.hooks.sums_gradients
 
     @contextmanager
     def one_sample(self) -> Iterator[None]:
-        """Treat the backward passes in the block as one pass over one micro-batch."""
         hooks = self.hooks
         if self.in_one_sample:
             raise RuntimeError("one_sample() is already open; leave the block before the next.")
@@ -504,7 +477,6 @@ class Measurement:
             self._close_pass()
 
     def _close_pass(self) -> None:
-        """Add the pass's squared norms to the step, and call `end_passes` after the last pass."""
         step = self.step
         batch = self.batch
         hooks = self.hooks
@@ -585,7 +557,6 @@ class Measurement:
         return step.sent
 
     def _facts(self, passes: int) -> StepFacts:
-        """Return the divisors and the loss scale, which the norms have to be corrected for."""
         step = self.step
         batch = self.batch
         loss_scale = self.loss_scale.in_backward()
@@ -612,8 +583,7 @@ class Measurement:
     def complete_early(self, optimizer: Optimizer | None) -> SentStep:
         """Call `end_passes` for a step with missing passes on this rank.
 
-        The other ranks may be waiting for these numbers. They can be correct: if no loss of this
-        rank used the parameters, the local gradient is zero, and DDP averaged with zeros.
+        If no loss of this rank used the parameters, the step is valid: DDP averaged with zeros.
         """
         # OSS may have to average gradients of passes that this rank did not run.
         if optimizer is not None:
@@ -626,7 +596,6 @@ class Measurement:
         return self.step.sent
 
     def describe_excess(self) -> str:
-        """Return the error message for an excess pass."""
         passes = self.batch.passes
         return (
             f"this is backward pass {passes + 1} since the last step(), and {PASSES}={passes}. If "
@@ -635,7 +604,7 @@ class Measurement:
         )
 
     def _find_unaveraged(self) -> str | None:
-        """Return an error message if this rank can tell that gradients were not averaged."""
+        """Return an error message if this rank alone can tell that gradients were not averaged."""
         step = self.step
         hooks = self.hooks
         if self._unsharded:
@@ -646,7 +615,7 @@ class Measurement:
         return None
 
     def _find_anomaly(self) -> GradientAnomaly | None:
-        """Return what is unusual about this rank's gradients, if DDP should have averaged them."""
+        """Return an anomaly of this rank's gradients, if DDP should have averaged them."""
         step = self.step
         hooks = self.hooks
         # In a separate group, only a rank that has not sent its numbers can cause a delay.
@@ -680,10 +649,7 @@ class Measurement:
         self._start_over()
 
     def finish_step(self, period: int = 1) -> None:
-        """Prepare for the next step, just before the optimizer's update.
-
-        The next measured step represents `period` steps.
-        """
+        """Prepare for the next step. The next measured step represents `period` steps."""
         if self.previous.candidates:
             self.previous.remember()
         last_gradient = self.step.last_gradient
@@ -692,7 +658,6 @@ class Measurement:
         self._gradient_at_step = last_gradient
 
     def _start_over(self) -> None:
-        """Start an empty step, after the optimizer's step or after gradients were cleared."""
         if self.previous.candidates:
             self.previous.forget()
         self.hooks.reset()
@@ -707,21 +672,19 @@ class Measurement:
             )
 
     def _gradients_cleared(self) -> bool:
-        """Return whether the gradients of this step's passes have been cleared."""
         # Values are read only if the gradients have changed.
         last = self.step.last_gradient
         if last is None or last.grad is None or last.unchanged:
             return False
         if last.param.grad is None:
             return True
-        # This uses no collective, even for sharded gradients. The ranks agree, except if a shard is
-        # zero on a single rank and was changed without being cleared.
+        # No collective is necessary: ranks agree, except if a shard is zero on a single rank and
+        # was changed without being cleared.
         return not any_values(self._params)
 
     # -- division ----------------------------------------------------------------------------
 
     def multiply(self, factor: float) -> None:
-        """Multiply every `.grad` in place."""
         with torch.no_grad():
             for param in self._params:
                 if param.grad is not None:
@@ -744,7 +707,6 @@ class Measurement:
         self._apply_short()
 
     def _norm_of_one(self) -> Tensor:
-        """Return the norm of this rank's shard of one gradient."""
         # Clipping DTensors with a foreach operation does not change their versions.
         for param in self._params:
             if param.grad is not None and local_shard(param.grad).numel():
@@ -752,7 +714,6 @@ class Measurement:
         return torch.zeros(())
 
     def _apply_short(self) -> None:
-        """Correct a short step as in `count_short`, without checking for changes."""
         step = self.step
         batch = self.batch
         if step.passes >= batch.passes or batch.short_step != "count":
@@ -767,7 +728,6 @@ class Measurement:
         step.divided_by = step.passes / batch.passes
 
     def divide_for_user(self) -> None:
-        """Divide the gradients by the number of passes, with `is_scaled_loss=False`."""
         step = self.step
         batch = self.batch
         if batch.loop.counts or batch.loss_is_divided:
@@ -779,7 +739,7 @@ class Measurement:
         self.multiply(1 / batch.passes)
 
     def check_divided(self) -> None:
-        """Raise if the user had to divide the gradients by the number of passes, but did not."""
+        """Raise if the user has not divided the gradients, with `is_scaled_loss=False`."""
         step = self.step
         batch = self.batch
         left_to_user = not batch.loop.counts and not batch.loss_is_divided and batch.passes > 1
@@ -792,7 +752,6 @@ class Measurement:
     # -- saving and loading ------------------------------------------------------------------
 
     def to_state(self) -> dict[str, object]:
-        """Return the measurement's entries for a state dict."""
         return {
             "previous": self.previous.to_state(),
             "norms": self.norms.to_state(),
@@ -800,13 +759,11 @@ class Measurement:
         }
 
     def parse_state(self, entry: SavedEntries) -> MeasurementState:
-        """Parse the measurement's entries without changing anything, or raise."""
         norms = entry.rows("norms", self.norms.columns)
         previous = parse_previous(entry, self._params)
         return MeasurementState(previous, norms, MeasuredSteps(*entry.wholes("schedule", 2)))
 
     def load_state(self, state: MeasurementState) -> None:
-        """Restore a parsed state, and discard the current measurements."""
         self.clear()
         self.schedule = replace(state.schedule)
         self.norms.load_state(state.norms)
