@@ -80,8 +80,7 @@ class StoreLost(RuntimeError):
 class CrewFinished(SystemExit):
     """The run finished before this worker could join or rejoin.
 
-    This is a normal exit: without a handler, the process prints the message and ends without
-    a traceback.
+    Without a handler, the process prints the message and exits without a traceback.
 
     >>> from manyhands.errors import CrewFinished
     >>> issubclass(CrewFinished, SystemExit)

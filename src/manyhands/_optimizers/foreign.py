@@ -1,8 +1,8 @@
 """Find our integration for an object of another library.
 
-Trainers of other libraries wrap optimizers. Our rules, `NoiseScale` and blocks can be inside or
-outside such a wrapper. A module of `manyhands.integrations`, named after the library's package,
-describes the trainer. It is imported when an object of this package is found:
+Our rules, `NoiseScale` and blocks can be inside or outside a trainer's optimizer wrapper. A module
+of `manyhands.integrations`, named after the trainer's package, describes the trainer. It is
+imported when an object of this package is found:
 
     describe(optimizer)    returns a `PreparedOptimizer`; None if the library has not prepared it
     take_back(step)        reverts the effects of the library's own `step` after a skipped step
@@ -37,7 +37,7 @@ class PreparedOptimizer:
 
 
 def find_prepared(optimizer: Optimizer) -> PreparedOptimizer | None:
-    """Return the description of this optimizer or an inner one, if another library prepared it."""
+    """Return the description of this optimizer or an inner one, or None."""
     for layer in unwrap(optimizer, every_layer=True):
         for kind in type(layer).__mro__:
             integration = _integration_of(kind)
@@ -50,7 +50,7 @@ def find_prepared(optimizer: Optimizer) -> PreparedOptimizer | None:
 
 
 def report_skip(optimizer: Optimizer) -> None:
-    """Notify a library that replaced this optimizer's `step` of a skipped step."""
+    """Notify the library that replaced this optimizer's `step` of a skipped step."""
     step = optimizer.__dict__.get("step")
     integration = _integration_of(step)
     if integration is not None:
@@ -67,7 +67,6 @@ def advice(about: str) -> str:
 
 
 def _integration_of(made: object) -> Any:
-    """Return our integration for the library of a class or function, or None."""
     package = str(getattr(made, "__module__", "")).partition(".")[0]
     if package not in import_module(INTEGRATIONS).PREPARES:
         return None

@@ -4,8 +4,8 @@ Wrappers insert a name into the names of a model's parameters: `module.` (data p
 `_orig_mod.` (torch.compile), `_fsdp_wrapped_module.` (FSDP), `_checkpoint_wrapped_module.`
 (activation checkpointing). The plain model has none of these names.
 
-An optimizer does not refer to its modules. Searches use Python's garbage collector, which is slow,
-and therefore take place at construction or for a likely error.
+Searches for the modules of an optimizer use the garbage collector, which is slow. They take place
+at construction or for a likely error.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from manyhands._optimizers.wrappers import YieldingProperty
 INNER = "_fsdp_wrapped_module"  # torch's tools remove this name from names of parameters
 CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's wrapper removes this name in state dicts
 
-# These names are removed everywhere, because no user's module has them. `module` can be a user's
-# name, and is removed only below wrappers.
+# No user's module has these names. `module` can be a user's name.
 WRAPPER_NAMES = ("_orig_mod", CHECKPOINTED, INNER)
 TORCH_WRAPPERS = (DistributedDataParallel, nn.DataParallel)
-NAMED = 4  # maximum of tensors listed in a message
+NAMED = 4
 
 
 class ModuleWrapper(nn.Module):
@@ -88,7 +87,7 @@ def plain_name(name: str, wrappers: tuple[str, ...] = (CHECKPOINTED, INNER)) -> 
 
 
 def check_not_averaged_inside(module: nn.Module) -> None:
-    """Raise a TypeError if this is not a module, or if a module inside averages gradients."""
+    """Raise a TypeError if a module inside averages gradients, or for another object."""
     for inside in instance("module", module, nn.Module, "a torch.nn.Module").modules():
         ours = isinstance(inside, ModuleWrapper) and inside.averages_gradients
         if ours or isinstance(inside, DistributedDataParallel):
@@ -99,7 +98,6 @@ def check_not_averaged_inside(module: nn.Module) -> None:
 
 
 def check_has_memory(module: nn.Module) -> None:
-    """Raise a RuntimeError for tensors on the meta device."""
     on_meta = []
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta:
@@ -136,7 +134,7 @@ class ParallelModules:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params
-        self._found: list[weakref.ref[nn.Module]] | None = None  # None before the search
+        self._found: list[weakref.ref[nn.Module]] | None = None
 
     def _live(self) -> Iterator[nn.Module]:
         if self._found is None:
@@ -151,7 +149,6 @@ class ParallelModules:
 
     @property
     def in_no_sync(self) -> bool:
-        """Whether any of the modules does not average the current pass."""
         return any(not module.require_backward_grad_sync for module in self._live())
 
     def check_not_joined(self, name: str) -> None:

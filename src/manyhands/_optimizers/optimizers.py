@@ -31,7 +31,7 @@ from manyhands._tensors.trees import tensors_in
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-STEPS = 12  # of a trial
+STEPS = 12
 TOYS = (160, 144), (96,)  # shapes of small parameters; some optimizers change methods above a size
 PRIMES = (5, 7, 11, 13, 17, 19)
 
@@ -163,7 +163,6 @@ def _in_halves(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def fused_problem(optimizer: Optimizer) -> str:
-    """Return why a fused optimizer cannot step DTensors, or an empty text."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if not (fused and isinstance(optimizer, optim.SGD | optim.Adagrad)):
         return ""
@@ -174,7 +173,6 @@ def fused_problem(optimizer: Optimizer) -> str:
 
 
 def problem_on_shards(optimizer: Optimizer, like: DTensor) -> str | None:
-    """Return why an optimizer cannot step DTensors, or None."""
     # The trial uses collectives, so call this on every rank.
     from torch.distributed.tensor import distribute_tensor
 
@@ -213,8 +211,6 @@ def problem_on_shards(optimizer: Optimizer, like: DTensor) -> str | None:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A state tensor: `constant` elements for each index into the parameter's `dims`."""
-
     constant: int
     dims: tuple[int, ...]
     itemsize: int
@@ -243,12 +239,9 @@ class StateTensor:
 class StateSizes:
     """The size of an optimizer class's state, for parameters of any shape.
 
-    The size is derived from the state of a small parameter with the same number of dimensions,
-    whose lengths are different primes: they identify the parameter's dimensions in each state
-    tensor. For a 5 × 7 parameter, Adam's averages are 5 × 7, Adafactor's rows are 5 × 1, and a step
-    count is a single number.
-
-    Each combination of dimensions, dtype and options is tested once.
+    The size is derived from the state of a small parameter whose lengths are different primes: they
+    identify the parameter's dimensions in each state tensor. For a 5 × 7 parameter, Adam's averages
+    are 5 × 7, Adafactor's rows are 5 × 1, and a step count is a single number.
     """
 
     def __init__(self, kind: type[Optimizer], arguments: Mapping[str, object]) -> None:
@@ -257,7 +250,6 @@ class StateSizes:
         self._known: dict[tuple[int, torch.dtype, str], list[StateTensor]] = {}
 
     def bytes(self, shape: Sequence[int], dtype: torch.dtype, options: Mapping[str, object]) -> int:
-        """Return the bytes of state for an uncut parameter."""
         return sum(tensor.bytes(shape) for tensor in self._tensors(len(shape), dtype, options))
 
     def by_element(self, dtype: torch.dtype, options: Mapping[str, object]) -> tuple[int, int]:
@@ -274,8 +266,6 @@ class StateSizes:
     def _tensors(
         self, dims: int, dtype: torch.dtype, options: Mapping[str, object]
     ) -> list[StateTensor]:
-        """Return the cached state tensors for a kind of parameter."""
-        # repr, because options can contain lists or tensors, which are not hashable.
         key = (dims, dtype, repr([(name, options[name]) for name in sorted(options)]))
         if key not in self._known:
             self._known[key] = self._try_steps(PRIMES[:dims], dtype, options)

@@ -1,8 +1,9 @@
 """Combine optimizers with separate parameters into a single optimizer.
 
-param_groups    the groups of all optimizers, in order: the same dicts, so schedulers work
-state           a view of the optimizers' states
-state_dict      the format of a single optimizer, with the additional entry "several"
+The optimizers store all state:
+
+    param_groups    the groups of all optimizers, in order: the same dicts, so schedulers work
+    state_dict      the format of a single optimizer, with the additional entry "several"
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.optim.optimizer import StateDict
 
 from manyhands._optimizers.wrappers import ParamGroup, params_of
 
-SEVERAL = "several"  # the entry of a state dict
+SEVERAL = "several"
 AND = " and "  # between the classes of a list
 ONE = "one optimizer"
 
@@ -55,7 +56,6 @@ class SeveralOptimizers(Optimizer):
         return names
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return each optimizer's class, and the number of parameters in each group."""
         described = []
         for each in self.optimizers:
             lengths = [len(group["params"]) for group in each.param_groups]
@@ -65,8 +65,7 @@ class SeveralOptimizers(Optimizer):
     def __str__(self) -> str:
         return describe_saved({SEVERAL: self.describe()})
 
-    # Always the same list object, because `unwrap` compares identities. The contents may change,
-    # because an optimizer creates groups when it loads a state.
+    # Always the same list object, because `unwrap` compares identities.
     @property
     def param_groups(self) -> list[ParamGroup]:
         self._groups.clear()
@@ -185,13 +184,10 @@ def _shifted(group: ParamGroup, by: int) -> ParamGroup:
 
 
 class _StateOfSeveral(MutableMapping[Tensor, Any]):
-    """The state of several optimizers, by parameter."""
-
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
 
     def _with(self, param: Tensor) -> MutableMapping[Tensor, Any]:
-        """Return the state of the optimizer with this parameter."""
         for each in self._optimizers:
             if param in each.state:
                 return each.state
@@ -241,7 +237,6 @@ def check_same_optimizers(optimizer: Optimizer, saved: Mapping[str, Any]) -> Non
 
 
 def describe_saved(state_dict: Mapping[str, Any]) -> str:
-    """Describe the optimizers of a state dict in words."""
     if SEVERAL not in state_dict:
         return ONE
     try:

@@ -1,16 +1,8 @@
 """Interfaces for the state of optimizers and their wrappers, for checkpoints and scaling.
 
 A checkpoint saves state under parameter names, and scaling reads the optimizer's moments. Both are
-independent of the sharding, and of the state formats of rules and blocks:
-
-    OptimizerLayers    the optimizer with the state, and the rule and blocks around it
-    ShardedOptimizer   base class of an optimizer whose state is divided over ranks
-    RuleParts          the state of a scaling rule
-    BlocksParts        the state of blocks
-    StatePart          the state of a parameter, or of this rank's range of a parameter
-    SavedEntries       reads and checks plain values of a saved state
-
-docs/extending.md explains how to implement a new sharding.
+independent of the sharding, and of the state formats of rules and blocks. docs/extending.md
+explains how to implement a new sharding.
 """
 
 from __future__ import annotations
@@ -38,8 +30,7 @@ SQUARES = 1e100  # upper bound of squares of float32 numbers, and of their sums
 class SavedEntries:
     """Read plain values of a saved state, which may be damaged or have another version.
 
-    A missing or invalid entry raises a ValueError with its name. Read all entries before you change
-    any object.
+    A missing or invalid entry raises a ValueError that names it. Read all entries before any change.
     """
 
     def __init__(self, saved: object, owner: str, inside: str = "") -> None:
@@ -131,14 +122,12 @@ class SavedEntries:
         return iter(self.plain)
 
     def parts(self, name: str) -> list[SavedEntries]:
-        """Return the entries of each dict in a list."""
         each = self.each(name)
         return [each.part(part) for part in each]
 
     def reals(
         self, name: str, length: int | None = None, least: float = 0.0, below: float = BELOW
     ) -> list[float]:
-        """Return a list of finite numbers within bounds."""
         each = self.each(name, length)
         return [each.real(number, least, below=below) for number in each]
 
@@ -149,7 +138,6 @@ class SavedEntries:
         return list(self[name])
 
     def wholes(self, name: str, length: int | None = None) -> list[int]:
-        """Return a list of whole numbers."""
         each = self.each(name, length)
         return [each.whole(number) for number in each]
 
@@ -228,12 +216,10 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def shards_state(self) -> bool:
-        """Whether this rank has only a shard of the state."""
         raise NotImplementedError
 
     @property
     def state(self) -> Any:
-        """The state of this rank's shards."""
         if self.optim is None:
             return {}
         return self.optim.state
@@ -349,8 +335,8 @@ class OptimizerLayers:
         found: dict[str, Any] = {}
         chain = unwrap(optimizer)  # outermost first, so that inner layers replace a proxy
         for each in chain:
-            # AdaptiveDataParallel patches `step` instead of wrapping, and stores a weak reference
-            # to the rule. Wrappers forward getattr, so read the instance's dict.
+            # AdaptiveDataParallel patches `step` and stores a weak reference to the rule. Wrappers
+            # forward getattr, so read the instance's dict.
             patched_by = each.__dict__.get("_manyhands_rule")
             if patched_by is not None and patched_by() is not None:
                 found["rule"] = patched_by()
@@ -360,7 +346,6 @@ class OptimizerLayers:
 
     @property
     def sharded(self) -> ShardedOptimizer | None:
-        """The optimizer, if this rank has only a shard of the state."""
         if isinstance(self.inner, ShardedOptimizer) and self.inner.shards_state:
             return self.inner
         return None
@@ -376,7 +361,6 @@ class OptimizerLayers:
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that steps this rank's shards, or the optimizer itself."""
     if isinstance(optimizer, ShardedOptimizer):
         plain: Optimizer = optimizer.optim
         return plain
@@ -386,7 +370,6 @@ def plain_optimizer(optimizer: Optimizer) -> Optimizer:
 def state_parts(
     optimizer: Optimizer, *, include_empty: bool = False
 ) -> tuple[list[OptimizerStatePart], StateDict]:
-    """Return this rank's state by parameter, and the state dict that contains it."""
     if isinstance(optimizer, ShardedOptimizer) and optimizer.shards_state:
         return optimizer.save_parts(include_empty=include_empty)
     packed = optimizer.state_dict()
@@ -407,7 +390,6 @@ def common_state(packed: SavedState) -> StateDict:
 
 
 def options_of(group: Mapping[str, Value]) -> dict[str, Value]:
-    """Return a parameter group without its parameters."""
     options = dict(group)
     options.pop("params", None)
     options.pop("param_names", None)

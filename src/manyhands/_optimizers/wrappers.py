@@ -1,27 +1,24 @@
 """Wrap optimizers in optimizers, and apply the signals of a gradient scaler.
 
 A wrapper is a `torch.optim.Optimizer` without additional state. `param_groups`, `state`, `defaults`
-and hooks belong to the inner optimizer. It does not call `Optimizer.__init__`, which would create
-a second set of them.
+and hooks belong to the inner optimizer, so `Optimizer.__init__` is not called.
 
-A trainer may put a proxy around our wrapper, with a class derived from the wrapper's, and store the
-wrapper in an attribute of the proxy:
+A trainer may put a proxy around our wrapper, with a class derived from the wrapper's:
 
     self._optimizer = optimizer
     self.__class__ = type("Proxy" + name, (Proxy, type(optimizer)), {})
 
 Our methods are then called with the proxy as `self`. Three rules make this work:
 
-    shared object     methods do not set attributes of `self`, which would be set on the proxy. All
-                      changes are made in an object that the wrapper and the proxy share
-    YieldingProperty  a property takes precedence over instance attributes. Names that other code
-                      sets on an instance are therefore not plain properties
+    shared object     methods do not set attributes of `self`. All changes are made in an object
+                      that the wrapper and the proxy share
+    YieldingProperty  a property takes precedence over instance attributes, so it is not used for
+                      names that other code sets
     setters           exist for `param_groups`, `state` and `defaults`, which trainers assign
 
 `GradScaler.step` sets two tensors on an optimizer that declares support for them: `found_inf`
 (whether the gradients overflowed) and `grad_scale` (the factor of the gradients; None after
-`unscale_`). An optimizer with a fused step uses these tensors. For other optimizers, we unscale and
-skip, as the scaler does. `LossScale` is for measurements in backward, before these signals.
+`unscale_`). A fused optimizer uses these tensors. For other optimizers, we unscale and skip.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ from manyhands._tensors.flat import local_shard
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-ParamGroup: TypeAlias = dict[str, Any]  # "params", and options of any type
+ParamGroup: TypeAlias = dict[str, Any]
 
 T = TypeVar("T")
 
@@ -63,8 +60,6 @@ class YieldingProperty:
 
 
 def _property_of_inner(name: str) -> Any:
-    """Return a property that gets and sets an attribute of the inner optimizer."""
-
     def get(wrapper: Any) -> Any:
         return getattr(wrapper._inner_optimizer(), name)
 
@@ -76,8 +71,6 @@ def _property_of_inner(name: str) -> Any:
 
 @dataclass
 class RunningClosure:
-    """Whether a step's closure is running."""
-
     runs: bool = False
 
 
@@ -93,11 +86,9 @@ class OptimizerWrapper(Optimizer):
         return made
 
     def _bound(self) -> Optimizer | None:
-        """Return the inner optimizer, or None before binding."""
         raise NotImplementedError
 
     def _inner_optimizer(self) -> Optimizer:
-        """Return the inner optimizer, or raise."""
         inner = self._bound()
         if inner is None:
             name = type(self).__name__
@@ -106,7 +97,6 @@ class OptimizerWrapper(Optimizer):
 
     @YieldingProperty
     def optimizer(self) -> Optimizer:
-        """The inner optimizer."""
         return self._inner_optimizer()
 
     param_groups: list[ParamGroup] = _property_of_inner("param_groups")
@@ -121,8 +111,6 @@ class OptimizerWrapper(Optimizer):
         return not self._closure.runs
 
     def _in_step(self, closure: Callable[[], T]) -> Callable[[], T]:
-        """Return the closure with a flag that is set while the closure runs."""
-
         def run() -> T:
             self._closure.runs = True
             try:
@@ -196,7 +184,6 @@ Layer = TypeVar("Layer")
 
 
 def find_layer(optimizer: Optimizer, kind: type[Layer]) -> Layer | None:
-    """Return the outermost layer of this class, or None."""
     for layer in unwrap(optimizer, every_layer=True):
         if isinstance(layer, kind):
             return layer
@@ -224,7 +211,7 @@ def weak_hook(method: Callable[[], object]) -> Callable[..., None]:
 
 
 def gradient_ranks(optimizer: Optimizer) -> Any:
-    """Return the `RankGroup` that averages gradients, or None if no layer determines it."""
+    """Return the `RankGroup` that averages gradients, or None."""
     for layer in unwrap(optimizer, every_layer=True):
         # Look up the class, because wrappers forward missing attributes.
         if hasattr(type(layer), "gradient_ranks"):
@@ -287,7 +274,6 @@ class LossScale:
 
     @property
     def known(self) -> bool:
-        """Whether the scale is known in backward."""
         return self.scaler is not None
 
     def in_backward(self) -> Tensor | float:
@@ -303,7 +289,6 @@ class LossScale:
         return scale
 
     def at_step(self, signals: ScalerSignals) -> Tensor | None:
-        """Return the scale that becomes known at the step, or None."""
         if self.known:
             return None
         return signals.grad_scale
@@ -316,13 +301,11 @@ class LossScale:
 
 
 def supports_amp(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's step unscales gradients and skips overflows."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 @contextmanager
 def _signals_left_on(signals: ScalerSignals, optimizer: Optimizer) -> Iterator[None]:
-    """Set the signals on an inner optimizer during its step."""
     # A scaler that stepped the inner optimizer directly has already set them.
     before = dict(optimizer.__dict__)
     optimizer.grad_scale = signals.grad_scale  # type: ignore[attr-defined]
@@ -341,7 +324,7 @@ def _signals_left_on(signals: ScalerSignals, optimizer: Optimizer) -> Iterator[N
 def apply_signals(
     signals: ScalerSignals, optimizer: Optimizer, supports_amp: bool
 ) -> Iterator[None]:
-    """Apply the signals around a step: pass them to the optimizer, or unscale the gradients."""
+    """Pass the signals to the optimizer for a step, or unscale the gradients."""
     if supports_amp and signals.present:
         with _signals_left_on(signals, optimizer):
             yield

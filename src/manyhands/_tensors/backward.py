@@ -7,9 +7,9 @@ queued twice, so that it runs after DDP's callback, which waits for the reduced 
 Terms
     pass       one `loss.backward()` of the user
     task       autograd's graph task: one run of the engine
-    nested     a task inside another task: reentrant activation checkpointing runs backward within
-               backward. Such a task belongs to the outer pass. Its callbacks run at the end of
-               the nested task, so the callback is queued from a node of the outer task.
+    nested     a task inside another task, for reentrant activation checkpointing. It belongs to the
+               outer pass. Its callbacks run at the end of the nested task, so the callback is
+               queued from a node of the outer task.
 """
 
 from __future__ import annotations
@@ -43,18 +43,17 @@ class PassOwner(Protocol):
 class BackwardPasses:
     """Notifies an owner of the beginning and the end of backward passes.
 
-    With `early`, this happens before the owners of objects without `early` are notified.
+    With `early`, the end is reported before the owners of other objects are notified.
     """
 
     def __init__(self, owner: PassOwner, *, early: bool = False) -> None:
-        # Weak, because the owner refers to this object. In a cycle, hooks would measure and send
-        # until the next garbage collection.
+        # Weak, because in a reference cycle hooks would run until the next garbage collection.
         self._owner = weakref.ref(owner)
         self._early = early
-        self._pass: int | None = None  # the number of the open pass
+        self._pass: int | None = None
         self.count = 0
-        self.task: int | None = None  # of the last hook
-        self._outer: int | None = None  # the task with the end of the pass
+        self.task: int | None = None
+        self._outer: int | None = None
 
     @property
     def open(self) -> bool:
@@ -71,7 +70,6 @@ class BackwardPasses:
         self.task = None
 
     def enter(self, task: int) -> None:
-        """Handle a hook in another `task` than the previous hook's."""
         around = _node_around()
         if around is None and self._outer is not None and task != self._outer:
             self._pass = None  # an earlier pass raised an error and did not end
@@ -87,7 +85,6 @@ class BackwardPasses:
             self._find_end(around, task, self._pass)
 
     def _find_end(self, around: Node | None, task: int, number: int) -> None:
-        """Queue the end of the pass in its outermost task."""
         if around is None:
             self._outer = task
             if self._early:
@@ -105,7 +102,6 @@ class BackwardPasses:
                 node.register_prehook(in_the_task_around)
 
     def _finish(self, number: int) -> None:
-        """End pass `number`, unless it was forgotten."""
         owner = self._owner()
         if self._pass == number and owner is not None:
             self.forget()

@@ -11,14 +11,11 @@ The same order applies to buckets, saved files and the chunks of blocks:
     norm         the norm of a tensor, in one read of its memory
     local_shard  this rank's part of a tensor
 
-**DTensors** are torch's sharded tensors, such as the parameters of `fully_shard`. A DTensor has the
-shape of the full tensor; `to_local()` is this rank's shard. A *mesh* arranges the ranks in one
-dimension, or in two (HSDP: shards and replicas). A *placement* per mesh dimension defines the
-distribution: `Shard(dim)` cuts the tensor, `Replicate()` copies it. Importing
-torch.distributed.tensor takes half a second, so the module is only looked up in `sys.modules`: as
-long as it is not imported, no DTensors exist.
-
-`sharded_gradient.py` defines the gradients of `ShardedDataParallel`.
+A DTensor is torch's sharded tensor, such as a parameter of `fully_shard`. It has the shape of the
+full tensor; `to_local()` is this rank's shard. A *mesh* arranges the ranks in one dimension, or in
+two (HSDP: shards and replicas). A *placement* per mesh dimension defines the distribution:
+`Shard(dim)` cuts the tensor, `Replicate()` copies it. Importing torch.distributed.tensor takes half
+a second, so it is only looked up in `sys.modules`: without it, no DTensors exist.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ Item = TypeVar("Item")
 
 def flatten(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     """Return the elements in one dimension, in the memory order of `like` (default: the tensor)."""
-    # The shapes are equal. The result is detached, and a view if the order allows it.
+    # The result is detached, and a view if the order allows it.
     tensor = tensor.detach()
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
@@ -81,7 +78,6 @@ def _is_row_by_row(like: Tensor) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    # `empty_like` also uses this operator.
     return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
@@ -118,9 +114,8 @@ def group_by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 class FlatTensors:
     """Concatenated tensors of one type, accessed like a single flat tensor.
 
-    A DTensor contributes this rank's shard. Reads and writes access the tensors' memory without a
-    copy. Create a new object for each use, because a parameter's memory may have been replaced
-    (`param.data = ...`).
+    A DTensor contributes this rank's shard. Reads and writes access the tensors' memory. Create an
+    object for each use, because a parameter's memory may be replaced (`param.data = ...`).
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -132,7 +127,6 @@ class FlatTensors:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """The first element and the end of each tensor."""
         return list(pairwise(self._starts))
 
     def read(self, start: int, out: Tensor) -> None:
@@ -141,7 +135,6 @@ class FlatTensors:
             out[outer].copy_(read_range(tensor, inner))
 
     def write(self, start: int, values: Tensor) -> None:
-        """Set the elements from `start` on."""
         for tensor, inner, outer in self.ranges(start, values.numel()):
             if tensor.dim() == 1:
                 tensor[inner].copy_(values[outer])
@@ -150,7 +143,6 @@ class FlatTensors:
                 tensor.put_(_indices(inner, tensor), values[outer].to(tensor.device, tensor.dtype))
 
     def add(self, start: int, values: Tensor) -> None:
-        """Add to the elements from `start` on."""
         for tensor, inner, outer in self.ranges(start, values.numel()):
             if tensor.dim() == 1:
                 tensor[inner].add_(values[outer].to(tensor.device))
@@ -179,7 +171,6 @@ def _flat_view(tensor: Tensor) -> Tensor:
         tensor = torch.view_as_real(tensor)
     if tensor.is_contiguous() or _is_dense(tensor):
         return flatten(tensor)
-    # Two or more dimensions mark access by index.
     return torch.atleast_2d(tensor)
 
 
@@ -206,8 +197,7 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
 def norm(grad: Tensor) -> Tensor:
     """Return |grad| as a tensor without dimensions, in float32 or wider."""
     # A CPU adds squares sequentially, and a float32 norm over ten million elements is 7e-4 too
-    # small. Computing the norms of rows of 32,768 elements first is equally fast, with an error of
-    # 1e-7. Half-precision gradients are summed in float32.
+    # small. The norms of rows of 32,768 elements are equally fast, with an error of 1e-7.
     if grad.layout == torch.sparse_coo:
         grad = grad.coalesce().values()
     elif grad.layout != torch.strided:
@@ -277,14 +267,11 @@ def _placements(tensors: Iterable[Tensor]) -> dict[str, None]:
 
 @dataclass(frozen=True)
 class DimRange:
-    """Indices `start` to `start + length` of a dimension."""
-
     dim: int
     start: int
     length: int
 
     def narrow(self, whole: Tensor) -> Tensor:
-        """Return a view of this range of the full tensor."""
         return whole.narrow(self.dim, self.start, self.length)
 
 
@@ -337,5 +324,4 @@ class DTensorShards:
 
     @property
     def own(self) -> DimRange:
-        """This rank's range."""
         return self.ranges[self.rank]

@@ -1,7 +1,6 @@
 """Save and restore this rank's random generators: Python, torch on the CPU and device, numpy.
 
-numpy's generator is included if the program has imported numpy. `check_random_state` tests a state
-on separate generators. `set_random_state` accepts only tested states.
+`check_random_state` tests a state on separate generators, before `set_random_state`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ WORDS = 624  # in the state of a Mersenne Twister
 
 
 def random_state() -> dict[str, Tensor]:
-    """Return the state of the generators."""
     version, words, gauss = random.getstate()
     tensor = partial(torch.tensor, device="cpu")  # regardless of the default device
     state = {
@@ -57,7 +55,6 @@ def check_random_state(state: dict[str, Tensor]) -> None:
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
-    """Restore a state that `check_random_state` has accepted."""
     random.setstate(_python_state(state))
     torch.set_rng_state(state["torch"])
     device = _device_in_use()

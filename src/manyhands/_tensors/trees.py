@@ -3,10 +3,10 @@
 Containers are lists, tuples, sets, dicts, dataclasses and their subclasses, other mutable mappings,
 and instances of classes that are registered with torch.utils._pytree.
 
-A container without a replaced tensor is returned unchanged. Otherwise the result is a shallow copy
-with all attributes. Constructors of the user's classes are not called, because their arguments are
-unknown: `defaultdict` requires a factory, a model library's `ModelOutput` has no `update`, and a
-frozen dataclass may check its arguments. A repeated tensor is replaced by a single tensor.
+A container with a replaced tensor is copied, with all attributes. The user's constructors are not
+called, because their arguments are unknown: `defaultdict` requires a factory, a model
+library's `ModelOutput` has no `update`, and a frozen dataclass may check its arguments. A repeated
+tensor is replaced by a single tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ T = TypeVar("T")
 
 
 def tree_map_tensors(fn: Callable[[Tensor], object], tree: object) -> Any:
-    """Apply `fn` to every tensor in a nested structure."""
     return _Map(fn)(tree)
 
 
@@ -44,8 +43,6 @@ def tensors_in(tree: object, others: Callable[[object], None] | None = None) -> 
 
 
 def as_type(dtype: torch.dtype, tree: T) -> T:
-    """Convert the floating-point tensors in a nested structure."""
-
     def convert(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point():
             return tensor.to(dtype)
@@ -56,8 +53,6 @@ def as_type(dtype: torch.dtype, tree: T) -> T:
 
 
 class _Map:
-    """A traversal of a tree."""
-
     def __init__(
         self, fn: Callable[[Tensor], object], others: Callable[[object], None] | None = None
     ) -> None:
@@ -84,7 +79,6 @@ class _Map:
         return result
 
     def _container(self, value: object) -> object:
-        """Return a container of any known kind with replaced tensors."""
         if isinstance(value, tuple):
             return self._rebuilt(value, value, partial(_tuple_like, value))
         if isinstance(value, set | frozenset):

@@ -1,9 +1,8 @@
 """Measure the norm of the mean gradient, once per step.
 
-Under DDP, every rank stores the full mean gradient. Each rank reads a share of the long parameters.
-Every rank measures the short ones: their squared norm is equal on all ranks only if the gradients
-were averaged (`RankReport.shared_square`). Of sharded gradients, each rank measures the local
-slices.
+Under DDP, every rank stores the full mean gradient, and reads a share of the long parameters. Every
+rank measures the short ones: their squared norm is equal on all ranks only if the gradients were
+averaged (`RankReport.shared_square`). Of sharded gradients, each rank measures local slices.
 
 With one rank and one pass, a step has a single gradient a. It is compared with the gradient b of
 the previous step (`PreviousGradient`). As two small batches of a step of twice the size,
@@ -12,8 +11,7 @@ the previous step (`PreviousGradient`). As two small batches of a step of twice 
     mean's square     |(a + b) / 2|^2 = (|a|^2 + |b|^2) / 2 - |a - b|^2 / 4
 
 The second form is numerically exact for nearly equal a and b. The comparison requires a copy of the
-gradient between steps, and a second copy between `backward` and `step`, because a gradient without
-a step must not be stored.
+gradient between steps, and a second copy between `backward` and `step`.
 """
 
 from __future__ import annotations
@@ -53,8 +51,7 @@ class StepFacts(NamedTuple):
 class MeanGradient:
     """Measure the accumulated and averaged gradients of some parameter groups.
 
-    With `compare_at_scale_1=False`, no consecutive gradients are compared at scale 1, where every
-    gain is 1.
+    With `compare_at_scale_1=False`, no gradients are compared at scale 1, where every gain is 1.
     """
 
     def __init__(
@@ -81,7 +78,6 @@ class MeanGradient:
         self.not_averaged = False
         self._shares = {i: DTensorShards.of(p) for i, p in enumerate(self._params) if is_dtensor(p)}
         self._common_indices, self._own_indices = _assign_params(self._params, ranks)
-        # Group indices on the device, cached to avoid a copy in every step.
         self._group_tensors: dict[tuple[int, ...], Tensor] = {}
 
     def squares_per_group(self, norms: Mapping[int, Norm]) -> Tensor:
@@ -96,7 +92,6 @@ class MeanGradient:
         return _stack(norms, self._device).square()
 
     def _sum_by_group(self, values: Numbers, groups: Sequence[int], number: int) -> Numbers:
-        """Return the sum of the values in each of `number` groups."""
         if isinstance(values, list):
             totals = [0.0] * number
             for value, group in zip(values, groups, strict=True):
@@ -142,8 +137,7 @@ class MeanGradient:
 
     def _local_squares_and_mean(self, norms: Mapping[int, Norm]) -> tuple[Numbers, Norm]:
         """Return local squares and this rank's part of |G|^2, per group; and the shared square."""
-        # A single call sums all squares, because the cost of operations on small tensors does not
-        # depend on their size.
+        # A single call sums all squares, because each operation on a small tensor is costly.
         grads = [param.grad for param in self._params]
         whole = {}  # the gradients without sharding
         for i, grad in enumerate(grads):
@@ -165,7 +159,7 @@ class MeanGradient:
         groups = self._groups
         group_of = self._group_of
         # Every rank has measured the common gradients, and rank 0 adds them to the sum over ranks.
-        uncounted = 2 * groups  # index of an additional group, which is dropped
+        uncounted = 2 * groups
         sum_into = [group_of[i] for i in norms]
         for i in measured:
             if i in own or (i in common and self._ranks.rank == 0):
@@ -189,7 +183,6 @@ class MeanGradient:
         return self._sum_by_group(squares, sum_into, uncounted + 1)[:uncounted], shared_square
 
     def _sharded_slices(self, grads: Sequence[Tensor | None]) -> list[GradientSlice]:
-        """Return the local slices of sharded gradients."""
         slices: list[GradientSlice] = []
         for i, grad in enumerate(grads):
             if isinstance(grad, ShardedGradient):
@@ -203,7 +196,6 @@ class MeanGradient:
         return slices
 
     def _compare_with_previous(self, facts: StepFacts) -> LocalNumbers:
-        """Compare the step's only gradient with the previous gradient, if necessary."""
         if facts.scale == 1.0 and not self._compare_at_scale_1:
             return self.empty_numbers()
         grads = {}
@@ -251,7 +243,7 @@ def _assign_params(params: Sequence[Tensor], ranks: RankGroup) -> tuple[list[int
             short.append(i)
         else:
             long.append(i)
-    # Longest first, each to the rank with the smallest load. All ranks obtain the same result.
+    # Longest first, each to the rank with the smallest load.
     load = [0] * ranks.size
     own = []
     for i in sorted(long, key=lambda i: -params[i].numel()):
@@ -265,8 +257,7 @@ def _assign_params(params: Sequence[Tensor], ranks: RankGroup) -> tuple[list[int
 class PreviousGradient:
     """Stores the previous step's gradient, and measures the next gradient against it.
 
-    `grads`       the previous gradient by parameter, in float32 or wider; initially empty
-    `candidates`  the measured gradient, which becomes `grads` after its step
+    `grads` are in float32 or wider. `candidates` become `grads` after their step.
     """
 
     def __init__(self, norms: PlainNorm) -> None:
@@ -318,7 +309,6 @@ class PreviousGradient:
         self.forget()
 
     def forget(self) -> None:
-        """Discard the measured gradient, because no step used it."""
         self.candidates = {}
         self._finite = []
 
@@ -330,7 +320,6 @@ class PreviousGradient:
     # -- saving and loading ------------------------------------------------------------------
 
     def to_state(self) -> list[Tensor | None]:
-        """Return the previous step's gradient for a state dict."""
         return [self.grads.get(index) for index in range(max(self.grads, default=-1) + 1)]
 
 
@@ -349,7 +338,6 @@ def parse_previous(saved: SavedEntries, params: Sequence[Tensor]) -> dict[int, T
 
 
 def _to_dense_float(grad: Tensor) -> Tensor:
-    """Return a gradient as a strided tensor of at least float32."""
     grad = grad.detach()
     if grad.layout != torch.strided:
         grad = grad.to_dense()

@@ -6,15 +6,13 @@ Each rank sends one vector, the *payload*:
     mean_square[group]     |G|^2 over the parameters that this rank measures (`_mean_gradient.py`)
     report                 facts about this rank and the step: see `RankReport`
 
-The collective sums the first two over the ranks, for the estimate, and gathers the reports as a
-table with one row per rank. If ranks disagree, all of them find out in the same step and raise the
-same error, without a further collective that could leave a rank waiting.
+The collective sums the first two over the ranks and gathers the reports. If ranks disagree, all of
+them raise the same error in the same step, without a further collective.
 
 Under DDP, a rank that ran no backward pass, ran it inside `no_sync()`, or skipped a parameter has
 not joined DDP's all-reduce. The other ranks wait in it until the process group's timeout, and this
-rank would wait for their payloads. A `GradientAnomaly` records the unusual gradients of such a
-rank. After `PATIENCE` seconds, the rank searches for a DDP module that cannot have averaged these
-gradients, and raises an error if it finds one.
+rank would wait for their payloads. A `GradientAnomaly` records such gradients. After `PATIENCE`
+seconds, the rank raises an error if it finds a DDP module that cannot have averaged them.
 """
 
 from __future__ import annotations
@@ -65,8 +63,8 @@ class RankReport(NamedTuple):
     checksum: float = 0.0  # of the progress, the averages and the last factors
     rates: float = 0.0  # sum of the parameter groups' learning rates
     unmeasured_left: float = 0.0  # steps until the next measured step; 0: this step
-    # Squared norm of selected averaged gradients that every rank stores in full. It is equal on all
-    # ranks if the gradients were averaged. Last, because it may be on a device.
+    # Squared norm of averaged gradients that every rank stores in full. Unequal if the gradients
+    # were not averaged. Last, because it may be on a device.
     shared_square: float = 0.0
 
 
@@ -90,7 +88,6 @@ class StepObserver(Protocol):
 
 
 def parse_reports(numbers: Sequence[float]) -> list[RankReport]:
-    """Return all ranks' reports, in rank order."""
     table = []
     for start in range(0, len(numbers), len(CLAIMS)):
         table.append(RankReport(*numbers[start : start + len(CLAIMS)]))
@@ -102,8 +99,8 @@ def check_claims(
 ) -> None:
     """Raise if the ranks disagree about a step.
 
-    Without `short_allowed`, a step that is short on all ranks is not checked further. With it, the
-    gradients of a short step must have been averaged over ranks with equally many passes.
+    Without `short_allowed`, a step that is short on all ranks is not checked further. With it, its
+    gradients must have been averaged over ranks with equally many passes.
     """
     # Check announcements first, because most of their other entries are zero.
     columns = dict(zip(CLAIMS, zip(*table, strict=True), strict=True))
@@ -121,7 +118,7 @@ def check_claims(
     seen = columns["passes_seen"]
     short = max(seen) < passes[0]
     if short and not (short_allowed and max(seen)):
-        return  # the caller handles the step
+        return
     if same_passes or short:
         _check_equal(
             "numbers of backward passes in a step",
@@ -157,7 +154,6 @@ def _check_equal(name: str, values: Sequence[float], remedy: str, tolerance: flo
 
 
 def _check_averaged(shared_squares: Sequence[float]) -> None:
-    """Raise if a gradient that all ranks store differs between ranks."""
     largest = max(shared_squares)
     smallest = min(shared_squares)
     if not math.isfinite(largest + smallest):
@@ -174,8 +170,6 @@ def _check_averaged(shared_squares: Sequence[float]) -> None:
 
 @dataclass
 class LocalNumbers:
-    """This rank's measurements of a step."""
-
     numbers: Numbers  # `small_squares`, then `mean_square`
     small_batches: float  # on all ranks; 1 if there is no gradient for comparison
     shared_square: Norm = 0.0  # see `RankReport`
@@ -192,10 +186,9 @@ class StepExchange:
 
     def __init__(self, ranks: RankGroup) -> None:
         self.ranks = ranks
-        self._announcements: list[PendingSums] = []  # not checked yet
+        self._announcements: list[PendingSums] = []
 
     def set_groups(self, groups: int, device: torch.device) -> None:
-        """Set the number of parameter groups, and the device of payloads."""
         self._groups = groups
         self._device = device
 
@@ -229,8 +222,8 @@ class StepExchange:
     def announce(self, passes: int, scale: float, checksum: float = 0.0) -> None:
         """Announce a new number of passes per step to the other ranks, without waiting.
 
-        All ranks detect a different or missing announcement by the end of the next step: it is
-        as long as a step's payload, and therefore paired with the next payload of the other ranks.
+        All ranks detect a different or missing announcement by the end of the next step: it has
+        the length of a payload, and is paired with the next payload of the other ranks.
         """
         if self.ranks.own_group:
             claims = RankReport(
@@ -261,15 +254,15 @@ class SentStep:
     groups: int
     ranks: int
     local: LocalNumbers
-    claims: RankReport  # this rank's report
+    claims: RankReport
     short_allowed: bool  # whether a step that is short on all ranks is valid
     same_passes: bool  # whether all ranks must have seen equally many passes
     anomaly: GradientAnomaly | None = None  # if any, `read` may raise instead of waiting
     # The following are set by `read`.
     was_read: bool = False
     sums: NormSums | None = None
-    reports: Sequence[RankReport] = ()  # of all ranks
-    most_passes_seen: float = 0.0  # maximum over the ranks
+    reports: Sequence[RankReport] = ()
+    most_passes_seen: float = 0.0
     _host: Tensor | None = None  # the numbers on the host, possibly still being copied
     _copied: torch.cuda.Event | None = None
 
@@ -286,7 +279,6 @@ class SentStep:
         return self.most_passes_seen / self.claims.passes
 
     def start_copy(self) -> None:
-        """Start to copy the numbers to the host, without waiting."""
         self._check_late()
         numbers = self.pending.wait()
         if numbers.device.type != "cuda":
@@ -301,7 +293,7 @@ class SentStep:
     def read(self, extras: Sequence[Tensor] = ()) -> list[float]:
         """Wait for the numbers of all ranks, and return the values of the extras.
 
-        A single copy transfers all numbers, because each copy from a GPU is a synchronization.
+        A single copy transfers all numbers, to synchronize once.
         """
         if self.was_read:
             return list(map(float, extras))
@@ -341,7 +333,6 @@ class SentStep:
         )
 
     def _numbers(self, extras: Sequence[Tensor]) -> list[float]:
-        """Return the numbers of all ranks, followed by the extras."""
         numbers = self._host
         if numbers is None:
             self._check_late()
@@ -391,7 +382,7 @@ class GradientAnomaly:
     may_be_intended: bool = False
 
     def wait(self, pending: PendingSums) -> None:
-        """Wait for the other ranks' payloads; raise if these ranks are waiting for this rank."""
+        """Wait for the other ranks' payloads; raise if those ranks wait for this rank."""
         if pending.done_within(PATIENCE):
             return
 
@@ -410,7 +401,6 @@ class GradientAnomaly:
 
 
 def describe_missing(missing: Sequence[int], expected: int) -> str:
-    """Return an error text for parameters without a gradient in the step's last pass."""
     listed = ", ".join(map(str, missing[:8]))
     if len(missing) > 8:
         listed += ", ..."

@@ -3,21 +3,16 @@
 **Norm.** The norm is |g / (sqrt(v) + eps)|, with the optimizer's bias-corrected second moments v.
 On a CPU, blocks of elements go through a small scratch buffer, so that only g and v are read from
 memory. If eps is negligible relative to every root, the squared norm is computed as g . (g / v), at
-half the cost. On a GPU, where an operation costs as much as a million elements, each operation
-processes a batch of gradients (`TOGETHER`). Step counts and floors are floats on the host, to avoid
-synchronization.
+half the cost. On a GPU, each operation processes a batch of gradients (`TOGETHER`), and step counts
+and floors are floats on the host.
 
-**Sharded second moments.** Each rank measures its local gradient before the averaging, and
-therefore needs the second moments of all parameters. If they are sharded, a replica collects them
-after each step. This costs an additional tensor of the model's size on every rank, the
-communication volume of gathering the parameters, and reading step counts on the host.
+**Sharded second moments.** Each rank measures its gradient before the averaging, and needs the
+second moments of all parameters. If they are sharded, a replica collects them after each step. This
+costs a tensor of the model's size on every rank, the communication volume of gathering the
+parameters, and reading step counts on the host. `ReplicatedDTensorState` combines shards in
+messages:
 
-A `ShardedOptimizer` provides its replica. `ReplicatedDTensorState` is the replica for a plain
-optimizer of `fully_shard`'s parameters. It combines shards in messages of up to `MESSAGE` elements
-per rank:
-
-    section   a rank's part of a message: its shards of the message's parameters, concatenated.
-              All sections have the length of the longest.
+    section   the concatenated shards of a rank; all sections have the length of the longest
     table     all ranks' sections, in rank order
 
 **Change of the batch size.** Second moments are running means of g^2, and at scale S
@@ -27,8 +22,7 @@ per rank:
 Adam's memory is a thousand steps (beta2 = 0.999). If the batch grows from 1 to 32 in fifty steps,
 Adam still divides by the root of a small batch's squares, which is too large by up to sqrt(32).
 (On MNIST, with 180 steps, this costs 0.3 to 0.5 points of accuracy.) Therefore all elements are
-multiplied by the ratio of E g^2 after the change to E g^2 before. This common factor preserves the
-relative sizes between parts of the model.
+multiplied by the ratio of E g^2 after the change to E g^2 before, which preserves relative sizes.
 """
 
 from __future__ import annotations
@@ -56,8 +50,7 @@ if TYPE_CHECKING:
 BLOCK = 131_072  # elements per pass through the scratch buffer
 SINGLE = {torch.float32, torch.bfloat16, torch.float16}  # measured in float32
 WIDE = {torch.float32, torch.float64}  # precise enough for operations on many tensors
-# Upper bound of eps relative to the smallest root. The relative error of a square is at most twice
-# this number.
+# Upper bound of eps relative to the smallest root; a square's relative error is at most twice that.
 NEGLIGIBLE = 5e-3
 MESSAGE = 4 * 2**20  # elements per rank and message
 
@@ -94,10 +87,9 @@ def _whole(tensor: Tensor) -> Tensor:
 class PreconditionedNorm(PlainNorm):
     """The norm of a gradient divided by Adam's or RMSprop's divisor.
 
-    During the first `WARM_STEPS` steps of an optimizer's state, second moments are unreliable, and
-    the plain norm is used. Second moments below `floor` times their tensor's mean are raised to
-    this value. Otherwise a rare gradient (of a rare letter, or an empty pixel) would be divided by
-    almost zero, and dominate the norm.
+    During the first `WARM_STEPS` steps of an optimizer's state, the plain norm is used. Second
+    moments below `floor` times their tensor's mean are raised to this value. Otherwise a rare
+    gradient (of a rare letter, or an empty pixel) would be divided by almost zero, and dominate.
     """
 
     columns = 5  # an index, and the fields of a `MomentFloor`
@@ -105,13 +97,12 @@ class PreconditionedNorm(PlainNorm):
     REFRESH = 16  # steps between updates of a floor, which read all of v
 
     def __init__(self, optimizer: Optimizer, floor: float = 0.0) -> None:
-        optimizer = unwrap(optimizer)[-1]  # without a trainer's wrapper
+        optimizer = unwrap(optimizer)[-1]
         plain = plain_optimizer(optimizer)
         if not isinstance(plain, Adam | RMSprop):
             name = type(plain).__name__
             raise TypeError(f"AdamScale is for Adam, AdamW and RMSprop, got {name}.")
         self._optimizer = optimizer
-        # The state of all parameters, if the optimizer has only a shard of it.
         self._replica: ReplicatedState | None = None
         names: set[str] = set()
         for group in optimizer.param_groups:
@@ -122,23 +113,23 @@ class PreconditionedNorm(PlainNorm):
             self._replica = ReplicatedDTensorState(optimizer, sorted(names))
         self.floor = floor
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self._buffers: dict[tuple[torch.dtype, int], Tensor] = {}  # views of the scratch memory
+        self._buffers: dict[tuple[torch.dtype, int], Tensor] = {}
         self.refresh()
 
     def refresh(self) -> None:
         """Discard cached data after a change of the optimizer's parameters or state."""
         groups = self._optimizer.param_groups
         self._params = [(group, param) for group in groups for param in group["params"]]
-        self._last_warm = 0  # index of a warm parameter
+        self._last_warm = 0
         # parameter index -> step count on a device, its version after the last step, its value
         self._counts: dict[int, tuple[Tensor, int, float]] = {}
-        self._floors: dict[int, MomentFloor] = {}  # by parameter index
+        self._floors: dict[int, MomentFloor] = {}
         # parameter index -> step count object at the time of the floor's computation
         self._floor_counts: dict[int, object] = {}
         self.moments_changed()
 
     def moments_changed(self) -> None:
-        """Discard floors and collect sharded moments after a change. Called on every rank."""
+        """Discard floors and collect sharded moments. Called on every rank."""
         self._floors.clear()
         if self._replica is not None:
             self._replica.update()
@@ -163,10 +154,7 @@ class PreconditionedNorm(PlainNorm):
 
     @property
     def norm_kind(self) -> str:
-        """The kind of the current norms; equal on every rank.
-
-        It depends only on the optimizer's state, not on a rank's gradients.
-        """
+        """The kind of the current norms. It depends only on state that is equal on every rank."""
         for index in (self._last_warm, *range(len(self._params))):
             if self._count(index) >= self.WARM_STEPS:
                 self._last_warm = index
@@ -179,9 +167,8 @@ class PreconditionedNorm(PlainNorm):
         return state
 
     def _count(self, index: int) -> float:
-        """Return the number of steps in a parameter's second moments."""
-        # Reading a count on a device (from a fused optimizer) synchronizes. It is therefore cached,
-        # and read again only after a change by code other than the optimizer's step.
+        # Reading a count on a device (of a fused optimizer) synchronizes, so it is cached until
+        # code other than the optimizer's step changes it.
         step = self._state_of(index).get("step", 0.0)
         if not isinstance(step, Tensor) or step.device.type == "cpu":
             return float(step)
@@ -233,8 +220,8 @@ class PreconditionedNorm(PlainNorm):
     ) -> Norm:
         """Return the norm of a gradient or of a slice of it.
 
-        With `take_slice`, `grad` is already the slice. `take_slice` selects the same elements of
-        the second moments. The floor is still a fraction of the full tensor's mean.
+        With `take_slice`, `grad` is already the slice, and `take_slice` selects second moments.
+        The floor is a fraction of the full tensor's mean.
         """
         group, _ = self._params[index]
         state = self._state_of(index)
@@ -266,7 +253,6 @@ class PreconditionedNorm(PlainNorm):
         return torch.linalg.vector_norm(torch.stack(norms)) / factor
 
     def _floor_of(self, index: int, state: Mapping[str, Any], count: float) -> MomentFloor:
-        """Return the lower bound of a parameter's second moments."""
         if not self.floor:
             return NO_FLOOR
         if self._floor_is_stale(index, state, count):
@@ -293,14 +279,14 @@ class PreconditionedNorm(PlainNorm):
             self._floors[index] = MomentFloor(period, self.floor, least, any_below)
 
     def _floor_is_stale(self, index: int, state: Mapping[str, Any], count: float) -> bool:
-        """Return whether the floor must be computed, after a period or for another state."""
+        """Return whether the floor must be computed."""
         known = self._floors.get(index)
         replaced = self._state_was_replaced(index, state["step"])
         now = int(count) // self.REFRESH, self.floor
         return replaced or known is None or (known.period, known.fraction) != now
 
     def _state_was_replaced(self, index: int, step: Tensor | float) -> bool:
-        """Return whether a loaded state dict has replaced the state since the last call."""
+        """Return whether the state was replaced, by a loaded state dict, since the last call."""
         if self._replica is not None or not isinstance(step, Tensor):
             return False  # a replica creates a count in every step
         before = self._floor_counts.get(index)
@@ -329,7 +315,6 @@ class PreconditionedNorm(PlainNorm):
         return torch.div(grad, out.add_(eps), out=out)
 
     def _buffer(self, dtype: torch.dtype, size: int) -> Tensor:
-        """Return the first `size` elements of the scratch memory for this dtype."""
         if (dtype, size) not in self._buffers:  # cached, because slicing costs an operation
             scratch = self._scratch.setdefault(dtype, torch.empty(BLOCK, dtype=dtype))
             self._buffers[dtype, size] = scratch[:size]
@@ -337,7 +322,6 @@ class PreconditionedNorm(PlainNorm):
 
 
 def _norms_of(quotients: Sequence[Quotient]) -> Sequence[Tensor]:
-    """Return the norms of a batch of quotients, with one call per operation."""
     grads, seconds, leasts, eps, factors = map(list, zip(*quotients, strict=True))
     roots = torch._foreach_clamp_min(seconds, leasts)
     torch._foreach_sqrt_(roots)
@@ -348,7 +332,7 @@ def _norms_of(quotients: Sequence[Quotient]) -> Sequence[Tensor]:
 
 def _split_into_blocks(tensor: Tensor) -> Sequence[Tensor]:
     """Return blocks of up to `BLOCK` elements, each contiguous in memory."""
-    # Short tensors are frequent, and the cost of each additional operation would dominate.
+    # Short tensors are frequent, and each additional operation would be costly.
     flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else flatten(tensor)
     if flat.numel() <= BLOCK:
         return (flat,)
@@ -356,7 +340,6 @@ def _split_into_blocks(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _moment_names(group: ParamGroup) -> tuple[str, ...]:
-    """Return the names of the state entries for `_second_moment`."""
     if "betas" in group:
         return ("max_exp_avg_sq",) if group.get("amsgrad") else ("exp_avg_sq",)
     return ("square_avg", "grad_avg") if group.get("centered") else ("square_avg",)
@@ -442,7 +425,6 @@ class ReplicatedDTensorState:
                 start += size
 
     def _ranks_of(self, share: DTensorShards) -> RankGroup:
-        """Return the ranks with shards of a parameter."""
         if share.mesh_dim is None:
             return RankGroup()
         key = share.mesh, share.mesh_dim
@@ -452,7 +434,6 @@ class ReplicatedDTensorState:
 
 
 def _numel(param: Tensor, share: DTensorShards, rank: int) -> int:
-    """Return the number of elements of a rank's shard."""
     part = share.ranges[rank]
     return param.numel() // max(param.size(part.dim), 1) * part.length
 
@@ -465,9 +446,8 @@ def rescale_second_moments(optimizer: Optimizer, ratio: float) -> bool:
     """Multiply the second moments in an optimizer's state; return whether it has any.
 
     First moments are multiplied by the root of the ratio, which preserves the update m / sqrt(v).
-    They still contain the noise of earlier batches. Without the correction, repeated increases of
-    the batch would divide this noise by smaller and smaller roots, and the update would be too
-    large.
+    Otherwise, repeated increases of the batch would divide the noise of earlier batches by smaller
+    and smaller roots, and the update would be too large.
     """
     names = {"exp_avg_sq", "max_exp_avg_sq"}
     if isinstance(optimizer, RMSprop):

@@ -81,7 +81,7 @@ def rule_of(optimizer: Optimizer) -> ScalingRuleBase | None:
 class LoopPort:
     """The interface between a rule and a training loop that controls its passes: `rule.port`.
 
-    `Ramp`, `WeightedMean`, `AdaptiveDataParallel` and the trainers' adapters use it. In other loops,
+    `Ramp`, `WeightedMean`, `AdaptiveDataParallel` and adapters of trainers use it. In other loops,
     declare the passes (`num_gradients_to_accumulate`) or pass an `Accumulation`.
 
     >>> import torch, manyhands as mh
