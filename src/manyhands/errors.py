@@ -14,6 +14,7 @@ class RanksDisagree(ValueError):
 
     `odd` contains the ranks that differ from the majority or, if no majority exists, from the
     lowest rank.
+
     >>> from manyhands.errors import RanksDisagree
     >>> error = RanksDisagree("lr differs: rank 0: 0.1, rank 1: 0.1, rank 2: 0.2", [0.1, 0.1, 0.2])
     >>> error.odd

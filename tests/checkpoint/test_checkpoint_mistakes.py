@@ -95,7 +95,7 @@ def test_a_rule_needs_a_saved_rule_but_not_the_other_way_round(tmp_path):
     bare, ruled = Setup("plain").train(1), Setup("plain", rule=mh.AdamScale).train(1)
     mh.save(tmp_path / "bare", **bare.given())
     mh.save(tmp_path / "ruled", **ruled.given())
-    with pytest.raises(ValueError, match="before wrapping it"):
+    with pytest.raises(ValueError, match="load it before wrapping"):
         mh.load(tmp_path / "bare", **ruled.given())
     mh.load(tmp_path / "ruled", **bare.given())
     assert_equal(bare.held(), ruled.held())

@@ -370,7 +370,7 @@ def wraps(rank):
         ),
         (lambda rank: mh.FSDP(nn.Linear(2, 300 if rank == 1 else 2)), r"rank 1: \(300, 2"),
         (lambda rank: mh.FSDP(nn.Linear(2, 2), overlap=rank == 0), "overlap"),
-        (lambda rank: mh.FSDP(nn.Linear(2, 2, device="meta" if rank else "cpu")), "has no memory"),
+        (lambda rank: mh.FSDP(nn.Linear(2, 2, device="meta" if rank else "cpu")), "without memory"),
         (freezes, "bias: rank 0: .* rank 1: .* frozen"),
         (buffers, r"seen: rank 0: \(1,\)"),
         (wraps, "rank 1: absent"),

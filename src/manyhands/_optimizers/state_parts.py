@@ -30,7 +30,7 @@ SQUARES = 1e100  # upper bound of squares of float32 numbers, and of their sums
 class SavedEntries:
     """Read plain values of a saved state, which may be damaged or have another version.
 
-    A missing or invalid entry raises a ValueError that names it. Read all entries before any change.
+    A missing or invalid entry raises a ValueError. Read all entries before any change.
     """
 
     def __init__(self, saved: object, owner: str, inside: str = "") -> None:

@@ -365,6 +365,7 @@ class NoiseAverage:
         )
 
     def restarted(self) -> NoiseAverage:
+        """Return an empty average with these settings."""
         return replace(self, sqr=type(self.sqr)(), var=type(self.var)())
 
     @property
@@ -386,6 +387,7 @@ class NoiseAverage:
         return _of_group(self.raw_var, self.var_floor, group)
 
     def gain(self, scale: float, group: int | None = None) -> float:
+        """Return the number of steps at scale 1 that a step at `scale` is worth."""
         return gain(self.sqr_of(group), self.var_of(group), scale)
 
     def steps_held(self, smoothing: float) -> float:
@@ -417,6 +419,7 @@ class NoiseAverage:
         }
 
     def from_state(self, state: SavedEntries) -> NoiseAverage:
+        """Return this average with the values from `to_state`."""
         kind = DebiasedAverage if state.flag("debiased") else PaperAverage
         one_of("norm_kind", state["norm_kind"], ("plain", "preconditioned"))
         return replace(

@@ -196,6 +196,7 @@ class LoopPort:
         self._rule._check_batch(replace(self._core.batch, scale_per_pass=scale_per_pass), passes)
 
     def check_between_steps(self, what: str) -> None:
+        """Raise in the middle of a step. The message names `what` as the operation."""
         self._rule._check_between_steps(what)
 
     @property
@@ -638,6 +639,7 @@ class ScalingRuleBase(ScaledOptimizer):
         self.take_scaling_state(self.check_scaling_state(state_dict))
 
     def check_scaling_state(self, saved: SavedState) -> ScalingState:
+        """Parse the scaling entry of a state dict, and check that it fits."""
         self._check_between_steps("load_state_dict()")
         core = self._core
         entry = SavedEntries(saved, "a scaling rule")
@@ -663,6 +665,7 @@ class ScalingRuleBase(ScaledOptimizer):
         return state
 
     def take_scaling_state(self, state: ScalingState) -> None:
+        """Continue from a parsed state."""
         core = self._core
         core.batch.load_state(state.batch)
         core.options = state.options
