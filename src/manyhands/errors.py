@@ -23,7 +23,7 @@ class RanksDisagree(ValueError):
 
     def __init__(self, message: str, claims: Sequence[Hashable] = ()) -> None:
         super().__init__(message)
-        usual = max(claims, key=list(claims).count, default=None)  # the first one in a tie
+        usual = max(claims, key=list(claims).count, default=None)  # the first in a tie
         self.odd = frozenset(rank for rank, claim in enumerate(claims) if claim != usual)
 
 
@@ -62,7 +62,7 @@ class JoinRefused(ValueError):
 
 
 class StoreLost(RuntimeError):
-    """The store of a crew does not respond. A crew cannot continue without a store.
+    """The store of a crew does not respond, so the crew cannot continue.
 
     >>> from manyhands.errors import StoreLost
     >>> StoreLost("10.0.0.1:29400", "no answer for 30 s").why
@@ -81,7 +81,7 @@ class StoreLost(RuntimeError):
 class CrewFinished(SystemExit):
     """The run finished before this worker could join or rejoin.
 
-    Without a handler, the process prints the message and exits without a traceback.
+    Without a handler, the process prints only the message and exits.
 
     >>> from manyhands.errors import CrewFinished
     >>> issubclass(CrewFinished, SystemExit)

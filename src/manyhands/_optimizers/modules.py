@@ -1,4 +1,4 @@
-"""Find the modules around a model, and the modules of a parameter.
+"""Find the wrappers of a model and the modules of a parameter.
 
 Wrappers insert a name into the names of a model's parameters: `module.` (data parallelism),
 `_orig_mod.` (torch.compile), `_fsdp_wrapped_module.` (FSDP), `_checkpoint_wrapped_module.`
@@ -42,7 +42,7 @@ class ModuleWrapper(nn.Module):
 
     @YieldingProperty
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """Reject `DistributedDataParallel`, which reads this before its first collective."""
+        """Reject `DistributedDataParallel`, which reads this before any collective."""
         asks = sys._getframe(2).f_locals.get("self")  # copy, compilers and users may read it too
         if isinstance(asks, DistributedDataParallel) and dist.get_world_size() > 1:
             raise inside_ddp(self)
@@ -65,7 +65,7 @@ def inside_ddp(module: nn.Module) -> RuntimeError:
 
 
 def plain_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module with its plain prefix; shared modules repeatedly, under each name."""
+    """Yield each module with the plain prefix; shared modules under each name."""
     yield prefix, module
     left_out: tuple[str, ...] = WRAPPER_NAMES
     if isinstance(module, ModuleWrapper):

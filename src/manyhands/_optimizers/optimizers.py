@@ -1,4 +1,4 @@
-"""Determine whether an optimizer class supports cut or sharded parameters, and its state.
+"""Determine whether an optimizer class supports cut or sharded parameters, and state sizes.
 
 `KNOWN` lists torch's classes. Other classes are tested: `trial` steps them on small parameters.
 
@@ -56,7 +56,7 @@ KNOWN: dict[type[Optimizer], Traits] = {
 
 
 def traits_of(kind: type[Optimizer]) -> Traits:
-    """Return the known properties of a class, which limit those of a subclass."""
+    """Return the known properties of a class or, as a limit, its base."""
     if kind in KNOWN:
         return KNOWN[kind]
     for base in kind.__mro__:
@@ -66,7 +66,7 @@ def traits_of(kind: type[Optimizer]) -> Traits:
 
 
 def constructor_arguments(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
-    """Return the constructor's arguments from the optimizer's defaults, and the missing names."""
+    """Return the constructor's arguments from the optimizer's defaults; and missing names."""
     # Defaults also contain options that are not arguments of the constructor.
     arguments = {}
     unknown = []
@@ -239,9 +239,9 @@ class StateTensor:
 class StateSizes:
     """The size of an optimizer class's state, for parameters of any shape.
 
-    The size is derived from the state of a small parameter whose lengths are different primes: they
+    The size is derived from the state of a small parameter. Its lengths are different primes, which
     identify the parameter's dimensions in each state tensor. For a 5 × 7 parameter, Adam's averages
-    are 5 × 7, Adafactor's rows are 5 × 1, and a step count is a single number.
+    are 5 × 7, Adafactor's rows are 5 × 1, step counts are single numbers.
     """
 
     def __init__(self, kind: type[Optimizer], arguments: Mapping[str, object]) -> None:

@@ -2,7 +2,7 @@
 
 A checkpoint saves state under parameter names, and scaling reads the optimizer's moments. Both are
 independent of the sharding, and of the state formats of rules and blocks. docs/extending.md
-explains how to implement a new sharding.
+explains new shardings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from manyhands._optimizers.uneven import refuse_join
 from manyhands._optimizers.wrappers import OptimizerWrapper, ParamGroup, params_of, unwrap
 
 Value = TypeVar("Value")
-# A state dict or an entry of it, from any source: the reader must check the contents.
+# A state dict or an entry, from any source: the reader must check the contents.
 SavedState: TypeAlias = Mapping[str, Any]
 BELOW = 2.0**53  # upper bound of counts, times and sizes; floats represent whole numbers exactly
 SQUARES = 1e100  # upper bound of squares of float32 numbers, and of their sums
@@ -71,7 +71,7 @@ class SavedEntries:
         return SavedEntries(self[name], self._owner, f"{self._inside}.{name}".strip("."))
 
     def _read(self, read: Callable[..., Value], name: str, **bounds: Any) -> Value:
-        """Read and check an entry; an error names the entry and the owner of the state."""
+        """Read and check an entry; errors name the entry and the state."""
         try:
             return read(f"{self._inside}.{name}".strip("."), self[name], **bounds)
         except ValueError as error:
@@ -96,7 +96,7 @@ class SavedEntries:
         return number
 
     def check_tensor(self, name: str, like: Tensor, *, finite: bool = True) -> None:
-        """Raise unless an entry is a tensor with the shape and the kind of numbers of `like`."""
+        """Raise unless an entry is a tensor of the shape and kind of `like`."""
         found = self[name]
         same = isinstance(found, Tensor) and found.shape == like.shape
         same = same and found.is_complex() == like.is_complex()
@@ -142,7 +142,7 @@ class SavedEntries:
         return [each.whole(number) for number in each]
 
     def pairs(self, name: str) -> list[tuple[int, float]]:
-        """Return a list of pairs of a whole number and a finite number."""
+        """Return a list of pairs (whole number, finite number)."""
         pairs = []
         each = self.each(name)
         for number in each:
@@ -159,7 +159,7 @@ class SavedEntries:
 
 @dataclass
 class StatePart:
-    """The state of a parameter on this rank, or of a range of its elements."""
+    """The state of a parameter, or of a range of elements, on this rank."""
 
     param: Tensor
     entries: Mapping[str, Any]
@@ -168,7 +168,7 @@ class StatePart:
 
 @dataclass
 class OptimizerStatePart(StatePart):
-    """A `StatePart` of an optimizer's state, with its position in the optimizer's state dict."""
+    """A `StatePart` of an optimizer's state, with the position in the optimizer's state dict."""
 
     index: int = 0  # of the parameter, over all groups
     number: int | None = None  # in the state dict; None for stored state of a frozen parameter
@@ -201,7 +201,7 @@ class ShardedOptimizer(Optimizer):
 
     Attributes:
         optimizer_class: the user's optimizer class.
-        optimizer_arguments: its arguments.
+        optimizer_arguments: arguments of the class.
         group: the process group of the ranks; None for a single rank.
     """
 
@@ -241,7 +241,7 @@ class ShardedOptimizer(Optimizer):
         raise NotImplementedError
 
     def save_parts(self, *, include_empty: bool) -> tuple[list[OptimizerStatePart], StateDict]:
-        """Return this rank's state by parameter, and the state dict of `optim` that contains it.
+        """Return this rank's state by parameter, with the state dict of `optim`.
 
         With `include_empty`, parameters without state are included.
         """
@@ -250,14 +250,14 @@ class ShardedOptimizer(Optimizer):
     def load_parts(
         self, packed: StateDict, for_later: dict[int, dict[str, Any]], groups: Sequence[ParamGroup]
     ) -> None:
-        """Load a state dict of `optim`, and the options of the parameter groups.
+        """Load a state dict of `optim` and options of the parameter groups.
 
         `for_later` contains the state of frozen parameters, by `OptimizerStatePart.index`.
         """
         raise NotImplementedError
 
     def replicate_state(self, names: Sequence[str]) -> ReplicatedState:
-        """Return a replica of these entries. Its `update()` collects them."""
+        """Return a replica of these entries. `update()` collects the entries."""
         raise NotImplementedError
 
 
@@ -279,7 +279,7 @@ class BlocksParts(Protocol):
 
     @property
     def peers(self) -> list[int]:
-        """The ranks that average with this rank, one per replica, in the global numbering."""
+        """The ranks that average with this rank, one per replica, by global rank."""
 
     @property
     def layout(self) -> Sequence[object]:
@@ -306,7 +306,7 @@ class BlocksParts(Protocol):
         """Return the plain values, which are equal on all replicas."""
 
     def check_counters(self, saved: Any) -> dict[str, Any] | None:
-        """Return saved counters, or None without them; raise a ValueError if they are invalid."""
+        """Return saved counters, or None; raise a ValueError if they are invalid."""
 
     def load_counters(
         self, saved: SavedState, unsaved: Iterable[Tensor], *, residuals: bool
@@ -323,7 +323,7 @@ class BlocksParts(Protocol):
 
 @dataclass(frozen=True)
 class OptimizerLayers:
-    """An optimizer, with the rule and the blocks around it, if any."""
+    """An optimizer, with the rule and blocks around it, if any."""
 
     rule: RuleParts | None
     blocks: BlocksParts | None

@@ -1,8 +1,8 @@
-"""Errors for torch's `Join` and `DistributedDataParallel.join`, which are for uneven batches.
+"""Errors for torch's `Join` and `DistributedDataParallel.join`.
 
 Inside `Join`, a rank without data repeats the other ranks' collectives. Our collectives do not
-support this: accumulation, clipping and a gradient scaler decide in each step which of them take
-place, and a rank without data does not know these decisions.
+support this: accumulation, clipping and a gradient scaler depend on decisions in each step
+that a rank without data does not know.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EVEN_INPUTS = (
 
 
 def refuse_join(name: str) -> RuntimeError:
-    """Return the error for one of our objects inside `Join`."""
+    """Return the error for our objects inside `Join`."""
     return RuntimeError(
         f"{name} does not support torch's Join: a rank without data would not take part in its "
         f"collectives, and the other ranks would wait. {EVEN_INPUTS}"

@@ -107,7 +107,7 @@ class OptimizerWrapper(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """True: `GradScaler.step` passes the loss scale to us instead of unscaling."""
         # False while a closure runs. Scalers do not support closures, so gradients in closures are
-        # not scaled, and a trainer may clip them unless an optimizer declares that it unscales.
+        # not scaled, and trainers may clip unless an optimizer declares that it unscales.
         return not self._closure.runs
 
     def _in_step(self, closure: Callable[[], T]) -> Callable[[], T]:
@@ -161,8 +161,8 @@ class OptimizerWrapper(Optimizer):
 
 
 def unwrap(optimizer: Optimizer, *, every_layer: bool = False) -> list[Optimizer]:
-    """Return an optimizer and the optimizers inside it, outermost first."""
-    # A wrapper, ours or a trainer's, shares state and parameter groups with its inner optimizer. An
+    """Return an optimizer and inner optimizers, outermost first."""
+    # A wrapper, ours or a trainer's, shares state and parameter groups with the inner optimizer. An
     # optimizer with separate state is the last, unless `every_layer` is True.
     several = ""
     if isinstance(optimizer, list):
@@ -199,7 +199,7 @@ def params_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
 
 
 def weak_hook(method: Callable[[], object]) -> Callable[..., None]:
-    """Return a hook that calls a method while its object exists, through a weak reference."""
+    """Return a hook that calls a method through a weak reference to the object."""
     reference = weakref.WeakMethod(method)
 
     def hook(*_: object) -> None:
@@ -235,14 +235,14 @@ def wrapped_attribute(wrapper: object, wrapped: object, name: str) -> Any:
 
 @dataclass(frozen=True)
 class ScalerSignals:
-    """The scaler's tensors for this step; both None without a scaler."""
+    """The scaler's tensors for this step; both None if there is no scaler."""
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
     @classmethod
     def read_from(cls, *optimizers: Optimizer) -> ScalerSignals:
-        """Return the signals on the first of these optimizers that has any."""
+        """Return the signals from the first of these optimizers with any."""
         for optimizer in optimizers:
             # Wrappers forward getattr, so read the instance's dict.
             own = optimizer.__dict__
@@ -264,8 +264,8 @@ class LossScaler(Protocol):
 class LossScale:
     """The factor of gradients at the time of their measurement. The owner of this number.
 
-    With a known `scaler`, the scale is read in backward. Otherwise the scaler provides it at the
-    step, and the measurement is divided by it; `last` is the scale of the last step.
+    With a known `scaler`, the scale is read in backward. Otherwise, the scaler provides the scale
+    at the step, for a division of the measurement; `last` is the last step's scale.
     """
 
     def __init__(self, scaler: LossScaler | None = None) -> None:
@@ -277,7 +277,7 @@ class LossScale:
         return self.scaler is not None
 
     def in_backward(self) -> Tensor | float:
-        """Return the current scale of the gradients, without a synchronization."""
+        """Return the current scale of the gradients, with no synchronization."""
         scaler: Any = self.scaler
         if scaler is None or (hasattr(scaler, "is_enabled") and not scaler.is_enabled()):
             return 1.0
@@ -294,7 +294,7 @@ class LossScale:
         return signals.grad_scale
 
     def update(self, scale: float) -> bool:
-        """Store the scale of this step; return whether it has changed since the last step."""
+        """Store the scale of this step; return whether it changed since the last step."""
         changed = scale != self.last
         self.last = scale
         return changed
@@ -306,7 +306,7 @@ def supports_amp(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def _signals_left_on(signals: ScalerSignals, optimizer: Optimizer) -> Iterator[None]:
-    # A scaler that stepped the inner optimizer directly has already set them.
+    # A scaler that stepped the inner optimizer directly has already set the signals.
     before = dict(optimizer.__dict__)
     optimizer.grad_scale = signals.grad_scale  # type: ignore[attr-defined]
     optimizer.found_inf = signals.found_inf  # type: ignore[attr-defined]

@@ -1,12 +1,12 @@
-"""Detect the beginning and the end of backward passes.
+"""Detect the beginning and end of backward passes.
 
 Autograd does not notify an optimizer of `loss.backward()`, but hooks on parameters run. The first
 hook marks the beginning of a pass. An autograd callback after the last node marks the end. It is
 queued twice, so that it runs after DDP's callback, which waits for the reduced gradients.
 
 Terms
-    pass       one `loss.backward()` of the user
-    task       autograd's graph task: one run of the engine
+    pass       a `loss.backward()` of the user
+    task       autograd's graph task, a run of the engine
     nested     a task inside another task, for reentrant activation checkpointing. It belongs to the
                outer pass. Its callbacks run at the end of the nested task, so the callback is
                queued from a node of the outer task.
@@ -31,7 +31,7 @@ queue_callback: Callable[[Callable[[], None]], None] = (
 
 
 class PassOwner(Protocol):
-    """An object that is notified of backward passes."""
+    """The owner of `BackwardPasses`."""
 
     def begin_pass(self) -> None:
         """Handle a pass's first gradient, before any `.grad` changes."""
@@ -41,7 +41,7 @@ class PassOwner(Protocol):
 
 
 class BackwardPasses:
-    """Notifies an owner of the beginning and the end of backward passes.
+    """Notifies an owner of the beginning and end of backward passes.
 
     With `early`, the end is reported before the owners of other objects are notified.
     """
@@ -65,7 +65,7 @@ class BackwardPasses:
         return self.task != self._outer
 
     def forget(self) -> None:
-        """Mark the pass as closed, because it has ended or raised an error."""
+        """Close the pass after the end or an error."""
         self._pass = None
         self.task = None
 

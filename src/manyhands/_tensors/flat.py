@@ -1,19 +1,19 @@
 """Access tensors as flat ranges of elements, in memory order.
 
-The same order applies to buckets, saved files and the chunks of blocks:
+Buckets, saved files and chunks of blocks have the same order:
 
     dense tensor      the order in memory (a transposed weight is not copied)
     any other tensor  row by row, which requires a copy
 
-    flatten      tensor -> one-dimensional tensor of its elements; a view if possible
+    flatten      tensor -> flat tensor of the elements; a view if possible
     unflatten    the inverse: elements -> a tensor with the shape and strides of another
     FlatTensors  concatenated tensors, read and written by range
-    norm         the norm of a tensor, in one read of its memory
+    norm         the norm of a tensor, in a single read
     local_shard  this rank's part of a tensor
 
-A DTensor is torch's sharded tensor, such as a parameter of `fully_shard`. It has the shape of the
-full tensor; `to_local()` is this rank's shard. A *mesh* arranges the ranks in one dimension, or in
-two (HSDP: shards and replicas). A *placement* per mesh dimension defines the distribution:
+A DTensor is torch's sharded tensor, such as a parameter of `fully_shard`. The shape is the
+full tensor's; `to_local()` is this rank's shard. A *mesh* arranges the ranks in one or two
+dimensions (HSDP: shards and replicas). A *placement* per mesh dimension defines the distribution:
 `Shard(dim)` cuts the tensor, `Replicate()` copies it. Importing torch.distributed.tensor takes half
 a second, so it is only looked up in `sys.modules`: without it, no DTensors exist.
 """
@@ -42,7 +42,7 @@ Item = TypeVar("Item")
 
 def flatten(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     """Return the elements in one dimension, in the memory order of `like` (default: the tensor)."""
-    # The result is detached, and a view if the order allows it.
+    # The result is detached; a view, if the order allows.
     tensor = tensor.detach()
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
@@ -51,7 +51,7 @@ def flatten(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     if _is_row_by_row(like):
         return tensor.reshape(-1)
     if tensor.stride() != like.stride():
-        # A gradient can have different strides than its parameter.
+        # A gradient's strides can differ from the parameter's.
         tensor = torch.empty_strided(
             like.size(), like.stride(), dtype=tensor.dtype, device=tensor.device
         ).copy_(tensor)
@@ -59,7 +59,7 @@ def flatten(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def unflatten(flat: Tensor, like: Tensor) -> Tensor:
-    """Return a view of flat elements with the shape of `like`, and its strides if it is dense."""
+    """Return a view of flat elements with the shape of `like`, and the strides if dense."""
     if _is_row_by_row(like):
         return flat.view(like.shape)
     return flat.as_strided(like.size(), like.stride())
@@ -112,7 +112,7 @@ def group_by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 class FlatTensors:
-    """Concatenated tensors of one type, accessed like a single flat tensor.
+    """Tensors of equal type, accessed like a single flat tensor.
 
     A DTensor contributes this rank's shard. Reads and writes access the tensors' memory. Create an
     object for each use, because a parameter's memory may be replaced (`param.data = ...`).
@@ -130,7 +130,7 @@ class FlatTensors:
         return list(pairwise(self._starts))
 
     def read(self, start: int, out: Tensor) -> None:
-        """Fill the flat tensor `out` with the elements from `start` on, converted to its dtype."""
+        """Fill the flat tensor `out` with the elements from `start` on, with a dtype conversion."""
         for tensor, inner, outer in self.ranges(start, out.numel()):
             out[outer].copy_(read_range(tensor, inner))
 
@@ -151,7 +151,7 @@ class FlatTensors:
                 tensor.put_(_indices(inner, tensor), more, accumulate=True)
 
     def ranges(self, start: int, length: int) -> Iterator[tuple[Tensor, slice, slice]]:
-        """Yield each tensor in a range, with its slices in the tensor and in the range."""
+        """Yield each tensor in a range, with slices of the tensor and of the range."""
         index = bisect_right(self._starts, start) - 1
         done = 0
         while done < length:
@@ -196,8 +196,8 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
 
 def norm(grad: Tensor) -> Tensor:
     """Return |grad| as a tensor without dimensions, in float32 or wider."""
-    # A CPU adds squares sequentially, and a float32 norm over ten million elements is 7e-4 too
-    # small. The norms of rows of 32,768 elements are equally fast, with an error of 1e-7.
+    # A CPU adds squares sequentially; a float32 norm over ten million elements is 7e-4 too small.
+    # The norms of rows of 32,768 elements are equally fast, with an error of 1e-7.
     if grad.layout == torch.sparse_coo:
         grad = grad.coalesce().values()
     elif grad.layout != torch.strided:
@@ -255,7 +255,7 @@ def check_own_shards(state: object, params: Iterable[Tensor]) -> None:
 
 
 def _placements(tensors: Iterable[Tensor]) -> dict[str, None]:
-    """Name the DTensor shards of the current rank, or of the rank that pickled them."""
+    """Name the DTensor shards of the current rank, or of the rank that pickled the tensors."""
     found: dict[str, None] = {}
     for tensor in tensors:
         if is_dtensor(tensor):
@@ -277,13 +277,13 @@ class DimRange:
 
 @dataclass(frozen=True)
 class DTensorShards:
-    """The distribution of a DTensor that is sharded in at most one dimension."""
+    """The distribution of a DTensor with up to one sharded dimension."""
 
     mesh: DeviceMesh
     mesh_dim: int | None  # the sharded mesh dimension; None without sharding
     ranges: tuple[DimRange, ...]  # by rank in the sharded mesh dimension
     rank: int
-    first_replica: bool  # True on exactly one of the ranks with the same shard
+    first_replica: bool  # True on a single rank of those with equal shards
 
     @classmethod
     def of(cls, tensor: DTensor) -> DTensorShards:

@@ -76,7 +76,7 @@ def _python_state(state: dict[str, Tensor]) -> tuple[int, tuple[int, ...], float
 def _numpy_state(state: dict[str, Tensor]) -> tuple[str, list[int], int, int, float]:
     """Return the state in numpy's format; raise a ValueError if it is invalid."""
     *words, position, has_gauss = state["numpy"].tolist()
-    if not 0 <= position <= WORDS:  # numpy would read outside of its memory
+    if not 0 <= position <= WORDS:  # numpy would read other memory
         raise ValueError(f"numpy's position is {position}")
     return "MT19937", words, position, has_gauss, state["numpy.gauss"].item()
 

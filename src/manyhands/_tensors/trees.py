@@ -5,7 +5,7 @@ and instances of classes that are registered with torch.utils._pytree.
 
 A container with a replaced tensor is copied, with all attributes. The user's constructors are not
 called, because their arguments are unknown: `defaultdict` requires a factory, a model
-library's `ModelOutput` has no `update`, and a frozen dataclass may check its arguments. A repeated
+library's `ModelOutput` has no `update`, a frozen dataclass may check arguments. A repeated
 tensor is replaced by a single tensor.
 """
 
@@ -58,11 +58,11 @@ class _Map:
     ) -> None:
         self._fn = fn
         self._others = others
-        # id -> (object, result). The object is stored so that its id stays unique.
+        # id -> (object, result). The object is stored so that the id stays unique.
         self._done: dict[int, tuple[object, object]] = {}
 
     def __call__(self, value: object) -> Any:
-        """Return a value with its tensors replaced by `fn`; unchanged values are not copied."""
+        """Return a value with tensors replaced by `fn`; unchanged values are not copied."""
         if value is None or isinstance(value, str | bytes | int | float | nn.Module):
             return value
         if id(value) in self._done:
@@ -74,7 +74,7 @@ class _Map:
             self._done[id(value)] = value, value  # for recursive containers
             result = self._container(value)
         self._done[id(value)] = value, result
-        # An item can also be an attribute of its container; setting the item then sets both.
+        # Setting an item can also set an attribute, so the result may be visited later.
         self._done.setdefault(id(result), (result, result))
         return result
 

@@ -4,20 +4,20 @@ To understand AdaScale, read five files in this order:
 
 _hooks.py           autograd hooks that measure |g| of each parameter in each backward pass,
                     including the unsharded tensors of `fully_shard`
-_step.py            the size of the batch, the passes of a step, and the divisor of the gradient
+_step.py            size of the batch, passes of a step, divisor of the gradient
 _optimizer.py       `RuleCore`, the state of a rule, and `step`
-_noise.py           norms to signal and noise, moving averages, and the gain (floats only)
+_noise.py           norms to signal and noise, moving averages, gain (floats only)
 _rules.py           AdaScale, AdamScale, LinearScale, SqrtScale, LEGWScale
 
 Supporting files:
 
 _mean_gradient.py   |G|^2 of the averaged gradient, or of two consecutive gradients
-_payload.py         the collective at the end of a step, and the values that ranks must agree on
+_payload.py         the collective of a step, with checks that ranks agree
 _preconditioned.py  norms of gradients after Adam's or RMSprop's division, and second moments
                     after a change of the batch size
 _rule_base.py       `ScalingRuleBase`, the public interface: arguments, statistics, state
-_binding.py         changes to a wrapped optimizer, and the checks before them
-_settings.py        options and the `Accumulation` protocol
+_binding.py         changes to a wrapped optimizer
+_settings.py        options, the `Accumulation` protocol
 _progress.py        `ProgressScheduler`: schedules by progress
 _weighted_mean.py   `WeightedMean`: the mean loss over micro-batches of different sizes
 _noise_scale.py     `NoiseScale`: measurement without scaling

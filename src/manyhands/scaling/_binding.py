@@ -1,7 +1,7 @@
 """Bind a rule to an optimizer, and replace methods of the optimizer.
 
-A bound rule wraps the optimizer (`_optimizers/wrappers.py`), and calls its original methods, which
-`Binding` stores. `patch` replaces the methods on the instance.
+A bound rule wraps the optimizer (`_optimizers/wrappers.py`), and calls the original methods
+that `Binding` stores. `patch` replaces the methods on the instance.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def claimed_by(optimizer: Optimizer) -> Optimizer | None:
 
 
 class Binding:
-    """An optimizer's original methods, and the changes that a rule made to the instance."""
+    """An optimizer's original methods, and a rule's changes to the instance."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -95,9 +95,9 @@ class Binding:
         self.patched = False
 
     def is_initializing_state(self) -> bool:
-        """Return whether torch.distributed.checkpoint lets the optimizer create its state.
+        """Return whether torch.distributed.checkpoint lets the optimizer create state.
 
-        It calls `step` at learning rate 0 with zero gradients and without a backward pass.
+        It calls `step` at learning rate 0 with zero gradients, after no backward pass.
         """
         if self.optimizer.state:
             return False

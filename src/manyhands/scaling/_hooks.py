@@ -6,30 +6,28 @@ The hooks are on each parameter's `AccumulateGrad` node, which runs after all ho
 and before DDP averages. `module.to(...)` may give a parameter a new node without our hook.
 
 On a GPU, a norm of a single gradient takes more time on the host than on the device. Gradients are
-therefore queued until they have `TOGETHER` elements, and measured in one call. The queue contains
-aliases: autograd uses the gradient as `.grad` without a copy only if no other reference to the
-tensor exists. An autograd callback measures the rest before DDP's callback, which writes the means
-into the same memory.
+therefore queued until they have `TOGETHER` elements, and measured together. The queue contains
+aliases: autograd copies a gradient into `.grad` if another reference to the tensor exists. An
+autograd callback measures the rest before DDP's callback, which writes the means into the same
+memory.
 
 Memory
     norms          parameter index -> |g|, from the pass's first gradient until `reset`
-    queued         parameter index -> a gradient on a device that has not been measured yet
-    partial_sums   parameter index -> the sum of gradients, if a micro-batch has more than one:
+    queued         parameter index -> an unmeasured gradient on a device
+    partial_sums   parameter index -> the sum of gradients, if a micro-batch has two or more:
                    inside `one_sample`, and for a parameter shared by reentrant checkpoints
 
 **`fully_shard`.** The optimizer's parameters are DTensors, for which autograd hooks never run.
-During forward and backward, `fully_shard` replaces them in the modules by *unsharded* parameters,
-permanent objects whose memory is allocated and freed. Their gradients belong to one micro-batch on
-one rank.
+During forward and backward, `fully_shard` replaces the DTensors by *unsharded* parameters,
+permanent objects with temporary memory.
 
 In a sharded module, the parameters are the optimizer's, by identity, which determines their names.
-`unshard()` inserts the unsharded parameters under these names, and `reshard()` removes them. This
+`unshard()` inserts the unsharded parameters under these names, and `reshard()` removes these. This
 public interface costs an all-gather of the parameters, module by module, when the rule is created.
-Forward hooks in the modules would depend on their order, on checkpoints and on torch.compile.
 
-An optimizer has no reference to its modules. Without a model argument, the garbage collector
-returns the few instances of the classes that `fully_shard` creates. (A global forward hook would
-find only modules that are called, possibly after the replacement of their parameters.)
+Unless the model is an argument, the garbage collector returns the few instances of the classes that
+`fully_shard` creates. (A global forward hook would find only modules that are called, possibly
+after the replacement of their parameters.)
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ from manyhands._tensors.flat import SHORT, DTensorShards, is_dtensor, local_shar
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-# Floats on a CPU, where they are much faster than one-element tensors. On a GPU, a float would
+# Floats on a CPU, where tensors are much slower. On a GPU, a float would
 # require a synchronization.
 Norm = Tensor | float
 
@@ -64,16 +62,16 @@ Norm = Tensor | float
 GradientSlice = tuple[int, Tensor, Callable[[Tensor], Tensor]]
 
 
-# Elements of gradients on a device per operation. torch assigns 65,536 of them to a block of
+# Elements of gradients on a device per operation. torch assigns 65,536 to a block of
 # threads: fewer elements do not saturate an H200 (2**22: 3.1 ms for 124 M quotients, 2**24: 2.4 ms,
 # 2**26: 2.1 ms), and more need more memory.
 TOGETHER = 16 * 2**20
 
 
 class PlainNorm:
-    """Euclidean norms of gradients, and the base of other norms (`_preconditioned.py`).
+    """Euclidean norms of gradients. Subclasses define other norms (`_preconditioned.py`).
 
-    Methods identify a gradient by the index of its parameter. Norms are computed of a pass's
+    Methods identify a gradient by the parameter's index. Norms are computed of a pass's
     gradients, of the mean, and of differences of means.
     """
 
@@ -130,7 +128,7 @@ class PlainNorm:
 
 
 class GradientHooks:
-    """Hooks that measure gradients in a backward pass. Deleting this object removes them.
+    """Hooks that measure gradients in a backward pass. Deleting this object removes the hooks.
 
     Every hook notifies `passes`, which detects the beginning and end of a backward pass.
     """
@@ -148,9 +146,9 @@ class GradientHooks:
         self._params: Sequence[Tensor] = []
         self._kind = norms
         self._paused = False
-        self._repeated: set[int] = set()  # indices whose gradients arrive in parts
+        self._repeated: set[int] = set()  # indices with gradients in parts
         self._elements = 0  # of the queued gradients
-        self._never_queued: set[int] = set()  # indices whose gradients other code modifies
+        self._never_queued: set[int] = set()  # indices with gradients that other code modifies
         self._handles: list[tuple[RemovableHandle, Tensor, Node]] = []
 
     def attach(self, params: Sequence[Tensor], unsharded: dict[int, Tensor]) -> None:
@@ -293,7 +291,7 @@ def _on_gradient(
         hooks.queue(index, grad)
         return
     if index in hooks._plain_and_short and grad.dtype is float32 and grad.layout is strided:
-        # This repeats `one` without a Python call, because most parameters take this branch.
+        # This repeats `one`, to save a Python call for most parameters.
         measured: Norm = vector_norm(grad)
     else:
         measured = hooks._kind.one(index, grad)
@@ -426,7 +424,7 @@ def fsdp_modules(model: nn.Module | None) -> list[FSDPModule]:
         return []
     if model is not None:
         return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
-    # `fully_shard` creates subclasses of FSDPModule. Their instances refer to them.
+    # `fully_shard` creates subclasses of FSDPModule. Instances refer to their classes.
     classes = _with_subclasses(fsdp.FSDPModule)
     return [thing for thing in gc.get_referrers(*classes) if type(thing) in classes]
 
@@ -438,7 +436,7 @@ def _with_subclasses(cls: type) -> set[type]:
 def _names_by_module(
     modules: Sequence[FSDPModule], index_of: dict[int, int]
 ) -> tuple[list[tuple[FSDPModule, dict[int, tuple[nn.Module, str]]]], dict[int, int]]:
-    """Return the parameters of each `fully_shard` module, with holder and name; and the missing."""
+    """Return each `fully_shard` module's parameters, with holder and name, and the missing."""
     missing = dict(index_of)
     owned = []
     # Innermost modules first: each shards the parameters that no inner module shards.

@@ -4,7 +4,7 @@ Under DDP, every rank stores the full mean gradient, and reads a share of the lo
 rank measures the short ones: their squared norm is equal on all ranks only if the gradients were
 averaged (`RankReport.shared_square`). Of sharded gradients, each rank measures local slices.
 
-With one rank and one pass, a step has a single gradient a. It is compared with the gradient b of
+With a single rank and pass, a step has a single gradient a. It is compared with the gradient b of
 the previous step (`PreviousGradient`). As two small batches of a step of twice the size,
 
     sum of squares    |a|^2 + |b|^2
@@ -45,7 +45,7 @@ class StepFacts(NamedTuple):
     # divisions by the passes; None if no correction is necessary.
     corrections: tuple[Tensor | float, Tensor | float] | None
     valid: bool
-    small_batches: float | None  # compared on all ranks; None: one per pass
+    small_batches: float | None  # compared on all ranks; None: the passes
 
 
 class MeanGradient:
@@ -108,7 +108,7 @@ class MeanGradient:
     # -- one step ----------------------------------------------------------------------------
 
     def empty_numbers(self) -> LocalNumbers:
-        """Return the numbers of a step without a measurement or comparison."""
+        """Return the numbers of an unmeasured step."""
         return LocalNumbers([0.0] * (2 * self._groups), 1)
 
     def measure(
@@ -136,7 +136,7 @@ class MeanGradient:
         return LocalNumbers(numbers, small_batches, shared_square)
 
     def _local_squares_and_mean(self, norms: Mapping[int, Norm]) -> tuple[Numbers, Norm]:
-        """Return local squares and this rank's part of |G|^2, per group; and the shared square."""
+        """Return local squares with this rank's part of |G|^2, per group; and the shared square."""
         # A single call sums all squares, because each operation on a small tensor is costly.
         grads = [param.grad for param in self._params]
         whole = {}  # the gradients without sharding
@@ -158,7 +158,7 @@ class MeanGradient:
         squares = self._square_all([*norms.values(), *mean_norms])
         groups = self._groups
         group_of = self._group_of
-        # Every rank has measured the common gradients, and rank 0 adds them to the sum over ranks.
+        # Every rank has measured the common gradients, which rank 0 adds to the sum over ranks.
         uncounted = 2 * groups
         sum_into = [group_of[i] for i in norms]
         for i in measured:
@@ -190,7 +190,7 @@ class MeanGradient:
                     slices.append((i, piece, partial(_flat_slice, start, piece.numel())))
         for i, share in self._shares.items():
             grad = grads[i]
-            # Under HSDP, ranks share slices, and the first replica counts a slice.
+            # Under HSDP, only the first replica counts a slice.
             if grad is not None and share.first_replica and share.own.length:
                 slices.append((i, local_shard(grad), share.own.narrow))
         return slices
@@ -217,7 +217,7 @@ class MeanGradient:
 
 
 def _stack(norms: Sequence[Norm], device: torch.device) -> Tensor:
-    """Return one-element tensors as one tensor of the device's widest float."""
+    """Stack one-element tensors in the device's widest float."""
     dtype = widest_float(device)
     if not norms:
         return torch.zeros(0, dtype=dtype, device=device)
@@ -324,7 +324,7 @@ class PreviousGradient:
 
 
 def parse_previous(saved: SavedEntries, params: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Return a copy of a saved gradient; raise if its shapes do not match the parameters."""
+    """Return a copy of a saved gradient; raise if shapes do not match the parameters."""
     previous = saved.each("previous")
     if len(saved["previous"]) > len(params):
         raise saved.wrong("previous", f"a list of at most {len(params)}", saved["previous"])
@@ -332,7 +332,7 @@ def parse_previous(saved: SavedEntries, params: Sequence[Tensor]) -> dict[int, T
     for index, (name, param) in enumerate(zip(previous, params, strict=False)):
         if previous.has(name):
             previous.check_tensor(name, param, finite=False)
-            # Copy, because the gradient is modified in place, and the dict belongs to the caller.
+            # Copy: the gradient is modified in place, but the dict belongs to the caller.
             grads[index] = torch.clone(previous[name]).to(param.device)
     return grads
 

@@ -13,17 +13,17 @@ inversely proportional to the batch size.
 scale S is worth. It is 1 if the gradients agree, and S if they are pure noise.
 
 The estimate of a single step is unbiased but very noisy. A rule uses the average over roughly the
-last 1 / (1 - smoothing) steps. With `measure_every=k`, one step in k is measured, and counts like k
-equal estimates in a row, which preserves the memory of the averages in steps:
+last 1 / (1 - smoothing) steps. With `measure_every=k`, every k-th step is measured and counts like
+k equal estimates in a row, which preserves the memory of the averages in steps:
 
     average = smoothing^k average + (1 - smoothing^k) estimate
 
 Within its memory, an average must contain at least `LEAST` small batches and `LEAST_STEPS` measured
-steps. Every step is measured until the averages have seen as many steps as their memory, and after
+steps. Every step is measured until the averages have filled their memory, or after
 non-finite gradients.
 
 A single exploded gradient can have a thousand times the usual noise. While the average remembers
-it, the gain would be near its maximum, and training would end early. `limit_noise` limits the
+it, the gain would be nearly maximal, and training would end early. `limit_noise` limits the
 contribution of a step (`docs/benchmarks/collapse.md`).
 
 * `DebiasedAverage` is a moving average divided by its accumulated weight, as in Adam.
@@ -66,7 +66,7 @@ LEAST_STEPS = 4  # minimum of measured steps within the memory
 
 @dataclass(frozen=True)
 class NormSums:
-    """The squared norms measured in one step, per parameter group.
+    """The squared norms measured in a step, per parameter group.
 
     `small_squares` is the sum of |g_i|^2 over all `small_batches`; `mean_square` is |G|^2.
     """
@@ -121,10 +121,10 @@ def limit_noise(
     """Limit the noise of a step's estimate relative to the averages.
 
     The noise estimate from n gradients has a relative deviation of about 1 / sqrt(n - 1), with a
-    longer tail for small n. If |true gradient|^2 also exceeds its average, the limit grows by the
+    longer tail for small n. If |true gradient|^2 also exceeds the average, the limit grows by the
     same factor, up to `MOST_GROWTH`. The signal is not limited, because a gain that is too small
     for some steps is harmless. But a negative signal estimate results from the same noise, and is
-    reduced with it. Without a signal in the average there is no limit: the gain is maximal.
+    reduced with it. If the average has no signal, there is no limit: the gain is maximal.
 
     >>> limit_noise(Estimate(sqr=(1.0,), var=(700.0,)), [1.0], [5.0], small_batches=5)
     Estimate(sqr=(1.0,), var=(17.5,))
@@ -213,7 +213,7 @@ class MovingAverage:
         return type(self)(tuple(means), tuple(seen))
 
     def _count(self, seen: float, smoothing: float, steps: int) -> tuple[float, float]:
-        """Return `seen` after another value, and the value's share of the average."""
+        """Return `seen` after a further value, with the value's share of the average."""
         raise NotImplementedError
 
     def steps_of(self, seen: float, smoothing: float) -> float:
@@ -324,7 +324,7 @@ class NoiseAverage:
     var_floor: float = VAR_FLOOR
 
     def add(self, sums: NormSums, smoothing: float) -> NoiseAverage:
-        """Return the average with another step. Its norms must be finite."""
+        """Return the average with a further step, which must have finite norms."""
         old = self._before(sums)
         new = estimate(sums)
         # adaptdl adds preconditioned norms to an average of plain norms of a different magnitude.
@@ -399,7 +399,7 @@ class NoiseAverage:
         return self.sqr != type(self.sqr)()
 
     def noise_scale(self, group: int | None = None) -> float | None:
-        """Return noise / |true gradient|^2 in batches of scale 1; None without a signal.
+        """Return noise / |true gradient|^2 in batches of scale 1; None if there is no signal.
 
         Values much larger than the scale have a large relative error; the gain does not.
         """
@@ -433,7 +433,7 @@ class NoiseAverage:
 
 @dataclass(frozen=True)
 class NoiseMoments:
-    """Weighted means of sqr and var, of their squares and product, and the sums of weights."""
+    """Weighted means of sqr, var, their squares and product; sums of the weights."""
 
     weight: float = 0.0
     squared_weight: float = 0.0

@@ -1,7 +1,7 @@
 """Measure the gradient noise scale of a training loop without changing the training.
 
-The norms come from `Measurement` (`_step.py`), as for scaling rules. The estimates of
-|true gradient|^2 and of the noise are averaged over steps together with their squares and product.
+The norms are those of scaling rules (`_step.py`). The estimates of
+|true gradient|^2 and noise are averaged over steps, with their squares and product.
 The standard error of the ratio follows from these second moments.
 """
 
@@ -72,7 +72,7 @@ class NoiseScale:
     S. McCandlish, J. Kaplan, D. Amodei et al., "An Empirical Model of Large-Batch Training", 2018,
     arXiv:1812.06162.
 
-    One line is added to the loop. Any optimizer works, in a single process or under DDP:
+    Add one line to the loop. Any optimizer works, in a single process or under DDP:
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(4, 1)
@@ -87,24 +87,20 @@ class NoiseScale:
     True
 
     `noise_scale` is the paper's "simple noise scale", trace(covariance) / |gradient|^2 per sample:
-    the batch size, in samples, at which noise and signal are equal. For much smaller batches, a
-    larger batch reduces the number of steps almost in proportion; for much larger batches, it
-    saves no steps. With one worker and no accumulation, consecutive gradients are compared. This
-    requires a copy of the gradient, and the estimate includes the change of the parameters
-    between steps as noise.
+    the batch size, in samples, at which noise and signal are equal. Far below this size, a
+    larger batch saves steps almost in proportion; far above, it saves none. With one worker and no accumulation, consecutive gradients are compared. This
+    requires a copy of the gradient, and changes of the parameters between steps count as noise.
 
     Args:
         parameters: an optimizer, measured at each step (including steps with closures), or the
             parameters to measure. With parameters, each backward pass is assumed to precede a step.
-        batch_size: samples per backward pass of one worker. Without it, results are in units of
-            this batch.
+        batch_size: samples per backward pass and worker. If omitted, it is the unit of the results.
         num_gradients_to_accumulate: backward passes per step, with each loss divided by this
-            number (or not divided, with `is_scaled_loss=False`). A step with a different number of
-            passes is skipped with a warning. Can also be an `Accumulation`; steps with fewer passes
-            are then included.
+            number (or not divided, with `is_scaled_loss=False`). Other steps are skipped with a
+            warning. With an `Accumulation`, steps with fewer passes are included.
         smoothing: weight of the past, 0.99 by default.
         process_group: the workers that average gradients; all by default. Create a NoiseScale on
-            each of them.
+            each worker.
         grad_scaler: the `GradScaler` in use; required if the loss scale changes.
         model: the module passed to `fully_shard`; needed only after `gc.freeze()`.
     """
@@ -131,7 +127,7 @@ class NoiseScale:
         loss_scale = LossScale(grad_scaler)
         self._optimizer: Optimizer | None = None  # None: each group of passes precedes a step
         self._moments = NoiseMoments()
-        self._consecutive = False  # whether the moments come from consecutive gradients
+        self._consecutive = False  # whether the moments are of consecutive gradients
         self._in_flight: SentStep | None = None  # numbers of the last step, not yet on the host
         self._steps = 0
         self._nonfinite = 0
@@ -144,7 +140,7 @@ class NoiseScale:
             if prepared is not None:
                 loop = prepared_loop(prepared, passes) or loop
                 loss_scale.scaler = grad_scaler or prepared.scaler
-                # The outer optimizer may lack hooks. The innermost one steps once per step.
+                # The outer optimizer may lack hooks. The innermost optimizer steps once per step.
                 watched = unwrap(prepared.optimizer, every_layer=True)[-1]
         else:
             groups = _group_of(parameters)
@@ -167,7 +163,7 @@ class NoiseScale:
             model=model,
         )
         self._origin = {"version": VERSION, "shapes": [list(param.shape) for param in params]}
-        if self._optimizer is not None:  # ignores backward passes without a step
+        if self._optimizer is not None:  # ignores backward passes that no step follows
             hook = watched.register_step_pre_hook(call_weakly(self._before_step))
             self._stop_watching = weakref.finalize(self, hook.remove)
 
@@ -287,12 +283,12 @@ class NoiseScale:
 
     @property
     def variance(self) -> float:
-        """Trace of the covariance of one worker's micro-batch gradient."""
+        """Trace of the covariance of a micro-batch gradient."""
         return self._moments.var / self._moments.weight if self.steps else math.nan
 
     @property
     def noise_scale(self) -> float:
-        """variance / |gradient|^2 in samples; infinite without a signal, NaN before any step."""
+        """variance / |gradient|^2 in samples; infinite if no signal exists, NaN before any step."""
         sqr = self.squared_norm
         var = self.variance
         if math.isnan(sqr):
@@ -305,8 +301,8 @@ class NoiseScale:
     def standard_error(self) -> float:
         """Standard error of `noise_scale`, from the variation between steps.
 
-        Steps are assumed to be independent. With one worker and one pass, two consecutive estimates
-        share a gradient, and the true error is larger.
+        Steps are assumed to be independent. Two estimates can share consecutive
+        gradients; the true error is then larger.
         """
         sqr = self.squared_norm
         if self.steps < 2:

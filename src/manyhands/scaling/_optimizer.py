@@ -1,14 +1,14 @@
 """Step an optimizer with learning rates multiplied by a rule's factors.
 
 Order of a step
-    backward    `Measurement` measures gradients and sends one small payload (`_step.py`)
+    backward    `Measurement` measures gradients and sends a small payload (`_step.py`)
     gain()      optional: the gain including the current gradients
     step()      the averages add the step's norms (`_noise.py`), the rule returns a factor per
-                parameter group, and the inner optimizer steps with multiplied learning rates
+                parameter group, the inner optimizer steps with multiplied learning rates
     progress    grows by the gain
 
 `RuleCore` stores the state of a rule. The *faces* of a rule share one core: the optimizer that the
-user created, copies, and the proxy that a trainer derives from its class.
+user created, copies, a trainer's proxy.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class RuleCore:
         self.reporter = StepReporter(self.batch, self.history)
 
     def start(self, inner: Optimizer, norms: PlainNorm, average: NoiseAverage) -> None:
-        """Start to measure an optimizer, and store its original methods (`Binding`)."""
+        """Start to measure an optimizer, and store the original methods (`Binding`)."""
         self.inner = inner
         self.reporter.inner = inner
         groups = inner.param_groups
@@ -166,7 +166,7 @@ class RuleCore:
     def complete(self, inner: Optimizer) -> None:
         """Obtain all ranks' numbers for `step`.
 
-        If the step is short on all ranks, raise, or make the gradient the mean over its passes.
+        If the step is short on all ranks, raise, or make the gradient the mean over the passes.
         """
         measurement = self.measurement
         sent = measurement.step.sent or self._complete_early(inner)
@@ -376,7 +376,7 @@ class ScaledOptimizer(OptimizerWrapper):
         self._complete(inner)
         skipped = core.finish_step(signals)
         self._before_factors(skipped)
-        # Without a scaler, an overflow is not skipped, and repeated overflows are an error.
+        # Only a scaler skips overflows.
         unscaled = not (signals.present or core.loss_scale.known)
         if unscaled and core.history.nonfinite_in_a_row >= NONFINITE_LIMIT:
             raise RuntimeError(
@@ -450,12 +450,12 @@ class ScaledOptimizer(OptimizerWrapper):
         self._core.binding.zero_grad(set_to_none, **kwargs)
 
     def forget_gradients(self) -> None:
-        """Discard measurements after gradients were cleared without a detectable change."""
+        """Discard the measurements after clearing gradients in an undetectable way."""
         self._inner_optimizer()  # raises if there is none
         self._core.forget()
 
     def one_sample(self) -> AbstractContextManager[None]:
-        """Treat the backward passes in the block as one pass, because they share their samples.
+        """Treat the backward passes in the block as a single pass over the same samples.
 
         >>> import torch, manyhands as mh
         >>> model = torch.nn.Linear(2, 2)

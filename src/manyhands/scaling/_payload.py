@@ -4,15 +4,15 @@ Each rank sends one vector, the *payload*:
 
     small_squares[group]   sum of |g_i|^2 over this rank's small batches
     mean_square[group]     |G|^2 over the parameters that this rank measures (`_mean_gradient.py`)
-    report                 facts about this rank and the step: see `RankReport`
+    report                 see `RankReport`
 
-The collective sums the first two over the ranks and gathers the reports. If ranks disagree, all of
-them raise the same error in the same step, without a further collective.
+The collective sums the first two over the ranks and gathers the reports. If ranks disagree, all
+ranks raise the same error in this step, so no further collective can hang.
 
 Under DDP, a rank that ran no backward pass, ran it inside `no_sync()`, or skipped a parameter has
-not joined DDP's all-reduce. The other ranks wait in it until the process group's timeout, and this
-rank would wait for their payloads. A `GradientAnomaly` records such gradients. After `PATIENCE`
-seconds, the rank raises an error if it finds a DDP module that cannot have averaged them.
+not joined DDP's all-reduce. The other ranks wait there, and this rank would wait for their payloads. A
+`GradientAnomaly` records such gradients. After `PATIENCE` seconds, the rank raises an error if it
+finds a DDP module that cannot have averaged these.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RankReport(NamedTuple):
     # Passes seen by this rank. Some ranks may have fewer, if losses used none of the parameters.
     passes_seen: float = 0.0
     scale: float = 0.0  # size of the full batch in small batches
-    checksum: float = 0.0  # of the progress, the averages and the last factors
+    checksum: float = 0.0  # of progress, averages and last factors
     rates: float = 0.0  # sum of the parameter groups' learning rates
     unmeasured_left: float = 0.0  # steps until the next measured step; 0: this step
     # Squared norm of averaged gradients that every rank stores in full. Unequal if the gradients
@@ -99,8 +99,8 @@ def check_claims(
 ) -> None:
     """Raise if the ranks disagree about a step.
 
-    Without `short_allowed`, a step that is short on all ranks is not checked further. With it, its
-    gradients must have been averaged over ranks with equally many passes.
+    Without `short_allowed`, steps that are short on all ranks are not checked further. Otherwise,
+    all ranks must have equally many passes.
     """
     # Check announcements first, because most of their other entries are zero.
     columns = dict(zip(CLAIMS, zip(*table, strict=True), strict=True))
@@ -209,21 +209,21 @@ class StepExchange:
         )
 
     def _start(self, numbers: Numbers, claims: RankReport, shared_square: Norm) -> PendingSums:
-        if self.ranks.size == 1:  # host numbers stay on the host, without a synchronization
+        if self.ranks.size == 1:  # host numbers stay on the host
             payload = to_tensor(numbers, torch.device("cpu"))
         elif isinstance(numbers, list) and isinstance(shared_square, float):
             payload = to_tensor([*numbers, *claims[:-1], shared_square], self._device)
         else:
             parts = [to_tensor(numbers, self._device), to_tensor(list(claims), self._device)]
             payload = torch.cat(parts)
-            payload[-1] = shared_square  # on the device, without a synchronization
+            payload[-1] = shared_square  # avoids a synchronization
         return self.ranks.sum_and_gather(payload, 2 * self._groups)
 
     def announce(self, passes: int, scale: float, checksum: float = 0.0) -> None:
         """Announce a new number of passes per step to the other ranks, without waiting.
 
-        All ranks detect a different or missing announcement by the end of the next step: it has
-        the length of a payload, and is paired with the next payload of the other ranks.
+        All ranks detect a different or missing announcement by the end of the next step, because
+        it is paired with the other ranks' next payload of equal length.
         """
         if self.ranks.own_group:
             claims = RankReport(
@@ -255,7 +255,7 @@ class SentStep:
     ranks: int
     local: LocalNumbers
     claims: RankReport
-    short_allowed: bool  # whether a step that is short on all ranks is valid
+    short_allowed: bool  # whether a short step on all ranks is valid
     same_passes: bool  # whether all ranks must have seen equally many passes
     anomaly: GradientAnomaly | None = None  # if any, `read` may raise instead of waiting
     # The following are set by `read`.
@@ -354,7 +354,7 @@ class SentStep:
 
 
 def to_tensor(numbers: Numbers, device: torch.device) -> Tensor:
-    """Return the numbers as a tensor on the device, in its widest float type."""
+    """Return the numbers as a tensor on the device, in the device's widest float."""
     if isinstance(numbers, Tensor):
         return numbers
     on_host = torch.tensor(numbers, dtype=widest_float(device))
@@ -374,7 +374,7 @@ NOT_AVERAGED = (
 
 @dataclass(frozen=True)
 class GradientAnomaly:
-    """Unusual gradients of a rank, and whether DDP can be configured to expect them."""
+    """Unusual gradients of a rank, which DDP may be configured to expect."""
 
     rank: int
     params: Sequence[Tensor]

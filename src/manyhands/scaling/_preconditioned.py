@@ -6,7 +6,7 @@ memory. If eps is negligible relative to every root, the squared norm is compute
 half the cost. On a GPU, each operation processes a batch of gradients (`TOGETHER`), and step counts
 and floors are floats on the host.
 
-**Sharded second moments.** Each rank measures its gradient before the averaging, and needs the
+**Sharded second moments.** Each rank measures gradients before the averaging, and needs the
 second moments of all parameters. If they are sharded, a replica collects them after each step. This
 costs a tensor of the model's size on every rank, the communication volume of gathering the
 parameters, and reading step counts on the host. `ReplicatedDTensorState` combines shards in
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 BLOCK = 131_072  # elements per pass through the scratch buffer
 SINGLE = {torch.float32, torch.bfloat16, torch.float16}  # measured in float32
 WIDE = {torch.float32, torch.float64}  # precise enough for operations on many tensors
-# Upper bound of eps relative to the smallest root; a square's relative error is at most twice that.
+# Upper bound of eps relative to the smallest root; a square's relative error is up to twice that.
 NEGLIGIBLE = 5e-3
 MESSAGE = 4 * 2**20  # elements per rank and message
 
@@ -92,7 +92,7 @@ class PreconditionedNorm(PlainNorm):
     gradient (of a rare letter, or an empty pixel) would be divided by almost zero, and dominate.
     """
 
-    columns = 5  # an index, and the fields of a `MomentFloor`
+    columns = 5  # an index, then the fields of a `MomentFloor`
     WARM_STEPS = 5
     REFRESH = 16  # steps between updates of a floor, which read all of v
 
@@ -154,7 +154,7 @@ class PreconditionedNorm(PlainNorm):
 
     @property
     def norm_kind(self) -> str:
-        """The kind of the current norms. It depends only on state that is equal on every rank."""
+        """The kind of the current norms, equal on every rank."""
         for index in (self._last_warm, *range(len(self._params))):
             if self._count(index) >= self.WARM_STEPS:
                 self._last_warm = index
@@ -203,7 +203,7 @@ class PreconditionedNorm(PlainNorm):
     def _quotient(
         self, index: int, grad: Tensor, take_slice: Callable[[Tensor], Tensor]
     ) -> Quotient | None:
-        """Return a gradient with its divisor; None if it cannot be combined with others."""
+        """Return a gradient with its divisor; None if it cannot be batched."""
         group, _ = self._params[index]
         state = self._state_of(index)
         count = self._count(index)
@@ -218,7 +218,7 @@ class PreconditionedNorm(PlainNorm):
     def one(
         self, index: int, grad: Tensor, take_slice: Callable[[Tensor], Tensor] = _whole
     ) -> Norm:
-        """Return the norm of a gradient or of a slice of it.
+        """Return the norm of a gradient or a slice.
 
         With `take_slice`, `grad` is already the slice, and `take_slice` selects second moments.
         The floor is a fraction of the full tensor's mean.
@@ -348,7 +348,7 @@ def _moment_names(group: ParamGroup) -> tuple[str, ...]:
 def _second_moment(
     group: ParamGroup, state: Mapping[str, Any], count: float
 ) -> tuple[Tensor, Tensor | float]:
-    """Return the running mean of squares, and the factor of its root for the bias correction."""
+    """Return the running mean of squares, and the bias correction of the root."""
     second, *means = (state[name] for name in _moment_names(group))
     for mean in means:  # of a centered RMSprop
         second = torch.addcmul(second, mean, mean, value=-1)
@@ -373,7 +373,7 @@ class ReplicatedDTensorState:
         self._optimizer = optimizer
         self._names = list(names)
         self._memory: dict[tuple[Tensor, str], Tensor] = {}
-        self._ranks: dict[tuple[DeviceMesh, int], RankGroup] = {}  # by mesh and its dimension
+        self._ranks: dict[tuple[DeviceMesh, int], RankGroup] = {}  # by mesh and dimension
         self.state: dict[Tensor, dict[str, Any]] = {}
 
     @torch.no_grad()
@@ -382,7 +382,7 @@ class ReplicatedDTensorState:
         sharded_state = self._optimizer.state
         params = params_of(self._optimizer.param_groups)
         self.state = {}
-        # A message contains shards of one dtype and one group of ranks.
+        # The shards in a message have equal dtypes and groups of ranks.
         messages: dict[_MessageKind, list[tuple[Tensor, DTensorShards]]] = defaultdict(list)
         for param in params:
             if "step" not in sharded_state.get(param, {}):
@@ -401,7 +401,7 @@ class ReplicatedDTensorState:
                 self._collect(name, message)
 
     def _collect(self, name: str, shares: Sequence[tuple[Tensor, DTensorShards]]) -> None:
-        """Gather one state entry of a message's parameters from all ranks."""
+        """Gather a state entry of a message's parameters from all ranks."""
         own = [local_shard(self._optimizer.state[param][name]).reshape(-1) for param, _ in shares]
         ranks = self._ranks_of(shares[0][1])
         # Rank 0 has the longest shards, as in torch.chunk.
@@ -443,11 +443,11 @@ def _numel(param: Tensor, share: DTensorShards, rank: int) -> int:
 
 @torch.no_grad()
 def rescale_second_moments(optimizer: Optimizer, ratio: float) -> bool:
-    """Multiply the second moments in an optimizer's state; return whether it has any.
+    """Multiply the second moments in an optimizer's state; return whether any exist.
 
     First moments are multiplied by the root of the ratio, which preserves the update m / sqrt(v).
     Otherwise, repeated increases of the batch would divide the noise of earlier batches by smaller
-    and smaller roots, and the update would be too large.
+    and smaller roots, which makes the update too large.
     """
     names = {"exp_avg_sq", "max_exp_avg_sq"}
     if isinstance(optimizer, RMSprop):

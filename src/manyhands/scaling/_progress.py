@@ -114,7 +114,7 @@ class ProgressScheduler(LRScheduler):
             self._steps += 1
 
     def state_dict(self) -> dict[str, object]:
-        """Return the inner scheduler's state and the number of its steps."""
+        """Return the inner scheduler's state with the number of steps."""
         return {"scheduler": self.scheduler.state_dict(), "steps": self._steps}
 
     def load_state_dict(self, state_dict: SavedState) -> None:

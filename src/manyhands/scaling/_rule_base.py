@@ -1,7 +1,7 @@
 """Define the public interface of all scaling rules: arguments, binding, statistics, state.
 
 A rule's state dict is the inner optimizer's with an additional entry, `KEY`. The batch, options,
-history and measurement each write and parse a part of it. Loading parses and checks all parts
+history and measurement each write and parse a part. Loading parses and checks all parts
 before it changes any object.
 """
 
@@ -79,7 +79,7 @@ def rule_of(optimizer: Optimizer) -> ScalingRuleBase | None:
 
 
 class LoopPort:
-    """The interface between a rule and a training loop that controls its passes: `rule.port`.
+    """The interface of a rule for a training loop that controls the passes: `rule.port`.
 
     `Ramp`, `WeightedMean`, `AdaptiveDataParallel` and adapters of trainers use it. In other loops,
     declare the passes (`num_gradients_to_accumulate`) or pass an `Accumulation`.
@@ -105,7 +105,7 @@ class LoopPort:
         self.history = core.history
         """Results of completed steps."""
         self.loss_scale = core.loss_scale
-        """The factor of the gradients. Assign the gradient scaler to its `scaler` attribute, or any
+        """The factor of the gradients. Assign the gradient scaler to the `scaler` attribute, or any
         object with `get_scale()`."""
 
     # -- control -----------------------------------------------------------------------------
@@ -123,14 +123,14 @@ class LoopPort:
             batch.set_passes(passes)
 
     def end_pass(self, last: bool | None) -> None:
-        """Declare whether the current pass is the last of its step; None withdraws the statement.
+        """Declare whether the current pass is the last of the step; None withdraws the statement.
 
         After False, `step()` and `zero_grad()` have no effect.
         """
         self._core.batch.loop.declared_last = last
 
     def skip(self) -> None:
-        """Drop the passes so far, as `zero_grad()` does, without a step."""
+        """Drop the passes of the current step, as `zero_grad()` does."""
         self._rule.forget_gradients()
 
     def follow(self, accumulation: Accumulation | None) -> None:
@@ -209,7 +209,7 @@ class LoopPort:
 
     @property
     def steps(self) -> int:
-        """Number of steps so far."""
+        """Number of completed steps."""
         return self._core.history.steps
 
     @property
@@ -255,8 +255,8 @@ class ScalingRuleBase(ScaledOptimizer):
             optimizers prepared by a trainer that `manyhands.integrations` supports.
         is_scaled_loss: whether each pass's loss is divided by the number of passes. If not, call
             `scale_grad_by_num_grads_to_accum()` before `step`.
-        debias_ewma: True for moving averages like Adam's; False for those of the AdaScale paper's
-            appendix B.3. A loaded False takes precedence over True.
+        debias_ewma: True for moving averages like Adam's; False for the averages of the AdaScale
+            paper's appendix B.3. A loaded False takes precedence over True.
         process_group: the workers that average gradients; all by default.
         grad_scaler: the `torch.amp.GradScaler` in use, required with `unscale_` or with `gain()`
             before `step()`. Otherwise, `scaler.step(optimizer)` provides the loss scale.
@@ -329,7 +329,7 @@ class ScalingRuleBase(ScaledOptimizer):
         """Bind a rule that was created without an optimizer.
 
         `adp` is the data-parallel module (ours or torch's DDP). The rule then counts backward
-        passes: passes inside `adp.no_sync()` accumulate, and the rule divides their sum. With
+        passes: passes inside `adp.no_sync()` accumulate; the rule divides their sum. With
         `patch_optimizer`, the rule replaces `optimizer.step`, `.zero_grad`, `.state_dict` and
         `.load_state_dict`.
         """
@@ -475,7 +475,7 @@ class ScalingRuleBase(ScaledOptimizer):
 
     @property
     def progress(self) -> float:
-        """The equivalent number of small-batch steps so far: the sum of all gains."""
+        """The equivalent number of small-batch steps: the sum of all gains."""
         return self._core.history.progress
 
     def set_progress(self, progress: float) -> None:
@@ -550,7 +550,7 @@ class ScalingRuleBase(ScaledOptimizer):
         self._core.batch.set_scale(scale=scale)
 
     def set_scale_per_pass(self, scale: float) -> None:
-        """Set the size of one pass on all workers together, in small batches.
+        """Set the size of a pass on all workers together, in small batches.
 
         The scale is then this number times the passes of each step. It may be less than 1, but not
         the scale of a step of a rule that requires at least 1.

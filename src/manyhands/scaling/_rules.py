@@ -1,14 +1,14 @@
 """Scaling rules: turn a scale and the measured noise into factors of the learning rate.
 
-Each rule returns the factor of the small batch's learning rate for a batch that is S (`scale`)
-times as large.
+Each rule returns the factor of the small batch's learning rate for an S (`scale`) times larger
+batch.
 
     AdaScale       r = (var + sqr) / (var / S + sqr)         Johnson et al. 2020
     AdamScale      r ** 0.5                                  for Adam
     LinearScale    S                                         Goyal et al. 2017
     SqrtScale      sqrt(S)                                   Krizhevsky 2014
     rescale_adam   lr * sqrt(S), (1 - beta) * S, eps / sqrt(S)          Malladi et al. 2022
-    LEGWScale      sqrt(S), warmed up over S times as many epochs       You et al. 2019
+    LEGWScale      sqrt(S), after an S times longer warm-up       You et al. 2019
 
 Formulas without noise are functions of floats at the top of this file. AdaScale's gain r is in
 `_noise.py`. The classes apply the formulas to an optimizer.
@@ -44,8 +44,8 @@ def legw_factor(
 ) -> float:
     """Return LEGW's factor: sqrt(scale) after a linear warm-up.
 
-    `batch_size` is the baseline's, and `progress` counts baseline steps. The warm-up takes `scale`
-    times as many epochs as the baseline's.
+    `batch_size` is the baseline's, and `progress` counts baseline steps. The warm-up is `scale`
+    times longer, in epochs.
 
     >>> legw_factor(scale=4.0, progress=50.0, warmup_epochs=1, data_size=1000, batch_size=10)
     0.25
@@ -99,7 +99,7 @@ class AdaScale(ScalingRuleBase):
     momentum. `docs/scaling.md` compares AdaScale and `AdamScale` for Adam.
     """
 
-    _min_scale = 1.0  # the gain is for a batch of at least one small batch
+    _min_scale = 1.0  # the batch is at least a small batch
 
     def scale_lr(self, scale: float) -> Sequence[float]:
         return [self.noise.gain(scale, group) for group in range(self.noise.groups)]
@@ -185,7 +185,7 @@ class AdamScale(AdaScale):
         factor = gain ** 0.5
 
     From the optimizer's fifth step on, each gradient is divided by the root of the running mean
-    square before its norm is measured, as in the optimizer's update.
+    square before the norm is measured, as in the optimizer's update.
 
     The gain is AdaScale's (arXiv:2007.05105). The measurement of divided gradients is from A. Qiao
     et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021,

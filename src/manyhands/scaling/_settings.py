@@ -1,4 +1,4 @@
-"""Define the options of rules and the protocol of accumulation loops.
+"""Define options of rules, and the protocol `Accumulation`.
 
 An option belongs to the run and is saved in the state dict. The value comes from the first of:
 
@@ -6,8 +6,7 @@ An option belongs to the run and is saved in the state dict. The value comes fro
     recorded   loaded from a state dict, or determined by the run
     default
 
-Properties of the process and the loop (passes, process group, gradient scaler) are never loaded
-from a state dict.
+Properties of the process or the loop (passes, process group, gradient scaler) are never loaded.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ Options = dict[str, Option]
 
 def save_options(options: Options) -> dict[str, float | None]:
     """Return the options for a state dict; None for unset options."""
-    # Defaults are not saved: the next run uses its own default without a mismatch warning.
+    # Defaults are not saved: the next run uses the current default with no mismatch warning.
     return {name: o.recorded if o.explicit is None else o.explicit for name, o in options.items()}
 
 
@@ -148,7 +147,7 @@ class Accumulation(Protocol):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current pass is the last of its step."""
+        """Whether the current pass is the last of the step."""
 
 
 # -- values ----------------------------------------------------------------------------------------

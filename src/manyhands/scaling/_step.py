@@ -1,8 +1,8 @@
-"""Measure a step: the passes, their norms, and the divisor of the gradient.
+"""Measure a step: passes, norms, and the divisor of the gradient.
 
 `Batch` stores the number of passes and the size of the batch. `Measurement` adds the squared norms
 of each backward pass (`_hooks.py`) to the current `Step`. After the last pass, when gradients have
-been averaged, it computes |G|^2 (`_mean_gradient.py`) and sends all numbers in one small collective
+been averaged, it computes |G|^2 (`_mean_gradient.py`) and sends all numbers in a small collective
 (`_payload.py`). A rule or `NoiseScale` reads the result.
 
 Memory
@@ -97,7 +97,7 @@ class Loop:
 
     counts = False  # whether the number is unknown until the last pass
     decides = False  # whether a training loop sets the number, and may end a step earlier
-    module: Averager | None = None  # the module whose passes are counted
+    module: Averager | None = None  # counts its passes
     # An adapter's statement whether the current pass is the last; its loop then calls `step()` and
     # `zero_grad()` after every pass.
     declared_last: bool | None = None
@@ -114,7 +114,7 @@ class Loop:
 
 
 class CountingLoop(Loop):
-    """Count passes until the module averages one. `Measurement` divides their sum."""
+    """Count passes until the module averages. `Measurement` divides their sum."""
 
     counts = True
 
@@ -326,8 +326,8 @@ class Step:
     norms: Mapping[int, Norm] = field(default_factory=dict)  # of the last pass, in `complete`
     squares: Tensor | None = None
     valid: bool = True  # False if a gradient was measured incompletely
-    last_gradient: GradientVersion | None = None  # of one parameter, after the last pass
-    last_norm: Tensor | None = None  # of one gradient, where its version is not sufficient
+    last_gradient: GradientVersion | None = None  # of some parameter, after the last pass
+    last_norm: Tensor | None = None  # of a gradient, where the version is not sufficient
     divided_by: float = 1  # divisor that `Measurement` has applied to the gradient
     small_batches: int | None = None
     announced: int | None = None  # passes according to a WeightedMean
@@ -357,7 +357,7 @@ class MeasurementState:
 class Measurement:
     """Turn the gradients of each step's backward passes into a `SentStep`.
 
-    In a step that is not measured (see `MeasuredSteps`), ranks still exchange their reports.
+    In an unmeasured step (see `MeasuredSteps`), ranks still exchange reports.
 
     `end_passes` is called with this object after a step's last pass and must call `complete`. It is
     also called after an excess pass, with `step.too_many` set. The function must not refer to this
@@ -444,7 +444,7 @@ class Measurement:
                 )
 
     def _begin_step(self) -> None:
-        # All ranks obtain the same result, including ranks without a pass.
+        # All ranks obtain the same result, even if a rank has no pass.
         self.batch.begin_step()
         self.hooks.idle = not self.schedule.due
 
@@ -615,10 +615,10 @@ class Measurement:
         return None
 
     def _find_anomaly(self) -> GradientAnomaly | None:
-        """Return an anomaly of this rank's gradients, if DDP should have averaged them."""
+        """Return an anomaly of this rank's gradients, if DDP should have averaged."""
         step = self.step
         hooks = self.hooks
-        # In a separate group, only a rank that has not sent its numbers can cause a delay.
+        # In a separate group, only a rank that sends late can cause a delay.
         if self.ranks.size == 1 or not self.ranks.own_group or self._unsharded:
             return None
         anomaly = partial(GradientAnomaly, self.ranks.rank, self._params)
@@ -691,7 +691,7 @@ class Measurement:
                     local_shard(param.grad).mul_(factor)
 
     def count_short(self) -> None:
-        """Make the gradient of a short step the mean over its passes, and update the batch.
+        """Make the gradient of a short step the mean over the passes, and update the batch.
 
         The losses were divided by the passes of a full step.
         """

@@ -8,21 +8,17 @@ instead of the mean of the micro-batch means. Gradients are averaged over W rank
 so `backward()` of pass i starts from l_i W / N. One small collective before the passes computes N.
 
 A scaling rule compares the gradients of k micro-batches, of which k' have tokens. With s_i the
-gradient of l_i, and v the noise of one token,
+gradient of l_i, and v the noise per token,
 
     E |s_i|^2 / n_i = n_i sqr + v          E N |G|^2 = N sqr + v
 
-and the sum of the first over i, minus the second, is (k' - 1) v for any division of the tokens. So
+The sum of the first over i, minus the second, is (k' - 1) v for any division of the tokens. So
 the estimate in `_noise.py` is unbiased if the squared norm of pass i is multiplied by
 N k' / (k^2 n_i), and k' gradients are compared. The small batch is then the mean micro-batch, with
 N / k tokens.
 
-The weights also compensate for a later division by the number of passes:
-
-    rule (AdaptiveDataParallel)   divides the gradient by the counted passes
-    trainer                       divides each loss by the passes of a full step. In a short step,
-                                  a rule corrects the gradient to the actual number of passes;
-                                  without a rule, it stays divided by those of a full step
+The weights also compensate for later divisions: by the counted passes (AdaptiveDataParallel), or by
+the passes of a full step (trainers; a rule corrects short steps).
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ from manyhands.scaling._rule_base import rule_of
 
 
 class WeightedMean:
-    """The mean loss of a step whose micro-batches have different token counts.
+    """The mean loss of a step with different token counts in the micro-batches.
 
     Create an instance for each step, on every rank, from the counts of the local micro-batches.
     Call it with the summed loss of each micro-batch, in the same order:
@@ -57,18 +53,18 @@ class WeightedMean:
     ...     mean(model(x).square().sum()).backward()
     >>> optimizer.step()
 
-    The gradient equals that of a single backward pass over the full batch. This holds without a
-    wrapper, and under `DistributedDataParallel`, `ShardedDataParallel`, `FullyShardedDataParallel`
+    The gradient equals that of a single backward pass over the full batch. This holds for plain
+    models, `DistributedDataParallel`, `ShardedDataParallel`, `FullyShardedDataParallel`
     and `fully_shard`. The statistics of a rule account for the counts; the small batch is the mean
     micro-batch. Do not divide the losses by any other number. For a micro-batch without tokens,
-    pass a zero that depends on the model, so that the backward pass takes place.
+    pass a zero that depends on the model.
 
-    With more than one rank, the constructor runs one small collective.
+    With multiple ranks, the constructor runs a small collective.
 
     Args:
         counts: number of tokens (or samples) in each local micro-batch of the step.
-        optimizer: the optimizer of the step. It determines the ranks that average gradients, and
-            its scaling rule, if any, receives the counts.
+        optimizer: the optimizer of the step. It determines the ranks that average gradients. A
+            scaling rule receives the counts.
         process_group: the ranks that average gradients, if no manyhands optimizer determines them;
             all by default.
     """
@@ -84,7 +80,7 @@ class WeightedMean:
         if ranks is None:
             ranks = RankGroup.of(process_group)
         mistake = self._prepare(counts, optimizer)
-        # Tokens, micro-batches with tokens, passes, and a flag for a mistake.
+        # Tokens, micro-batches with tokens, passes, flag for a mistake.
         with_tokens = sum(number > 0 for number in self._left)
         own = [sum(self._left), float(with_tokens), float(len(self._left)), 0.0]
         if mistake is not None:
@@ -114,7 +110,7 @@ class WeightedMean:
         total: int,
         not_empty: int,
     ) -> WeightedMean:
-        """Create a mean without a collective, from numbers of the step that every rank knows.
+        """Create a mean from numbers that every rank knows, with no collective.
 
         All `ranks` have equally many passes. `not_empty` of all micro-batches have tokens, `total`
         in sum.
@@ -187,7 +183,7 @@ class WeightedMean:
         return len(self._left)
 
     def begin_pass(self) -> float:
-        """Return the next micro-batch's count, and pass its weight to the rule."""
+        """Return the next micro-batch's count, and pass the weight to the rule."""
         if not self._left:
             raise RuntimeError("this WeightedMean was called more often than it has counts.")
         count = self._left.pop()
