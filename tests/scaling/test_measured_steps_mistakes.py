@@ -108,7 +108,7 @@ def test_an_observer_is_given_no_reports_of_an_earlier_step():
         listener = Listener()
         for _, optimizer in train("AdaScale", 1, steps=SETTLED + 5):
             if optimizer.snapshot()["step"] == SETTLED + 2:
-                optimizer._core.observer = listener
+                optimizer.port.observer = listener
         return listener.heard
 
     assert run_ranks(2, go) == [[2, 2, 2]] * 2

@@ -288,11 +288,6 @@ class LossScale:
             return 1.0
         return scale
 
-    def at_step(self, signals: ScalerSignals) -> Tensor | None:
-        if self.known:
-            return None
-        return signals.grad_scale
-
     def update(self, scale: float) -> bool:
         """Store the scale of this step; return whether it changed since the last step."""
         changed = scale != self.last

@@ -20,7 +20,7 @@ _binding.py         changes to a wrapped optimizer
 _settings.py        options, the `Accumulation` protocol
 _progress.py        `ProgressScheduler`: schedules by progress
 _weighted_mean.py   `WeightedMean`: the mean loss over micro-batches of different sizes
-_noise_scale.py     `NoiseScale`: measurement without scaling
+_noise_scale.py     `NoiseScale`: measure only
 """
 
 from manyhands.scaling._noise import NoiseAverage

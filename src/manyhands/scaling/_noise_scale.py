@@ -87,9 +87,10 @@ class NoiseScale:
     True
 
     `noise_scale` is the paper's "simple noise scale", trace(covariance) / |gradient|^2 per sample:
-    the batch size, in samples, at which noise and signal are equal. Far below this size, a
-    larger batch saves steps almost in proportion; far above, it saves none. With one worker and no accumulation, consecutive gradients are compared. This
-    requires a copy of the gradient, and changes of the parameters between steps count as noise.
+    the batch size, in samples, at which noise and signal are equal. Well below this size, a
+    larger batch saves steps almost in proportion; well above, it saves none. With one worker and no
+    accumulation, consecutive gradients are compared. This requires a copy of the gradient, and
+    changes of the parameters between steps count as noise.
 
     Args:
         parameters: an optimizer, measured at each step (including steps with closures), or the

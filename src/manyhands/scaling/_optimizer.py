@@ -132,14 +132,6 @@ class RuleCore:
     # -- between backward and step -----------------------------------------------------------
 
     @property
-    def observer(self) -> StepObserver | None:
-        return self.reporter.observer
-
-    @observer.setter
-    def observer(self, observer: StepObserver) -> None:
-        self.reporter.observer = observer
-
-    @property
     def current(self) -> NoiseAverage:
         """The average including gradients that have no step yet. Does not change the history."""
         sent = self.measurement.step.sent
@@ -237,7 +229,8 @@ class RuleCore:
             count_step(self)
         skipped = bool(extras and extras[0])
         sums = sent.sums
-        if self.loss_scale.at_step(signals) is not None and sums is not None:
+        learned_now = signals.grad_scale is not None and not self.loss_scale.known
+        if learned_now and sums is not None:
             changed = self.loss_scale.update(extras[1])
             if changed and sums.consecutive:
                 sums = None  # the two compared gradients have different loss scales
@@ -260,7 +253,7 @@ class RuleCore:
         batch = self.batch
         history = self.history
         passes = batch.passes * batch.workers
-        if self.observer is not None or history.nonfinite_in_a_row or passes == 1:
+        if self.reporter.observer is not None or history.nonfinite_in_a_row or passes == 1:
             return 1
         smoothing = batch.smoothing_for(batch.scale_for(batch.passes))
         held = history.average.steps_held(smoothing)
@@ -428,15 +421,16 @@ class ScaledOptimizer(OptimizerWrapper):
         history.progress += gain
 
     def _end_step(self, result: Any) -> Any:
-        core = self._core
-        if core.observer is not None:
-            core.observer.after_step(core.reports)
+        observer = self._core.reporter.observer
+        if observer is not None:
+            observer.after_step(self._core.reports)
         return result
 
     def after_sync(self, seconds: float) -> None:
         """Notify the observer of a sync round of blocks around this rule."""
-        if self._core.observer is not None:
-            self._core.observer.after_sync(seconds)
+        observer = self._core.reporter.observer
+        if observer is not None:
+            observer.after_sync(seconds)
 
     def stop_agreed(self) -> bool:
         return any(report.stop for report in self._core.reports)

@@ -10,9 +10,9 @@ The collective sums the first two over the ranks and gathers the reports. If ran
 ranks raise the same error in this step, so no further collective can hang.
 
 Under DDP, a rank that ran no backward pass, ran it inside `no_sync()`, or skipped a parameter has
-not joined DDP's all-reduce. The other ranks wait there, and this rank would wait for their payloads. A
-`GradientAnomaly` records such gradients. After `PATIENCE` seconds, the rank raises an error if it
-finds a DDP module that cannot have averaged these.
+not joined DDP's all-reduce. The other ranks wait there, and this rank would wait for their
+payloads. A `GradientAnomaly` records such gradients. After `PATIENCE` seconds, the rank raises an
+error if it finds a DDP module that cannot have averaged these.
 """
 
 from __future__ import annotations

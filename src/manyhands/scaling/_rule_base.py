@@ -183,11 +183,11 @@ class LoopPort:
     @property
     def observer(self) -> StepObserver | None:
         """An object that takes part in every step, such as a `Ramp`."""
-        return self._core.observer
+        return self._core.reporter.observer
 
     @observer.setter
     def observer(self, observer: StepObserver) -> None:
-        self._core.observer = observer
+        self._core.reporter.observer = observer
 
     # -- query -------------------------------------------------------------------------------
 
@@ -673,8 +673,8 @@ class ScalingRuleBase(ScaledOptimizer):
         core.measurement.load_state(state.measurement)
         core.loss_scale.last = state.loss_scale
         core.continue_from(state.history)
-        if core.observer is not None:
-            core.observer.after_load()
+        if core.reporter.observer is not None:
+            core.reporter.observer.after_load()
         if state.mismatches:
             message = describe_mismatches(state.mismatches, type(self).__name__)
             warn(message)
