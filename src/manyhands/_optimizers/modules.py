@@ -57,7 +57,6 @@ class ModuleWrapper(nn.Module):
 
 
 def inside_ddp(module: nn.Module) -> RuntimeError:
-    """Return the error for DDP around a module that averages gradients itself."""
     return RuntimeError(
         f"{type(module).__name__} is inside DistributedDataParallel, so gradients would be averaged"
         f" twice. Use one of the two.{advice('no DDP')}"
@@ -80,7 +79,6 @@ def plain_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn
 
 
 def plain_name(name: str, wrappers: tuple[str, ...] = (CHECKPOINTED, INNER)) -> str:
-    """Return the name of a parameter, excluding the names of wrappers."""
     for wrapper in wrappers:
         name = name.replace(f"{wrapper}.", "")
     return name

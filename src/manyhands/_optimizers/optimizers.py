@@ -113,7 +113,6 @@ def may_be_cut(kind: type[Optimizer], options: Sequence[Mapping[str, object]]) -
 
 
 def can_be_divided(kind: type[Optimizer], options: Sequence[Mapping[str, object]]) -> bool:
-    """Return whether toy parameters have equal results together and separately."""
     if kind in KNOWN or not traits_of(kind).divisible:
         return traits_of(kind).divisible
     return all(_steps_alike(kind, each, list, if_it_fails=True) for each in options)
@@ -126,7 +125,6 @@ def _steps_alike(
     *,
     if_it_fails: bool,
 ) -> bool:
-    """Return whether toy parameters have equal results together and divided."""
     # `if_it_fails` is the result for an optimizer that cannot train toy parameters.
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator) for shape in TOYS]
@@ -274,7 +272,6 @@ class StateSizes:
     def _try_steps(
         self, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, object]
     ) -> list[StateTensor]:
-        """Step twice on a small parameter, and return the tensors in the state."""
         # A separate generator leaves the user's random state unchanged.
         generator = torch.Generator(device="cpu").manual_seed(0)
         random = torch.randn(shape, generator=generator, device="cpu").to(dtype)

@@ -224,7 +224,6 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def check_same_optimizers(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise unless a state dict belongs to the same list of optimizers."""
     here = ONE
     if isinstance(optimizer, SeveralOptimizers):
         here = str(optimizer)

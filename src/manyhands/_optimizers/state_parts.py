@@ -41,7 +41,6 @@ class SavedEntries:
         self.plain = saved
 
     def wrong(self, name: str, needed: str, came: object) -> ValueError:
-        """Return the error for an invalid entry."""
         if isinstance(came, Tensor):
             came = (came.dtype, tuple(came.shape))
         where = f"{self._inside}.{name}".strip(".") or "it"
@@ -56,7 +55,6 @@ class SavedEntries:
         return self.plain[name]
 
     def expect(self, facts: Mapping[str, object]) -> None:
-        """Raise unless the saved entries equal these."""
         for name, here in facts.items():
             came = self[name]
             if repr(came) != repr(here):  # `!=` does not support tensors
@@ -67,7 +65,6 @@ class SavedEntries:
         return self[name] is not None
 
     def part(self, name: str) -> SavedEntries:
-        """Return the entries of an inner dict."""
         return SavedEntries(self[name], self._owner, f"{self._inside}.{name}".strip("."))
 
     def _read(self, read: Callable[..., Value], name: str, **bounds: Any) -> Value:
@@ -79,17 +76,14 @@ class SavedEntries:
             raise ValueError(text) from error
 
     def flag(self, name: str) -> bool:
-        """Return True or False."""
         return self._read(flag, name)
 
     def real(
         self, name: str, least: float = 0.0, above: float | None = None, below: float = BELOW
     ) -> float:
-        """Return a finite number within these bounds."""
         return self._read(real, name, least=least, above=above, below=below)
 
     def whole(self, name: str, least: int = 0) -> int:
-        """Return a whole number."""
         number = self._read(whole, name, least=least)
         if number >= BELOW:
             raise self.wrong(name, "below 2**53", number)
@@ -142,7 +136,6 @@ class SavedEntries:
         return [each.whole(number) for number in each]
 
     def pairs(self, name: str) -> list[tuple[int, float]]:
-        """Return a list of pairs (whole number, finite number)."""
         pairs = []
         each = self.each(name)
         for number in each:
@@ -152,7 +145,6 @@ class SavedEntries:
         return pairs
 
     def rows(self, name: str, length: int, least: float = 0.0) -> list[list[float]]:
-        """Return a list of lists with `length` finite numbers."""
         each = self.each(name)
         return [each.reals(row, length, least, SQUARES) for row in each]
 
@@ -181,7 +173,6 @@ class OptimizerStatePart(StatePart):
 
     @property
     def like(self) -> Tensor:
-        """A tensor with the layout of an entry for each element."""
         if self.shard is None:
             return self.param
         return self.shard
@@ -384,7 +375,6 @@ def state_parts(
 
 
 def common_state(packed: SavedState) -> StateDict:
-    """Return the state under keys other than parameters, such as "global"."""
     numbers = set(params_of(packed["param_groups"]))
     return {key: value for key, value in packed["state"].items() if key not in numbers}
 

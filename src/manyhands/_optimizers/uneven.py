@@ -16,7 +16,6 @@ EVEN_INPUTS = (
 
 
 def refuse_join(name: str) -> RuntimeError:
-    """Return the error for our objects inside `Join`."""
     return RuntimeError(
         f"{name} does not support torch's Join: a rank without data would not take part in its "
         f"collectives, and the other ranks would wait. {EVEN_INPUTS}"

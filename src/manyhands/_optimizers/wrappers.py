@@ -143,7 +143,6 @@ class OptimizerWrapper(Optimizer):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Forward other attributes, such as hooks, to the inner optimizer."""
         # Unset attributes of the wrapper are not forwarded.
         inner: Any = None
         if not name.startswith(("__", "_core", "_inner")):

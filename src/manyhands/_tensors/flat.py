@@ -104,7 +104,6 @@ def in_groups(
 
 
 def group_by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return lists of tensors with equal dtype and device, in the given order."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -218,7 +217,6 @@ def norm(grad: Tensor) -> Tensor:
 
 @cache  # promote_types costs an operation
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for sums of values of this dtype."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -226,7 +224,6 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Return whether this is a DTensor, without importing torch.distributed.tensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -107,7 +107,6 @@ class _Map:
     def _rebuilt(
         self, value: object, items: Iterable[object], build: Callable[[list[Any]], object]
     ) -> object:
-        """Return a new container if any item was replaced."""
         before = list(items)
         after = [self(item) for item in before]
         if all(map(operator.is_, before, after)):
@@ -120,7 +119,6 @@ class _Map:
         items: Iterable[tuple[Any, object]],
         set_item: Callable[[Any, Any, object], None],
     ) -> object:
-        """Return a copy of a container with the replaced items."""
         result = value
         for key, old in list(items):
             new = self(old)

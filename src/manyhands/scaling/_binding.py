@@ -85,7 +85,6 @@ class Binding:
         setattr(self.optimizer, AMP, True)
 
     def release(self) -> None:
-        """Restore the optimizer's methods, and remove the mark."""
         attributes = self.optimizer.__dict__
         attributes.pop(MARK, None)
         if self.patched:

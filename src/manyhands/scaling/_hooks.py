@@ -218,14 +218,12 @@ class GradientHooks:
         return self.norms
 
     def enter(self, index: int, task: int) -> None:
-        """Handle the first gradient of a backward pass."""
         self.first_index = index
         self.passes.enter(task)
         if not self._on_cpu:
             queue_callback(self.measure_queued)
 
     def queue(self, index: int, grad: Tensor) -> None:
-        """Queue a gradient on a device, and measure a long queue."""
         alias = grad.detach()
         self.queued[index] = alias, alias._version
         self._elements += alias.numel()
@@ -328,7 +326,6 @@ class GradientVersion:
 
 
 def _version(grad: Tensor | None) -> int:
-    """Return a number that changes with every in-place operation."""
     if grad is None:
         return -1
     if type(grad) is Tensor or not is_dtensor(grad):

@@ -36,8 +36,6 @@ UNDIVIDED = 4_096  # largest parameter, in elements, that every rank measures
 
 
 class StepFacts(NamedTuple):
-    """The facts about a step after the last backward pass."""
-
     passes: int
     scale: float
     loss_scale: Tensor | float
@@ -108,7 +106,6 @@ class MeanGradient:
     # -- one step ----------------------------------------------------------------------------
 
     def empty_numbers(self) -> LocalNumbers:
-        """Return the numbers of an unmeasured step."""
         return LocalNumbers([0.0] * (2 * self._groups), 1)
 
     def measure(
@@ -217,7 +214,6 @@ class MeanGradient:
 
 
 def _stack(norms: Sequence[Norm], device: torch.device) -> Tensor:
-    """Stack one-element tensors in the device's widest float."""
     dtype = widest_float(device)
     if not norms:
         return torch.zeros(0, dtype=dtype, device=device)

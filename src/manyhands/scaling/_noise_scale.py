@@ -200,7 +200,6 @@ class NoiseScale:
                 self._receive(sent)
 
     def _finish_step(self) -> None:
-        """Receive the measurement of the gradients for the step that follows."""
         measurement = self._measurement
         step = measurement.step
         if step.sent is None:
@@ -218,7 +217,6 @@ class NoiseScale:
         measurement.finish_step()
 
     def _leave_out_step(self, problem: str) -> None:
-        """Drop the measurements of the current step, and warn."""
         self._measurement.clear()
         self._warn(problem)
 
@@ -403,7 +401,6 @@ def _check_ranks_agree(ranks: RankGroup, passes: int, params: Sequence[Tensor]) 
 
 
 def _group_of(parameters: Iterable[Tensor]) -> list[ParamGroup]:
-    """Return the parameters as a parameter group; raise for other objects."""
     given = list(parameters) if isinstance(parameters, Iterable) else [parameters]
     for param in given:
         why = "Pass the optimizer or model.parameters()."
@@ -412,7 +409,6 @@ def _group_of(parameters: Iterable[Tensor]) -> list[ParamGroup]:
 
 
 def _too_few_passes(passes: int, declared: int) -> str:
-    """Return the warning for a step with fewer passes than declared."""
     return (
         f"step() after {passes} of {declared} backward passes. If every step has {passes}, pass "
         f"num_gradients_to_accumulate={passes}, or call set_num_gradients_to_accumulate({passes})."

@@ -310,7 +310,6 @@ class SentStep:
         return numbers[end:]
 
     def _sums(self, numbers: Sequence[float]) -> NormSums | None:
-        """Return the norm sums over all ranks; None without gradients for comparison."""
         groups = self.groups
         share = self.share
         local = self.local

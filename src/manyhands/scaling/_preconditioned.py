@@ -261,7 +261,6 @@ class PreconditionedNorm(PlainNorm):
         return self._floors[index]
 
     def _find_floors(self) -> None:
-        """Compute all stale floors, with a single synchronization."""
         stale: dict[int, tuple[Tensor, int]] = {}
         for index, (group, _) in enumerate(self._params):
             state = self._state_of(index)
@@ -279,7 +278,6 @@ class PreconditionedNorm(PlainNorm):
             self._floors[index] = MomentFloor(period, self.floor, least, any_below)
 
     def _floor_is_stale(self, index: int, state: Mapping[str, Any], count: float) -> bool:
-        """Return whether the floor must be computed."""
         known = self._floors.get(index)
         replaced = self._state_was_replaced(index, state["step"])
         now = int(count) // self.REFRESH, self.floor

@@ -120,7 +120,6 @@ class AdaScale(ScalingRuleBase):
 
 
 def _one_of_two_names(name: str, value: T | None, other_name: str, other: T | None) -> T:
-    """Return the argument, given under either name."""
     if value is not None and other is not None:
         raise TypeError(f"{name} and {other_name} are one argument: give it once.")
     given = other if value is None else value
@@ -219,7 +218,6 @@ class AdamScale(AdaScale):
         return {"second_moment_floor": Option(1e-3, self._second_moment_floor, check=check)}
 
     def _make_norm(self, optimizer: Optimizer) -> PlainNorm:
-        """Return the norm of preconditioned gradients."""
         core = self._core
         floor = core.options["second_moment_floor"]
         if core.batch.loop.counts:  # AdaptiveDataParallel has adaptdl's default
@@ -367,7 +365,6 @@ class LEGWScale(ScalingRuleBase):
         super().__init__(optimizer, **options)
 
     def _extra_options(self) -> Options:
-        """Return the options for the length of the warm-up."""
         # The optimizer is the third argument, which is easy to miss.
         why = "Write LEGWScale(base_warmup_epochs, data_size, optimizer, batch_size=...)."
         return {
@@ -411,7 +408,6 @@ class LEGWScale(ScalingRuleBase):
         )
 
     def _settings(self) -> dict[str, object]:
-        """Return the settings for `repr`, the warm-up's first."""
         known = self._core.options["batch_size"].value
         return {
             "base_warmup_epochs": self._warmup_epochs,

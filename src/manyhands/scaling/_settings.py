@@ -69,7 +69,6 @@ class Option:
 
     @property
     def number(self) -> float:
-        """The value of an option with a default."""
         number = self.value
         assert number is not None
         return number
@@ -110,7 +109,6 @@ def load_options(options: Options, state: SavedState) -> tuple[Options, list[Opt
 
 
 def describe_mismatches(mismatches: list[OptionMismatch], rule: str) -> str:
-    """Return the text of the warning about mismatches."""
     listed = "; ".join(map(str, mismatches))
     return f"{rule} uses options that differ from the state dict's: {listed}."
 

@@ -196,7 +196,6 @@ class Batch:
     set_by_user: frozenset[str] = frozenset()  # "scale" or "smoothing", if set in this run
 
     def scale_for(self, passes: int) -> float:
-        """Return the scale of a batch with this number of passes."""
         if self.scale is not None:
             if self.loop.counts:
                 return self.scale
@@ -214,7 +213,6 @@ class Batch:
 
     @property
     def passes_divided_by_user(self) -> bool:
-        """Whether the user divides each pass's loss by the number of passes."""
         return self.loss_is_divided and not self.loop.counts
 
     def smoothing_for(self, scale: float) -> float:
@@ -230,7 +228,6 @@ class Batch:
         self.set_by_user |= {"scale"}
 
     def set_smoothing(self, smoothing: float | None) -> None:
-        """Set an explicit smoothing; None restores the default."""
         if smoothing is None:
             self.smoothing = None
             self.set_by_user -= {"smoothing"}
@@ -334,7 +331,6 @@ class Step:
 
     @property
     def gradient_untouched(self) -> bool:
-        """Whether the gradients are unchanged since the last backward pass."""
         return self.last_gradient is not None and self.last_gradient.unchanged
 
     @property
@@ -347,8 +343,6 @@ class Step:
 
 @dataclass(frozen=True)
 class MeasurementState:
-    """The parsed entries of the measurement in a state dict."""
-
     previous: dict[int, Tensor]  # the previous step's gradient, by parameter
     norms: list[list[float]]
     schedule: MeasuredSteps = field(default_factory=MeasuredSteps)
