@@ -620,7 +620,7 @@ def test_a_shard_of_level_3_is_refused_where_parameters_are_whole(tmp_path):
 
     run_ranks(2, lambda: saved_by(2, tmp_path) and None)
     for level, workers in ((1, 2), (2, 2), (2, 1), (3, 1)):
-        says = "shard of rank 1 of 2.*parameters are whole.*mh.save"
+        says = "shard of rank 1 of 2.*parameters are not sharded.*mh.save"
         raises_on_ranks(workers, ValueError, lambda level=level: at(level), match=says)
 
 
