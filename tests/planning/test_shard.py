@@ -280,7 +280,7 @@ class WithHook(nn.Linear):
         (WithEmpty, torch.optim.SGD, "more has no elements"),
         (WithHook, torch.optim.SGD, "bias has hooks"),
         (lambda: nn.Embedding(5, 4, sparse=True), torch.optim.SGD, "has sparse gradients"),
-        (lambda: nn.Linear(4, 4), fused(torch.optim.SGD), "fused SGD does not.*Leave out fused"),
+        (lambda: nn.Linear(4, 4), fused(torch.optim.SGD), "fused SGD does not.*Omit fused"),
         (lambda: nn.Linear(4, 4), fused(torch.optim.Adagrad), "fused Adagrad does not"),
         (lambda: nn.Linear(4, 4), torch.optim.LBFGS, "the state of LBFGS"),
         (lambda: nn.Linear(4, 4), torch.optim.SparseAdam, "the state of SparseAdam"),

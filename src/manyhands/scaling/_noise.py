@@ -19,8 +19,8 @@ k equal estimates in a row, which preserves the memory of the averages in steps:
     average = smoothing^k average + (1 - smoothing^k) estimate
 
 Within its memory, an average must contain at least `LEAST` small batches and `LEAST_STEPS` measured
-steps. Every step is measured until the averages have filled their memory, or after
-non-finite gradients.
+steps. Every step is measured until the averages have filled their memory, and after non-finite
+gradients.
 
 A single exploded gradient can have a thousand times the usual noise. While the average remembers
 it, the gain would be nearly maximal, and training would end early. `limit_noise` limits the

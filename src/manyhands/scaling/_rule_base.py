@@ -134,7 +134,10 @@ class LoopPort:
         self._rule.forget_gradients()
 
     def follow(self, accumulation: Accumulation | None) -> None:
-        """Let a loop control the passes from now on; None restores the declared number."""
+        """Let a loop control the passes from now on; None restores the declared number.
+
+        The loop divides losses by `gradient_accumulation_steps`. Short steps are corrected.
+        """
         self.check_between_steps("port.follow()")
         loop = Loop()
         if accumulation is not None:
