@@ -65,7 +65,7 @@ MESSAGES = [
     (lambda: mh.largest_micro_batch(model(), None, loader(), 4), "one batch of the loader, with"),
     # Anything else where an optimizer is expected.
     (lambda: mh.Cursor(DATA, 4, optimizer=model()), NO_OPTIMIZER),
-    (lambda: mh.Cursor(DATA, 4, optimizer=[sgd()]), "got list. Of several, give the last one"),
+    (lambda: mh.Cursor(DATA, 4, optimizer=[sgd()]), "got list. From a list, pass the last one"),
     (lambda: mh.Cursor(DATA, 4, optimizer=scheduler()), f"{NO_OPTIMIZER} StepLR."),
     (lambda: mh.StepTiming(model()), NO_OPTIMIZER),
     (lambda: mh.StepTiming(None), f"{NO_OPTIMIZER} None."),
@@ -74,13 +74,13 @@ MESSAGES = [
     (lambda: mh.ShardedDataParallel(model(), model()), NO_OPTIMIZER),
     (lambda: mh.start(process_group=False).save(optimizer=3), f"{NO_OPTIMIZER} 3."),
     (lambda: mh.start(process_group=False).load(optimizer=model()), NO_OPTIMIZER),
-    (lambda: mh.ProgressScheduler(scheduler()), "optimizer: the scaling rule whose progress count"),
-    (lambda: mh.ProgressScheduler(scheduler(), sgd()), "not SGD. Write ProgressScheduler(schedule"),
+    (lambda: mh.ProgressScheduler(scheduler()), "optimizer: the scaling rule that provides the p"),
+    (lambda: mh.ProgressScheduler(scheduler(), sgd()), "got SGD. Write ProgressScheduler(schedule"),
     (lambda: mh.ProgressScheduler(None, rule()), "scheduler must be a torch scheduler, got None"),
     (lambda: mh.shard(sgd(), model()), "takes the model, and then the optimizer; got SGD"),
     (lambda: mh.Ramp(rule()), "Ramp needs max_scale: the largest batch (all workers, all passes)"),
-    (lambda: mh.LEGWScale(sgd()), "LEGWScale needs data_size: samples in an epoch."),
-    (lambda: mh.NoiseScale(model()), "Give the optimizer, or model.parameters()."),
+    (lambda: mh.LEGWScale(sgd()), "LEGWScale needs data_size: samples per epoch."),
+    (lambda: mh.NoiseScale(model()), "Pass the optimizer or model.parameters()."),
     (lambda: mh.NoiseScale([sgd()]), "each parameter must be a tensor, got SGD."),
     (lambda: mh.NoiseScale(None), "each parameter must be a tensor, got None."),
     # Anything else where parameters, a class or a model are expected.
@@ -163,7 +163,7 @@ def test_an_argument_of_a_subclass_is_explained_as_that_of_its_base():
     class Mine(mh.ProgressScheduler):
         """A schedule of mine."""
 
-    with pytest.raises(TypeError, match=r"^Mine needs optimizer: the scaling rule whose progress"):
+    with pytest.raises(TypeError, match=r"^Mine needs optimizer: the scaling rule that provides"):
         Mine(scheduler())
 
 
@@ -210,14 +210,14 @@ def test_a_model_without_memory_is_told_how_to_get_it(level, ranks):
 def test_sharded_data_parallel_of_a_model_without_memory():
     module = nn.Linear(2, 1, device="meta")
     optimizer = mh.OSS(module.parameters(), SGD, lr=0.1)
-    with pytest.raises(RuntimeError, match="without memory"):
+    with pytest.raises(RuntimeError, match="has no memory"):
         mh.ShardedDataParallel(module, optimizer)
 
 
 def test_a_model_that_gets_memory_after_the_error_trains():
     def train():
         sharded, optimizer = on_meta(3)
-        with pytest.raises(RuntimeError, match="without memory"):
+        with pytest.raises(RuntimeError, match="has no memory"):
             sharded(torch.ones(1, 2))
         mh.load_weights(sharded, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).state_dict())
         sharded(torch.ones(1, 2)).sum().backward()

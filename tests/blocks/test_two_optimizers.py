@@ -372,7 +372,7 @@ def test_a_list_has_what_trainers_set_and_hook():
     assert [len(each.state) for each in inner] == [2, len(kept) - 2]
     optimizer.param_groups = [{**group, "lr": 0.5} for group in optimizer.param_groups]
     assert [each.param_groups[0]["lr"] for each in inner] == [0.5, 0.5]
-    with pytest.raises(ValueError, match="have 2 parameter groups, in this order, and got 1"):
+    with pytest.raises(ValueError, match=r"expected 2 parameter groups, in the order of .*, got 1"):
         optimizer.param_groups = optimizer.param_groups[:1]
     calls = []
     optimizer.register_state_dict_pre_hook(lambda *_: calls.append("save"))
@@ -550,11 +550,19 @@ def test_a_state_of_other_optimizers_is_refused_and_changes_nothing():
     step_alone(model, [both], 0, 1)
     before = {param: dict(entries) for param, entries in both.state.items()}
     for optimizer, state, message in (
-        (both, one.state_dict(), "this state dict is of one optimizer, and the optimizer here is"),
-        (both, AdamW(model.parameters()).state_dict(), "of one optimizer"),
-        (one, both.state_dict(), r"of Muon \(parameters: \[2\]\) and AdamW \(parameters: \[3\]\)"),
-        (both, turned.state_dict(), "of AdamW .* and Muon .*, and the optimizer here is Muon"),
-        (both, {**both.state_dict(), "several": 3}, "entry 'several' makes no sense"),
+        (
+            both,
+            one.state_dict(),
+            "this state dict is from one optimizer, but the optimizer here is",
+        ),
+        (both, AdamW(model.parameters()).state_dict(), "from one optimizer"),
+        (
+            one,
+            both.state_dict(),
+            r"from Muon \(parameters: \[2\]\) and AdamW \(parameters: \[3\]\)",
+        ),
+        (both, turned.state_dict(), "from AdamW .* and Muon .*, but the optimizer here is Muon"),
+        (both, {**both.state_dict(), "several": 3}, "entry 'several' is invalid"),
     ):
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(state)

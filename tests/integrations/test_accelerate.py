@@ -839,7 +839,7 @@ def test_a_number_of_passes_that_is_not_accelerates():
         optimizer = accelerator.prepare(SGD(make_model().parameters(), lr=0.1))
         mh.AdaScale(optimizer, num_gradients_to_accumulate=3)
 
-    raises_on_ranks(2, ValueError, make, match=r"accumulates 4 passes. Leave the argument out")
+    raises_on_ranks(2, ValueError, make, match=r"accumulates 4 passes. Omit the argument")
 
 
 def test_blocks_around_a_prepared_optimizer():

@@ -280,7 +280,7 @@ class WithHook(nn.Linear):
         (WithEmpty, torch.optim.SGD, "more has no elements"),
         (WithHook, torch.optim.SGD, "bias has hooks"),
         (lambda: nn.Embedding(5, 4, sparse=True), torch.optim.SGD, "has sparse gradients"),
-        (lambda: nn.Linear(4, 4), fused(torch.optim.SGD), "fused SGD does not.*Leave out fused"),
+        (lambda: nn.Linear(4, 4), fused(torch.optim.SGD), "fused SGD does not.*Omit fused"),
         (lambda: nn.Linear(4, 4), fused(torch.optim.Adagrad), "fused Adagrad does not"),
         (lambda: nn.Linear(4, 4), torch.optim.LBFGS, "the state of LBFGS"),
         (lambda: nn.Linear(4, 4), torch.optim.SparseAdam, "the state of SparseAdam"),
@@ -620,7 +620,7 @@ def test_a_shard_of_level_3_is_refused_where_parameters_are_whole(tmp_path):
 
     run_ranks(2, lambda: saved_by(2, tmp_path) and None)
     for level, workers in ((1, 2), (2, 2), (2, 1), (3, 1)):
-        says = "shard of rank 1 of 2.*parameters are whole.*mh.save"
+        says = "shard of rank 1 of 2.*parameters are not sharded.*mh.save"
         raises_on_ranks(workers, ValueError, lambda level=level: at(level), match=says)
 
 
