@@ -1152,7 +1152,7 @@ def test_parameters_in_another_order_of_memory_are_errors():
         saved = mh.LocalSGD(SGD(conv(True).parameters(), lr=0.1)).state_dict()
         mh.LocalSGD(SGD(conv(False).parameters(), lr=0.1)).load_state_dict(saved)
 
-    raises_on_ranks(2, ValueError, other_run, match="lay in memory in another order")
+    raises_on_ranks(2, ValueError, other_run, match="in a different memory order")
 
 
 def test_a_run_with_overlap_goes_on_with_another_number_of_workers():

@@ -115,7 +115,7 @@ def dies_at(place, worker, round_number):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(_chunks, "SMALLEST", 1 << 16)
+    monkeypatch.setattr(_chunks, "MIN_CHUNK", 1 << 16)
 
 
 @pytest.fixture

@@ -674,7 +674,7 @@ def test_what_cannot_be_in_a_list_is_refused():
         ([muon, mh.DiLoCo(adamw)], TypeError, "in blocks already"),
         ([muon, mh.AdaScale(adamw, world_size=1)], TypeError, "plain .* got AdaScale in one"),
         ([muon, mh.OSS(rest(model), optim=SGD, lr=0.1)], TypeError, "plain .* got OSS in one"),
-        ([muon, LBFGS(rest(model))], TypeError, "LBFGS needs to do so several times"),
+        ([muon, LBFGS(rest(model))], TypeError, "LBFGS needs several evaluations"),
         (
             [muon, AdamW(model.parameters())],
             ValueError,

@@ -21,6 +21,8 @@ crew/            elastic membership: workers may join and leave
 _common_state.py state that is equal on all workers, for joiners and checkpoints
 _saving.py       save and load
 """
+
+from manyhands.blocks._anchor import Outer
 from manyhands.blocks._schedule import Every
 
 __all__ = ["Every", "Outer"]

@@ -43,7 +43,7 @@ from manyhands._tensors.flat import (
 )
 from manyhands._warn import warn
 from manyhands.blocks.averaging._codec import Codec
-from manyhands.blocks.averaging._payload import LARGEST, Payload, RoundResult, fingerprint
+from manyhands.blocks.averaging._payload import MAX_CHUNK, Payload, RoundResult, fingerprint
 
 
 @dataclass
@@ -123,8 +123,8 @@ class AnchorDifference(Payload):
         self.arrived = torch.empty(self.length, dtype=self.dtype, device=self.device)
         if copied:
             held = torch.empty_like(self.arrived)
-            for start in range(0, self.length, LARGEST):
-                self.read(start, held[start : start + LARGEST])
+            for start in range(0, self.length, MAX_CHUNK):
+                self.read(start, held[start : start + MAX_CHUNK])
             self.held = held
 
     def read(self, start: int, out: Tensor) -> None:
@@ -171,8 +171,8 @@ class AnchorDifference(Payload):
             return
         anchors = self.bucket.anchor[self.start :]
         follows = included and bool(result.included)
-        for start in range(0, self.length, LARGEST):
-            mean = self.arrived[start : start + LARGEST]
+        for start in range(0, self.length, MAX_CHUNK):
+            mean = self.arrived[start : start + MAX_CHUNK]
             if self.held is None or not follows:
                 self.params.write(self.offset + start, self.step_anchor(start, mean, result))
                 continue
@@ -180,7 +180,7 @@ class AnchorDifference(Payload):
             now = self.round_like_params(self.step_anchor(start, mean, result))
             then = self.round_like_params(before)
             moved = torch.sub(now, then, out=before).to(self.device)
-            self.params.add(self.offset + start, moved.add_(self.held[start : start + LARGEST]))
+            self.params.add(self.offset + start, moved.add_(self.held[start : start + MAX_CHUNK]))
 
 
 def memory_order(params: Sequence[Tensor]) -> float:
@@ -252,8 +252,8 @@ class Anchor:
     def _broadcast_range(self, bucket: AnchorBucket, owner: int, first: int, end: int) -> None:
         """Set a range of the parameters to the owner's values on all ranks of the inner group."""
         vector = bucket.vector
-        for start in range(first, end, LARGEST):
-            length = min(LARGEST, end - start)
+        for start in range(first, end, MAX_CHUNK):
+            length = min(MAX_CHUNK, end - start)
             chunk = torch.empty(length, dtype=bucket.anchor.dtype, device=bucket.device)
             if owner == self.inner.rank:
                 vector.read(start, chunk)
@@ -325,8 +325,8 @@ class Anchor:
         for part in self.differences(range(self.fragments)):
             rounding = 8 * torch.finfo(part.bucket.param_dtype).eps  # after a change and its undo
             anchor = part.bucket.anchor[part.start : part.start + part.length]
-            for start in range(0, part.length, LARGEST):
-                here = anchor[start : start + LARGEST].nan_to_num(0.0, 0.0, 0.0)
+            for start in range(0, part.length, MAX_CHUNK):
+                here = anchor[start : start + MAX_CHUNK].nan_to_num(0.0, 0.0, 0.0)
                 moves = torch.empty_like(here, device=part.device)
                 part.read(start, moves)  # NaN where anchor and parameter are infinite
                 if norm(moves.nan_to_num_(0.0)).item() > rounding * norm(here).item():

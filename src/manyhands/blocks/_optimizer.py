@@ -46,7 +46,7 @@ from manyhands.blocks._samples import SampleRounds
 from manyhands.blocks._schedule import Every, Schedule, check_schedule
 from manyhands.blocks._sync import Sync
 from manyhands.blocks.averaging._codec import CODECS
-from manyhands.blocks.averaging._payload import STATES, Extras, all_params, trainable_params
+from manyhands.blocks.averaging._payload import STATE_OPTIONS, Extras, all_params, trainable_params
 from manyhands.blocks.averaging._round import Drift, ElasticMembers
 from manyhands.blocks.crew._crew import Crew
 from manyhands.blocks.crew._enrollment import MemberFacts

@@ -36,8 +36,8 @@ from manyhands.blocks._common_state import CommonParts
 from manyhands.blocks._samples import BlockSamples
 from manyhands.blocks._schedule import Schedule
 from manyhands.blocks.averaging._payload import (
+    NO_CONTRIBUTION,
     NO_WORK,
-    NOTHING_YET,
     Extras,
     Payload,
     RoundResult,
@@ -333,7 +333,7 @@ class Sync:
         frozen = [i for i, param in enumerate(self.anchor.params) if not param.requires_grad]
         return WorkerReport(
             step=float(self.state.steps),
-            status=float(finite) if contributes else NOTHING_YET,
+            status=float(finite) if contributes else NO_CONTRIBUTION,
             options=fingerprint((self._options_checksum, frozen, self.samples.position)),
             state_elements=float(sum(payload.length for payload in state)),
             seconds=self.clock.seconds_per_step(self.state.own),
@@ -410,7 +410,7 @@ class Sync:
         if drop_nonfinite_state(self.extras.optimizer):
             self.state = replace(self.state, state_dropped=True)
         for pending in self.pending:
-            pending.report = pending.report.with_work(NO_WORK)._replace(status=NOTHING_YET)
+            pending.report = pending.report.with_work(NO_WORK)._replace(status=NO_CONTRIBUTION)
 
     # -- sync rounds of plain values -----------------------------------------------------------
 
