@@ -8,17 +8,14 @@ Tensors (n: elements of the trained parameters, in float32 unless wider):
     held        n / fragments       with overlap, while in flight: the differences as sent
     arrived     n / fragments       with overlap or in a crew, until the merge: the mean
 
-In a process group without overlap, the outer step processes each chunk of the mean on arrival, and
-no copy exists. A crew may undo a sync round, so it changes the anchor only after all workers agree
-that the round took place. With overlap, parameters change while the mean is in flight. The merge
-then preserves the steps since the send:
+Without overlap, a process group takes the outer step chunk by chunk as the mean arrives. A crew may
+undo a sync round, so it changes the anchor only after all workers agree that the round took place.
+With overlap, parameters change while the mean is in flight, and the merge preserves these steps:
 
     param += (new anchor - old anchor) + held
 
-The outer step receives the *anchor* and the *gradient*, and changes the anchor in place. The
-gradient is the anchor minus the mean of the workers' parameters: the negative movement of a block,
-as an optimizer expects. `Average`, `BlockMomentum` and `SlowMomentum` are at the end of this file.
-A subclass of `Outer` sets the number of state tensors (`memories`) and defines `step`.
+An outer step changes the anchor in place. It receives the *gradient*, which is the anchor minus the
+mean of the workers' parameters: the negative movement of a block, as an optimizer expects.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ from manyhands.blocks.averaging._payload import MAX_CHUNK, Payload, RoundResult,
 
 @dataclass
 class AnchorBucket:
-    """The anchor of all parameters of one type and device, as a flat tensor.
+    """The flat anchor of all parameters of one type and device.
 
     `anchor`, the memories and the residual have the shape (span[1] - span[0],).
     """
@@ -58,9 +55,9 @@ class AnchorBucket:
     memories: list[Tensor]
     residual: Tensor | None  # on `device`
     device: torch.device  # of the parameters
-    param_dtype: torch.dtype  # of the parameters; of the real part if complex
-    span: tuple[int, int]  # the slice of all the parameters' elements that this rank owns
-    part: int = 0  # the index of the optimizer that steps the parameters
+    param_dtype: torch.dtype  # real, also for complex parameters
+    span: tuple[int, int]  # this rank's slice of the parameters' elements
+    part: int = 0  # index of the optimizer that steps the parameters
 
     @property
     def vector(self) -> FlatTensors:
@@ -68,7 +65,6 @@ class AnchorBucket:
         return FlatTensors(self.params)
 
     def outer_tensors(self) -> list[Tensor]:
-        """Return the memories and the residual."""
         residual = [] if self.residual is None else [self.residual]
         return [*self.memories, *residual]
 
@@ -89,8 +85,7 @@ def even_range(length: int, index: int, count: int) -> tuple[int, int]:
 class AnchorDifference(Payload):
     """A payload of differences, anchor minus parameters.
 
-    `write` takes the outer step on each chunk of the mean. After `keep_apart`, `write` stores the
-    mean, and `merge` takes the outer step.
+    After `keep_apart`, `merge` takes the outer step instead of `write`.
     """
 
     measured = True
@@ -115,7 +110,6 @@ class AnchorDifference(Payload):
 
     @property
     def offset(self) -> int:
-        """Index of the payload's first element among the parameters' elements."""
         return self.bucket.span[0] + self.start
 
     def keep_apart(self, *, copied: bool) -> None:
@@ -128,7 +122,6 @@ class AnchorDifference(Payload):
             self.held = held
 
     def read(self, start: int, out: Tensor) -> None:
-        """Fill `out` with anchor minus parameters, from element `start` of the payload."""
         if self.held is not None:
             out.copy_(self.held[start : start + out.numel()])
             return
@@ -144,19 +137,16 @@ class AnchorDifference(Payload):
             self.arrived[start : start + mean.numel()].copy_(mean)
 
     def round_like_params(self, anchor: Tensor) -> Tensor:
-        """Round the anchor to the precision of the parameters."""
-        # Otherwise, the rounding of 16-bit parameters would count as movement in every block.
+        """Round the anchor like 16-bit parameters; otherwise rounding would count as movement."""
         return anchor.to(self.bucket.param_dtype).to(anchor.dtype)
 
     def step_anchor(self, start: int, mean: Tensor, result: RoundResult) -> Tensor:
-        """Take the outer step on the anchor from `start`, and return that part of the anchor."""
-        # The anchor does not change if no worker has usable values.
+        """Take the outer step on a range of the anchor, unless no worker has usable values."""
         first = self.start + start
         chosen = slice(first, first + mean.numel())
         anchor = self.bucket.anchor[chosen]
         if result.included:
             memories = [memory[chosen] for memory in self.bucket.memories]
-            # A copy only if the outer step writes to it: `mean` is reused for the next chunk.
             # Copy only if the outer step overwrites it: the caller reuses `mean`.
             gradient = mean.to(anchor.device, copy=self.outer.overwrites)
             # All workers use the first worker's learning rate, so that anchors stay equal.
@@ -165,8 +155,8 @@ class AnchorDifference(Payload):
 
     def merge(self, result: RoundResult, included: bool) -> None:
         """Take the outer step, and preserve the steps since the send."""
-        # With a copy: param += (new anchor - old anchor) + held, where `old anchor - held` was
-        # sent. A worker excluded from the mean takes the new anchor without its own steps.
+        # `old anchor - held` was sent, so param += (new anchor - old anchor) + held. An excluded
+        # worker takes the new anchor.
         if self.arrived is None:  # `write` has taken the outer step
             return
         anchors = self.bucket.anchor[self.start :]
@@ -239,7 +229,7 @@ class Anchor:
                 tensor.zero_()
 
     def all_gather_inner(self, fragments: Sequence[int]) -> None:
-        """Exchange the parameters between the ranks of a worker; each rank has moved a slice."""
+        """Exchange the slices that the ranks of a worker have moved."""
         if self.inner.size == 1:
             return
         for bucket in self.buckets:
@@ -250,7 +240,6 @@ class Anchor:
                     self._broadcast_range(bucket, rank, first + start, first + stop)
 
     def _broadcast_range(self, bucket: AnchorBucket, owner: int, first: int, end: int) -> None:
-        """Set a range of the parameters to the owner's values on all ranks of the inner group."""
         vector = bucket.vector
         for start in range(first, end, MAX_CHUNK):
             length = min(MAX_CHUNK, end - start)
@@ -263,17 +252,13 @@ class Anchor:
 
     @property
     def params(self) -> list[Tensor]:
-        """All parameters in the anchor, by bucket."""
         params: list[Tensor] = []
         for bucket in self.buckets:
             params.extend(bucket.params)
         return params
 
     def outer_parts(self) -> Iterator[StatePart]:
-        """Yield views of anchor, memories and residual for each parameter with elements here.
-
-        The views cover all elements of this rank, or with an inner group, its slice.
-        """
+        """Yield views of anchor, memories and residual for each parameter with elements here."""
         for bucket in self.buckets:
             tensors = {"anchor": bucket.anchor}
             if bucket.residual is not None:
@@ -285,7 +270,6 @@ class Anchor:
                 yield StatePart(param, entries, first)
 
     def saved(self) -> AnchorState:
-        """Return anchor and memories, which are equal on all workers."""
         return {
             "order": memory_order(self.params),
             "anchor": [bucket.anchor for bucket in self.buckets],
@@ -293,7 +277,6 @@ class Anchor:
         }
 
     def load(self, state: AnchorState) -> None:
-        """Set anchor and memories to values from a checkpoint or from another member."""
         saved = zip(self.buckets, state["anchor"], state["memories"], strict=True)
         for bucket, anchor, memories in saved:
             bucket.anchor.copy_(anchor)
@@ -301,8 +284,7 @@ class Anchor:
                 memory.copy_(value)
 
     def reset_frozen(self) -> None:
-        """Zero the memories and residuals of frozen parameters."""
-        # Otherwise outer momentum would continue to move a frozen parameter.
+        """Zero memories and residuals of frozen parameters, so that these stop moving."""
         if all(param.requires_grad for param in self.params):
             return
         for bucket in self.buckets:
@@ -312,7 +294,6 @@ class Anchor:
                         tensor[here].zero_()
 
     def differences(self, fragments: Sequence[int]) -> list[AnchorDifference]:
-        """Return the payloads of a round, by fragment and bucket."""
         found = []
         for fragment in fragments:
             for bucket in self.buckets:
@@ -321,7 +302,7 @@ class Anchor:
         return found
 
     def moved(self) -> bool:
-        """Return whether this rank's parameters differ from the anchor by more than rounding."""
+        """Return whether parameters differ from the anchor by more than rounding."""
         for part in self.differences(range(self.fragments)):
             rounding = 8 * torch.finfo(part.bucket.param_dtype).eps  # after a change and its undo
             anchor = part.bucket.anchor[part.start : part.start + part.length]
@@ -342,7 +323,7 @@ class Anchor:
     def reset_residuals(self) -> None:
         """Zero the residuals after a change of slice owners.
 
-        The zeros are new tensors, because an abandoned sync round may still write to the old ones.
+        Allocate new tensors, because an abandoned sync round may still write to the old ones.
         """
         for bucket in self.buckets:
             if bucket.residual is not None:
@@ -358,7 +339,7 @@ class ParamWatch:
         self._warned = False
 
     def note(self) -> None:
-        """Remember the version counters, so that `check` compares values only after a change."""
+        """Remember the version counters."""
         if not self._warned:
             self._versions = versions_of(self._anchor.params)
 
@@ -397,8 +378,8 @@ class Outer:
     def step(self, anchor: Tensor, gradient: Tensor, memories: Sequence[Tensor]) -> None:
         """Move `anchor` in place. Memories are initially zero.
 
-        All tensors have the shape (elements,). `step` receives slices of the model one by one, so
-        it must work element by element.
+        All tensors have the shape (elements,). `step` receives slices of the model, so it must work
+        element by element.
         """
         raise NotImplementedError
 
@@ -458,7 +439,6 @@ class BlockMomentum(Outer):
             )
 
     def step(self, anchor: Tensor, gradient: Tensor, memories: Sequence[Tensor]) -> None:
-        """Move the anchor by block momentum."""
         (momentum,) = memories
         momentum.mul_(self.momentum).add_(gradient, alpha=self.lr)
         if self.nesterov:
@@ -478,7 +458,7 @@ class SlowMomentum(Outer):
     SGD with Slow Momentum", ICLR 2020, arXiv:1910.00643.
     """
 
-    inner_lr: float | None = None  # None: of the inner optimizer's first group
+    inner_lr: float | None = None  # None: the inner optimizer's current rate
     slow_lr: float = 1.0
     momentum: float = 0.7
 
@@ -486,7 +466,6 @@ class SlowMomentum(Outer):
     overwrites: ClassVar[bool] = False
 
     def step(self, anchor: Tensor, gradient: Tensor, memories: Sequence[Tensor]) -> None:
-        """Move the anchor by SlowMo's momentum, in units of the inner learning rate."""
         (slow,) = memories
         assert self.inner_lr is not None
         slow.mul_(self.momentum).add_(gradient, alpha=1 / self.inner_lr)

@@ -1,16 +1,13 @@
 """Checks of arguments, of combinations of options, and of agreement between workers.
 
-All workers raise before the first tensor is sent if their options or models differ.
-
-Averaged gradients: in blocks each worker follows local gradients. Inside `DistributedDataParallel`
-or `ShardedDataParallel`, all workers have the mean gradient and take equal steps, so sync rounds
-have no effect, but DDP's traffic remains. The constructor raises or warns if it finds such a
-wrapper. Otherwise a warning follows the first block if all workers moved identically.
+Averaged gradients: inside `DistributedDataParallel` or `ShardedDataParallel`, all workers take equal
+steps, so sync rounds have no effect, but DDP's traffic remains. The constructor raises or warns if
+it finds such a wrapper. Otherwise a warning follows the first block if all workers moved
+identically.
 
 Saved runs: options are saved under the engine's names ("every", "outer.momentum"), so that a run
-can continue under a different class with the same method. Messages use the names of the class, such
-as `global_sync_iter` and `block_momentum` for `BMUF`. A mapping `names` leads from the engine's
-names to the class's names.
+can continue under a different class with the same method. Messages use the class's names, such as
+`global_sync_iter` and `block_momentum` for `BMUF`. A mapping `names` translates them.
 """
 
 from __future__ import annotations
@@ -61,8 +58,8 @@ def check_optimizers(class_name: str, given: object, blocks: type[Optimizer]) ->
         for layer in unwrap(each, every_layer=True):
             if isinstance(layer, OptimizerWrapper | ShardedOptimizer):
                 raise TypeError(
-                    f"{class_name} takes a list of plain optimizers, and got a "
-                    f"{type(layer).__name__} in the list. Wrap it separately."
+                    f"{class_name} takes a list of plain optimizers, got "
+                    f"{type(layer).__name__} in the list. Wrap that optimizer separately."
                 )
             if isinstance(layer, LBFGS):
                 raise TypeError(
@@ -80,7 +77,6 @@ def check_optimizers(class_name: str, given: object, blocks: type[Optimizer]) ->
 
 
 def _check_optimizer(class_name: str, optimizer: object, blocks: type[Optimizer]) -> Optimizer:
-    """Return the optimizer, or raise if wrapping is impossible."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"{class_name} wraps an optimizer, or a list of them, got {type(optimizer).__name__}."
@@ -154,7 +150,7 @@ def check_agreement(
     buffers: Sequence[Tensor],
     modules: Sequence[nn.Module],
 ) -> None:
-    """Raise on every worker if options or models differ."""
+    """Raise on every worker if options or models differ, before the first tensor is sent."""
     facts = {
         "options": {name: str(value) for name, value in options.items()},
         "shards (process_group= must be of ranks with the same shard)": _describe_shards(params),
@@ -169,7 +165,6 @@ def check_agreement(
 
 
 def _describe_shards(params: Sequence[Tensor]) -> list[str]:
-    """Describe this rank's shards of DTensors."""
     shards = []
     for param in params:
         if is_dtensor(param):
@@ -204,7 +199,6 @@ def check_not_averaged(
 
 
 def _averaging_modules(optimizer: Optimizer, workers: RankGroup) -> set[str]:
-    """Return the class names of modules that average gradients over these workers."""
     found = set()
     for module, _ in modules_holding(all_params(optimizer), _averages):
         if _groups_overlap(module.process_group, workers):
@@ -229,7 +223,6 @@ def _groups_overlap(group: object, workers: RankGroup) -> bool:
 
 
 def describe_outer(outer: Outer) -> dict[str, Value]:
-    """Return an outer step's class and settings."""
     described: dict[str, Value] = {"outer": type(outer).__name__}
     for name, value in sorted(vars(outer).items()):
         is_plain = isinstance(value, bool | int | float | str | None)
@@ -238,12 +231,10 @@ def describe_outer(outer: Outer) -> dict[str, Value]:
 
 
 def rename_options(options: Options, names: Names) -> dict[str, Value]:
-    """Return the options under the class's names."""
     return {names.get(name, name): value for name, value in options.items()}
 
 
 def check_options(saved: Options, options: Options, names: Names) -> None:
-    """Raise if the saved run had different options."""
     differences = []
     for name, here in options.items():
         came = saved.get(name)

@@ -1,7 +1,6 @@
 """`Blocks`: an optimizer wrapper that trains in blocks of local steps.
 
-`Blocks.step` runs the inner optimizer's step and then `Sync.after_step` (`_sync.py`), which sends
-and merges fragments. `blocks/__init__.py` defines block, sync round, anchor and fragment.
+`Blocks.step` runs the inner optimizer's step and then `Sync.after_step` (`_sync.py`).
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from manyhands.blocks.crew._roster import NO_VERSION
 BUFFER_OPTIONS = ("average", "broadcast", "keep")
 
 Closure = Callable[[], object]  # computes the gradients and returns the loss
-Step = Callable[..., object]  # the inner optimizer's `step`, which may have more arguments
+Step = Callable[..., object]
 
 
 class Blocks(OptimizerWrapper):
@@ -68,18 +67,17 @@ class Blocks(OptimizerWrapper):
     >>> model(torch.ones(4, 2)).sum().backward()
     >>> optimizer.step()
 
-    The wrapper replaces the optimizer (or a list of optimizers). Do not wrap the model in
-    `DistributedDataParallel`: each worker follows local gradients, and parameters differ between
-    workers until the next sync round. `LocalSGD`, `BMUF`, `SlowMo` and `DiLoCo` are `Blocks` with
-    the outer step of that name. With a single worker and no crew, training is bitwise equal to the
-    bare optimizer.
+    The wrapper replaces the optimizer or list of optimizers. Do not wrap the model in
+    `DistributedDataParallel`: parameters differ between workers until the next sync round.
+    `LocalSGD`, `BMUF`, `SlowMo` and `DiLoCo` are `Blocks` with the outer step of that name. With a
+    single worker and no crew, training is bitwise equal to the bare optimizer.
 
     The constructor sets parameters and buffers to worker 0's values. Every worker must call `step`
     equally often, unless `every` is a `Seconds` with `own_steps=True`. At the end of training, and
     before evaluating or saving a model for all workers, call `synchronize()` on every worker, or
     use `at_anchor()`.
 
-    To define a different outer step, subclass `Outer`:
+    Subclass `Outer` to define a different outer step:
 
     >>> from manyhands.blocks import Outer
     >>> class Signs(Outer):
@@ -90,22 +88,21 @@ class Blocks(OptimizerWrapper):
 
     Args:
         optimizer: the inner optimizer, or a list of optimizers with separate parameters, such as
-            Muon and AdamW. `step` steps all optimizers in the list.
+            Muon and AdamW.
         outer: the outer step, which computes the next anchor from the workers' mean. By default
             the mean is the next anchor.
         every: number of steps between two sync rounds, or `Seconds`.
         codec: encoding of the differences: "float32", "bfloat16", "int8", "int4" or "ternary". The
             rounding error is added to the next difference.
-        overlap: number of steps for which training continues while a mean is in flight. With 0,
-            training waits for the mean.
-        fragments: number of parts of the model. The parts are synchronized one by one, at equal
-            intervals within a block.
+        overlap: number of steps for which training continues while a mean is in flight.
+        fragments: number of parts of the model, which are synchronized at equal intervals within a
+            block.
         state: treatment of the inner optimizer's state at a sync round: "keep", "average" over the
             workers, or "reset". "average_moments" averages Adam's moments only, like fairseq.
         buffers: treatment of the model's buffers: "average", "broadcast" from worker 0, or "keep".
         warmup: number of initial steps in which gradients are averaged, as in DDP.
-        local_warmup: take the warm-up steps along local gradients, and take worker 0's parameters
-            after the last step, like fairseq.
+        local_warmup: take the warm-up steps along local gradients, then take worker 0's parameters,
+            like fairseq.
         anchor_on_host: store the anchor and the outer memories in host memory.
         model: the model with the buffers. By default the model is found by its parameters, which
             fails after `gc.freeze()`.
@@ -122,7 +119,7 @@ class Blocks(OptimizerWrapper):
     layer = "blocks"
     #: Maps the names of the engine's options to the subclass's names (`_checks.py`).
     _names: ClassVar[Mapping[str, str]] = {}
-    _described: Outer | None = None  # the outer step to save, if different from the step in use
+    _described: Outer | None = None  # the outer step to save, if different
 
     @explained
     def __init__(
@@ -220,7 +217,6 @@ class Blocks(OptimizerWrapper):
         sync.anchor.begin()
 
     def _check_agreement(self, params: list[Tensor], buffers: list[Tensor]) -> None:
-        """Raise on every worker if options, these parameters or buffers differ between workers."""
         options = rename_options(self._compared(), self._names)
         check_agreement(
             type(self).__name__,
@@ -233,7 +229,7 @@ class Blocks(OptimizerWrapper):
         )
 
     def _compared(self) -> dict[str, Value]:
-        """Return the options, and the types of a list of optimizers; equal on all workers."""
+        """Return the facts that must be equal on all workers."""
         if not isinstance(self._inner, SeveralOptimizers):
             return self._options
         return {**self._options, "optimizers": str(self._inner)}
@@ -282,7 +278,7 @@ class Blocks(OptimizerWrapper):
         return list(self._sync.stats.left_out)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return plain numbers that describe the last sync rounds, for logs and `Record`."""
+        """Return plain numbers about the last sync rounds, for logs and `Record`."""
         sync = self._sync
         stats = sync.stats
         drift, *parts = stats.drifts
@@ -298,11 +294,11 @@ class Blocks(OptimizerWrapper):
         return {
             **inner,
             "step": sync.state.steps,
-            "workers": stats.workers or sync.members.workers.size,  # in the last round
+            "workers": stats.workers or sync.members.workers.size,
             "members": " ".join(map(str, stats.members)),
             "rounds": sync.state.rounds,
             "every": sync.schedule.length,
-            "own_every": sync.schedule.own,  # steps of this worker in the current block
+            "own_every": sync.schedule.own,  # of this worker
             "own_steps": sync.state.own,
             "distance": drift.distance,
             "spread": drift.spread,
@@ -319,12 +315,12 @@ class Blocks(OptimizerWrapper):
     def step(self, closure: Closure | None = None, *args: object, **kwargs: object) -> Any:
         """Step the inner optimizer, and synchronize with the other workers when a round is due.
 
-        Steps that a `GradScaler` skips count too, so that all workers count equally.
+        Steps that a `GradScaler` skips count too.
         """
         sync = self._sync
         if closure is not None:
             closure = self._in_step(closure)
-        # A scaler sets signals on the optimizer it was given: this wrapper or the inner optimizer.
+        # A scaler sets signals on this wrapper or on the inner optimizer.
         signals = ScalerSignals.read_from(self, self._inner)
         if sync.state.steps_together and not self.alone:
             result = self._step_together(signals, closure, *args, **kwargs)
@@ -350,7 +346,7 @@ class Blocks(OptimizerWrapper):
     def _step_inner(
         self, signals: ScalerSignals, closure: Closure | None, *args: object, **kwargs: object
     ) -> object:
-        """Step the inner optimizer, or return None if a `GradScaler` skips the step."""
+        """Step the inner optimizer, unless a `GradScaler` skips the step."""
         # `bool` synchronizes with the device, so it is a last resort.
         if signals.present and not self._supports_amp and bool(signals.found_inf):
             return None
@@ -362,7 +358,6 @@ class Blocks(OptimizerWrapper):
     def _step_together(
         self, signals: ScalerSignals, closure: Closure | None, *args: object, **kwargs: object
     ) -> object:
-        """Step along the mean of all workers' gradients."""
 
         def average() -> bool:
             if signals.grad_scale is not None:
@@ -374,7 +369,6 @@ class Blocks(OptimizerWrapper):
             return step(*args, **kwargs) if average() else None
 
         def closure_with_mean() -> object:
-            """Compute the gradients and the workers' mean, when the optimizer calls the closure."""
             with torch.enable_grad():
                 loss = closure()
             if not average():  # no worker has a finite gradient
@@ -384,7 +378,6 @@ class Blocks(OptimizerWrapper):
         return step(closure_with_mean, *args, **kwargs)
 
     def _add_unfrozen_params(self) -> None:
-        """Add parameters that became trainable since the last step to the anchor."""
         new = [param for param in trainable_params(self._inner) if id(param) not in self._known]
         if new:
             self._known.update(map(id, new))
@@ -427,7 +420,7 @@ class Blocks(OptimizerWrapper):
                 "add_param_group() does not work with a crew. Pass all parameters to the "
                 "optimizer's constructor."
             )
-        # Add first, because the agreement check reads the group; remove it if the check fails.
+        # Add first, because the agreement check reads the group.
         self._inner.add_param_group(param_group)
         if self.alone:
             return
@@ -447,17 +440,16 @@ class Blocks(OptimizerWrapper):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Synchronize now. Call it on every worker; parameters are equal on all workers afterwards.
+        """Synchronize now, on every worker. Parameters are equal on all workers afterwards.
 
-        In a crew, call it at equal `steps` on every worker. A worker that joined at that step takes
-        part.
+        In a crew, call it at equal `steps` on every worker, including new members.
         """
         if not self.alone:
             self._sync.sync_now()
 
     @contextmanager
     def at_anchor(self) -> Iterator[None]:
-        """Set the parameters to the anchor inside this context. The anchor is equal on all workers.
+        """Set the parameters to the anchor, which is equal on all workers, inside this context.
 
         >>> import torch, manyhands as mh
         >>> model = torch.nn.Linear(2, 1)
@@ -465,7 +457,7 @@ class Blocks(OptimizerWrapper):
         >>> with optimizer.at_anchor():
         ...     loss = model(torch.ones(1, 2)).sum()
 
-        No collective runs, so a single worker may call it. It copies the parameters.
+        No collective runs, so a single worker may call it.
         """
         sync = self._sync
         if self.alone or not sync.state.anchor_in_use:  # in a warm-up the parameters are equal
@@ -490,8 +482,7 @@ class Blocks(OptimizerWrapper):
     def finish(self) -> None:
         """Synchronize a last time at the end of training, and leave the crew.
 
-        If other members of the crew continue to train, the worker leaves without a sync round, and
-        its steps since the last round are lost.
+        If other members of the crew continue, this worker's steps since the last round are lost.
         """
         if isinstance(self._sync.members, ElasticMembers):
             if stop_notice.received:  # other members may need more time than this worker has
@@ -511,7 +502,7 @@ class Blocks(OptimizerWrapper):
     # -- stopping before the end ---------------------------------------------------------------
 
     def stop_agreed(self) -> bool | None:
-        """Return whether to stop here if all workers know the answer, otherwise None."""
+        """Return whether to stop here, or None if other workers may not know the answer."""
         if self.alone:
             if isinstance(self._inner, OptimizerWrapper):
                 return self._inner.stop_agreed()
@@ -525,8 +516,8 @@ class Blocks(OptimizerWrapper):
     def may_stop_here(self) -> bool:
         """Return whether a crew member should stop now.
 
-        The best time is between two blocks. Inside a block, this worker's steps would be lost, so
-        stop there only if the block would take more than half of the remaining time.
+        Inside a block, where this worker's steps would be lost, stop only if the block would take
+        more than half of the remaining time.
         """
         if not self.in_crew or self._sync.between_blocks:
             return True
@@ -534,7 +525,7 @@ class Blocks(OptimizerWrapper):
 
     @property
     def in_crew(self) -> bool:
-        """Whether a crew manages the workers, instead of a process group."""
+        """Whether this worker is in a crew."""
         return isinstance(self._sync.members, ElasticMembers)
 
     @property
@@ -547,23 +538,22 @@ class Blocks(OptimizerWrapper):
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state, with the state of the blocks under "blocks".
 
-        The state differs between workers, because parameters differ inside a block. If each worker
-        loads the state that it saved, training continues bit for bit. Any number of workers can
-        load worker 0's state.
+        Each worker has a different state. If each worker loads the state that it saved, training
+        continues bit for bit. Any number of workers can load worker 0's state.
         """
         state = self._inner.state_dict()
         state[_saving.KEY] = {"options": self._options, **_saving.save_worker(self._sync)}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a `state_dict`. Load the model's state first.
+        """Load a `state_dict`, after loading the model's.
 
-        Raises an error if the options of the blocks differ from the saved options. The message
-        explains how to change options on purpose.
+        Raises an error if options of the blocks differ from the saved options, and explains how to
+        change options on purpose.
         """
         check_same_optimizers(self._inner, state_dict)
         saved = self.checked_state(state_dict.get(_saving.KEY))
-        # All checks are complete: a state that does not fit has no effect.
+        # All checks precede changes.
         inner = dict(state_dict)
         inner.pop(_saving.KEY, None)
         self._inner.load_state_dict(inner)

@@ -1,17 +1,10 @@
 """Samples of a worker in blocks, and the weight of its steps in a sync round.
 
 With a `Cursor`, each worker owns a part of the epoch, and all workers have equal ledgers
-(`data/_ledger.py`):
-
-    send      the report of the round that ends a block contains the worker's number of samples
-    commit    if the round takes place, all workers commit all samples of the block
-    members   a worker that left or died owns no samples; a joiner receives the ledger
-    hand out  each member receives samples for the steps until the next round
-
-A worker with non-finite values is excluded from the mean, but its samples are committed, like the
-samples of a step that a gradient scaler skips.
-
-`Sync` owns a `BlockSamples`; a `Cursor` accesses it through `SampleRounds`.
+(`data/_ledger.py`). The report of the round that ends a block contains the worker's number of
+samples. If the round takes place, all workers commit all samples of the block, including samples of
+excluded workers. Each member then receives samples for the steps until the next round. A joiner
+receives the ledger with the state.
 """
 
 from __future__ import annotations
@@ -35,13 +28,12 @@ class BlockSamples:
         self._schedule = schedule
         self.account = Account()  # without rules if there is no cursor
         self.joined_late = False  # whether the ledger came from another worker
-        # Whether other workers' numbers of samples are unknown while a round is in flight.
+        # Whether other workers' samples are unknown while a round is in flight.
         self.unknown_in_flight = schedule.every.own_steps and schedule.overlap > 0
         self._counted: int | None = None  # from `count_samples`, for the current step
 
     @property
     def number(self) -> int:
-        """Rank of this worker, or its number in a crew."""
         return self._members.number
 
     # -- a step --------------------------------------------------------------------------------
@@ -68,10 +60,7 @@ class BlockSamples:
         return None if self.account.rules is None else self.account.checksum()
 
     def weight(self, work: Work, drawn: float) -> float:
-        """Return the weight of this work in the mean, from samples, or with own steps from steps.
-
-        `drawn` is the number of samples that the cursor returned for this work.
-        """
+        """Return the weight of this work in the mean; `drawn` is the cursor's number of samples."""
         if work.counted:
             return float(max(work.samples, 1))
         if not self._schedule.every.own_steps:
@@ -79,12 +68,11 @@ class BlockSamples:
         steps: float = work.steps
         if self.account.rules is not None:  # a cursor's last batches may be short
             steps = drawn / self.account.rules["batch"]
-        # 1 for a worker with the mean number of steps, and above 0 for every worker.
+        # 1 for the mean number of steps, and always positive.
         length = self._schedule.length
         return max(steps, 1 / length) / length
 
     def commit(self, result: RoundResult, step: int) -> None:
-        """Commit the samples of all workers up to this step."""
         numbers = self._members.numbers
         reports = result.reports
         # A round restored from a checkpoint may have a different number of workers.
@@ -110,7 +98,7 @@ class BlockSamples:
         if in_warmup:
             # A shared warm-up commits samples after each step, a local warm-up after the last step.
             steps = state.warmup - state.steps if state.local_warmup else 1
-        if schedule.overlap:  # training continues while the round is in flight
+        if schedule.overlap:  # training continues meanwhile
             steps += schedule.length + schedule.overlap
         account.hand_out(dict.fromkeys(numbers, steps), state.steps - account.committed_at)
 
@@ -123,7 +111,7 @@ class BlockSamples:
 
 
 class Rounds(Protocol):
-    """The part of `Sync` that `SampleRounds` uses."""
+    """The interface of `Sync` for `SampleRounds`."""
 
     state: BlockState
     samples: BlockSamples
@@ -175,10 +163,7 @@ class SampleRounds:
         self._samples.hand_out(self._rounds.state)
 
     def load(self, rules: Rules, ledger: Ledger) -> None:
-        """Continue with a saved ledger, unless this worker has just joined a run.
-
-        The run's position is later than the position in any checkpoint.
-        """
+        """Continue with a saved ledger, unless this worker has received a later one."""
         if self._rounds.state.joined_late:
             return
         if self._samples.joined_late:
@@ -190,10 +175,8 @@ class SampleRounds:
         self._samples.hand_out(self._rounds.state)
 
     def next_epoch(self) -> None:
-        """Start the next epoch, on all workers."""
         self.account.next_epoch(self._rounds.state.steps)
         self._samples.hand_out(self._rounds.state)
 
     def synchronize(self) -> None:
-        """Synchronize now, on all workers."""
         self._rounds.sync_now()

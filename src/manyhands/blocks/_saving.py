@@ -1,8 +1,8 @@
 """Save and load the state of blocks.
 
-`save_worker` returns the state of a single worker for the optimizer's `state_dict`, also inside a
-block. `save_counters` and `load_counters` serve checkpoints that all workers share. They contain
-numbers only, because `checkpoint/_optimizer.py` saves anchor and memories by parameter.
+`save_worker` serves the optimizer's `state_dict`, which differs between workers and may be taken
+inside a block. `save_counters` and `load_counters` serve checkpoints that all workers share; their
+tensors are saved by `checkpoint/_optimizer.py`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SavedWorker(Counters, AnchorState):
     diverged: bool
     residual: list[Tensor | None]
     pending: list[dict[str, object]]  # rounds in flight, from `save_round`
-    totals: list[int]  # exclusions of workers, and undone rounds, since the start of the run
+    totals: list[int]  # exclusions of workers, and undone rounds
     left_out: list[int]  # of the last mean
     initial_state: dict[object, object]
     clock: list[float]
@@ -74,17 +74,14 @@ def save_worker(sync: Sync) -> SavedWorker:
 
 
 def check_saved(saved: Any, options: Options, names: Names) -> SavedWorker | None:
-    """Return the blocks' entry of a state dict, or raise if it does not fit the options.
-
-    None means a state dict of the bare optimizer, and is returned unchanged.
-    """
+    """Return the blocks' entry of a state dict, if any, or raise if it does not fit the options."""
     if saved is None:
         return None
     entries = SavedEntries(saved, "blocks")
     entries.expect({"format": FORMAT})
     if entries.has("options"):
         check_options(entries.part("options").plain, options, names)
-    else:  # different options may change the fragments; differences are sent again when due
+    else:  # other options may change the fragments
         saved = {**saved, "pending": []}
     entries.whole("steps")
     entries.whole("rounds")
@@ -106,7 +103,7 @@ def check_saved(saved: Any, options: Options, names: Names) -> SavedWorker | Non
 
 
 def check_fits(state: SavedWorker, sync: Sync) -> None:
-    """Raise if the saved entry is inconsistent or does not fit the parameters."""
+    """Raise if the saved entry does not fit the parameters."""
     saved = SavedEntries(state, "blocks")
     diverged = saved.flag("diverged")
     saved.reals("clock", 2, least=-BELOW)
@@ -133,7 +130,6 @@ def check_fits(state: SavedWorker, sync: Sync) -> None:
 
 
 def _check_anchor(saved: SavedEntries, sync: Sync) -> None:
-    """Raise unless saved tensors have the shapes of anchor, memories and residuals."""
     buckets = sync.anchor.buckets
     workers = sync.members.workers
     has_residual = saved["workers"] == [workers.size, workers.rank]
@@ -152,7 +148,7 @@ def _check_anchor(saved: SavedEntries, sync: Sync) -> None:
 
 @torch.no_grad()
 def load_saved(saved: SavedWorker | None, sync: Sync) -> None:
-    """Continue from the saved state; without saved state, start an anchor at the parameters."""
+    """Continue from the saved state, or start an anchor at the parameters."""
     _drop_pending(sync)
     if saved is None:
         sync.anchor.begin()
@@ -180,7 +176,6 @@ def load_saved(saved: SavedWorker | None, sync: Sync) -> None:
     sync.stats.left_out = list(saved["left_out"])
     if saved["initial_state"]:
         sync.extras.initial_state = copy.deepcopy(saved["initial_state"])
-    # A crew sends differences again when due.
     if sync.anchor.buckets and not sync.members.elastic:
         for each in SavedEntries(saved, "blocks").parts("pending"):
             sync.pending.append(restore_round(each, sync.anchor))
@@ -189,9 +184,8 @@ def load_saved(saved: SavedWorker | None, sync: Sync) -> None:
 
 
 def _drop_pending(sync: Sync) -> None:
-    """Wait for the rounds in flight, and discard the results."""
     for pending in sync.pending:
-        pending.background.finished()  # the thread writes to tensors that are about to be loaded
+        pending.background.finished()  # its thread writes to tensors that are about to be loaded
     sync.pending.clear()
     sync.state = sync.state.forget_rounds()
 
@@ -213,7 +207,7 @@ def _load_residuals(saved: SavedWorker, sync: Sync) -> None:
 
 
 def save_round(pending: Pending) -> dict[str, object]:
-    """Wait for a round in flight, and return its mean and metadata as plain values and tensors."""
+    """Wait for a round in flight, and return it as plain values and tensors."""
     pending.background.finished()
     result = pending.background.result
     if result is None:
@@ -226,15 +220,14 @@ def save_round(pending: Pending) -> dict[str, object]:
         "buffers": [mean.saved() for mean in pending.buffers],
         "state": [mean.saved() for mean in pending.state],
         "report": tuple(pending.report),
-        # Stop notices concern the saving processes only. A loaded `Cursor` hands out this round's
-        # samples again.
+        # A stop notice concerns the saving process. A loaded `Cursor` hands out samples again.
         "reports": [tuple(report._replace(stop=0.0, drawn=0.0)) for report in result.reports],
         "parts": [[*part.by_rank, part.of_mean] for part in result.parts],
     }
 
 
 def restore_round(saved: SavedEntries, anchor: Anchor) -> Pending:
-    """Return the round from `save_round`, with its mean received but not merged."""
+    """Return the round from `save_round`, before its merge."""
     fragments = saved.wholes("fragments")
     if not all(fragment < anchor.fragments for fragment in fragments):
         raise saved.wrong("fragments", f"below {anchor.fragments}", fragments)
@@ -270,7 +263,6 @@ def _restore_squares(saved: SavedEntries, name: str, workers: int) -> Squares:
 
 
 def _restore_mean(saved: SavedEntries) -> SnapshotPayload:
-    """Return a received mean, not merged yet."""
     sizes = saved.wholes("sizes")
     saved.each("keys", len(sizes))
     saved.check_tensor("mean", torch.empty(sum(sizes), device="meta"), finite=False)
@@ -282,7 +274,7 @@ def _restore_mean(saved: SavedEntries) -> SnapshotPayload:
 
 
 class OuterStateParts:
-    """Blocks' state in a checkpoint; implements `BlocksParts` of `_optimizers/state_parts.py`."""
+    """Blocks' state in a checkpoint (`BlocksParts` of `_optimizers/state_parts.py`)."""
 
     def __init__(self, sync: Sync, options: Options) -> None:
         self._sync = sync
@@ -310,7 +302,6 @@ class OuterStateParts:
         return list(self._sync.anchor.outer_parts())
 
     def save_counters(self) -> dict[str, object]:
-        """Return plain numbers from which any worker can continue."""
         sync = self._sync
         if sync.state.diverged and not sync.alone:
             raise RuntimeError(
@@ -334,10 +325,9 @@ class OuterStateParts:
         return check_saved(saved, self._options, {})
 
     def load_counters(self, saved: Any, unsaved: Iterable[Tensor], *, residuals: bool) -> None:
-        """Continue from counters that `check_counters` has returned.
+        """Continue from checked counters. Anchors of `unsaved` parameters start at the parameters.
 
-        The anchor of `unsaved` parameters, frozen or trained by a single worker, starts at the
-        parameters.
+        These parameters were frozen, or trained by a single worker.
         """
         sync = self._sync
         new = {id(param) for param in unsaved}

@@ -3,19 +3,17 @@
 send      When a fragment is due, a sync round averages the difference from the anchor. With
           overlap, training continues meanwhile.
 plan      With `Seconds(..., own_steps=True)`, the reports of a round determine each worker's number
-          of steps in the next block. Each worker takes part in one round per block, so a worker
-          that slows down ends the block early; the report contains the actual number of steps.
+          of steps in the next block. A worker that slows down ends the block early.
 commit    All workers agree that the round took place (`averaging/_round.py`).
 merge     The outer step moves the anchor and the parameters.
 undo      A member was lost in the round. The remaining members repeat the round immediately; with
           overlap, the fragments are sent again when next due.
 joiners   New members of a crew receive the common state (`_common_state.py`).
-warm-up   The round after the last warm-up step makes the first anchor, with the current members.
+warm-up   The round after the last warm-up step makes the first anchor.
 samples   With a `Cursor`, the round also commits the samples of the block (`_samples.py`).
 
-`Sync.state` (`_block_state.py`) is the worker's place in this sequence, as a value. The methods
-below carry out its transitions: they send, wait, and move anchor and parameters.
-`blocks/__init__.py` defines block, sync round, anchor and fragment.
+`Sync.state` (`_block_state.py`) is the worker's place in this sequence. The methods below carry out
+its transitions.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ from manyhands.blocks.averaging._round import (
 
 @dataclass
 class Pending:
-    """A round in flight: fragments, and at the end of a block buffers and optimizer state."""
+    """Fragments in flight, and at the end of a block buffers and optimizer state."""
 
     fragments: Sequence[int]
     merge_at: int  # merge the mean after this step of `Sync.now`
@@ -75,10 +73,9 @@ class Pending:
     state: Sequence[SnapshotPayload]  # of the inner optimizer
     report: WorkerReport  # of this worker
     background: BackgroundSync
-    overlaps: bool = True  # whether training continues while the round is in flight
+    overlaps: bool = True  # whether training continues meanwhile
 
     def merge(self, result: RoundResult, anchor: Anchor, extras: Extras) -> None:
-        """Move anchor and parameters by the mean, and set buffers and state to the mean."""
         anchor.reset_frozen()  # parameters may have been frozen since the send
         for difference in self.differences:
             difference.merge(result, self.report.included)
@@ -95,7 +92,7 @@ class Pending:
 
 
 class Sync:
-    """All sync rounds of this worker, and the state between rounds."""
+    """The sync rounds of this worker."""
 
     def __init__(
         self,
@@ -127,12 +124,11 @@ class Sync:
             self._watch.check()
 
     def note_params(self) -> None:
-        """Remember the versions of the parameters after a step, if they are at the anchor."""
         if not self.state.diverged:
             self._watch.note()
 
     def count_step(self) -> None:
-        """Count a step of the optimizer, or a step that the optimizer skipped."""
+        """Count a step, including a step that the optimizer skipped."""
         state = self.state
         if self.alone or state.steps < state.warmup:
             steps = state.steps + 1
@@ -143,7 +139,7 @@ class Sync:
 
     @property
     def now(self) -> int:
-        """The step count that determines merges: common, or this worker's with own steps."""
+        """The step count for merges."""
         return self.state.own if self.schedule.every.own_steps else self.state.steps
 
     def after_step(self) -> None:
@@ -181,27 +177,25 @@ class Sync:
                 self.after_step()
 
     def set_steps(self, step: int) -> None:
-        """Merge the rounds in flight, and continue as after `step` steps, in that step's block."""
+        """Merge the rounds in flight, and continue as after `step` steps."""
         self.merge_pending()
         self.state = self.state.continue_at(step)
         self.begin_block()
         self.restart_clock()
 
     def begin_block(self) -> None:
-        """Enter the block of the current step without having taken its earlier steps."""
+        """Enter the block of the current step without its earlier steps."""
         start = self.schedule.every.first_start(max(self.state.steps, self.state.warmup))
         self.schedule.begin(start, self.schedule.length)
 
     def sync_now(self, *, closing: bool = False) -> None:
-        """Merge all rounds in flight, then synchronize all fragments if the state has diverged."""
-        # `closing`: all members have announced their arrival.
-        # Joiners admitted by a merge take part in the next round. If this worker itself received
-        # the state, it does not send: the other members have completed that round.
+        """Merge all rounds in flight, then synchronize all fragments if diverged."""
+        # `closing`: all members have arrived. If a merge admits joiners, they take part in the next
+        # round. If this worker itself received the state, the other members completed that round.
         fragments = range(self.schedule.fragments if self.anchor.buckets else 0)
         if self.state.has_let_in and self.state.diverged and fragments and not closing:
             # The joiners are training and do not know about this round. End the generation: the
-            # joiners notice at their next step (`_is_awaited`), and the next generation starts with
-            # the round.
+            # joiners notice at their next step (`_is_awaited`), and regroup for the round.
             assert isinstance(self.members, ElasticMembers)
             self.members.crew.settle(False)
             self.regroup(fragments)
@@ -214,9 +208,7 @@ class Sync:
             self._merge()
 
     def close(self) -> None:
-        """Complete a last sync round if the other members of the crew have finished too."""
-        # If they continue, this worker's last block is lost, as after a death, and the parameters
-        # return to the anchor.
+        """Complete a last sync round if the other members have finished, or discard the block."""
         assert isinstance(self.members, ElasticMembers)
         self.end_block()
         self.merge_pending()
@@ -232,12 +224,12 @@ class Sync:
             break
 
     def merge_pending(self, due: Sequence[int] = ()) -> None:
-        """Wait for all rounds in flight and merge them; send `due` again if members change."""
+        """Merge all rounds in flight; if members change, synchronize `due` too."""
         while self.pending:
             self._merge(due)
 
     def restart_clock(self, seconds: float = 0.0, steps: float = 0) -> None:
-        """Restart the step timer, with this many seconds and steps already counted."""
+        """Time steps from now, with this many seconds and steps already counted."""
         self.clock.restart(self.state.own, seconds, steps)
 
     @property
@@ -248,27 +240,25 @@ class Sync:
         return just_merged or not self.state.diverged
 
     def seconds_to_merge(self) -> float:
-        """Estimate the seconds until the steps of this block are in the anchor."""
+        """Estimate the seconds until the anchor contains the steps of this block."""
         schedule = self.schedule
         steps = max(0, schedule.own + schedule.overlap - schedule.into(self.state.steps))
         seconds, taken = self.clock.elapsed(self.state.own)
         return steps * seconds / max(taken, 1)
 
     def received_tensors(self) -> list[Tensor]:
-        """Return the tensors with the run's state if this worker has just joined a run."""
+        """Return the tensors with the run's state, after joining a run."""
         if not self.state.joined_late:
             return []
         return [*self.anchor.params, *self.extras.buffer_tensors()]
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other worker, now or later."""
         return self.members.alone
 
     # -- sync rounds of fragments --------------------------------------------------------------
 
     def _send(self, fragments: Sequence[int], merge_at: int) -> None:
-        """Start a sync round of these fragments."""
         self.anchor.reset_frozen()
         overlaps = merge_at > self.now
         # With overlap, parameters change during the round; a crew may undo the round.
@@ -317,10 +307,7 @@ class Sync:
         ends_block: bool = True,
         contributes: bool = True,
     ) -> WorkerReport:
-        """Return this worker's report for a round that averages `state`.
-
-        `finite` covers this rank's values. A round that `ends_block` commits the block's samples.
-        """
+        """Return this worker's report. `finite` covers this rank's values."""
         stop = stop_notice.received
         inner = self.members.inner
         if inner.size > 1:
@@ -367,7 +354,7 @@ class Sync:
         return result
 
     def _merge(self, due: Sequence[int] = ()) -> None:
-        """Wait for the oldest round in flight, and merge its mean into anchor and parameters."""
+        """Wait for the oldest round in flight, and merge the mean."""
         pending = self.pending.popleft()
         try:
             result = self._commit(pending.background)
@@ -375,8 +362,7 @@ class Sync:
             self.state = self.state.undo()
             raise
         if result is None:
-            # Without overlap, repeat the round now, so that no worker loses its block. With overlap
-            # the anchor is unchanged, and the differences are sent when next due.
+            # With overlap the anchor is unchanged, and the differences are sent when next due.
             self.state = self.state.undo([] if pending.overlaps else pending.fragments)
             self.regroup(due)
             if pending.overlaps:
@@ -398,7 +384,7 @@ class Sync:
             self.extras.reset_state()
         complete = len(pending.fragments) == self.schedule.fragments
         self.state = self.state.commit(complete=complete, overlaps=pending.overlaps, work=work)
-        for later in self.pending:  # these rounds include the work that was just merged
+        for later in self.pending:  # these rounds include the work just merged
             later.report = later.report.with_work(later.report.work.minus(work))
         self.regroup(due)
         self.restart_clock()
@@ -421,10 +407,9 @@ class Sync:
         *,
         contributes: bool = True,
     ) -> RoundResult | None:
-        """Average tensors in place over the workers, without anchor and outer step.
+        """Average tensors in place. Return None if the round was undone: `regroup` is due.
 
-        Return None if the round was undone; the caller must then `regroup`. A worker that does not
-        contribute receives the mean of the other workers.
+        A worker that does not contribute receives the mean of the other workers.
         """
         everything = [*payloads, *state]
         finite = all(map(is_payload_finite, everything))
@@ -449,12 +434,9 @@ class Sync:
     def average_gradients(self, params: Sequence[Tensor]) -> bool:
         """Set every gradient to the workers' mean, and return whether the mean is usable.
 
-        Steps of a shared warm-up follow this mean. A worker with non-finite gradients is excluded,
-        and receives the mean of the other workers. A parameter without a gradient on all workers
-        remains without a gradient.
-
-        After a state transfer, this worker's gradients belong to old parameters and are excluded.
-        If the transfer ended the warm-up, there is no mean.
+        Used in a shared warm-up. A parameter without a gradient on all workers remains without a
+        gradient. After a state transfer, this worker's gradients belong to old parameters and are
+        excluded. If the transfer ended the warm-up, there is no mean.
         """
         # Workers may use different parameters but must send equal payloads. Zeros replace missing
         # gradients, and `present` says which gradients exist.
@@ -472,14 +454,14 @@ class Sync:
                 return False
             result = self._average_once(payloads, contributes=self.state.joins == joins)
         self.samples.commit(result, self.state.steps + 1)
-        # The mean of `present` is above 0 if any worker has a gradient.
+        # The mean of `present` is positive if any worker has a gradient.
         for param, grad, anywhere in zip(params, grads, present.tolist(), strict=True):
             if param.grad is None and anywhere:
                 param.grad = grad
         return bool(result.included)
 
     def _begin_anchor(self) -> None:
-        """End a warm-up with a round that makes the first worker's parameters the anchor."""
+        """Make the first worker's parameters the first anchor, at the end of a warm-up."""
         tensors = [*trainable_params(self.extras.optimizer), *self.extras.buffer_tensors()]
         state = self.extras.state_payloads() if self.state.local_warmup else []
         result = self._average_once(make_payloads(by_index(tensors), first_only=True), state)
@@ -493,17 +475,16 @@ class Sync:
         self.restart_clock()
 
     def _reset_after_local_warmup(self) -> None:
-        """Reset the optimizer state at the end of a local warm-up: its parameters are replaced."""
+        """Reset the optimizer state, because a local warm-up ends with other parameters."""
         if self.state.local_warmup and not self.extras.averages_state:
             self.extras.reset_state()
 
     # -- elastic members -----------------------------------------------------------------------
 
     def regroup(self, due: Sequence[int] = ()) -> None:
-        """Change members if necessary, then repeat or send a round that is due now.
+        """Change members if necessary, then repeat an undone round.
 
-        That is an undone round, repeated so that no steps are lost; the round that ends a warm-up;
-        or, with new members, a round of the fragments `due`.
+        With new members, synchronize the fragments `due`. Also end a warm-up.
         """
         self._change_members(due)
         while self.state.ends_warmup:
@@ -515,7 +496,6 @@ class Sync:
         self.samples.hand_out(self.state)
 
     def _change_members(self, due: Sequence[int]) -> None:
-        """Remove lost members and admit joiners with the state, until no change is due."""
         while self.members.regroup_due:
             assert isinstance(self.members, ElasticMembers)
             self.pending.clear()  # not merged; sent again when due
@@ -527,14 +507,13 @@ class Sync:
 
     def _is_awaited(self) -> bool:
         """Return whether the members wait in a round at the step at which this worker joined."""
-        # This worker then receives the members' state again, and loses its steps. Ranks of a worker
-        # could notice this after different steps, so they wait until their next round is due.
+        # Ranks of a worker could notice this after different steps, so they wait until their next
+        # round is due.
         if self.members.inner.size > 1 or not isinstance(self.members, ElasticMembers):
             return False
         return self.members.crew.is_awaited(self.state.steps)
 
     def transfer_state(self) -> None:
-        """Send joiners the common state; all members agree that the joiners have received it."""
         assert isinstance(self.members, ElasticMembers)
         if not self.members.crew.joiners:
             return
