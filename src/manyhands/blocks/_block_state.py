@@ -31,8 +31,7 @@ A block with one round:
                              ▲                     │ undo
                              └── send ◀── retry ◀──┘
 
-With overlap or fragments, a worker remains diverged after a commit. The end of a warm-up has a
-separate round:
+With overlap or fragments, a worker remains diverged after a commit. The end of a warm-up:
 
                      step               end_warmup                 begin_anchor
           a warm-up ──────▶ its last step ──────▶ ends the warm-up ────────────▶ at the anchor
@@ -45,7 +44,7 @@ Invariants:
     retry               ⇒  not in_flight
     ends_warmup         ⇒  steps == warmup, without in_flight or retry
 
-This module uses plain values only. `Sync` (_sync.py) owns a state and carries out its transitions.
+`Sync` (_sync.py) owns a state and carries out its transitions.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ from manyhands.blocks.crew._roster import Version
 
 @dataclass(frozen=True)
 class BlockState:
-    """The state of a worker. Methods return a new state, or fail an assertion if invalid now."""
+    """The state of a worker. Methods return a new state, and assert that they are valid now."""
 
     warmup: int = 0
     local_warmup: bool = False
@@ -81,7 +80,6 @@ class BlockState:
     state_dropped: bool = False
 
     def __post_init__(self) -> None:
-        """Check the invariants."""
         assert min(self.work) >= 0, f"more work was merged than was done: {self}"
         assert self.in_flight >= 0, f"a round ends that was not sent: {self}"
         assert not (self.retry and self.in_flight), f"a round overtakes a repeated one: {self}"
@@ -92,7 +90,6 @@ class BlockState:
 
     @classmethod
     def begin(cls, warmup: int, local_warmup: bool) -> BlockState:
-        """Return the initial state."""
         return cls(warmup, local_warmup)._at(0, 0)
 
     # -- questions -----------------------------------------------------------------------------
@@ -105,7 +102,7 @@ class BlockState:
 
     @property
     def contributes(self) -> bool:
-        """Whether the difference from the anchor results from this worker's steps."""
+        """Whether this worker's difference from the anchor results from training."""
         return not self.just_joined
 
     @property
@@ -120,22 +117,17 @@ class BlockState:
 
     @property
     def in_local_warmup(self) -> bool:
-        """Whether the next step is in a local warm-up."""
         return self.steps < self.warmup and self.local_warmup
 
     @property
     def anchor_in_use(self) -> bool:
-        """Whether all workers have agreed on the anchor, which follows a warm-up."""
+        """Whether all workers have agreed on the anchor."""
         return self.has_anchor and self.steps >= self.warmup and not self.ends_warmup
 
     # -- steps ---------------------------------------------------------------------------------
 
     def step(self, steps: int | None = None, samples: int | None = None) -> BlockState:
-        """Count a step of this worker.
-
-        `steps` is the common count after the step, by default one more. `samples` is the number of
-        samples of the step, if known.
-        """
+        """Count a step; `steps` is the common count afterwards, by default one more."""
         assert not self.retry, f"a step before an undone round is repeated: {self}"
         assert not self.ends_warmup, f"a step before the round that ends the warm-up: {self}"
         # Diverged workers remain diverged in a shared warm-up, such as after `set_num_updates`.
@@ -166,7 +158,7 @@ class BlockState:
         """Continue from a number of steps, set by the user or loaded without state of blocks."""
         assert not self.in_flight, f"merge what is in flight first: {self}"
         assert not self.ends_warmup, f"hold the round that ends the warm-up first: {self}"
-        # After the warm-up, the workers of the original run had agreed on an anchor.
+        # After a warm-up, the workers had agreed on an anchor.
         has_anchor = self.has_anchor or steps >= self.warmup
         return replace(self, steps=steps, has_anchor=has_anchor)
 
@@ -192,10 +184,9 @@ class BlockState:
         return replace(self, in_flight=self.in_flight + 1, retry=())
 
     def commit(self, *, complete: bool, overlaps: bool, work: Work = NO_WORK) -> BlockState:
-        """Count the oldest round in flight as merged.
+        """Count the oldest round in flight as merged, with this worker's `work`.
 
         `complete`: the round had all fragments. `overlaps`: steps were taken during the round.
-        `work`: this worker's steps in the round.
         """
         return replace(
             self,
@@ -208,7 +199,7 @@ class BlockState:
         )
 
     def undo(self, retry: Sequence[int] = ()) -> BlockState:
-        """Abandon the oldest round in flight, and set the fragments to repeat."""
+        """Abandon the oldest round in flight, and set fragments to repeat."""
         return replace(self, in_flight=self.in_flight - 1, retry=tuple(retry))
 
     def return_to_anchor(self) -> BlockState:
@@ -217,16 +208,15 @@ class BlockState:
         return replace(self.drop_steps(), diverged=False)
 
     def drop_steps(self) -> BlockState:
-        """Drop all steps that no completed round contains, such as non-finite values."""
-        # In a shared warm-up no step is lost: all workers step along the mean.
+        """Drop the steps that no completed round contains, such as non-finite values."""
+        # A shared warm-up loses no step, because all workers step along the mean.
         lost = self.work.steps if self.diverged else 0
         return replace(self, work=NO_WORK, dropped=self.dropped + lost)
 
     # -- members and state that change ---------------------------------------------------------
 
     def regroup(self, due: Sequence[int] = ()) -> BlockState:
-        """Abandon all rounds in flight: the members change."""
-        # Diverged workers synchronize the fragments `due` among the new members.
+        """Abandon all rounds in flight; diverged new members synchronize the fragments `due`."""
         retry = tuple(due) if due and self.diverged else self.retry
         return replace(self, in_flight=0, retry=retry)
 
@@ -242,7 +232,7 @@ class BlockState:
         """Take over another member's state.
 
         A joiner takes part in a retry, without contributing, and in the round that ends a warm-up.
-        A late member drops its steps: they started from an old anchor.
+        A late member drops its steps, which started from an old anchor.
         """
         assert not self.in_flight, f"rounds of former members are in flight: {self}"
         state = replace(
@@ -258,7 +248,6 @@ class BlockState:
         return state._at(steps, rounds, ends_warmup)
 
     def forget_rounds(self) -> BlockState:
-        """Abandon the rounds in flight before loading a state."""
         return replace(
             self,
             in_flight=0,
@@ -278,7 +267,6 @@ class BlockState:
         work: Work = NO_WORK,
         dropped: int = 0,
     ) -> BlockState:
-        """Continue from saved counters."""
         now = self.forget_rounds()
         now = replace(now, own=own, work=work, dropped=dropped, diverged=diverged)
         return now._at(steps, rounds)

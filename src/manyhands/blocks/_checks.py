@@ -1,8 +1,8 @@
 """Checks of arguments, of combinations of options, and of agreement between workers.
 
-Averaged gradients: inside `DistributedDataParallel` or `ShardedDataParallel`, all workers take equal
-steps, so sync rounds have no effect, but DDP's traffic remains. The constructor raises or warns if
-it finds such a wrapper. Otherwise a warning follows the first block if all workers moved
+Averaged gradients: inside `DistributedDataParallel` or `ShardedDataParallel`, all workers take
+equal steps, so sync rounds have no effect, but DDP's traffic remains. The constructor raises or
+warns if it finds such a wrapper. Otherwise a warning follows the first block if all workers moved
 identically.
 
 Saved runs: options are saved under the engine's names ("every", "outer.momentum"), so that a run

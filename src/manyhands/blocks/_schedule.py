@@ -9,9 +9,9 @@ A block of `length` steps starts after step `start`. With F fragments, fragment 
 
 The length is constant (`Every`) or depends on the time per step (`Seconds`).
 
-With `Seconds(..., own_steps=True)`, the number of steps in a block differs between workers. It
-depends on each worker's seconds per step. The reports of a sync round contain these times, so every
-worker knows all numbers at the start of a block:
+With `Seconds(..., own_steps=True)`, the number of steps in a block depends on each worker's seconds
+per step. The reports of a sync round contain these times, so every worker knows all numbers at the
+start of a block:
 
     s_w                     seconds per step on worker w
     n_w = round(T / s_w)    steps of worker w in a block of T seconds, at least `least`
@@ -36,7 +36,7 @@ from manyhands.blocks.averaging._payload import RoundResult
 
 
 class BlockPlan(TypedDict, total=False):
-    """With own steps: the saved facts about the current block, equal on all workers."""
+    """Saved facts about the current block with own steps, equal on all workers."""
 
     plan: list[tuple[int, int]]  # number and steps of each worker
     pace: list[float]  # the schedule's `seconds` and `ahead`
@@ -56,13 +56,12 @@ class Schedule:
         self.length = every.first
         # The following attributes serve own steps.
         self.taken = 0  # steps of this worker in the block
-        # Each worker's steps in the block, by number, from the last sync round. Absent workers take
-        # `length` steps.
+        # Each worker's steps in the block, by number; absent workers take `length` steps.
         self.plan: dict[int, int] = {}
         self.number = 0  # of this worker
         self.seconds = 0.0  # of the block on the slowest worker; 0: no step was timed yet
-        # The mean of the workers' steps minus the common count. The difference results from
-        # rounding and from blocks that ended early, and the next block compensates for it.
+        # The mean of the workers' steps minus the common count. It results from rounding and from
+        # blocks that ended early, and the next block compensates for it.
         self.ahead = 0.0
 
     @property
@@ -80,7 +79,6 @@ class Schedule:
         return self.taken if self.every.own_steps else step - self.start
 
     def due(self, step: int) -> list[int]:
-        """Return the fragments to send after this step."""
         # A state saved by another worker may be ahead of this worker's last step.
         into = min(self.into(step), self.own)
         count = self.fragments
@@ -92,8 +90,7 @@ class Schedule:
     def count(self, step: int, *, in_flight: bool, elapsed: float) -> int:
         """Count a step of this worker; return the new common count.
 
-        `in_flight`: the round that started this block is not merged. `elapsed`: seconds since the
-        start of the block.
+        `in_flight`: the round that started this block is not merged. `elapsed`: seconds since then.
         """
         if not self.every.own_steps:
             return step + 1
@@ -107,7 +104,6 @@ class Schedule:
         return max(step, self.start + self.length * min(self.taken, self.own) // self.own)
 
     def is_late(self, seconds: float) -> bool:
-        """Return whether the block takes longer than planned."""
         return 0.0 < LATE_FACTOR * self.seconds < seconds
 
     def end(self) -> int:
@@ -116,7 +112,6 @@ class Schedule:
         return self.start + self.length
 
     def begin(self, step: int, length: int) -> None:
-        """Start a block of this length after a step."""
         self.start = step
         self.length = length
         self.taken = 0
@@ -127,19 +122,18 @@ class Schedule:
         if not self.every.own_steps:
             self.begin(step, self.every.next(self.length, seconds))
             return
-        # The numbers of the last block apply until a round replaces them.
+        # Until a round replaces them, the numbers of the last block apply.
         self.start += self.length
         self.ahead -= self.length
         self.taken = 0
 
     def steps_of(self, numbers: Sequence[int]) -> dict[int, int]:
-        """Return each worker's steps in the block."""
         return {number: self.plan.get(number, self.length) for number in numbers}
 
     def follow_round(self, result: RoundResult, numbers: Sequence[int], number: int) -> None:
         """Set the block's length from the round sent at its start.
 
-        `numbers` are the workers' numbers in the order of the reports; `number` is this worker's.
+        `numbers` are the workers' numbers by rank; `number` is this worker's.
         """
         if not isinstance(self.every, Seconds) or not self.every.own_steps:
             self.length = int(result.first_report.length)
@@ -149,7 +143,7 @@ class Schedule:
         timed = [pace.seconds for pace in paces if pace.taken > 0]
         if not included or not timed or min(timed) <= 0:
             return
-        if len(numbers) != len(paces):  # a round that was restored from a checkpoint
+        if len(numbers) != len(paces):  # a round restored from a checkpoint
             numbers = range(len(paces))
         # A new worker has no time, and gets the mean time.
         mean = sum(timed) / len(timed)
@@ -160,23 +154,21 @@ class Schedule:
         self.follow(dict(zip(numbers, steps, strict=True)), number, taken, slowest)
 
     def follow(self, plan: Mapping[int, int], number: int, taken: float, seconds: float) -> None:
-        """Set each worker's steps; `taken` is the workers' mean number in the previous block."""
+        """Set each worker's steps; `taken` is the workers' mean in the previous block."""
         self.plan = dict(plan)
         self.number = number
         self.seconds = seconds
         self.ahead += taken
-        # Exceed the overlap: its steps are not counted, because the numbers were unknown.
+        # Exceed the overlap, whose steps were not counted.
         mean = sum(plan.values()) / len(plan)
         self.length = max(self.overlap + 1, round(self.ahead + mean))
 
     def to_state(self) -> BlockPlan:
-        """Return the plan, besides start and length."""
         if not self.every.own_steps:
             return {}
         return {"plan": list(self.plan.items()), "pace": [self.seconds, self.ahead]}
 
     def load_state(self, saved: BlockPlan, number: int) -> None:
-        """Load the plan of a saved block, or of another worker's block."""
         if self.every.own_steps:
             self.plan = dict(saved.get("plan", []))
             self.seconds, self.ahead = saved.get("pace", [0.0, 0.0])
@@ -184,7 +176,8 @@ class Schedule:
 
 
 class Every:
-    """A constant block length; base class of `Seconds`. `every=50` means `Every(50)`.
+    """A constant block length, and base class of `Seconds`. `every=50` means `Every(50)`.
+
     >>> from manyhands.blocks import Every
     >>> Every(50).next(50, seconds=0.1)  # the length of the next block
     50
@@ -203,14 +196,14 @@ class Every:
         self.least = self.first
 
     def first_start(self, step: int) -> int:
-        """Return the start of the block that contains this step; blocks start at multiples."""
+        """Return the start of the block of this step, which is a multiple of the length."""
         return step // self.first * self.first
 
     def next(self, length: int, seconds: float) -> int:
         """Return the next block's length.
 
-        `length` is the last block's length and `seconds` the slowest worker's seconds per step.
-        Both are equal on all workers, so all choose the same length.
+        `length` is the last block's length, and `seconds` the slowest worker's seconds per step;
+        both are equal on all workers.
         """
         return self.first
 
@@ -225,13 +218,11 @@ class Seconds(Every):
     >>> mh.Seconds(60, first=100)
     Seconds(60, first=100, least=1)
 
-    `first` is the length of the first block, before any step was timed. `least` is the minimum
-    length.
+    `first` is the length of the first block, before any step was timed. `least` is the minimum.
 
-    With `own_steps=True`, faster workers take more steps per block; otherwise all workers take the
-    same number. The mean of a sync round is then weighted by these numbers, or by samples if
-    `count_samples` is used. The optimizer's `steps` is the workers' mean: train until it reaches
-    the target.
+    With `own_steps=True`, faster workers take more steps per block. The mean of a sync round is
+    then weighted by steps, or by samples if `count_samples` is used. The optimizer's `steps` is the
+    workers' mean: train until it reaches the target.
 
     >>> mh.Seconds(60, own_steps=True)
     Seconds(60, first=10, least=1, own_steps=True)

@@ -5,8 +5,7 @@
     PairwiseChunk       encoded values: two messages between each pair of workers
 
 With all_reduce or pairwise messages, each of N workers sends 2 (N-1)/N of the encoded payload.
-Reports travel with each chunk. An all_reduce needs space for all workers' reports, so only the
-first chunk and the last chunk of each part have reports.
+Reports travel with the chunks.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from manyhands.blocks.averaging._payload import (
 
 MIN_CHUNK = 1 << 18  # elements; in smaller messages latency dominates
 FEW_BITS = 2  # per value; codecs with fewer bits use the largest chunks
-CHUNK_MULTIPLE = 1 << 16  # elements; a multiple of each codec's group, so no chunk cuts a group
+CHUNK_MULTIPLE = 1 << 16  # elements; a multiple of each codec's group
 
 
 class Waitable(Protocol):
@@ -83,7 +82,6 @@ class PayloadChunk:
         squares[1] += square
 
     def _square(self, values: Tensor) -> float:
-        """Return the squared length of values in the drift, otherwise 0."""
         # A dot product reads the memory once, and is faster than norm().square().
         return float(torch.dot(values, values)) if self.payload.measured else 0.0
 
@@ -107,8 +105,8 @@ class PayloadChunk:
 
 def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> list[PayloadChunk]:
     """Return the chunks of all payloads, in equal order on every worker."""
-    # An empty payload becomes an empty chunk, so that reports are exchanged.
-    spare: list[Tensor] = []  # memory of finished chunks, for reuse
+    # An empty payload becomes an empty chunk, because reports are necessary.
+    spare: list[Tensor] = []  # memory of finished chunks
     chunks: list[PayloadChunk] = []
     summed: list[AllReduceChunk] = []
     largest = 0  # bytes of a chunk in shared memory
@@ -122,7 +120,7 @@ def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> list[Pay
                 chunks.append(SharedMemoryChunk(payload, start, stop, workers))
             elif summable and workers.has_backend(payload.device):
                 chunk = AllReduceChunk(payload, start, stop, workers, spare)
-                # Reports with the last chunk of a part contain the part's squared length.
+                # The part's squared length arrives with its last chunk.
                 if len(summed) > 1 and summed[-1].payload.part == payload.part:
                     summed[-1].reports_in = 0
                 summed.append(chunk)
@@ -135,7 +133,7 @@ def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> list[Pay
 
 
 def _chunk_length(payload: Payload) -> int:
-    """Return the elements per chunk: large chunks for few bits, because of latency."""
+    """Return the elements per chunk. Few bits need large chunks, because of latency."""
     codec = payload.codec
     if codec.rounds and 8 * codec.size(CHUNK_MULTIPLE, payload.dtype) < FEW_BITS * CHUNK_MULTIPLE:
         return MAX_CHUNK
@@ -155,16 +153,13 @@ PARTS = 3  # 3 × 24 bits of a float32's mantissa hold the 53 of a float64
 class AllReduceChunk(PayloadChunk):
     """A chunk of unencoded values, added up by an all_reduce.
 
-    All reports follow the values in a single tensor:
+    All reports follow the values in a single tensor of the payload's type:
 
         [ values: length | reports: workers × REPORT × PARTS ]
 
-    Only two chunks of a part have reports. The first is needed to continue, and the last contains
-    the squared lengths. Reports with every chunk would take more time.
-
-    Each worker fills in one report and leaves zeros elsewhere, so the sum contains all reports. The
-    tensor has the payload's type. Each float64 of a report is split into PARTS float32 numbers with
-    an exact sum.
+    Each worker fills in one report and leaves zeros elsewhere, so the sum contains all reports.
+    Each float64 of a report is split into PARTS float32 numbers with an exact sum. To save time,
+    only the first chunk of a round and the last chunk of each part have reports.
     """
 
     has_mean = True
@@ -178,7 +173,6 @@ class AllReduceChunk(PayloadChunk):
         self.reports_in = workers.size  # number of reports in the tensor
 
     def send_values(self, report: WorkerReport, squares: list[float]) -> None:
-        """Start an all_reduce of the values, followed by all reports."""
         self._sent = self._allocate(self.length + self.reports_in * REPORT * PARTS)
         self._values = self._sent[: self.length]
         reports = self._sent[self.length :]
@@ -200,11 +194,10 @@ class AllReduceChunk(PayloadChunk):
         """Do nothing: every worker has the sum."""
 
     def write_mean(self, result: RoundResult) -> float:
-        """Divide the sum by the weights, and write it to the payload."""
         total = 0.0
         for rank in result.included:
             total += result.reports[rank].weight
-        if total not in (0.0, 1.0):  # 0: no worker is included
+        if total not in (0.0, 1.0):
             self._values.mul_(1 / total)
         square = self._square(self._values)
         if self.length:
@@ -238,14 +231,14 @@ PLACES = 6  # chunks in shared memory
 
 
 class SharedMemoryChunk(PayloadChunk):
-    """A chunk in memory that the workers of a host share, so that no message is needed.
+    """A chunk in memory that the workers of a host share, without messages.
 
     Each worker reads values into a *place* visible to all workers, averages one slice there, and
     copies the other slices from other workers' places. One-element all-reduces serve as barriers.
     A barrier announces that the newest chunk is read and the second chunk before it is averaged.
 
-    Places are reused after PLACES = 6 chunks, when no worker reads them anymore. A worker reaches
-    the barrier of a chunk only after writing the mean of the fourth chunk before it, and no worker
+    Places are reused after PLACES = 6 chunks. By then no worker reads them: a worker reaches the
+    barrier of a chunk only after writing the mean of the fourth chunk before it, and no worker
     reads the second chunk before it until that barrier.
     """
 
@@ -255,7 +248,6 @@ class SharedMemoryChunk(PayloadChunk):
         self._barrier: Waitable
 
     def send_values(self, report: WorkerReport, squares: list[float]) -> None:
-        """Write the values and the report to shared memory."""
         host = self.workers.shared_memory
         assert host is not None
         size = PLACE_HEAD + self.length * self.payload.dtype.itemsize
@@ -266,7 +258,7 @@ class SharedMemoryChunk(PayloadChunk):
         self._read_all(report, values, squares)
         own_report = torch.tensor([*report, *squares], dtype=torch.float64)
         self._reports[self.workers.rank][:REPORT] = own_report
-        # The barrier comes last: workers that pass it may read the report and the values.
+        # The barrier comes last, because it allows other workers to read.
         self._barrier = host.barrier()
 
     def receive_reports(self) -> list[list[float]]:
@@ -274,7 +266,6 @@ class SharedMemoryChunk(PayloadChunk):
         return [numbers[:REPORT].tolist() for numbers in self._reports]
 
     def send_mean(self, result: RoundResult) -> None:
-        """Average this worker's slice in place."""
         rank = self.workers.rank
         host = self.workers.shared_memory
         assert host is not None
@@ -285,7 +276,6 @@ class SharedMemoryChunk(PayloadChunk):
         self._barrier = host.deferred_barrier()
 
     def write_mean(self, result: RoundResult) -> float:
-        """Copy each owner's mean to the payload."""
         self._barrier.wait()
         for owner, first in enumerate(self._cuts[:-1]):
             if first < self._cuts[owner + 1]:
@@ -318,8 +308,7 @@ class PairwiseChunk(PayloadChunk):
     Each worker sends 2 (N-1)/N of the encoded payload, as in a ring all_reduce. A ring adds values
     on the way, so it would have to decode and encode at every hop.
 
-    Without rounding, values are read directly into the message, and the mean is computed there. A
-    message is
+    Without rounding, values and mean are computed directly in the message:
 
         [ report: REPORT float64 | encoded values | padding to 8 bytes ]
 
@@ -339,7 +328,6 @@ class PairwiseChunk(PayloadChunk):
         self._own_head: list[float] = []
 
     def send_values(self, report: WorkerReport, squares: list[float]) -> None:
-        """Send each slice of encoded values to its owner."""
         payload = self.payload
         rank = self.workers.rank
         messages = []
@@ -366,7 +354,6 @@ class PairwiseChunk(PayloadChunk):
         return [self._head(rank, MESSAGE_HEAD) for rank in range(self.workers.size)]
 
     def send_mean(self, result: RoundResult) -> None:
-        """Send the mean of this worker's slice to all other workers."""
         rank = self.workers.rank
         size = self.workers.size
         self._average(self._own, result, lambda other: self._decode(other, rank, MESSAGE_HEAD))
@@ -383,7 +370,6 @@ class PairwiseChunk(PayloadChunk):
         self._exchange([message] * size, sizes, MEAN_TAG)
 
     def write_mean(self, result: RoundResult) -> float:
-        """Decode the owners' means, and write them to the payload."""
         self._wait()
         square = 0.0
         for owner, first in enumerate(self._cuts[:-1]):
@@ -404,7 +390,6 @@ class PairwiseChunk(PayloadChunk):
         return -(-(MESSAGE_HEAD + size) // 8) * 8  # view(float64) needs a multiple of 8
 
     def _values_in(self, message: Tensor, elements: int) -> Tensor:
-        """Return memory for a slice's values: inside the message if not rounded."""
         dtype = self.payload.dtype
         if self.payload.codec.rounds:
             return torch.empty(elements, dtype=dtype, device=self.payload.device)
@@ -413,8 +398,8 @@ class PairwiseChunk(PayloadChunk):
     def _encode(self, values: Tensor, owner: int, message: Tensor, *, correct: bool) -> Tensor:
         """Write encoded values of a slice to a message, and return the values after decoding.
 
-        If `correct`, add the residual. For this worker's slice the residual is the rounding error
-        of the mean, for other slices the rounding error of this worker's values.
+        If `correct`, add the residual: the rounding error of the mean for this worker's slice, and
+        of this worker's values for other slices.
         """
         residual = None
         if correct and self.payload.residual is not None:
@@ -425,7 +410,6 @@ class PairwiseChunk(PayloadChunk):
         return arriving
 
     def _decode(self, rank: int, owner: int, head: int) -> Tensor:
-        """Return the decoded values of a slice from the message of `rank`."""
         codec = self.payload.codec
         elements = self._elements(owner)
         size = codec.size(elements, self.payload.dtype)
@@ -433,7 +417,6 @@ class PairwiseChunk(PayloadChunk):
         return codec.decode(data, elements, self.payload.dtype)
 
     def _head(self, rank: int, size: int) -> list[float]:
-        """Return the numbers at the start of the message of `rank`."""
         if rank == self.workers.rank:
             return self._own_head
         return self._incoming[rank][:size].cpu().view(torch.float64).tolist()
@@ -442,7 +425,7 @@ class PairwiseChunk(PayloadChunk):
         """Send each other worker a message, and receive `sizes[rank]` bytes from each."""
         if self.workers.size > 1:
             rank = self.workers.rank
-            # no message to this worker
+            # No message to this worker.
             messages[rank] = messages[rank][:0]
             sizes[rank] = 0
             if not self.workers.has_backend(self.payload.device):  # gloo sends from the host only

@@ -1,6 +1,6 @@
 """Contributions of a worker to a sync round, and the result of the round.
 
-Work             steps and samples of a worker, which determine its weight
+Work             steps and samples of a worker
 WorkerReport     a few numbers about a worker, sent with the chunks
 RoundResult      all reports and squared lengths; equal on all workers
 Payload          tensors of one type from a worker, read and written in ranges
@@ -10,14 +10,13 @@ Extras           the model's buffers and the optimizer state, averaged or reset
 
 Payloads of parameters are differences from the anchor (`blocks/_anchor.py`).
 
-The mean excludes workers with non-finite values. A finite norm, which reads the memory once, proves
-that all values are finite. A norm may overflow for finite values (in float32 the square of 3e19 is
-infinite), so if it is not finite, the maximum absolute value decides.
+The mean excludes workers with non-finite values. A finite norm proves that all values are finite,
+and reads the memory once. A norm may overflow (in float32 the square of 3e19 is infinite), so if it
+is not finite, the maximum absolute value decides.
 
 Each tensor has a *key*, equal on all workers and across restarts: the index of a buffer in the
-model, or the index of a parameter with the name of its state. With overlap, the mean is written to
-the tensors with these keys at the time of the merge, because tensors may be replaced during the
-round, or loaded from a checkpoint.
+model, or the index of a parameter with the name of its state. The mean is written to the current
+tensors with these keys, because tensors may be replaced during a round.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam; fairseq's `average_sync` average
 MAX_CHUNK = 1 << 20  # elements; 4 MiB of float32 fit in the cache
 
 # Values of `WorkerReport.status` other than 1.
-NOT_FINITE = 0.0  # excluded and reported, because of a NaN or an infinity
+NOT_FINITE = 0.0  # excluded and reported
 NO_CONTRIBUTION = -1.0  # excluded, because the worker has just joined
 
 # Values of `WorkerReport.samples` below 0: the samples of no step, or only of some, are known.
@@ -66,7 +65,7 @@ class Work(NamedTuple):
     samples: int = 0  # of the counted steps
 
     def plus(self, samples: int | None) -> Work:
-        """Add a step on this many samples, or None if unknown."""
+        """Add a step with its number of samples, if known."""
         if samples is None:
             return self._replace(steps=self.steps + 1)
         return Work(self.steps + 1, self.counted + 1, self.samples + samples)
@@ -81,18 +80,15 @@ NO_WORK = Work()
 
 
 class WorkerReport(NamedTuple):
-    """A worker's description of itself.
-
-    All fields are floats: a report travels as float64 in the message with the values.
-    """
+    """A worker's description of itself, sent as float64 in the message with the values."""
 
     step: float = 0.0  # must be equal on all workers
     status: float = 1.0  # 1: in the mean; NOT_FINITE or NO_CONTRIBUTION: excluded
     options: float = 0.0  # a checksum; must be equal on all workers
-    state_elements: float = 0.0  # of optimizer state, averaged only if every worker has some
+    state_elements: float = 0.0  # averaged only if above 0 on every worker
     seconds: float = 0.0  # per step on this worker
     lr: float = 0.0
-    length: float = 0.0  # steps of the next block; the first worker's number applies to all
+    length: float = 0.0  # of the next block; the first worker's applies to all
     drawn: float = 0.0  # samples from a `Cursor` since the last completed round
     stop: float = 0.0  # 1 after a stop notice (`_ranks/stop_notice.py`)
     taken: float = 0.0  # this worker's steps in these values
@@ -101,19 +97,16 @@ class WorkerReport(NamedTuple):
 
     @property
     def included(self) -> bool:
-        """Whether the mean contains this worker's values."""
         return self.status > 0
 
     @property
     def work(self) -> Work:
-        """The work behind this worker's values."""
         steps = int(self.taken)
         if self.samples < 0.0:
             return Work(steps)
         return Work(steps, steps, int(self.samples))
 
     def with_work(self, work: Work) -> WorkerReport:
-        """Return the report with this work."""
         samples = SAMPLES_UNKNOWN
         if work.counted == work.steps > 0:
             samples = float(work.samples)
@@ -139,11 +132,10 @@ class Payload:
     part = 0  # the drift is measured for each part
 
     def read(self, start: int, out: Tensor) -> None:
-        """Fill `out` with the elements from `start`."""
         raise NotImplementedError
 
     def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
-        """Store the mean of the elements from `start`; these elements are not read again.
+        """Store the mean of the elements from `start`, which are not read again.
 
         The caller reuses `mean`. `result.reports` is complete, but squared lengths are not.
         """
@@ -173,7 +165,6 @@ class RoundResult:
 
     @property
     def included(self) -> list[int]:
-        """Ranks with values in the mean."""
         return [rank for rank, report in enumerate(self.reports) if report.included]
 
     def weights(self, ranks: Sequence[int]) -> list[float]:
@@ -207,7 +198,7 @@ def are_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def _has_finite_maximum(values: Tensor) -> bool:
-    # Unlike `isfinite()`, the maximum norm allocates no tensor of this size.
+    # Unlike `isfinite()`, this allocates no tensor of this size.
     return bool(torch.linalg.vector_norm(values, float("inf")).isfinite())
 
 
@@ -225,8 +216,6 @@ def is_payload_finite(payload: Payload) -> bool:
 
 
 class TensorPayload(Payload):
-    """Tensors of one type and device, read and written in place."""
-
     def __init__(self, tensors: Mapping[str, Tensor], first_only: bool = False) -> None:
         first = local_shard(next(iter(tensors.values())))
         self.tensors = tensors
@@ -237,7 +226,6 @@ class TensorPayload(Payload):
         self.first_only = first_only
 
     def snapshot(self) -> SnapshotPayload:
-        """Return a copy of the current values."""
         copied = torch.empty(self.length, dtype=self.dtype, device=self.device)
         self.read(0, copied)
         sizes = [stop - start for start, stop in self._vector.spans]
@@ -247,7 +235,7 @@ class TensorPayload(Payload):
         self._vector.read(start, out)
 
     def write(self, start: int, mean: Tensor, result: RoundResult) -> None:
-        if result.included:  # without a finite worker there is no mean
+        if result.included:
             self._vector.write(start, mean)
 
 
@@ -275,7 +263,7 @@ class SnapshotPayload(Payload):
         self.values[start : start + mean.numel()].copy_(mean)
 
     def copy_to(self, result: RoundResult, tensors: Mapping[str, Tensor]) -> None:
-        """Set the tensors with these keys to the mean; skip keys that no longer exist."""
+        """Set the tensors with these keys, if they still exist, to the mean."""
         if not result.included:
             return
         for key, mean in zip(self.keys, self.values.split(self.sizes), strict=True):
@@ -286,7 +274,6 @@ class SnapshotPayload(Payload):
                 vector.write(0, mean)
 
     def saved(self) -> dict[str, object]:
-        """Return the keys, sizes and mean for a state dict."""
         return {"keys": self.keys, "sizes": self.sizes, "mean": self.values}
 
 
@@ -300,7 +287,6 @@ def make_payloads(tensors: Mapping[str, Tensor], first_only: bool = False) -> li
 
 
 def by_index(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the tensors, keyed by index."""
     return {str(number): tensor for number, tensor in enumerate(tensors)}
 
 
@@ -319,10 +305,7 @@ def trainable_params(optimizer: Optimizer) -> list[Tensor]:
 
 
 def state_tensors(optimizer: Optimizer, only: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Return state tensors with the shape of a parameter, in a fixed order.
-
-    Scalars such as step counts are not averaged.
-    """
+    """Return state tensors with the shape of a parameter, but no scalars, in a fixed order."""
     found = {}
     for number, param in enumerate(all_params(optimizer)):
         if not param.requires_grad:
@@ -336,7 +319,7 @@ def state_tensors(optimizer: Optimizer, only: Sequence[str] | None = None) -> di
 
 
 def drop_nonfinite_state(optimizer: Optimizer) -> bool:
-    """Delete non-finite optimizer state, by parameter; return whether there was any."""
+    """Delete non-finite state, by parameter; return whether there was any."""
     dropped = False
     for param, state in list(optimizer.state.items()):
         if not isinstance(param, Tensor):
@@ -354,9 +337,7 @@ def drop_nonfinite_state(optimizer: Optimizer) -> bool:
 class Extras:
     """The model's buffers and the optimizer state, averaged or reset at the end of a block.
 
-    An optimizer has no reference to the model. Without `model`, search the garbage collector for
-    the smallest module with all parameters, or for all modules with some of the parameters.
-
+    Without `model`, `_find_modules` searches the garbage collector for the model of the parameters.
     `buffers` and `state` are options of `Blocks`.
     """
 
@@ -382,7 +363,6 @@ class Extras:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules with the buffers, if they still exist."""
         found = []
         for reference in self._modules:
             module = reference()
@@ -407,7 +387,6 @@ class Extras:
         return self.state not in ("keep", "reset")
 
     def state_payloads(self) -> list[TensorPayload]:
-        """Return the optimizer state to average at the end of a block."""
         if not self.averages_state:
             return []
         only = MOMENTS if self.state == "average_moments" else None

@@ -12,13 +12,12 @@ StateTransfer    send joiners of a crew the common state
 Payloads are cut into chunks (`_chunks.py`). A few chunks are in flight at a time, so that reading
 and encoding overlap with communication, and no second copy of a payload exists.
 
-Reports travel with the chunks. They contain numbers about the worker, and the squared length of the
-sent values. Agreement checks, the exclusion of non-finite values and the drift therefore need no
-further message. All workers see equal reports in the same order, and reach equal conclusions.
+Reports travel with the chunks, so agreement checks, the exclusion of non-finite values and the
+drift need no further message. All workers see equal reports in the same order, and reach equal
+conclusions.
 
-A thread runs the round if training continues during the round, or if a crew must notice lost
-members while others wait for messages. Rounds of a group run sequentially, because messages of
-different rounds must not mix.
+A thread runs the round if training continues meanwhile, or if a crew must notice lost members while
+others wait for messages. Rounds of a group run sequentially, because their messages must not mix.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ from manyhands.blocks.crew._roster import Version
 from manyhands.errors import RanksDisagree
 
 IN_FLIGHT = 2  # chunks per phase: values in flight, means in flight
-MESSAGE_BYTES = 1 << 26  # maximum size of a message in a state transfer
+MESSAGE_BYTES = 1 << 26  # per message of a state transfer
 EQUAL_STEPS = 1e-6  # maximum relative difference between squared lengths of equal steps
 MAX_FAILURES = 5  # among unchanged members; more have another cause than a lost worker
 
@@ -88,11 +87,10 @@ class FixedMembers:
     ) -> None:
         """Choose the collectives for sync rounds.
 
-        `devices` are the devices of the parameters. `background`: rounds run while training
-        continues. `shared_memory` is an option of `Blocks`. `exact`: the codec does not round.
+        `background`: rounds run while training continues. `exact`: the codec does not round.
         """
         workers = self.workers
-        if background:  # a separate group, because training uses collectives at the same time
+        if background:  # a separate group, because training uses collectives too
             workers = workers.with_background_group(devices[0])
         if shared_memory is None:
             can = exact and all(d.type == "cpu" and workers.on_gloo(d) for d in {*devices})
@@ -131,7 +129,7 @@ class FixedMembers:
 
 
 class ElasticMembers:
-    """The members of a crew; same interface as `FixedMembers`."""
+    """The members of a crew, with the interface of `FixedMembers`."""
 
     elastic = True
     alone = False
@@ -155,18 +153,17 @@ class ElasticMembers:
         return self.crew.regroup_due
 
     def commit(self, background: BackgroundSync, moves_anchor: bool = True) -> RoundResult | None:
-        """Wait for a round, and agree with the crew on keeping it. Return None if it is undone."""
         try:
             self.crew.wait(background.finished)
         except RuntimeError:  # WorkerLost, or a lost store: `settle` raises again
             self.crew.abort()
         error = background.error
         if isinstance(error, RanksDisagree) and self.workers.rank in error.odd:
-            self.crew.drop_out()  # only this worker differs: the remaining members repeat the round
+            self.crew.drop_out()  # the remaining members repeat the round
             raise error
         kept = self.crew.settle(background.finished(0) and error is None, moves_anchor)
         self._failures = 0 if kept else self._failures + 1
-        # torch.distributed raises RuntimeError if a connection to another worker breaks.
+        # torch.distributed raises RuntimeError if a connection breaks.
         of_others = isinstance(error, RuntimeError | RanksDisagree) and self.crew.size > 1
         if error is not None and (not of_others or self._failures >= MAX_FAILURES):
             raise error  # repeating would not help
@@ -180,7 +177,6 @@ class ElasticMembers:
         self._adopt_crew_group()
 
     def regroup(self, version: Version) -> None:
-        """Form the next generation of the crew, and use its group."""
         before = self.crew.members
         self.crew.abort()
         self.crew.regroup(version)
@@ -219,7 +215,6 @@ class BackgroundSync(threading.Thread):
 
     @classmethod
     def already_done(cls, result: RoundResult) -> BackgroundSync:
-        """Return a finished round with this result."""
         background = cls(lambda _: result, RankGroup(), None)
         background.run()
         return background
@@ -229,11 +224,11 @@ class BackgroundSync(threading.Thread):
         super().start()
 
     def run(self) -> None:
-        """Run the round after the previous one, and store the result or error."""
+        """Run the round after the previous round of the group."""
         before = self._before
         self._before = None
         try:
-            if before is not None:  # an earlier round of the group, which may have failed
+            if before is not None:
                 before.finished()
                 if before.error is not None:
                     raise before.error
@@ -253,15 +248,14 @@ class BackgroundSync(threading.Thread):
 class Drift(NamedTuple):
     """Distance and disagreement of the workers in a block, computed from a few lengths.
 
-    n workers have moved by d_i from the anchor. The mean movement is D, and < > is a mean over
-    workers.
+    n workers have moved by d_i from the anchor, D is the mean, and < > is a mean over workers.
 
         spread^2    <|d_i - D|^2>  =  <|d_i|^2> - |D|^2
         cosine      mean of d_i . d_j over all pairs, in units of <|d_i|^2>
                     =  (n |D|^2 - <|d_i|^2>) / ((n - 1) <|d_i|^2>)
 
-    The cosine is 1 if all workers moved identically, and 0 if their movements are unrelated. With
-    weights p_i that sum to 1, which also apply to < >:
+    The cosine is 1 for identical movements, and 0 for unrelated movements. With weights p_i that
+    sum to 1, which also apply to < >:
 
         cosine      (|D|^2 - sum p_i^2 |d_i|^2) / ((1 - sum p_i^2) <|d_i|^2>)
     """
@@ -274,9 +268,7 @@ class Drift(NamedTuple):
     def of(
         cls, squares: Sequence[float], square_of_mean: float, weights: Sequence[float] = ()
     ) -> Drift:
-        """Return the drift from squared distances of the workers and of the mean.
-
-        Weight 0 excludes a worker from the mean.
+        """Return the drift from squared distances. Weight 0 excludes a worker from the mean.
 
         >>> Drift.of([25.0, 25.0], 16.0)  # (4, 3) and (4, -3)
         Drift(distance=4.0, spread=3.0, cosine=0.28)
@@ -289,7 +281,7 @@ class Drift(NamedTuple):
         if not math.isfinite(mean + square_of_mean):  # the square of 1e20 overflows in float32
             return cls()
         distance = math.sqrt(square_of_mean)
-        # Variance = mean square - squared mean, which rounding may make negative.
+        # Variance = mean square - squared mean; rounding may make it negative.
         spread = math.sqrt(max(mean - square_of_mean, 0.0))
         # |D|^2 is a sum over all pairs, including each vector with itself (`alone`).
         alone = 0.0
@@ -301,7 +293,7 @@ class Drift(NamedTuple):
         if mean * pairs <= 0.0:  # a single worker
             return cls(distance, spread)
         cosine = (square_of_mean - alone) / (mean * pairs)
-        return cls(distance, spread, max(-1.0, min(1.0, cosine)))  # after rounding
+        return cls(distance, spread, max(-1.0, min(1.0, cosine)))
 
 
 @dataclass
@@ -321,7 +313,7 @@ class RoundStats:
     compared: bool = False  # whether a first block was tested for identical movements
 
     def record(self, result: RoundResult, numbers: Sequence[int], codec: Codec) -> None:
-        """Record a round; `numbers` are its workers' numbers, by rank."""
+        """Record a round of workers with these numbers, by rank."""
         reports = result.reports
         parts = result.parts
         weights = [report.weight if report.included else 0.0 for report in reports]
@@ -345,7 +337,6 @@ class RoundStats:
         if not self.compared and drift.distance > 0:
             self.compared = True
             # Lengths alone do not suffice: Adam's first steps have equal lengths for any gradients.
-            # The cosine is computed from rounded values.
             exact = list(map(sum, zip(*[part.exact for part in parts], strict=True)))
             moved = [exact[rank] for rank in result.included]
             same_lengths = 0.0 < max(moved) <= min(moved) * (1 + EQUAL_STEPS)
@@ -365,18 +356,16 @@ class StepClock:
         self.restart(0)
 
     def restart(self, step: int, seconds: float = 0.0, steps: float = 0) -> None:
-        """Restart the measurement at a step, with this many seconds and steps already counted."""
+        """Time steps from now, with this many seconds and steps already counted."""
         self._start = (time.perf_counter() - seconds, step - int(steps))
-        self._measured = (-1, 0.0)  # the step of the last answer, and the answer
+        self._measured = (-1, 0.0)  # step and answer of the last `seconds_per_step`
 
     def elapsed(self, step: int) -> list[float]:
-        """Return seconds and steps since the start of the measurement."""
         then, first = self._start
         return [time.perf_counter() - then, step - first]
 
     def seconds_per_step(self, step: int) -> float:
-        """Return the seconds per step since the last round."""
-        if self._measured[0] != step:  # equal if a round is repeated: do not count its wait
+        if self._measured[0] != step:  # a repeated round must not count its own wait
             seconds, steps = self.elapsed(step)
             self._measured = (step, seconds / max(steps, 1))
         return self._measured[1]
@@ -391,14 +380,12 @@ def run_sync_round(
     state: Sequence[Payload],
     report: WorkerReport,
 ) -> RoundResult:
-    """Average payloads, equal on every worker, and `state` if every worker has some."""
+    """Average payloads, and `state` if every worker has some."""
     with torch.no_grad():
         return _SyncRound(workers, report).run(payloads, state)
 
 
 class _SyncRound:
-    """Two queues of chunks in flight, and the partial result."""
-
     def __init__(self, workers: RankGroup, report: WorkerReport) -> None:
         self.workers = workers
         self.report = report
@@ -408,7 +395,6 @@ class _SyncRound:
         self._averaging: deque[PayloadChunk] = deque()  # means are in flight
 
     def run(self, payloads: Sequence[Payload], state: Sequence[Payload]) -> RoundResult:
-        """Send all chunks with a few in flight."""
         for chunk in cut_into_chunks(self.workers, payloads):
             self._send(chunk)
         # Reports say whether every worker has optimizer state, so a chunk must arrive first.
@@ -424,7 +410,6 @@ class _SyncRound:
         return self.result
 
     def _send(self, chunk: PayloadChunk) -> None:
-        """Send a chunk's values when fewer than `IN_FLIGHT` are in flight."""
         while len(self._sent) >= IN_FLIGHT:
             self._start_mean(self._sent.popleft())
         part = chunk.payload.part
@@ -435,14 +420,13 @@ class _SyncRound:
         self._sent.append(chunk)
 
     def _start_mean(self, chunk: PayloadChunk) -> None:
-        """Receive a chunk's values, and send its mean."""
         while len(self._averaging) >= IN_FLIGHT:
             self._finish(self._averaging.popleft())
         reports = chunk.receive_reports()
         if not self.result.reports:  # the reports with the first chunk apply to all chunks
             self.result.reports = [WorkerReport(*numbers[: REPORT - 2]) for numbers in reports]
             _check_reports(self.result.reports)
-        if reports:  # squared lengths of this chunk and all earlier chunks of the part
+        if reports:  # with the squared lengths of all chunks of the part so far
             part = self.result.parts[chunk.payload.part]
             for rank in self.result.included:
                 part.by_rank[rank], part.exact[rank] = reports[rank][-2:]
@@ -505,11 +489,7 @@ def _check_equal(values: Sequence[float], title: str, advice: str) -> None:
 
 
 class StateTransfer:
-    """Send the packed state from a member to all joiners, while the other members wait.
-
-    The transfer runs in a thread, so that a crew notices if a member dies. `received` is the state
-    on a joiner, and None elsewhere.
-    """
+    """Send the packed state from a member to all joiners, in a thread, while other members wait."""
 
     def __init__(self, members: ElasticMembers, pack: Callable[[], bytes]) -> None:
         self._crew = members.crew
@@ -519,7 +499,6 @@ class StateTransfer:
         self.background.start()
 
     def _run(self, workers: RankGroup) -> RoundResult:
-        """Send or receive the packed state; do nothing on other members."""
         crew = self._crew
         group: Any = crew.group
         if crew.rank == crew.source:
