@@ -3,8 +3,8 @@
 A *block* is the local steps between two *sync rounds*. A sync round averages a value over all
 workers. The *anchor* is the set of parameters that all workers agreed on in the last round, and the
 *outer step* moves the anchor by the mean. A *fragment* is a part of the model with separate rounds.
-A *report* is a worker's description of its state in a round. (docs/architecture.md defines more
-words.)
+A *report* is a worker's description of its state in a round. docs/architecture.md defines more
+words.
 
 Modules, in the order of a step:
 
@@ -13,8 +13,8 @@ _optimizer.py    `Blocks`, the optimizer wrapper: options, step, save and load
 _checks.py       checks of arguments, combinations of options, and agreement between workers
 _sync.py         send, commit, merge and undo sync rounds; end a warm-up
 _block_state.py  a worker's place in a block, as an immutable value
-_samples.py      samples of a worker, and its weight in the mean
-_schedule.py     steps after which fragments are sent, and the length of the next block
+_samples.py      samples of a worker, and weights in the mean
+_schedule.py     steps that send fragments, and block lengths
 _anchor.py       the anchor, differences from the anchor, and outer steps
 averaging/       a sync round: from differences to their mean
 crew/            elastic membership: workers may join and leave

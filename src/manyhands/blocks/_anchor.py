@@ -1,4 +1,4 @@
-"""The anchor, the parameters' differences from it, and the outer steps that move it.
+"""The anchor, differences of the parameters, and outer steps.
 
 Tensors (n: elements of the trained parameters, in float32 unless wider):
 
@@ -10,7 +10,7 @@ Tensors (n: elements of the trained parameters, in float32 unless wider):
 
 Without overlap, a process group takes the outer step chunk by chunk as the mean arrives. A crew may
 undo a sync round, so it changes the anchor only after all workers agree that the round took place.
-With overlap, parameters change while the mean is in flight, and the merge preserves these steps:
+With overlap, parameters change while the mean is in flight. The merge preserves these steps:
 
     param += (new anchor - old anchor) + held
 
@@ -45,9 +45,9 @@ from manyhands.blocks.averaging._payload import MAX_CHUNK, Payload, RoundResult,
 
 @dataclass
 class AnchorBucket:
-    """The flat anchor of all parameters of one type and device.
+    """The flat anchor of the parameters with a common type and device.
 
-    `anchor`, the memories and the residual have the shape (span[1] - span[0],).
+    `anchor`, `memories` and `residual` have the shape (span[1] - span[0],).
     """
 
     params: list[Tensor]
@@ -69,7 +69,7 @@ class AnchorBucket:
         return [*self.memories, *residual]
 
     def pieces(self) -> Iterator[tuple[Tensor, slice, int]]:
-        """Yield each parameter in the span, its slice of the span, and its first element there."""
+        """Yield each parameter in the span, with the slice of the span and the first element."""
         begin, end = self.span
         for param, (first, last) in zip(self.params, self.vector.spans, strict=True):
             if max(first, begin) < min(last, end):
@@ -203,7 +203,7 @@ class Anchor:
     buckets: list[AnchorBucket] = field(default_factory=list)
 
     def extend(self, params: Sequence[Tensor], part: int = 0) -> None:
-        """Add parameters of one optimizer; values must be equal on all workers."""
+        """Add parameters of an optimizer, equal on all workers."""
         for same in group_by_type(params):
             vector = FlatTensors(same)
             device = same[0].device
@@ -304,7 +304,7 @@ class Anchor:
     def moved(self) -> bool:
         """Return whether parameters differ from the anchor by more than rounding."""
         for part in self.differences(range(self.fragments)):
-            rounding = 8 * torch.finfo(part.bucket.param_dtype).eps  # after a change and its undo
+            rounding = 8 * torch.finfo(part.bucket.param_dtype).eps  # after a change and an undo
             anchor = part.bucket.anchor[part.start : part.start + part.length]
             for start in range(0, part.length, MAX_CHUNK):
                 here = anchor[start : start + MAX_CHUNK].nan_to_num(0.0, 0.0, 0.0)

@@ -5,8 +5,7 @@
     steps         number of steps; a joiner continues from the members' number
     rounds        completed sync rounds
     has_anchor    the common state is valid; False in a local warm-up
-    ends_warmup   the last warm-up step is done, and the round that makes the first anchor is next,
-                  also for a worker that joins now
+    ends_warmup   the next action is the round that makes the first anchor, also for joiners
     diverged      parameters may differ from the anchor
     just_joined   no step since the state transfer, so this worker has no contribution
     newcomer      no round since the start or the state transfer, and no state loaded
@@ -44,7 +43,7 @@ Invariants:
     retry               ⇒  not in_flight
     ends_warmup         ⇒  steps == warmup, without in_flight or retry
 
-`Sync` (_sync.py) owns a state and carries out its transitions.
+`Sync` (_sync.py) owns a state and carries out the transitions.
 """
 
 from __future__ import annotations
@@ -186,7 +185,7 @@ class BlockState:
     def commit(self, *, complete: bool, overlaps: bool, work: Work = NO_WORK) -> BlockState:
         """Count the oldest round in flight as merged, with this worker's `work`.
 
-        `complete`: the round had all fragments. `overlaps`: steps were taken during the round.
+        `complete`: the round had all fragments. `overlaps`: training continued during the round.
         """
         return replace(
             self,
@@ -232,7 +231,7 @@ class BlockState:
         """Take over another member's state.
 
         A joiner takes part in a retry, without contributing, and in the round that ends a warm-up.
-        A late member drops its steps, which started from an old anchor.
+        A late member drops steps, which started from an old anchor.
         """
         assert not self.in_flight, f"rounds of former members are in flight: {self}"
         state = replace(

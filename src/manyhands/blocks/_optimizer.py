@@ -103,7 +103,7 @@ class Blocks(OptimizerWrapper):
         warmup: number of initial steps in which gradients are averaged, as in DDP.
         local_warmup: take the warm-up steps along local gradients, then take worker 0's parameters,
             like fairseq.
-        anchor_on_host: store the anchor and the outer memories in host memory.
+        anchor_on_host: store anchor and outer memories in host memory.
         model: the model with the buffers. By default the model is found by its parameters, which
             fails after `gc.freeze()`.
         process_group: the workers; by default all ranks.

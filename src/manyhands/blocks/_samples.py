@@ -1,4 +1,4 @@
-"""Samples of a worker in blocks, and the weight of its steps in a sync round.
+"""Samples of a worker in blocks, and weights in a sync round.
 
 With a `Cursor`, each worker owns a part of the epoch, and all workers have equal ledgers
 (`data/_ledger.py`). The report of the round that ends a block contains the worker's number of
@@ -21,7 +21,7 @@ from manyhands.data._rules import Rules
 
 
 class BlockSamples:
-    """This worker's samples, and its account of a `Cursor`."""
+    """This worker's samples, and the account of a `Cursor`."""
 
     def __init__(self, members: Members, schedule: Schedule) -> None:
         self._members = members
@@ -42,7 +42,7 @@ class BlockSamples:
         self._counted = (self._counted or 0) + samples
 
     def end_step(self) -> int | None:
-        """Count a step; return its number of samples if known."""
+        """Count a step; return the number of samples if known."""
         samples = self._counted
         self._counted = None
         if self.account.rules is None:
@@ -56,7 +56,7 @@ class BlockSamples:
 
     @property
     def position(self) -> float | None:
-        """Checksum of the position, equal on all workers; None without a cursor."""
+        """Checksum of the cursor's position, equal on all workers."""
         return None if self.account.rules is None else self.account.checksum()
 
     def weight(self, work: Work, drawn: float) -> float:

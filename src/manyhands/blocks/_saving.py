@@ -1,6 +1,6 @@
 """Save and load the state of blocks.
 
-`save_worker` serves the optimizer's `state_dict`, which differs between workers and may be taken
+`save_worker` serves the optimizer's `state_dict`, which differs between workers and may be saved
 inside a block. `save_counters` and `load_counters` serve checkpoints that all workers share; their
 tensors are saved by `checkpoint/_optimizer.py`.
 """
@@ -227,7 +227,7 @@ def save_round(pending: Pending) -> dict[str, object]:
 
 
 def restore_round(saved: SavedEntries, anchor: Anchor) -> Pending:
-    """Return the round from `save_round`, before its merge."""
+    """Return the round from `save_round`, before the merge."""
     fragments = saved.wholes("fragments")
     if not all(fragment < anchor.fragments for fragment in fragments):
         raise saved.wrong("fragments", f"below {anchor.fragments}", fragments)

@@ -1,4 +1,4 @@
-"""Schedule of blocks: when a fragment is sent and merged, and the length of the next block.
+"""Schedule of blocks: steps that send and merge fragments, and block lengths.
 
 A block of `length` steps starts after step `start`. With F fragments, fragment f is sent after
 (f+1)/F of the block, for an even load on the network. The mean is merged `overlap` steps later.
@@ -61,7 +61,7 @@ class Schedule:
         self.number = 0  # of this worker
         self.seconds = 0.0  # of the block on the slowest worker; 0: no step was timed yet
         # The mean of the workers' steps minus the common count. It results from rounding and from
-        # blocks that ended early, and the next block compensates for it.
+        # blocks that ended early. The next block compensates for it.
         self.ahead = 0.0
 
     @property
@@ -107,7 +107,7 @@ class Schedule:
         return 0.0 < LATE_FACTOR * self.seconds < seconds
 
     def end(self) -> int:
-        """End the block early; return the common count at its end."""
+        """End the block early; return the common count at the end."""
         self.taken = self.own
         return self.start + self.length
 
@@ -131,7 +131,7 @@ class Schedule:
         return {number: self.plan.get(number, self.length) for number in numbers}
 
     def follow_round(self, result: RoundResult, numbers: Sequence[int], number: int) -> None:
-        """Set the block's length from the round sent at its start.
+        """Set the block's length from the round sent at the start.
 
         `numbers` are the workers' numbers by rank; `number` is this worker's.
         """

@@ -5,7 +5,7 @@ send      When a fragment is due, a sync round averages the difference from the 
 plan      With `Seconds(..., own_steps=True)`, the reports of a round determine each worker's number
           of steps in the next block. A worker that slows down ends the block early.
 commit    All workers agree that the round took place (`averaging/_round.py`).
-merge     The outer step moves the anchor and the parameters.
+merge     The outer step moves anchor and parameters.
 undo      A member was lost in the round. The remaining members repeat the round immediately; with
           overlap, the fragments are sent again when next due.
 joiners   New members of a crew receive the common state (`_common_state.py`).
@@ -13,7 +13,7 @@ warm-up   The round after the last warm-up step makes the first anchor.
 samples   With a `Cursor`, the round also commits the samples of the block (`_samples.py`).
 
 `Sync.state` (`_block_state.py`) is the worker's place in this sequence. The methods below carry out
-its transitions.
+the transitions.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Sync:
                 self._merge()
 
     def end_block(self) -> None:
-        """With own steps, end this worker's block now, and complete its round."""
+        """With own steps, end this worker's block now, and complete the round."""
         # At an unscheduled sync round, workers are at different steps of a block, or just after
         # the block with the round completed or in flight.
         if self.schedule.unfinished:
@@ -184,14 +184,14 @@ class Sync:
         self.restart_clock()
 
     def begin_block(self) -> None:
-        """Enter the block of the current step without its earlier steps."""
+        """Enter the block of the current step, skipping earlier steps."""
         start = self.schedule.every.first_start(max(self.state.steps, self.state.warmup))
         self.schedule.begin(start, self.schedule.length)
 
     def sync_now(self, *, closing: bool = False) -> None:
         """Merge all rounds in flight, then synchronize all fragments if diverged."""
         # `closing`: all members have arrived. If a merge admits joiners, they take part in the next
-        # round. If this worker itself received the state, the other members completed that round.
+        # round. If this worker received the state, the other members completed that round.
         fragments = range(self.schedule.fragments if self.anchor.buckets else 0)
         if self.state.has_let_in and self.state.diverged and fragments and not closing:
             # The joiners are training and do not know about this round. End the generation: the
@@ -362,7 +362,7 @@ class Sync:
             self.state = self.state.undo()
             raise
         if result is None:
-            # With overlap the anchor is unchanged, and the differences are sent when next due.
+            # With overlap the anchor is unchanged; differences are sent when next due.
             self.state = self.state.undo([] if pending.overlaps else pending.fragments)
             self.regroup(due)
             if pending.overlaps:
@@ -434,8 +434,8 @@ class Sync:
     def average_gradients(self, params: Sequence[Tensor]) -> bool:
         """Set every gradient to the workers' mean, and return whether the mean is usable.
 
-        Used in a shared warm-up. A parameter without a gradient on all workers remains without a
-        gradient. After a state transfer, this worker's gradients belong to old parameters and are
+        Used in a shared warm-up. If no worker has a gradient for a parameter, the gradient remains
+        None. After a state transfer, this worker's gradients belong to old parameters and are
         excluded. If the transfer ended the warm-up, there is no mean.
         """
         # Workers may use different parameters but must send equal payloads. Zeros replace missing

@@ -3,7 +3,7 @@
 Modules, in the order of a tensor:
 
 _payload.py  contributions of a worker: payloads, buffers, optimizer state, work, report
-_round.py    the round and its statistics: thread, chunks in flight, agreement, drift
+_round.py    the round and statistics: thread, chunks in flight, agreement, drift
 _codec.py    encoding of flat values in few bytes
 _chunks.py   ranges of a payload in flight: all_reduce, shared memory, or pairwise messages
 

@@ -49,7 +49,7 @@ class PayloadChunk:
         self.workers = workers
 
     def send_values(self, report: WorkerReport, squares: list[float]) -> None:
-        """Read the payload, and start to send its values and the report.
+        """Read the payload, and start to send values and report.
 
         `squares` accumulates the squared lengths of the payload's part: as sent, and unrounded.
         """
@@ -120,7 +120,7 @@ def cut_into_chunks(workers: RankGroup, payloads: Sequence[Payload]) -> list[Pay
                 chunks.append(SharedMemoryChunk(payload, start, stop, workers))
             elif summable and workers.has_backend(payload.device):
                 chunk = AllReduceChunk(payload, start, stop, workers, spare)
-                # The part's squared length arrives with its last chunk.
+                # The part's squared length arrives with the last chunk.
                 if len(summed) > 1 and summed[-1].payload.part == payload.part:
                     summed[-1].reports_in = 0
                 summed.append(chunk)
@@ -159,7 +159,7 @@ class AllReduceChunk(PayloadChunk):
 
     Each worker fills in one report and leaves zeros elsewhere, so the sum contains all reports.
     Each float64 of a report is split into PARTS float32 numbers with an exact sum. To save time,
-    only the first chunk of a round and the last chunk of each part have reports.
+    only the first chunk of a round, and each part's last chunk, have reports.
     """
 
     has_mean = True
@@ -226,7 +226,7 @@ def _split_exactly(numbers: list[float]) -> Tensor:
 
 # -- unencoded values: shared memory ---------------------------------------------------------------
 
-PLACE_HEAD = 8 * (REPORT + 1)  # bytes: a report, and the squared length of the mean
+PLACE_HEAD = 8 * (REPORT + 1)  # bytes of a report and of the mean's squared length
 PLACES = 6  # chunks in shared memory
 
 
@@ -235,7 +235,7 @@ class SharedMemoryChunk(PayloadChunk):
 
     Each worker reads values into a *place* visible to all workers, averages one slice there, and
     copies the other slices from other workers' places. One-element all-reduces serve as barriers.
-    A barrier announces that the newest chunk is read and the second chunk before it is averaged.
+    A barrier announces that the newest chunk is read, and the second chunk before it averaged.
 
     Places are reused after PLACES = 6 chunks. By then no worker reads them: a worker reaches the
     barrier of a chunk only after writing the mean of the fourth chunk before it, and no worker

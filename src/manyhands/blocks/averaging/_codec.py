@@ -81,7 +81,7 @@ class Grouped(Codec):
         return -(-elements // self.group)
 
     def _padded(self, values: Tensor) -> Tensor:
-        """Return the values in rows of one group; zeros fill the last row."""
+        """Return a row of values per group; zeros fill the last row."""
         missing = -values.numel() % self.group
         if missing:
             values = F.pad(values, (0, missing))
@@ -138,7 +138,7 @@ class Ternary(Grouped):
     values, or with values of equal size, are exact.
 
     The five digits d_k of a byte form the number b = sum of (d_k + 1) 3^k, sent as
-    ceil(256 b / 243). Multiplied by 3, the upper byte is the highest digit, and the lower byte is
+    ceil(256 b / 243). Multiplied by 3, the upper byte is the highest digit; the lower byte is
     the code of the remaining digits.
     """
 
@@ -194,7 +194,7 @@ CODECS: dict[str, Codec] = {
 def encode_with_residual(
     codec: Codec, values: Tensor, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Encode values plus residual; return the bytes, and the values after decoding.
+    """Encode values plus residual; return bytes and decoded values.
 
     The rounding error is written to `residual`, or lost if None. `values` may be overwritten.
     """

@@ -1,4 +1,4 @@
-"""Contributions of a worker to a sync round, and the result of the round.
+"""Contributions to a sync round, and results.
 
 Work             steps and samples of a worker
 WorkerReport     a few numbers about a worker, sent with the chunks
@@ -6,7 +6,7 @@ RoundResult      all reports and squared lengths; equal on all workers
 Payload          tensors of one type from a worker, read and written in ranges
 TensorPayload    buffers, optimizer state or gradients, averaged in place
 SnapshotPayload  a copy of a `TensorPayload`, later overwritten with the mean
-Extras           the model's buffers and the optimizer state, averaged or reset
+Extras           buffers and optimizer state, averaged or reset
 
 Payloads of parameters are differences from the anchor (`blocks/_anchor.py`).
 
@@ -65,7 +65,7 @@ class Work(NamedTuple):
     samples: int = 0  # of the counted steps
 
     def plus(self, samples: int | None) -> Work:
-        """Add a step with its number of samples, if known."""
+        """Add a step and the number of samples, if known."""
         if samples is None:
             return self._replace(steps=self.steps + 1)
         return Work(self.steps + 1, self.counted + 1, self.samples + samples)
@@ -80,7 +80,7 @@ NO_WORK = Work()
 
 
 class WorkerReport(NamedTuple):
-    """A worker's description of itself, sent as float64 in the message with the values."""
+    """Numbers about a worker, sent as float64 in the message with the values."""
 
     step: float = 0.0  # must be equal on all workers
     status: float = 1.0  # 1: in the mean; NOT_FINITE or NO_CONTRIBUTION: excluded
@@ -335,7 +335,7 @@ def drop_nonfinite_state(optimizer: Optimizer) -> bool:
 
 
 class Extras:
-    """The model's buffers and the optimizer state, averaged or reset at the end of a block.
+    """Buffers and optimizer state, averaged or reset at the end of a block.
 
     Without `model`, `_find_modules` searches the garbage collector for the model of the parameters.
     `buffers` and `state` are options of `Blocks`.
