@@ -85,7 +85,7 @@ def even_range(length: int, index: int, count: int) -> tuple[int, int]:
 class AnchorDifference(Payload):
     """A payload of differences, anchor minus parameters.
 
-    After `keep_apart`, `merge` takes the outer step instead of `write`.
+    After `defer_outer_step`, `merge` takes the outer step instead of `write`.
     """
 
     measured = True
@@ -112,7 +112,7 @@ class AnchorDifference(Payload):
     def offset(self) -> int:
         return self.bucket.span[0] + self.start
 
-    def keep_apart(self, *, copied: bool) -> None:
+    def defer_outer_step(self, *, copied: bool) -> None:
         """Defer the outer step to `merge`. If `copied`, send a copy of the current difference."""
         self.arrived = torch.empty(self.length, dtype=self.dtype, device=self.device)
         if copied:
@@ -204,11 +204,11 @@ class Anchor:
 
     def extend(self, params: Sequence[Tensor], part: int = 0) -> None:
         """Add parameters of an optimizer, equal on all workers."""
-        for same in group_by_type(params):
-            vector = FlatTensors(same)
-            device = same[0].device
+        for group in group_by_type(params):
+            vector = FlatTensors(group)
+            device = group[0].device
             span = even_range(len(vector), self.inner.rank, self.inner.size)
-            param_dtype = local_shard(same[0]).real.dtype
+            param_dtype = local_shard(group[0]).real.dtype
             dtype = accumulation_dtype(param_dtype)
             where = torch.device("cpu") if self.on_host else device
             anchor = torch.empty(span[1] - span[0], dtype=dtype, device=where)
@@ -218,7 +218,7 @@ class Anchor:
             if self.codec.rounds:
                 residual = torch.zeros(anchor.numel(), dtype=dtype, device=device)
             self.buckets.append(
-                AnchorBucket(same, anchor, memories, residual, device, param_dtype, span, part)
+                AnchorBucket(group, anchor, memories, residual, device, param_dtype, span, part)
             )
 
     def begin(self) -> None:

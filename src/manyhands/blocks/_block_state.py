@@ -115,10 +115,6 @@ class BlockState:
         return self.steps < self.warmup and not self.local_warmup
 
     @property
-    def in_local_warmup(self) -> bool:
-        return self.steps < self.warmup and self.local_warmup
-
-    @property
     def anchor_in_use(self) -> bool:
         """Whether all workers have agreed on the anchor."""
         return self.has_anchor and self.steps >= self.warmup and not self.ends_warmup

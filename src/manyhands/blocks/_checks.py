@@ -237,9 +237,9 @@ def rename_options(options: Options, names: Names) -> dict[str, Value]:
 def check_options(saved: Options, options: Options, names: Names) -> None:
     differences = []
     for name, here in options.items():
-        came = saved.get(name)
-        if isinstance(came, Tensor) or came != here:  # (tensors compare element by element)
-            differences.append(f"{names.get(name, name)}: saved {came}, now {here}")
+        there = saved.get(name)
+        if isinstance(there, Tensor) or there != here:  # (tensors compare element by element)
+            differences.append(f"{names.get(name, name)}: saved {there}, now {here}")
     if differences:
         raise ValueError(
             f"this state dict is from a run with other options: {'; '.join(differences)}. To "

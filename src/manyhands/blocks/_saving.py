@@ -20,7 +20,7 @@ from manyhands._tensors.flat import FlatTensors
 from manyhands.blocks._anchor import Anchor, AnchorState, memory_order
 from manyhands.blocks._checks import Names, Options, check_options
 from manyhands.blocks._common_state import Counters
-from manyhands.blocks._sync import Pending, Sync
+from manyhands.blocks._sync import PendingRound, Sync
 from manyhands.blocks.averaging._payload import (
     REPORT,
     RoundResult,
@@ -206,7 +206,7 @@ def _load_residuals(saved: SavedWorker, sync: Sync) -> None:
 # -- rounds in flight ------------------------------------------------------------------------------
 
 
-def save_round(pending: Pending) -> dict[str, object]:
+def save_round(pending: PendingRound) -> dict[str, object]:
     """Wait for a round in flight, and return it as plain values and tensors."""
     pending.background.finished()
     result = pending.background.result
@@ -226,14 +226,14 @@ def save_round(pending: Pending) -> dict[str, object]:
     }
 
 
-def restore_round(saved: SavedEntries, anchor: Anchor) -> Pending:
+def restore_round(saved: SavedEntries, anchor: Anchor) -> PendingRound:
     """Return the round from `save_round`, before the merge."""
     fragments = saved.wholes("fragments")
     if not all(fragment < anchor.fragments for fragment in fragments):
         raise saved.wrong("fragments", f"below {anchor.fragments}", fragments)
     differences = anchor.differences(fragments)
     for difference in differences:
-        difference.keep_apart(copied=True)
+        difference.defer_outer_step(copied=True)
     report = WorkerReport(*saved.reals("report", REPORT - 2, least=-BELOW))
     reports = [WorkerReport(*row) for row in saved.rows("reports", REPORT - 2, least=-BELOW)]
     rows = saved.each("parts")
@@ -250,7 +250,9 @@ def restore_round(saved: SavedEntries, anchor: Anchor) -> Pending:
     buffers = list(map(_restore_mean, saved.parts("buffers")))
     state = list(map(_restore_mean, saved.parts("state")))
     done = BackgroundSync.already_done(result)
-    return Pending(fragments, saved.whole("merge_at"), differences, buffers, state, report, done)
+    return PendingRound(
+        fragments, saved.whole("merge_at"), differences, buffers, state, report, done
+    )
 
 
 def _restore_squares(saved: SavedEntries, name: str, workers: int) -> Squares:

@@ -69,11 +69,6 @@ class Schedule:
         """This worker's steps in the block."""
         return self.plan.get(self.number, self.length)
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether other workers may be at a different step of this block."""
-        return self.taken > 0
-
     def into(self, step: int) -> int:
         """Return this worker's steps in the block at this common count."""
         return self.taken if self.every.own_steps else step - self.start

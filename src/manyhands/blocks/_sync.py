@@ -22,7 +22,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -58,12 +57,12 @@ from manyhands.blocks.averaging._round import (
     RoundStats,
     StateTransfer,
     StepClock,
-    run_sync_round,
+    SyncRound,
 )
 
 
 @dataclass
-class Pending:
+class PendingRound:
     """Fragments in flight, and at the end of a block buffers and optimizer state."""
 
     fragments: Sequence[int]
@@ -110,7 +109,7 @@ class Sync:
         self.extras = extras
         self.clock = StepClock()
         self.stats = RoundStats()
-        self.pending: deque[Pending] = deque()
+        self.pending: deque[PendingRound] = deque()
         self.samples = BlockSamples(members, schedule)
         self.common = CommonParts(anchor, schedule, self.stats, extras, self.samples)
         self._options_checksum = fingerprint(options)
@@ -169,7 +168,7 @@ class Sync:
         """With own steps, end this worker's block now, and complete the round."""
         # At an unscheduled sync round, workers are at different steps of a block, or just after
         # the block with the round completed or in flight.
-        if self.schedule.unfinished:
+        if self.schedule.taken > 0:
             joins = self.state.joins
             self.merge_pending()
             if self.state.joins == joins:  # else a state transfer put this worker in a new block
@@ -266,7 +265,7 @@ class Sync:
         differences = self.anchor.differences(fragments)
         if kept_apart:
             for difference in differences:
-                difference.keep_apart(copied=overlaps)
+                difference.defer_outer_step(copied=overlaps)
         ends_block = self.schedule.fragments - 1 in fragments
         buffers: list[TensorPayload] = []
         state: list[TensorPayload] = []
@@ -286,7 +285,7 @@ class Sync:
             kept_state = [payload.snapshot() for payload in state]
         sent = [*differences, *(kept_buffers or buffers)]
         self.pending.append(
-            Pending(
+            PendingRound(
                 fragments,
                 merge_at,
                 differences,
@@ -334,9 +333,12 @@ class Sync:
         self, payloads: Sequence[Payload], state: Sequence[Payload], report: WorkerReport
     ) -> BackgroundSync:
         """Start a round in a thread if needed, otherwise run it here."""
-        sync_round = partial(run_sync_round, payloads=payloads, state=state, report=report)
         before = self.pending[-1].background if self.pending else None
-        background = BackgroundSync(sync_round, self.members.workers, before)
+        background = BackgroundSync(
+            lambda workers: SyncRound(workers, report).run(payloads, state),
+            self.members.workers,
+            before,
+        )
         # A crew monitors its members while the round waits for messages.
         if self.members.elastic or self.schedule.overlap > 0:
             background.start()

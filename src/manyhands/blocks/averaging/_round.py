@@ -6,7 +6,7 @@ BackgroundSync   a round in a thread
 Drift            distance of the mean from the anchor, and disagreement of the workers
 RoundStats       statistics of the last rounds
 StepClock        time per step since the last round
-run_sync_round   average payloads over the workers
+SyncRound        average payloads over the workers
 StateTransfer    send joiners of a crew the common state
 
 Payloads are cut into chunks (`_chunks.py`). A few chunks are in flight at a time, so that reading
@@ -61,7 +61,7 @@ MESSAGE_BYTES = 1 << 26  # per message of a state transfer
 EQUAL_STEPS = 1e-6  # maximum relative difference between squared lengths of equal steps
 MAX_FAILURES = 5  # among unchanged members; more have another cause than a lost worker
 
-SyncRound = Callable[[RankGroup], RoundResult]
+RunRound = Callable[[RankGroup], RoundResult]
 
 
 # -- members ---------------------------------------------------------------------------------------
@@ -203,10 +203,10 @@ class BackgroundSync(threading.Thread):
     """A sync round in a thread. Call `run` to run it in the calling thread."""
 
     def __init__(
-        self, sync_round: SyncRound, workers: RankGroup, before: BackgroundSync | None
+        self, run_round: RunRound, workers: RankGroup, before: BackgroundSync | None
     ) -> None:
         super().__init__(name="manyhands sync round", daemon=True)
-        self._sync_round = sync_round
+        self._run_round = run_round
         self._workers = workers
         self._before = before
         self._done = threading.Event()
@@ -232,12 +232,12 @@ class BackgroundSync(threading.Thread):
                 before.finished()
                 if before.error is not None:
                     raise before.error
-            self.result = self._sync_round(self._workers)
+            self.result = self._run_round(self._workers)
         except BaseException as error:
             clear_frames(error.__traceback__)  # frames keep the process group alive
             self.error = error
         finally:
-            del self._sync_round, self._workers
+            del self._run_round, self._workers
             self._done.set()
 
     def finished(self, seconds: float | None = None) -> bool:
@@ -374,18 +374,9 @@ class StepClock:
 # -- the round itself ------------------------------------------------------------------------------
 
 
-def run_sync_round(
-    workers: RankGroup,
-    payloads: Sequence[Payload],
-    state: Sequence[Payload],
-    report: WorkerReport,
-) -> RoundResult:
-    """Average payloads, and `state` if every worker has some."""
-    with torch.no_grad():
-        return _SyncRound(workers, report).run(payloads, state)
+class SyncRound:
+    """A sync round of this worker, with two queues of chunks in flight."""
 
-
-class _SyncRound:
     def __init__(self, workers: RankGroup, report: WorkerReport) -> None:
         self.workers = workers
         self.report = report
@@ -394,7 +385,9 @@ class _SyncRound:
         self._sent: deque[PayloadChunk] = deque()  # values are in flight
         self._averaging: deque[PayloadChunk] = deque()  # means are in flight
 
+    @torch.no_grad()
     def run(self, payloads: Sequence[Payload], state: Sequence[Payload]) -> RoundResult:
+        """Average payloads, and `state` if every worker has some."""
         for chunk in cut_into_chunks(self.workers, payloads):
             self._send(chunk)
         # Reports say whether every worker has optimizer state, so a chunk must arrive first.
