@@ -181,7 +181,7 @@ def test_unequal_numbers_of_batches_are_reported_with_ranks_and_steps(kind, tmp_
     for rank in (1, 2):
         said = f"RuntimeError: rank 0 has ended after 3 steps, and rank {rank} is in step 4. Every"
         assert said in ended[rank].said
-        assert "give all workers the same number of batches" in ended[rank].said
+        assert "give them equally many batches, or stop together" in ended[rank].said
 
 
 def test_a_sync_round_that_a_rank_does_not_reach_names_it():

@@ -307,7 +307,7 @@ class OuterStateParts:
         sync = self._sync
         if sync.state.diverged and not sync.alone:
             raise RuntimeError(
-                "inside a block each worker has a different model. Call optimizer.synchronize() on "
+                "inside a block each worker has its own model. Call optimizer.synchronize() on "
                 "every worker first, or save each worker's state_dict()."
             )
         return {

@@ -342,7 +342,7 @@ class RoundStats:
             same_lengths = 0.0 < max(moved) <= min(moved) * (1 + EQUAL_STEPS)
             if same_lengths and drift.cosine > codec.cosine:
                 warn(
-                    f"all {len(moved)} workers have taken the same steps in the first block. "
+                    f"in the first block all {len(moved)} workers have taken the same steps. "
                     "Either the model is in DistributedDataParallel or ShardedDataParallel (unwrap "
                     f"it), or all workers draw the same samples.{advice('no DDP')}",
                     RuntimeWarning,
