@@ -474,4 +474,4 @@ class SlowMomentum(Outer):
     def at(self, lr: float) -> Outer:
         if self.inner_lr is not None:
             return self
-        return replace(self, inner_lr=max(lr, 1e-12))  # a schedule may reach 0
+        return replace(self, inner_lr=max(lr, 1e-12))  # a schedule may end at 0
