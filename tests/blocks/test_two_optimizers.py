@@ -680,9 +680,9 @@ def test_what_cannot_be_in_a_list_is_refused():
         ([], ValueError, "DiLoCo got an empty list"),
         ([muon, "adamw"], TypeError, "wraps an optimizer, or a list of them, got str"),
         ([muon, mh.DiLoCo(adamw)], TypeError, "in blocks already"),
-        ([muon, mh.AdaScale(adamw, world_size=1)], TypeError, "plain .* got AdaScale in one"),
-        ([muon, mh.OSS(rest(model), optim=SGD, lr=0.1)], TypeError, "plain .* got OSS in one"),
-        ([muon, LBFGS(rest(model))], TypeError, "LBFGS needs to do so several times"),
+        ([muon, mh.AdaScale(adamw, world_size=1)], TypeError, "plain .* got AdaScale in the list"),
+        ([muon, mh.OSS(rest(model), optim=SGD, lr=0.1)], TypeError, "plain .* got OSS in the list"),
+        ([muon, LBFGS(rest(model))], TypeError, "LBFGS needs several evaluations"),
         (
             [muon, AdamW(model.parameters())],
             ValueError,
