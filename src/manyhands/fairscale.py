@@ -193,7 +193,7 @@ class FullyShardedDataParallel(_wrapper.FullyShardedDataParallel):
     @property
     def training_state(self) -> TrainingState:
         """What this wrap is doing."""
-        if self._holds_full:
+        if self._has_full_params:
             return TrainingState.SUMMON_FULL_PARAMS
         if self._engine is not None:
             # The engine's names for a backward are PRE_BACKWARD and POST_BACKWARD.
