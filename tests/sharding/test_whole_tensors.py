@@ -323,7 +323,7 @@ MISTAKES = {
     "coupled parameters": (
         lambda model: step_alike(model, optim=torch.optim.LBFGS),
         ValueError,
-        "LBFGS looks at all parameters together",
+        "LBFGS combines all parameters in a step",
     ),
     "other rates": (
         lambda model: step_alike(model, lr=0.1 + dist.get_rank()),

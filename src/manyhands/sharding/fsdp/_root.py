@@ -75,8 +75,8 @@ class Attendance:
             return ""
         return (
             f"rank {self._ranks.rank} evaluates the model (a forward without gradients), and ranks "
-            f"{ahead[:8]} continue training. Parameters are sharded: evaluate on every rank, with as many "
-            "batches on each, and run every layer on every rank."
+            f"{ahead[:8]} continue training. Parameters are sharded: evaluate on every rank, with "
+            "an equal number of batches, and run all layers on all ranks."
         )
 
 

@@ -384,7 +384,7 @@ class FullyShardedDataParallel(Wrap):
     # -- state ---------------------------------------------------------------------------------
 
     def check_can_save(self, model: nn.Module) -> None:
-        """Raise a ValueError if ranks train different parameters, as a checkpoint has only one set."""
+        """Raise a ValueError if ranks train different parameters."""
         sharded = any(wrap.world_size > 1 for wrap in wraps_in(model, Wrap))
         if sharded and self.world_size == 1 and self.params:
             raise ValueError(
