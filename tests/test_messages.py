@@ -92,7 +92,7 @@ MESSAGES = [
     ),
     (
         lambda: mh.WholeTensorOptimizer(model().parameters(), sgd()),
-        "params is an optimizer instance",
+        "optim is an optimizer instance",
     ),
     (lambda: mh.ShardedDataParallel([model()], oss()), "module must be a torch.nn.Module, got ["),
     (lambda: mh.ShardedDataParallel(None, oss()), "module must be a torch.nn.Module, got None."),

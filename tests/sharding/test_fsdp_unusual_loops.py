@@ -531,7 +531,7 @@ def test_a_rank_that_evaluates_alone_gets_an_error_that_says_so(monkeypatch):
     with pytest.raises(RanksFailed) as raised:
         run_ranks(2, run)
     message = str(raised.value)
-    assert "rank 0 evaluates the model" in message and "ranks [1] train on" in message
+    assert "rank 0 evaluates the model" in message and "ranks [1] continue training" in message
     assert "SIGABRT" not in message
 
 

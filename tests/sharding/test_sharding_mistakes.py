@@ -260,7 +260,7 @@ def test_an_instance_for_the_class():
         params = list(make_model().parameters())
         mh.OSS(params, SGD(params, lr=0.1))
 
-    raises_on_ranks(2, TypeError, run, match=r"made already.*optim=SGD, lr=")
+    raises_on_ranks(2, TypeError, run, match=r"an optimizer instance.*optim=SGD, lr=")
 
 
 def test_a_parameter_in_two_groups():

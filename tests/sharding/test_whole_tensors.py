@@ -318,7 +318,7 @@ MISTAKES = {
     "unsharded": (
         lambda _: step_alike(nn.Linear(4, 4, bias=False)),
         TypeError,
-        r"one of shape \(4, 4\) is not. Wrap the model first",
+        r"a parameter of shape \(4, 4\) is not. Wrap the model first",
     ),
     "coupled parameters": (
         lambda model: step_alike(model, optim=torch.optim.LBFGS),

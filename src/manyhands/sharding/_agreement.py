@@ -46,7 +46,6 @@ def params_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
 def facts_of_groups(
     groups: Sequence[Mapping[str, Any]], names: Mapping[int, str] | None = None, first: int = 0
 ) -> Facts:
-    """Return facts about an optimizer's parameters, which ranks must have in common."""
     # `names` maps `id(param)` to a name. `first` is the number of the first group.
     facts: Facts = {"numbers of parameter groups": len(groups)}
     describer = Describer()
@@ -62,7 +61,6 @@ def facts_of_groups(
 
 
 def facts_of_model(module: nn.Module, optimizers: Sequence[Optimizer], with_buffers: bool) -> Facts:
-    """Return facts about a model, and the order of its parameters in the optimizers."""
     describer = Describer()
     names = {}
     params = []
@@ -83,11 +81,10 @@ def facts_of_model(module: nn.Module, optimizers: Sequence[Optimizer], with_buff
 def facts_of_options(
     groups: Sequence[Mapping[str, Any]], declared: Iterable[str], first: int = 0
 ) -> Facts:
-    """Return facts about the options that change an optimizer's results.
+    """Return facts about the options in `declared`, the defaults of an optimizer.
 
-    These are the options in `declared`, the optimizer's defaults; other entries of a parameter
-    group (a rank, a name, a logger) belong to the user. Options in `IMPLEMENTATION` and values
-    without a comparison (functions, objects, devices) are omitted.
+    Other entries of a parameter group (a rank, a name, a logger) belong to the user. Options in
+    `IMPLEMENTATION` and values without a comparison (functions, objects) are omitted.
     """
     compared = set(declared) - IMPLEMENTATION
     facts: Facts = {}
@@ -100,7 +97,7 @@ def facts_of_options(
 
 
 def _comparable(value: object) -> object:
-    """Return a value in JSON's types, numbers as floats; None if it cannot be compared."""
+    """Return a value in JSON's types; None if it cannot be compared."""
     if value is None or isinstance(value, bool | str | torch.dtype):
         return str(value)
     if isinstance(value, Real):
@@ -115,7 +112,7 @@ def _comparable(value: object) -> object:
 
 
 def wait_for_all_ranks(workers: RankGroup, what: str, *, soon: bool = False) -> None:
-    """Wait until every rank has called `what`: through the store, not in a collective."""
+    """Wait until every rank has called `what`, through the store."""
     # In a collective, a rank that is elsewhere would answer with a different collective.
     if workers.size > 1:
         roll_call = workers.roll_call(what)
@@ -127,7 +124,7 @@ def wait_for_all_ranks(workers: RankGroup, what: str, *, soon: bool = False) -> 
 
 def check_same_frozen(workers: RankGroup, trained: Sequence[bool]) -> None:
     """Wait until every rank trains the same parameters; warn early, and raise if some do not."""
-    # Freezing changes bucket sizes, and ranks with different sizes would hang until the process
-    # group's timeout. The checksum in the name separates ranks that train different parameters.
+    # Freezing changes bucket sizes, and different sizes would hang. The checksum in the name
+    # separates ranks that train different parameters.
     what = f"requires_grad_() of the same parameters ({zlib.crc32(bytes(trained)):08x})"
     wait_for_all_ranks(workers, what, soon=True)

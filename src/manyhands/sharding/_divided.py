@@ -20,8 +20,7 @@ from manyhands.sharding._agreement import ADVICE, facts_of_groups, facts_of_opti
 class DividedOptimizer(ShardedOptimizer):
     """Base class of optimizers that divide tensors among ranks.
 
-    `optim`, an instance of the user's optimizer class, steps the tensors that this rank owns. On a
-    single rank these are the parameters.
+    `optim` steps the tensors that this rank owns, on a single rank the parameters.
     """
 
     optimizer_class: type[Optimizer]
@@ -31,7 +30,6 @@ class DividedOptimizer(ShardedOptimizer):
 
     @property
     def shards_state(self) -> bool:
-        """Whether this rank has only a shard of the state."""
         return self._workers.size > 1
 
     def __repr__(self) -> str:
@@ -73,7 +71,7 @@ class DividedOptimizer(ShardedOptimizer):
         """Raise a TypeError if these parameters cannot be divided."""
 
     def _take_in_last_group(self) -> None:
-        """Divide the parameters of the last group, and add this rank's tensors to `optim`."""
+        """Divide the last group's parameters, and add this rank's tensors to `optim`."""
         raise NotImplementedError
 
     def step(self, closure: Callable[[], object] | None = None, **kwargs: Any) -> Any:
@@ -102,18 +100,16 @@ class DividedOptimizer(ShardedOptimizer):
         """Prepare for a step, before options are copied."""
 
     def _step(self, **kwargs: Any) -> None:
-        """Step the tensors of this rank, and exchange the new values with other ranks."""
+        """Step the tensors of this rank, and exchange the new values."""
         raise NotImplementedError
 
 
 def copy_options(sources: Sequence[SavedState], targets: Sequence[dict[str, Any]]) -> None:
-    """Set the options of the target groups to those of the source groups."""
     for source, target in zip(sources, targets, strict=True):
         target.update(options_of(source))
 
 
 def check_params_and_class(owner: str, params: object, optim: object) -> None:
-    """Raise a TypeError unless `params` are parameters and `optim` is an optimizer class."""
     for name, given in (("params", params), ("optim", optim)):
         if isinstance(given, Optimizer):
             raise TypeError(

@@ -40,10 +40,10 @@ def clip(
     ranks: RankGroup,
     device: torch.device,
 ) -> Tensor:
-    """Scale gradients to a norm of up to `max_norm`, given this rank's slices; return the norm."""
+    """Clip gradients, given this rank's slices; return the total norm."""
     norms = []
     for grad in slices:
-        # A rank's slice of a small parameter may be empty, which has no maximum norm.
+        # A rank's slice of a small parameter may be empty, without a maximum norm.
         if grad is not None and grad.numel():
             norms.append(_norm_of_shard(grad, norm_type).to(device))
     values = torch.stack(norms) if norms else torch.zeros(1, device=device)
@@ -163,14 +163,12 @@ class ShardedGradScaler(GradScaler):
                         carrier = part.detach()
                         carrier.grad = part
                     held.append(carrier)
-        # torch iterates over the parameters of an optimizer, each with a gradient.
         stand_in: Any = SimpleNamespace(param_groups=[{"params": held}])
-        # True: allow float16 gradients. torch assumes that these are a mistake, but here they may
-        # be the user's choice.
+        # True: allow float16 gradients, which torch refuses as a probable mistake.
         found: dict[torch.device, Tensor] = super()._unscale_grads_(
             stand_in, inv_scale, found_inf, True
         )
-        # 1 if a gradient on any device of this rank has overflowed.
+        # 1 if any gradient of this rank has overflowed.
         anywhere = torch.zeros_like(found_inf)
         for flag in found.values():
             anywhere = torch.maximum(anywhere, flag.to(anywhere.device))

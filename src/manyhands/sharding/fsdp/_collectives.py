@@ -48,22 +48,18 @@ def _broken_explained() -> Iterator[None]:
 
 
 class _Allocator:
-    """Allocates send and receive buffers for the engine."""
-
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class AllGather(_Allocator):
-    """Fills a buffer with the slices of all ranks, for one wrap."""
-
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False
     ) -> dist.Work:
-        """Gather a wrap's parameters. The engine calls this in place of its all_gather."""
+        """Gather a wrap's parameters, in place of the engine's all_gather."""
         size = input_tensor.numel()
         # A range needs a positive step, so a wrap with empty slices gets a list.
         cuts = range(0, size * (self._ranks.size + 1), size) if size else [0, 0]
@@ -87,7 +83,7 @@ class _Works(dist.Work):
 class ReduceQueue:
     """The reduce_scatters in flight of a backward pass, over all wraps of a root.
 
-    `begin` is called before the first gradients of a pass are sent, `end` after all have arrived.
+    `begin` is called before a pass sends gradients, `end` after all have arrived.
     """
 
     def __init__(
@@ -99,8 +95,7 @@ class ReduceQueue:
         self._end = end
         # For each: the message, the tensor for this rank's slice of the mean, the divisor.
         self._in_flight: deque[tuple[Pending, Tensor, float]] = deque()
-        # At the end of a pass, run after the engine but (`early`) before a scaling rule measures
-        # the mean.
+        # `early`: at the end of a pass, run before a scaling rule measures the mean.
         self._passes = BackwardPasses(self, early=True)
 
     def send(self, total: Tensor, grads: Tensor, divisor: float, *, wait: bool) -> None:
@@ -115,10 +110,7 @@ class ReduceQueue:
             self._complete_all()
 
     def memory(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for the next gradients, if possible from gradients already sent.
-
-        New memory would cost a page fault for every 4 KiB.
-        """
+        """Return memory for gradients, reused if possible: new memory costs page faults."""
         while len(self._in_flight) >= IN_FLIGHT:
             memory = self._complete_first()
             if memory.nbytes() == size * dtype.itemsize and memory.device == device:
@@ -127,13 +119,12 @@ class ReduceQueue:
         return torch.empty(size, dtype=dtype, device=device)
 
     def enter(self) -> None:
-        """Note that gradients are about to be sent. Call it inside a backward."""
         task = current_task()
         if task != self._passes.task:
             self._passes.enter(task)
 
     def forget(self) -> None:
-        """Discard a pass that raised an error, after waiting for the data it sent."""
+        """Discard a pass that raised an error, after waiting for its data."""
         if self._passes.open and current_task() == -1:
             self._passes.forget()
             self._complete_all()
@@ -147,7 +138,7 @@ class ReduceQueue:
 
     def _complete_all(self) -> None:
         while self._in_flight:
-            # The engine keeps the tensor for a while, so free its memory instead.
+            # The engine still references the tensor, so free its memory.
             self._complete_first().resize_(0)
 
     def _complete_first(self) -> torch.UntypedStorage:
@@ -161,17 +152,15 @@ class ReduceQueue:
 
 
 class ReduceScatter(_Allocator):
-    """Gives every rank its slice of the mean gradient, for a single wrap."""
-
     def __init__(self, queue: ReduceQueue, wrap: Any) -> None:
         self._queue = queue
         self._wrap = wrap  # an Engine
         self._to_send = 0  # elements of the last send buffer, until its slice is allocated
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer. The engine requests the send buffer first, then the slice."""
+        """Allocate a send buffer and its slice, in this order of calls."""
         (elements,) = size
-        # The slice becomes the gradient and must stay, so only the send buffer is reused.
+        # Only the send buffer is reused: the slice becomes the gradient.
         if elements * self._queue.shards.size == self._to_send or not self._wrap.on_gloo:
             self._to_send = 0
             return super().allocate(size, dtype=dtype, device=device)
@@ -186,15 +175,15 @@ class ReduceScatter(_Allocator):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Average a wrap's gradients. The engine calls this in place of its reduce_scatter."""
+        """Average a wrap's gradients, in place of the engine's reduce_scatter."""
         self._queue.enter()
         ranks = self._queue.ranks
         shards = self._queue.shards
         before, after = self._wrap.divide
         is_default = (before, after) == (1, ranks.size)
-        # With another operation (SUM, for half precision) the engine divides, before and after.
+        # For SUM (half precision), the engine divides before and after.
         is_mean = op == dist.ReduceOp.AVG
-        # If a mesh has copies of the model, the engine takes the mean over the copies.
+        # The engine takes the mean over the copies of a mesh.
         after /= ranks.size // shards.size
         if not is_mean and not is_default:
             # The user's divisors replace the world size, by which the engine also divides.

@@ -56,15 +56,14 @@ def eager(fn: F) -> F:
     return uncompiled
 
 
-# A mesh for each group and device type, shared by all wraps. Weak, so that a group is freed with
-# its last user.
+# A mesh for each group and device type. Weak, so that a group is freed with its last user.
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 class Engine:
-    """Shards the parameters at the given places of a module, in place, without duplicates.
+    """Shards the parameters at the given places of a module, in place.
 
     Attributes:
         params: the sharded parameters, DTensors with this rank's slice, in the order of `places`.
@@ -98,8 +97,8 @@ class Engine:
         distinct: dict[Tensor, Place] = {}
         for place in places.values():
             distinct[_param_at(place)] = place
-        # Registration order matters: fully_shard prepends its pre-hook and appends its forward
-        # hook, which puts the engine's hooks between ours.
+        # Order matters: fully_shard prepends its pre-hook and appends its forward hook, which
+        # puts the engine's hooks between ours.
         module.register_forward_pre_hook(eager(_nest_inputs), prepend=True, with_kwargs=True)
         module.register_forward_hook(eager(_flatten_output))
         # Copies to a GPU overlap with computation only from pinned memory, which needs a GPU.
@@ -119,15 +118,14 @@ class Engine:
         self.overlap = overlap
         self.ignored = ignored
         if not overlap:
-            # By default the engine prefetches the next wrap in backward. Naming this wrap, which
-            # is already gathered, disables that.
+            # Naming this wrap, which is already gathered, disables prefetching in backward.
             self.module.set_modules_to_backward_prefetch([self.module])
         self.ranks = ranks
         self.places = list(distinct.values())
         self.on_gloo = ranks.on_gloo(device)
         self.divide: Sequence[float] = (1.0, float(ranks.size))
-        # Ranks may use different parameters of a wrap. Without this call (missing in some torch
-        # versions) the sizes of reduce_scatters would differ.
+        # Ranks may use different parameters. Without this call (missing in some torch versions)
+        # the sizes of reduce_scatters would differ.
         if hasattr(self.module, "set_reduce_scatter_unused_params"):
             self.module.set_reduce_scatter_unused_params(True, recurse=False)
         self.find_params()
@@ -147,12 +145,12 @@ class Engine:
     ) -> None:
         """Send gradients through `queue`, and report forwards to the root.
 
-        When parameters are gathered, `watch` receives their places in each forward with gradients
-        enabled, and `run` is called in each forward outside a backward.
+        After gathering, `watch` gets the places in each forward with gradients, and `run` is called
+        in each forward outside a backward.
         """
         if self.on_gloo:
             self.module.set_custom_all_gather(AllGather(self.ranks.shards))
-        # The engine keeps the registered object, so a strong reference would be a cycle.
+        # A strong reference from the engine would be a cycle.
         self.module.set_custom_reduce_scatter(ReduceScatter(queue, weakref.proxy(self)))
         places = self.places
 
@@ -161,7 +159,6 @@ class Engine:
             """Inform the root that the wrap's parameters are gathered."""
             if torch.is_grad_enabled():
                 watch(places)
-            # A recomputation in a backward does not predict the order of the next forward.
             if current_task() == -1:
                 run()
 
@@ -169,7 +166,6 @@ class Engine:
         self.module.register_forward_pre_hook(gathered)
 
     def clear_unaveraged(self) -> None:
-        """Drop the full gradients of passes without averaging."""
         for each in self._engine_params():
             if "unsharded_accumulated_grad" in each.__dict__:  # until torch 2.14
                 each.unsharded_accumulated_grad = None
@@ -177,7 +173,7 @@ class Engine:
                 each._unsharded_param.grad = None
 
     def check_all_reduced(self) -> None:
-        """Raise a RuntimeError if a backward pass with averaging left an unreduced gradient."""
+        """Raise a RuntimeError if an averaging backward pass left an unreduced gradient."""
         if not all(group.reduce_grads for group in _param_groups_of(self.module)):
             return  # in no_sync()
         for each in self.unaveraged():
@@ -212,11 +208,11 @@ class Engine:
 
     def recover(self) -> None:
         """Reset the engine after an error in a forward or backward. Call it on a root."""
-        # After an error in a backward, call `clear_unaveraged` on all wraps first.
+        # After a failed backward, call `clear_unaveraged` on all wraps first.
         if hasattr(self.module, "reset_iter_state"):  # torch 2.13 and later
             self.module.reset_iter_state()
         elif self.in_backward:
-            # The engine ends the pass without communication, because no gradients are left.
+            # Ends the pass without communication, because no gradients are left.
             self.module._get_fsdp_state()._root_post_backward_final_callback()
 
 
@@ -240,11 +236,11 @@ def _check_first_order(_: Tensor) -> None:
 def _begin_another_run(module: Any, _: object) -> None:
     """Prepare a wrap that runs again in a backward to be gathered and reduced again.
 
-    A forward inside a backward recomputes a checkpoint. The engine assumes that this happens in the
-    middle of the wrap's backward, whose hooks will reduce the gradients, and adds no hooks. This is
-    true except for reentrant checkpoints, which recompute each run of a wrap before that run's
-    backward. At the second run the engine is still in the state after the first run's backward,
-    "reduced already", and would leave the second run's gradients unreduced until the next step.
+    A forward inside a backward recomputes a checkpoint. The engine adds no hooks then, assuming
+    that it is in the middle of the wrap's backward, whose hooks will reduce the gradients. But a
+    reentrant checkpoint recomputes each run of a wrap before that run's backward. At the second run
+    the engine is still in the state after the first backward, "reduced already", and would leave
+    the second run's gradients unreduced until the next step.
     """
     if current_task() == -1:
         return
@@ -255,7 +251,7 @@ def _begin_another_run(module: Any, _: object) -> None:
 
 
 def _param_groups_of(module: Any) -> list[Any]:
-    """Return the engine's parameter groups of a wrap, a list of one, or empty."""
+    """Return the engine's parameter groups of a wrap."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # before torch 2.13
@@ -289,7 +285,7 @@ def _find_mesh(ranks: RankGroup, device: torch.device) -> DeviceMesh:
 
 
 class _Nest:
-    """A nested structure with its tensors, to rebuild with different tensors.
+    """A nested structure and its tensors, to rebuild with different tensors.
 
     Not a container, so that the engine does not search it.
     """
@@ -299,7 +295,6 @@ class _Nest:
         self._tensors = tensors
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        # By id, because a structure may contain a tensor repeatedly.
         others = {id(old): new for old, new in zip(self._tensors, tensors, strict=True)}
         return tree_map_tensors(lambda tensor: others[id(tensor)], self._tree)
 
@@ -339,8 +334,8 @@ def _flatten_output(
         tensors = tensors_in(output)
     own = []
     for tensor in tensors:
-        # The engine gathers parameters for backward in a hook on the output. An in-place operation
-        # on a view would remove that hook (torch warns), so a view becomes a separate tensor.
+        # The engine gathers parameters for backward in a hook on the output, which an in-place
+        # operation on a view would remove. So a view becomes a separate tensor.
         if tensor.requires_grad and tensor._is_view():
             tensor = _NotAView.apply(tensor)
         own.append(tensor)
@@ -356,8 +351,6 @@ def _nest_output(_: nn.Module, __: object, output: tuple[Sequence[Tensor], _Nest
 
 
 class _NotAView(torch.autograd.Function):
-    """Returns a tensor with shared memory that autograd does not treat as a view."""
-
     @staticmethod
     def forward(ctx: object, tensor: Tensor) -> Tensor:
         return tensor.detach()
@@ -369,7 +362,7 @@ class _NotAView(torch.autograd.Function):
 
 def _check_leaf(module: nn.Module, leaf: object) -> None:
     """Raise a TypeError if a non-tensor leaf of an output contains a tensor with a gradient."""
-    # The engine would put no hook on a hidden tensor, and miss the backward through it.
+    # The engine would miss the backward through a hidden tensor.
     inside = dict(leaf) if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
     for name, value in inside.items():
         if isinstance(value, Tensor) and value.requires_grad:
@@ -383,20 +376,20 @@ def _check_leaf(module: nn.Module, leaf: object) -> None:
 
 # -- optimizers, at their first step --------------------------------------------------------------
 
-# A global pre-hook checks each optimizer once, before its first step. An optimizer class that is
-# not torch's runs a small example, sharded and unsharded: the results must agree.
+# A global pre-hook checks each optimizer before its first step. Unknown optimizer classes run a
+# small example, sharded and unsharded, with equal results.
 
-SHARDED = "_manyhands_sharded"  # marks a parameter that a wrap has sharded
+SHARDED = "_manyhands_sharded"
 
-# Number of parameters at the check of an optimizer; add_param_group() changes it.
+# Number of parameters when an optimizer was checked; add_param_group() changes it.
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _state_calls: weakref.WeakKeyDictionary[Optimizer, _StateDictCalls] = weakref.WeakKeyDictionary()
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def guard_optimizers(before: Iterable[Tensor], after: Iterable[Tensor]) -> None:
-    """Mark sharded parameters and the plain ones they replace; check optimizers from now on."""
-    # Marks are on the tensors, an optimizer's only link to the model.
+    """Mark sharded and replaced parameters, and check optimizers from now on."""
+    # An optimizer's only link to the model are the tensors.
     for param in before:
         setattr(param, REPLACED, True)
     for param in after:
@@ -429,11 +422,11 @@ def guard_state(optimizer: Optimizer) -> None:
 class _StateDictCalls:
     """Warns if only some ranks call `state_dict()` of an optimizer with sharded state.
 
-    The store counts all calls. A rank that has called `state_dict()` reads the count two steps
-    later: by then all ranks have passed a backward, and so the point of the call.
+    The store counts all calls. A rank reads the count two steps after its call: by then all ranks
+    have passed a backward, and so the point of the call.
     """
 
-    _made: ClassVar[Counter[int]] = Counter()  # by the checksum of the ranks
+    _made: ClassVar[Counter[int]] = Counter()
 
     def __init__(self, mesh: DeviceMesh, kind: str) -> None:
         ranks = zlib.crc32(str(mesh.mesh.tolist()).encode())
@@ -524,7 +517,6 @@ def _warn_of_new_layers(params: Sequence[Tensor], sharded: Sequence[Tensor]) -> 
 
 
 def _check_all_averaged(sharded: Sequence[Tensor]) -> None:
-    """Raise a RuntimeError if a gradient is only from passes inside `no_sync`."""
     unaveraged = {each.sharded_param for engine in _engines for each in engine.unaveraged()}
     if not unaveraged.isdisjoint(sharded):
         raise RuntimeError(

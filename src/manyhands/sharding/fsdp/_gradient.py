@@ -45,7 +45,6 @@ class DTensorGradient(DTensor):
             return _norm_of_slice(args[0], *args[1:])
         if func is torch._foreach_norm and len(args) <= 2 and not kwargs:
             return [_norm_of_slice(grad, *args[1:]) for grad in args[0]]
-        # Clipping multiplies by a number that is equal on all ranks, so the slice is enough.
         if func is Tensor.mul_ and _is_number(*args[1:]):
             args[0]._local_tensor.mul_(args[1])
             return args[0]
@@ -83,12 +82,12 @@ class DTensorGradient(DTensor):
         return memo.setdefault(id(self), copied)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
-        return _plain(self).__reduce_ex__(protocol)  # as torch's class, which torch.load knows
+        return _plain(self).__reduce_ex__(protocol)
 
 
 def use_our_class(param: Tensor) -> None:
     """Convert the engine's DTensor in `param.grad` to a DTensorGradient."""
-    # Changing the class preserves the object, its memory and its hooks, at no cost.
+    # Changing the class preserves the object, its memory and its hooks.
     if type(param.grad) is DTensor:
         param.grad.__class__ = DTensorGradient
 
@@ -106,7 +105,7 @@ def _put_together(call: str, result: DTensor) -> Tensor:
     """Return a tensor from the parts on all ranks. Call it on every rank."""
     mesh = result.device_mesh
     group = mesh.get_group(mesh.ndim - 1)
-    # Raises an error, instead of a hang, if a rank is missing.
+    # Raises an error if a rank is missing.
     roll = RollCall(group.get_group_store(), group.rank(), group.size())
     roll.wait(f"{call}() of a sharded gradient")
     return result.full_tensor()

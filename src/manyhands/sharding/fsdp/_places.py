@@ -45,7 +45,6 @@ def find_places(module: nn.Module, wrapper: type[nn.Module]) -> dict[str, Place]
 def _modules_outside(
     module: nn.Module, wrapper: type[nn.Module], path: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module of each module outside inner wraps."""
     if not isinstance(module, wrapper):
         yield path, module
         for name, child in children(module):
@@ -66,7 +65,6 @@ def named_params(places: Places) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def distinct_params(places: Places) -> list[nn.Parameter]:
-    """Return the current parameters at these places, without duplicates."""
     return list({id(param): param for _, param in named_params(places)}.values())
 
 
@@ -81,7 +79,7 @@ def cast_buffers(
         for name, buffer in each._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 former[plain_name(path + name)] = buffer.dtype
-                # Preserves the tensor object, which other objects may reference.
+                # Preserves the tensor object.
                 buffer.data = buffer.data.to(dtype)
     return former
 
@@ -99,10 +97,10 @@ def copy_from_rank_0(modules: Iterable[nn.Module], ranks: RankGroup, device: tor
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 tensors[id(tensor)] = tensor
-    # Tensors on meta have no values yet; the user initialises them after to_empty().
+    # Tensors on meta have no values yet.
     if any(tensor.is_meta for tensor in tensors.values()):
         return
-    # Copies travel on the device, because some groups (NCCL) cannot send CPU tensors.
+    # On the device, because some groups (NCCL) cannot send CPU tensors.
     sent = {}
     for tensor in tensors.values():
         if not is_dtensor(tensor):
@@ -130,7 +128,6 @@ def check_module(
 
 
 def check_precision(mixed_precision: bool, fp32_reduce_scatter: bool) -> None:
-    """Raise a ValueError for a reduction in float32 without mixed precision."""
     if fp32_reduce_scatter and not mixed_precision:
         raise ValueError(
             "fp32_reduce_scatter=True requires mixed_precision=True: otherwise gradients are "
@@ -139,7 +136,6 @@ def check_precision(mixed_precision: bool, fp32_reduce_scatter: bool) -> None:
 
 
 def check_parameters(places: Places, ranks: RankGroup, device: torch.device) -> None:
-    """Raise a ValueError if the parameters at these places cannot be sharded together."""
     if ranks.mesh is not None and ranks.mesh.device_type != device.type:
         raise ValueError(
             f"the mesh is for {ranks.mesh.device_type}, but the module computes on {device.type}. "
@@ -148,7 +144,7 @@ def check_parameters(places: Places, ranks: RankGroup, device: torch.device) -> 
     for name, param in named_params(places):
         if is_dtensor(param):
             raise ValueError(f"parameter {name} is already sharded. Wrap the plain module.")
-        # The mark is from an inner wrap, which has sharded a tied parameter.
+        # Marked by an inner wrap, which has sharded a tied parameter.
         if getattr(param, REPLACED, False):
             raise ValueError(
                 f"parameter {name} is tied to a parameter that an inner wrap has already sharded; "
@@ -184,7 +180,6 @@ def check_same_model(
     modules: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> None:
     """Raise a ValueError on every rank if ranks have different models or options."""
-    # `wraps` are the places and options of each wrap. Buffers of `modules` are also compared.
     buffers = {}
     for path, module in modules.items():
         for name, buffer in module._buffers.items():
@@ -233,12 +228,12 @@ class _Casts:
 
     def __init__(self, places: Sequence[Place], shown: set[Place], dtype: torch.dtype) -> None:
         self._places = places
-        self._shown = shown  # by all modules of a wrap
+        self._shown = shown
         self._dtype = dtype
         self._own: list[Place] = []  # places of this module's casts, to remove
 
     def show(self, *_: object) -> None:
-        """As a forward starts, set casts of the parameters that no outer module has cast."""
+        """As a forward starts, cast parameters that no outer module has cast."""
         casts: dict[nn.Parameter, Tensor] = {}  # casts a tied parameter only once
         for place in self._places:
             module, name = place
@@ -247,8 +242,7 @@ class _Casts:
                 continue
             if param not in casts:
                 casts[param] = param.to(self._dtype)
-            # Python searches the instance's dict before Module.__getattr__, which finds the
-            # parameter.
+            # Python searches the instance's dict before Module.__getattr__.
             object.__setattr__(module, name, casts[param])
             self._own.append(place)
         self._shown.update(self._own)
@@ -263,7 +257,6 @@ class _Casts:
 
 
 def _refresh_rnns(places: list[Place]) -> None:
-    """Renew the parameter lists of recurrent modules."""
     for module in {module for module, _ in places}:
         if isinstance(module, nn.RNNBase):
             module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]

@@ -92,7 +92,7 @@ class ShardedDataParallel(ModuleWrapper):
         self.require_backward_grad_sync = True
         self._workers = self._optimizers[0]._workers
         self._reducer: Reducer | None = None
-        # A larger module loads this one under `module.`, a prefix that our state dict omits.
+        # A larger module loads this one under `module.`, which our state dict omits.
         self.register_load_state_dict_pre_hook(_add_module_prefix)
         if reduce_fp16:
             reduce_dtype = torch.float16
@@ -100,7 +100,7 @@ class ShardedDataParallel(ModuleWrapper):
             whole("reduce_buffer_size", reduce_buffer_size)
         if self._workers.size == 1:
             return
-        # Before any other collective: ranks with different models would mix data up, or hang.
+        # Before other collectives, which would mix different models up, or hang.
         facts: Facts = {
             "values of reduce_dtype": str(reduce_dtype),
             "values of reduce_buffer_size": reduce_buffer_size,
@@ -130,10 +130,10 @@ class ShardedDataParallel(ModuleWrapper):
     # -- training ------------------------------------------------------------------------------
 
     def forward(self, *inputs: object, **kwargs: object) -> Any:
-        """Run the wrapped module's forward, with current parameters and buffers."""
+        """Run the wrapped module's forward."""
         if self._reducer is None:
             return self.module(*inputs, **kwargs)
-        # A private attribute: torch has no public way to detect a forward inside DDP's forward.
+        # Private: torch has no public way to detect a forward inside DDP's forward.
         outer = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if outer is not None and self in outer.modules():
             raise inside_ddp(self)
@@ -165,7 +165,7 @@ class ShardedDataParallel(ModuleWrapper):
             self.require_backward_grad_sync = before
 
     def reduce(self) -> None:
-        """Average the gradients of passes inside `no_sync()`. Call it on every rank.
+        """Average gradients accumulated inside `no_sync()`. Call it on every rank.
 
         A backward outside `no_sync()` does so automatically.
         """
@@ -180,7 +180,7 @@ class ShardedDataParallel(ModuleWrapper):
             self._reducer.follow_trained()
 
     def sync_buffers(self, blocking: bool = False) -> None:
-        """Copy rank 0's buffers. The call always blocks, whatever the value of `blocking`."""
+        """Copy rank 0's buffers. The call blocks even with `blocking=False`."""
         self._workers.broadcast_from_first(list(self.module.buffers()))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -227,7 +227,7 @@ class ShardedDataParallel(ModuleWrapper):
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> ShardedDataParallel:
         """Convert or move the module (`to`, `half`), and the sharded gradients."""
-        # torch sets `param.grad.data`, which would leave a sharded gradient's slices unchanged.
+        # torch sets `param.grad.data`, which does not change a sharded gradient's slices.
         sharded: dict[nn.Parameter, Tensor] = {}
         for param in self.parameters():
             if isinstance(param.grad, ShardedGradient):

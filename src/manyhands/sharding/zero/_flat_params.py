@@ -42,7 +42,7 @@ class ParamSlice:
     stop: int
     data: Tensor
     whole: bool  # `data` has the parameter's shape; otherwise it is flat
-    rounded: Tensor | None = None  # the elements in the parameter, if `data` is an exact copy
+    rounded: Tensor | None = None  # the parameter's elements, if `data` is an exact copy
 
 
 @dataclass(eq=False)
@@ -54,7 +54,6 @@ class PendingGather:
     works: list[dist.Work]
 
     def wait(self) -> None:
-        """Wait for the other ranks' slices; copy rounded values into the parameters."""
         for work in self.works:
             work.wait()
         if self.sent is not self.data:
@@ -70,7 +69,6 @@ class SharedMemoryGather:
     barrier: dist.Work  # before it ends, an owner may still write its slice
 
     def wait(self) -> None:
-        """Wait until every owner has written, then copy the slices from the owners' memory."""
         self.barrier.wait()
         for rank, (a, b) in enumerate(pairwise(self.bucket.layout.cuts)):
             if rank != self.rank:
@@ -79,19 +77,15 @@ class SharedMemoryGather:
 
 @dataclass(eq=False)
 class FlatBucket:
-    """A bucket of parameters in memory."""
-
     layout: _layout.BucketLayout
     data: Tensor
     on_ranks: list[Tensor]  # every rank's `data`, if the ranks share memory; otherwise empty
-    # This rank's slices, and their places in its slice of the bucket.
+    # This rank's slices, and their places in the bucket.
     slices: list[tuple[ParamSlice, ParamRange]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class FlatBuffer:
-    """Parameters in a flat tensor, divided into buckets."""
-
     layout: _layout.BufferLayout
     data: Tensor
     buckets: list[FlatBucket]
@@ -100,12 +94,12 @@ class FlatBuffer:
 class Shards:
     """All parameters of an optimizer, by index, and the ranks that own their elements.
 
-    `even` selects the layout. `largest` is the number of elements in a bucket (None: the default;
-    0: a bucket per parameter). A parameter's *place* is its part of the flat memory. Frozen
-    parameters get a place when they are unfrozen; places are permanent.
+    `largest` is the number of elements in a bucket (None: the default; 0: a bucket per parameter).
+    A parameter's *place* is its part of the flat memory, assigned permanently when the parameter is
+    first trained.
 
     With `wire`, parameters travel in that narrower type, and all ranks train with rounded values.
-    The owner stores an exact copy, so that small updates are not lost.
+    Owners store exact copies, so that small updates are not lost.
     """
 
     def __init__(
@@ -120,7 +114,7 @@ class Shards:
         self.even = even
         self.largest = largest
         self.wire = wire
-        self._gathers: list[PendingGather | SharedMemoryGather] = []  # of this step
+        self._gathers: list[PendingGather | SharedMemoryGather] = []
         self.params: list[Tensor] = []
         self.slices: list[list[ParamSlice]] = []
         self.buffers: list[FlatBuffer] = []
@@ -140,7 +134,7 @@ class Shards:
 
     @property
     def without_slices(self) -> list[int]:
-        """Indices of all parameters without a place, frozen ones included."""
+        """Indices of all parameters without a place."""
         found = []
         for i, param in enumerate(self.params):
             empty = self.workers.size > 1 and not param.numel()
@@ -175,7 +169,6 @@ class Shards:
 
     @torch.no_grad()
     def _build(self, layout: _layout.BufferLayout, kind: Kind) -> None:
-        """Allocate a layout's buffer, move the parameters, and find this rank's slices."""
         dtype, device = kind
         on_ranks: list[Tensor] = []
         if self.workers.shared_memory is None:
@@ -188,7 +181,7 @@ class Shards:
             param = self.params[index]
             view = unflatten(data[start : start + param.numel()], param)
             view.copy_(param)
-            # Assigning `.data` preserves the Parameter object, which model and optimizer share.
+            # Preserves the Parameter object, which model and optimizer share.
             param.data = view
             self._where[index] = (data, start)
         buckets = []
@@ -222,7 +215,7 @@ class Shards:
 
     @property
     def buckets(self) -> Iterator[FlatBucket]:
-        """All buckets, approximately in the order of gradients in backward."""
+        """All buckets, approximately in backward order."""
         for buffer in self.buffers:
             yield from buffer.buckets
 
@@ -242,7 +235,7 @@ class Shards:
 
     @property
     def to_step(self) -> list[FlatBucket]:
-        """The buckets that a step may change, approximately in the order of use in forward."""
+        """The buckets that a step may change, approximately in forward order."""
         chosen = []
         for bucket in self.buckets:
             params = [self.params[place.param] for place in bucket.layout.ranges]
@@ -269,7 +262,6 @@ class Shards:
         return False
 
     def rebuild_buffers(self) -> None:
-        """Rebuild the buffers with the parameters' current device and dtype."""
         layouts: list[tuple[_layout.BufferLayout, Kind]] = []
         for buffer in self.buffers:
             kinds = {(self.params[i].dtype, self.params[i].device) for i in buffer.layout.starts}
@@ -288,7 +280,6 @@ class Shards:
     # -- between gradients and slices ----------------------------------------------------------
 
     def gradient(self, owned: ParamSlice) -> Tensor | None:
-        """Return the gradient of a slice, in the shape of its data."""
         param = self.params[owned.param]
         grad = param.grad
         if isinstance(grad, ShardedGradient):
@@ -302,7 +293,7 @@ class Shards:
 
     @torch.no_grad()
     def take_changes(self) -> None:
-        """Before a step: refresh exact copies of parameters that were changed, e.g. by loading."""
+        """Before a step, refresh exact copies of parameters that were changed."""
         for slices in self.slices:
             for owned in slices:
                 if owned.rounded is not None:
@@ -312,14 +303,13 @@ class Shards:
 
     @torch.no_grad()
     def start_all_gather(self, buckets: Sequence[FlatBucket]) -> None:
-        """Start sending this rank's slices of the buckets and receiving all other slices."""
         for bucket in buckets:
             for owned, _ in bucket.slices:
                 if owned.rounded is not None:
                     owned.rounded.copy_(owned.data)
         memory = self.workers.shared_memory
         if memory is not None:
-            barrier = memory.barrier()  # shared by all buckets
+            barrier = memory.barrier()
             self._gathers += [SharedMemoryGather(b, self.workers.rank, barrier) for b in buckets]
             return
         for bucket in buckets:
@@ -330,9 +320,8 @@ class Shards:
             self._gathers.append(PendingGather(bucket.data, sent, works))
 
     def wait(self) -> None:
-        """Wait until all parameters of this step have arrived."""
-        # Writing to `data` does not change the versions of its views. Autograd needs new versions
-        # to detect a backward through old values.
+        # Writing to `data` does not change the versions of its views, by which autograd detects a
+        # backward through old values.
         params = [self.params[place.param] for b in self.to_step for place in b.layout.ranges]
         torch.autograd.graph.increment_version(params)
         for gather in self._gathers:

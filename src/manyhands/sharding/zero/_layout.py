@@ -71,7 +71,7 @@ class BucketLayout:
 
     def owned(self, rank: int) -> Iterator[ParamRange]:
         """Yield the ranges that rank `rank` owns, with offsets in the rank's slice."""
-        for each in self.ranges:  # a parameter may cross slice boundaries
+        for each in self.ranges:
             yield from each.within(self.cuts[rank], self.cuts[rank + 1])
 
 
@@ -90,8 +90,8 @@ class BufferLayout:
 def bucket_size(workers: int, elements: int) -> int:
     """Return the number of elements in a bucket, for a model of `elements`.
 
-    The size is 4 Mi, and eight times that for 1,024 ranks, but no more than a tenth of the model:
-    the buckets of a small model would otherwise take more memory than sharding saves.
+    For small models, no more than a tenth of the model, because buckets would otherwise take more
+    memory than sharding saves.
 
     >>> bucket_size(4, 10**9), bucket_size(1024, 10**9) // 1024  # elements of each slice
     (4194304, 32768)
@@ -108,7 +108,7 @@ def even_layout(sizes: Sequence[tuple[int, int]], workers: int, largest: int) ->
     for members in in_groups(sizes, itemgetter(1), largest):
         starts, total = _assign_starts(members)
         number = math.ceil(total / (SPARE * largest)) if largest else 1
-        # Rounding the bucket size up gives equal, aligned slices; the rest is padding.
+        # Rounding up gives equal, aligned slices; the rest is padding.
         size = _round_up(-(-total // number), workers * ALIGN)
         cuts = range(0, size + 1, size // workers)
         buckets = []
@@ -135,7 +135,7 @@ def whole_layout(
         for index, size in members:
             ends[owner[index]] = starts[index] + _round_up(size, ALIGN)
         cuts = [0]
-        for end in ends:  # a rank without parameters gets an empty slice
+        for end in ends:
             cuts.append(max(cuts[-1], end))
         ranges = _ranges_within(members, starts, 0, total)
         buffers.append(BufferLayout(starts, (BucketLayout(ranges, tuple(cuts)),)))
@@ -149,7 +149,7 @@ def deal_out(sizes: Sequence[tuple[int, int]], load: list[int]) -> dict[int, int
     {1: 0, 0: 1, 2: 1}
     """
     owner: dict[int, int] = {}
-    # Greedy: assign the largest remaining parameter to the rank with the smallest load.
+    # Greedy: the largest remaining parameter goes to the rank with the smallest load.
     for index, size in sorted(sizes, key=lambda entry: (-entry[1], entry[0])):
         owner[index] = load.index(min(load))
         load[owner[index]] += size
@@ -168,7 +168,6 @@ def _assign_starts(members: Sequence[tuple[int, int]]) -> tuple[dict[int, int], 
 def _ranges_within(
     members: Sequence[tuple[int, int]], starts: dict[int, int], low: int, high: int
 ) -> tuple[ParamRange, ...]:
-    """Return the parts of parameters between two places of a buffer."""
     ranges: list[ParamRange] = []
     for index, size in members:
         ranges += ParamRange(index, 0, size, starts[index]).within(low, high)

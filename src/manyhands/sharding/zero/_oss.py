@@ -52,16 +52,16 @@ from manyhands.sharding.zero._slice_optimizer import choose_layout, follow_moved
 
 @dataclass
 class OSSRun:
-    """State that changes while an OSS is used, shared by the OSS and the proxies around it."""
+    """State that changes while an OSS is used, shared with proxies around the OSS."""
 
-    optim: Any = None  # an optimizer of slices, once the parameters are laid out
+    optim: Any = None
     begun: bool = False  # whether optimizer state exists, which is tied to slices
     averaged: bool = False  # whether ranks had equal gradients in the first step
     consolidated: dict[int, _state.ParamState] | None = None
     recipient: int | None = None  # of the state collected since the last step
     # Loaded state of frozen parameters, by index.
     pending_state: dict[int, _state.ParamState] = field(default_factory=dict)
-    # Of our ShardedDataParallel. Weak, because the module references the reducer and the OSS.
+    # Of our ShardedDataParallel. Weak, because the module references the OSS.
     reducer_ref: Callable[[], Reducer | None] = lambda: None
 
     def begin(self) -> None:
@@ -180,7 +180,6 @@ class OSS(DividedOptimizer):
             self._roll_call = self._workers.roll_call()
 
     def _lay_out_all(self, bucket_size: int | None, gather_state: bool) -> None:
-        """Assign slices of all parameters, and make the inner optimizer of this rank's slices."""
         facts = {
             "values of layout": self.layout,
             "values of bucket_size": bucket_size,
@@ -198,7 +197,7 @@ class OSS(DividedOptimizer):
 
     @YieldingProperty
     def _is_accelerate_prepared(self) -> bool:
-        """Warn when Accelerate's `prepare` reads this; our `prepare` sets it on the instance."""
+        """Warn when Accelerate's `prepare` reads this; our `prepare` overrides it."""
         if self.world_size > 1:  # a single rank's parameters stay in place
             warn(
                 "accelerator.save_state() and save_model() omit parameters that share memory, "
@@ -214,7 +213,7 @@ class OSS(DividedOptimizer):
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether a ShardedDataParallel averages gradients, each slice on the rank that owns it."""
+        """Whether a ShardedDataParallel averages the gradients."""
         return self._run.reducer is not None
 
     @property
@@ -224,14 +223,13 @@ class OSS(DividedOptimizer):
 
     @property
     def group(self) -> GroupLike | None:
-        """The process group; None for a single rank without a process group."""
+        """The process group; None without a process group."""
         return self._group or (dist.group.WORLD if dist.is_available() else None)
 
     def _make_optim(self) -> Optimizer:
         return self._make([self._group_of_slices(i) for i in range(len(self.param_groups))])
 
     def _group_of_slices(self, index: int) -> ParamGroup:
-        """Return a parameter group's options and this rank's slices of the parameters."""
         group = self.param_groups[index]
         slices: list[Tensor] = []
         for i in _state.param_indices(self.param_groups, index):
@@ -288,10 +286,7 @@ class OSS(DividedOptimizer):
             self._run.reducer.lay_out_buckets()
 
     def partition_parameters(self) -> list[list[ParamGroup]]:
-        """Return for each rank the parameter groups, with the tensors that the rank owns.
-
-        The tensors are whole parameters, or views of a rank's slices.
-        """
+        """Return for each rank the parameter groups, with the tensors that the rank owns."""
         by_rank = []
         for rank in range(self._workers.size):
             groups: list[ParamGroup] = []
@@ -344,7 +339,7 @@ class OSS(DividedOptimizer):
                 own += float(norm(param.grad)) * (1 + i / len(self._shards.params))
         gathered = self._workers.all_gather([own], self._workers.any_device)
         by_rank = [there for (there,) in gathered]
-        # With a tolerance: processors may differ. Comparisons with NaN are false.
+        # With a tolerance, as processors may differ. Comparisons with NaN are false.
         if any(abs(there - by_rank[0]) > 1e-5 * abs(by_rank[0]) for there in by_rank):
             listed = ", ".join(f"rank {r}: {there:.6g}" for r, there in enumerate(by_rank[:8]))
             raise RuntimeError(
@@ -357,10 +352,7 @@ class OSS(DividedOptimizer):
         self._run.averaged = True
 
     def join_in(self) -> None:
-        """Take part in averaging gradients if this rank has had no backward pass.
-
-        `step` calls this automatically. It has no effect if gradients are already averaged.
-        """
+        """Take part in averaging gradients without a backward pass. `step` calls this."""
         if self._run.reducer is not None:
             self.refresh_trainable()
             self._run.reducer.complete(self._shards)
@@ -445,7 +437,7 @@ class OSS(DividedOptimizer):
         self.load_parts(shard, for_later, state_dict["param_groups"])
         self._run.begun = begun
 
-    # Three methods for checkpoints and scaling: see `_optimizers/state_parts.py`.
+    # For checkpoints and scaling: see `_optimizers/state_parts.py`.
 
     def save_parts(self, *, include_empty: bool) -> tuple[list[OptimizerStatePart], StateDict]:
         """Return this rank's state by parameter, and the state dict of `optim`."""

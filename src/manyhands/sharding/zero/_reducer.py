@@ -41,16 +41,16 @@ from manyhands.sharding.zero._layout import ParamRange
 
 Pending: TypeAlias = PendingReduceScatter | SharedMemoryReduceScatter
 
-IN_FLIGHT = 1  # buckets sent while the next one fills: larger values cost memory and saved no time
+IN_FLIGHT = 1  # buckets sent while the next one fills: more cost memory and saved no time
 
 
 class Reducer:
     """Averages gradients during backward.
 
-    `module()` is the ShardedDataParallel, or None after it was freed. The module's attribute
-    `require_backward_grad_sync` decides at the start of each pass whether to average the pass.
-    Buffers are copied at the end of each averaged pass, also to ranks without a backward. `wire` is
-    the type of sent gradients; default: the parameters' type.
+    `module()` is the ShardedDataParallel, or None after it was freed. Its attribute
+    `require_backward_grad_sync` at the start of a pass decides whether to average the pass. Its
+    buffers are copied at the end of each averaged pass. `wire` is the type of sent gradients;
+    default: the parameters' type.
     """
 
     def __init__(
@@ -78,14 +78,13 @@ class Reducer:
         self.lay_out_buckets()
 
     def lay_out_buckets(self) -> None:
-        """Lay out buckets of the trained parameters, and register hooks on these parameters."""
         _detach_hooks(self._hooks)
         self.params = [p for shards in self._all_shards for p in shards.params]
         self._trained = [param.requires_grad for param in self.params]
         self._buckets: list[GradientBucket] = []
         # For each parameter: its buckets, with its range in each.
         self._where: list[list[tuple[GradientBucket, ParamRange]]] = [[] for _ in self.params]
-        first = 0  # number of the first parameter of these shards
+        first = 0
         largest = 0  # bytes
         for shards in self._all_shards:
             for flat in shards.buckets:
@@ -98,7 +97,6 @@ class Reducer:
                 dtype = self._wire or flat.data.dtype
                 largest = max(largest, flat.layout.size * dtype.itemsize)
             first += len(shards.params)
-        # Numbers of the parameters that contribute gradients.
         self._expected = [n for n, where in enumerate(self._where) if where and self._trained[n]]
         reducer = weakref.proxy(self)  # hooks must not keep the reducer alive
         for number in self._expected:
@@ -106,14 +104,13 @@ class Reducer:
             self._hooks.append(self.params[number].register_post_accumulate_grad_hook(hook))
         if self.workers.shared_memory is not None and self._buckets:
             self.workers.shared_memory.make_ring(largest, IN_FLIGHT)
-        # Order of sending: the layout's, until ranks have agreed after the first pass.
+        # The layout's order, until ranks have agreed after the first pass.
         self._order = list(range(len(self._buckets)))
         self._agreed = False
         self._start_over()
 
     @property
     def trained_changed(self) -> bool:
-        """Whether parameters were frozen or unfrozen since `lay_out_buckets`."""
         return [p.requires_grad for p in self.params] != self._trained
 
     def follow_trained(self) -> None:
@@ -124,7 +121,7 @@ class Reducer:
 
     def _start_over(self) -> None:
         """Discard the state of the last pass, which may have failed halfway."""
-        # Receive the messages of a failed pass, so that the next pass does not mistake them.
+        # Receive the messages of a failed pass, which the next pass would mistake.
         while self._in_flight:
             self._finish_oldest()
         self._arrived: set[int] = set()  # parameters with a gradient in this pass
@@ -141,7 +138,7 @@ class Reducer:
         task = current_task()
         if task != self._passes.task:
             self._passes.enter(task)
-        with self._one_at_a_time:  # a multi-device module has a thread of autograd per device
+        with self._one_at_a_time:  # autograd has a thread per device
             if self._averaging and not self._passes.nested:
                 self._take_gradient(number)
                 self._launch_full()
@@ -164,7 +161,6 @@ class Reducer:
             self._close()
 
     def _take_gradient(self, number: int) -> None:
-        """Copy a gradient into its buckets, and drop it."""
         param = self.params[number]
         grad = param.grad
         if isinstance(grad, ShardedGradient):
@@ -205,7 +201,6 @@ class Reducer:
         return torch.empty(size, dtype=dtype, device=device)
 
     def _note_arrival(self, number: int) -> None:
-        """Record that a gradient arrived in this pass; raise if it arrives again."""
         if number in self._arrived:
             raise RuntimeError(
                 f"the gradient of a parameter of shape {tuple(self.params[number].shape)} arrived "
@@ -215,7 +210,7 @@ class Reducer:
         self._arrived.add(number)
 
     def _launch_full(self) -> None:
-        """Send full buckets in the order that all ranks share, as collectives require."""
+        """Send full buckets in the common order of all ranks."""
         while self._next < len(self._buckets):
             bucket = self._buckets[self._order[self._next]]
             if bucket.waiting:
@@ -231,7 +226,6 @@ class Reducer:
             self._next += 1
 
     def _finish_oldest(self) -> None:
-        """Wait for the bucket that was sent first, and compute the mean of our slice."""
         bucket = self._in_flight.popleft()
         assert bucket.pending is not None
         with explained(self.workers):
@@ -249,7 +243,7 @@ class Reducer:
             if number not in self._arrived:
                 self._take_gradient(number)
         self._launch_full()
-        # After all buckets, so that every rank has an equal order of collectives.
+        # After all buckets, for an equal order of collectives on all ranks.
         used = self._flags_of_used()
         work = self.workers.start_all_reduce(used, largest=True)
         while self._in_flight:
@@ -297,8 +291,8 @@ class Reducer:
         return used
 
     def _find_used(self, used: Tensor) -> list[int]:
-        """Return the parameters that any rank has used in this pass, and that get a gradient."""
-        # Read the flags only if a gradient is missing here: on a GPU this is a synchronization.
+        """Return the parameters that any rank has used in this pass."""
+        # Read the flags only if a gradient is missing: on a GPU this is a synchronization.
         gave_up = self.gave_up
         self.gave_up = False
         self._open = False
@@ -325,7 +319,7 @@ class Reducer:
     # -- between passes ------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Average gradients that are not averaged yet, as at the end of a pass."""
+        """Average the remaining gradients, as at the end of a pass."""
         self.follow_trained()
         self._passes.forget()
         if not (self._open and self._next):  # else send the rest of a partly sent pass
@@ -351,13 +345,11 @@ class Reducer:
             self.reduce()
 
     def forget(self, *shards: Shards) -> None:
-        """Note that the optimizers have made a step, or that gradients were cleared."""
+        """Note a step of the optimizers, or cleared gradients."""
         self._averaged.difference_update(shards)
 
 
 class GradientBucket:
-    """A bucket of gradients, filled and sent once per pass."""
-
     def __init__(self, index: int, flat: FlatBucket, shards: Shards, first: int) -> None:
         self.index = index
         self.flat = flat

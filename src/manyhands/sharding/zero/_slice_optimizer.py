@@ -25,7 +25,6 @@ TURNS = 4  # parts of a step: buckets are in flight while the next part is compu
 
 
 def step_slices(optim: Optimizer, shards: Shards, **kwargs: Any) -> None:
-    """Update this rank's slices, and start sending the new values."""
     for buckets in _turns(optim, shards):
         slices = [owned for bucket in buckets for owned, _ in bucket.slices]
         try:
@@ -35,11 +34,11 @@ def step_slices(optim: Optimizer, shards: Shards, **kwargs: Any) -> None:
         finally:
             for owned in slices:
                 owned.data.grad = None
-        shards.start_all_gather(buckets)  # in flight while the next buckets are stepped
+        shards.start_all_gather(buckets)
 
 
 def _turns(optim: Optimizer, shards: Shards) -> list[list[FlatBucket]]:
-    """Return groups of buckets to step together: a single group if step calls may be counted."""
+    """Return groups of buckets to step together: one group if step calls may be counted."""
     buckets = shards.to_step
     # A step hook, or an unknown optimizer, would notice repeated calls per step.
     hooks = optim._optimizer_step_pre_hooks or optim._optimizer_step_post_hooks
@@ -53,7 +52,6 @@ def _turns(optim: Optimizer, shards: Shards) -> list[list[FlatBucket]]:
 
 
 def follow_moved(optim: Optimizer, shards: Shards) -> None:
-    """Move slices and optimizer state after the model was moved or converted."""
     before = shards.slices
     shards.rebuild_buffers()
     for old_slices, new_slices in zip(before, shards.slices, strict=True):
@@ -68,11 +66,7 @@ def follow_moved(optim: Optimizer, shards: Shards) -> None:
 def choose_layout(
     kind: type[Optimizer], asked: str | None, options: Sequence[Mapping[str, object]]
 ) -> str:
-    """Return the requested layout, or by default the layout for this optimizer class.
-
-    Raise a ValueError if the layout gives wrong results. Each parameter group has an entry in
-    `options`.
-    """
+    """Return the requested or the default layout; raise if it gives wrong results."""
     one_of("layout", asked, (None, "even", "whole"))
     if asked == "even" and not may_be_cut(kind, options):
         raise ValueError(

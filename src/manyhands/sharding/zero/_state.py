@@ -46,15 +46,14 @@ def collect_state(
     shards: Shards, optim: Optimizer, frozen: Mapping[int, ParamState], recipient: int
 ) -> dict[int, ParamState] | None:
     """Return the state of every parameter, by index, on the recipient (-1: on every rank)."""
-    # A single rank has no state to collect, and gets None. Every rank already has the state of
-    # `frozen` parameters, which have no slices.
+    # None on a single rank. Every rank already has the state of `frozen` parameters.
     workers = shards.workers
     if not -1 <= recipient < workers.size:
         raise ValueError(f"recipient_rank must be one of {workers.size} ranks, or -1 for all.")
     if workers.size == 1:
         return None
     here = recipient in (-1, workers.rank)
-    if not shards.params:  # equal on all ranks, so that no rank waits in a collective
+    if not shards.params:  # equal on all ranks, so no rank waits
         return {} if here else None
     held = []
     for slices in shards.slices:
@@ -74,7 +73,6 @@ def collect_state(
                     own = None
                     if rank == workers.rank:
                         own = optim.state[held[number].data][name]
-                    # In the order of the text, so that ranks call matching collectives.
                     tensor = _send_tensor(shards, own, entry, rank, recipient)
                     if tensor is None:
                         continue
@@ -92,7 +90,7 @@ def collect_state(
     if not here:
         return None
     ordered: dict[Any, ParamState] = {index: result[index] for index in sorted(result)}
-    # State that belongs to no parameter is equal on all ranks.
+    # State without a parameter is equal on all ranks.
     for key, value in optim.state.items():
         if not isinstance(key, Tensor):
             ordered[key] = copy.deepcopy(value)
@@ -148,7 +146,6 @@ def _describe(held: Sequence[ParamSlice], optim: Optimizer) -> str:
 
 
 def restore_options(saved: Sequence[SavedState], groups: Groups) -> None:
-    """Restore saved options and parameter names to these parameter groups."""
     for group, loaded in zip(groups, saved, strict=True):
         group.update(copy.deepcopy(options_of(loaded)))
         if "param_names" in loaded:
@@ -186,7 +183,6 @@ def cut_state_dict(
 def plain_state_dict(
     collected: Mapping[int, ParamState] | None, groups: Groups, rank: int
 ) -> StateDict:
-    """Return the plain optimizer's state dict, from the state of each parameter index."""
     if collected is None:
         raise RuntimeError(
             f"rank {rank} has only its shard of the optimizer's state. Save with "
@@ -251,8 +247,8 @@ def move_state(
 ) -> ParamState:
     """Return a slice's state on the device of the moved slice, and in its dtype.
 
-    `before` is the slice before the move. As in torch, only entries of the old dtype are converted.
-    None means that the state was loaded, and converts all entries.
+    `before` is the slice before the move; entries of a different dtype are not converted, as in
+    torch. None converts all entries, for loaded state.
     """
     moved = {}
     for name, value in entries.items():
@@ -277,8 +273,7 @@ def param_indices(groups: Groups, index: int) -> range:
 def slice_parts(
     packed: SavedState, groups: Groups, shards: Shards, frozen: Mapping[int, ParamState]
 ) -> Iterator[OptimizerStatePart]:
-    """Yield the state of this rank's slices and of parameters without slices."""
-    # `packed` is the inner optimizer's state dict, `groups` are the groups of the OSS.
+    # `packed` is the inner optimizer's state dict, `groups` the groups of the OSS.
     for index, packed_group in enumerate(packed["param_groups"]):
         slices: list[ParamSlice] = []
         for i in param_indices(groups, index):
@@ -293,7 +288,7 @@ def slice_parts(
                 shard=owned.data,
                 exact=None if owned.rounded is None else owned.data,
             )
-    # Frozen parameters have no slices. Loaded state waits until these are trained.
+    # Loaded state of frozen parameters, which have no slices yet.
     for i in shards.without_slices:
         yield OptimizerStatePart(shards.params[i], frozen.get(i, {}), index=i)
 
@@ -301,8 +296,8 @@ def slice_parts(
 class ReplicatedOSSState:
     """Named tensors and step counts from an OSS's state, for every parameter.
 
-    Costs, for each name: memory for one more tensor of the model's size on every rank, and the
-    bytes of one parameter all_gather. The step counts need a host synchronization.
+    Costs, for each name: a tensor of the model's size on every rank, and a parameter all_gather.
+    The step counts need a host synchronization.
     """
 
     def __init__(
@@ -323,8 +318,7 @@ class ReplicatedOSSState:
         """Collect the current state. Call it on every rank."""
         shards = self._shards
         state = self._inner_state()
-        # Slices of a parameter may be on any number of ranks. Each rank fills in known counts, and
-        # the maximum is the count.
+        # Each rank fills in the counts of its slices; the maximum is the count.
         steps = torch.zeros(len(shards.params), dtype=torch.float32)
         for slices in shards.slices:
             for owned in slices:
@@ -335,7 +329,7 @@ class ReplicatedOSSState:
         self.state = {p: {"step": n} for p, n in zip(shards.params, steps, strict=True) if n}
         if not self.state:
             return
-        # Start all collectives before waiting for the first.
+        # Start all collectives before waiting.
         works: list[dist.Work] = []
         for number, buffer in enumerate(shards.buffers):
             for name in self._names:
@@ -346,7 +340,6 @@ class ReplicatedOSSState:
     def _collect(
         self, number: int, buffer: FlatBuffer, name: str, state: Mapping[Tensor, SavedState]
     ) -> list[dist.Work]:
-        """Start gathering an entry of the state for the parameters of a buffer."""
         shards = self._shards
         like = buffer.data
         works: list[dist.Work] = []
