@@ -95,14 +95,12 @@ def one_of(name: str, value: object, choices: Sequence[object], why: str = "") -
 
 
 def instance(name: str, value: object, kind: type[T], needed: str, why: str = "") -> T:
-    """Return the value if it is an instance of this class."""
     if isinstance(value, kind):
         return value
     raise TypeError(_message(name, needed, value, why))
 
 
 def file_path(name: str, value: object, why: str = "") -> str:
-    """Return a path as text."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else value
     return instance(name, text, str, "a str or an os.PathLike", why)
 
@@ -147,7 +145,7 @@ def _is_flag(value: object) -> bool:
 
 
 def _in_units(name: str, value: object, units: Mapping[str, int], why: str) -> float:
-    """Return a number given as such, or as text with a unit, such as "10 Gbit/s"."""
+    """Return a number given as such, or as text with a unit."""
     if isinstance(value, str):
         found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z/]*)\s*", value.lower())
         value = float(found[1]) * units[found[2]] if found and found[2] in units else value

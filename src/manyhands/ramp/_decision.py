@@ -98,7 +98,6 @@ def efficiency(noise: Noise, scale: float) -> float:
 
 
 def goodput(noise: Noise, time: StepTime, scale_per_pass: float, passes: int) -> float:
-    """Return the progress per second of steps with `passes`, in steps of scale 1."""
     return gain(noise.sqr, noise.var, scale_per_pass * passes) / time.seconds(passes)
 
 
@@ -148,8 +147,6 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """Constraints of a decision."""
-
     goal: Goal = "time"
     efficiency: float | None = None  # with goal="samples": minimum worth of a sample
     most: int = 1  # passes
@@ -157,8 +154,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class Decision:
-    """The number of passes of the next steps, and the reason."""
-
     passes: int
     reason: Reason
     target: int  # the best number of passes, towards which `passes` moves
@@ -174,8 +169,7 @@ def decide(
 ) -> Decision:
     """Return the next number of passes, after steps with `passes`.
 
-    `noise` and `time` are None if unknown. `timed_here` says whether enough steps with this number
-    of passes were timed.
+    `timed_here` says whether enough steps with this number of passes were timed.
 
     >>> limits = Limits(most=64)
     >>> decide(1, Noise(1.0, 64.0), None, 1.0, limits).reason
@@ -191,12 +185,12 @@ def decide(
         other = passes_here + 1 if passes_here < limits.most else passes_here - 1
         return Decision(other, "explore", other)
     elif limits.goal == "time" and time is None:
-        # Stay until this number of passes was timed often enough, then try a different number.
+        # Time enough steps with this number of passes, then try a different number.
         other = _neighbouring_passes(passes_here, limits.most) if timed_here else passes_here
         return Decision(other, "explore", other)
     else:
-        # Grow only if it pays with `sqr` `CAUTION` standard errors higher, which means less noise.
-        # Shrink only if it pays with `sqr` one standard error lower.
+        # Growing must pay with less noise: `sqr` higher by `CAUTION` standard errors. Shrinking
+        # must pay with `sqr` one standard error lower.
         used = noise.shifted(+CAUTION)
         target = _best_passes(used, time, scale_per_pass, limits)
         if target < passes_here:
@@ -215,7 +209,6 @@ def decide(
 
 
 def _best_passes(noise: Noise, time: StepTime | None, scale_per_pass: float, limits: Limits) -> int:
-    """Return the best number of passes for this noise."""
     price = _cost_of_step(time, scale_per_pass, limits)
     if price is not None:
         return fastest_passes(noise, price, scale_per_pass, limits.most)

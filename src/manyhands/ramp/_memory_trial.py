@@ -83,7 +83,6 @@ def largest_micro_batch(
     allowed = parse_bytes(memory) - (parse_bytes(reserve) if reserve else 0)
 
     def fits(samples: int) -> bool:
-        # All ranks must agree, because all use the result.
         here = _bytes_of_pass(model, loss, _resized_batch(batch, samples), device) <= allowed
         return all(fit == 1.0 for (fit,) in ranks.all_gather([float(here)], device))
 
@@ -100,7 +99,6 @@ def largest_micro_batch(
 
 
 def _largest_pass_that_fits(fits: Callable[[int], bool], least: int, most: int) -> int:
-    """Return the largest size that fits, up to `PRECISION`."""
     if not fits(least):
         raise ValueError(
             f"the example's {least} sample(s) do not fit into the allowed memory. Start with a "
@@ -129,7 +127,7 @@ def _bytes_of_pass(
     if device.type == "cpu":
         return _bytes_kept(model, loss, batch)
     accelerator = torch.accelerator
-    accelerator.empty_cache()  # so that fragments of an earlier trial do not fail this trial
+    accelerator.empty_cache()  # fragments of an earlier trial must not fail this trial
     before = accelerator.memory_allocated(device)
     accelerator.reset_peak_memory_stats(device)
     try:
@@ -150,7 +148,7 @@ def _bytes_kept(
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
-        """Count a tensor that autograd saves, except the model's."""
+        """Count a saved tensor unless the model owns its memory."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()
@@ -165,7 +163,6 @@ def _bytes_kept(
 
 
 def _run_pass(model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batch: Batch) -> None:
-    """Run a pass without changing the parameters' gradients."""
     with torch.enable_grad():
         # Not `backward()`, which would add to `.grad` and run the hooks of a rule.
         params = [param for param in model.parameters() if param.requires_grad]

@@ -66,7 +66,6 @@ class StepSize:
 
     @property
     def units(self) -> int:
-        """All units of the step on a rank."""
         return self.passes * self.per_pass
 
 
@@ -134,7 +133,6 @@ class MicroBatches(Generic[Batch]):
         return self._batches[index]
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the micro-batches, all except the last inside the model's `no_sync()`."""
         *others, last = self._batches
         for batch in others:
             with self._no_sync():
@@ -160,7 +158,7 @@ class Supply:
     ) -> Iterator[list[Batch]]:
         """Yield the micro-batches of each step, until any rank's data has ended.
 
-        `passes` returns the micro-batches of the next step, `look_ahead` the number to have ready.
+        `look_ahead` returns the number of micro-batches to have ready.
         """
         self._loops += 1
         loop = self._loops
@@ -171,7 +169,7 @@ class Supply:
         steps = -1
         while True:
             if self._left == 0 and self._steps == steps:
-                # The loop has skipped the optimizer step that would have carried the reports.
+                # The loop has skipped the optimizer step that carries the reports.
                 self._left = self._fewest_ready(len(ready))
             if self._left == 0:
                 return
@@ -194,7 +192,7 @@ class Supply:
                 )
 
     def report(self) -> int:
-        """Return the number of ready micro-batches on this rank, for the current step."""
+        """Return the number of ready micro-batches on this rank."""
         self._reported_at = self._handed_out
         return self._ready
 
@@ -208,8 +206,7 @@ class Supply:
     def _fewest_ready(self, ready: int) -> int:
         """Return the smallest number of ready micro-batches over all ranks.
 
-        A separate collective, for times without a step to carry reports: at the start of the data,
-        and after a skipped step.
+        A separate collective, for the start of the data and after a skipped step.
         """
         ranks: RankGroup = self._optimizer.gradient_ranks
         if ranks.size == 1:
@@ -293,14 +290,13 @@ class StepLoader(DataLoader[Any]):
     # -- steps ---------------------------------------------------------------------------------
 
     def steps(self, plan: Callable[[], StepSize]) -> Iterator[list[Any]]:
-        """Yield each step's micro-batches, through an epoch; `size` is the step's size.
+        """Yield each step's micro-batches, through an epoch.
 
         `plan` returns the size of a step when its samples are ordered.
         """
         yield from map(list, self._ordered_steps(plan))
 
     def _ordered_steps(self, plan: Callable[[], StepSize]) -> Iterator[Iterator[Any]]:
-        """Yield each step as an iterator over its micro-batches."""
         self._plan: Callable[[], StepSize] = plan
         self._ordered.clear()
         batches = super().__iter__()
@@ -310,15 +306,13 @@ class StepLoader(DataLoader[Any]):
                 break
             self.size = self._ordered.popleft()
             taken = chain([first], islice(batches, self.size.passes - 1))
-            # Committed before training: a run saved in the middle of a step and resumed repeats
-            # no samples.
+            # Committed before training, so that a run resumed in mid-step repeats no samples.
             samples = min(self.size.units * self.samples_per_unit, self._ledger.left)
             self._ledger = self._ledger.hand_out({0: samples}).commit({0: samples})
             yield taken
         self._ledger = self._ledger.next_epoch()
 
     def indices(self) -> Iterator[list[int]]:
-        """Yield the sample indices of each micro-batch of this rank, for torch's loader."""
         rules = self._order
         ledger = self._ledger
         order = Order(rules["samples"], rules["seed"], ledger.epoch, rules["shuffle"])
@@ -361,7 +355,7 @@ class StepLoader(DataLoader[Any]):
 
 @dataclass
 class _Order:
-    """The batch sampler through which torch's loader gets the indices of each micro-batch."""
+    """The batch sampler of torch's loader."""
 
     loader: StepLoader
 
@@ -387,7 +381,7 @@ class StepPasses(int):
         made.start = start
         return made
 
-    # Python tries the right operand first if its class is a subclass of the left operand's.
+    # Python tries the right operand first if its class derives from the left operand's.
     def __rmod__(self, batches: int) -> int:
         return (batches - self.start) % int(self)
 

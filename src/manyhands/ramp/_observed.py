@@ -97,8 +97,7 @@ class NoiseWatch:
     def add_step(self) -> None:
         """Update the error if the rule has measured the noise in this step.
 
-        A rule cannot measure noise with a single gradient at scale 1, or with overflowing
-        gradients.
+        A rule cannot measure a single gradient at scale 1, or overflowing gradients.
         """
         rule = self._rule
         port = self._port
@@ -115,7 +114,7 @@ class NoiseWatch:
         scale = rule.scale
         sums = port.history.sums
         assert sums is not None  # the average has changed
-        if average.consecutive:  # gradients of two steps, treated as a step of twice the size
+        if average.consecutive:
             count = 2 * count
             scale = 2.0 * scale
         var = before.var_of()  # zero if var_floor=0.0 and all gradients of a step were equal
@@ -126,7 +125,6 @@ class NoiseWatch:
 
     def forget_old(self) -> None:
         """Restart the averages if the noise was not measured for `NOISE_LASTS` steps."""
-        # Among many old steps, a few new steps would have little weight.
         if self._unmeasured > NOISE_LASTS and self._port.history.average.measured:
             self._average = self._port.restart_averages()
             self.evidence = Evidence()
@@ -142,7 +140,6 @@ class NoiseWatch:
             self._port.set_memory(self._memory)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state in plain values. The rule saves its averages separately."""
         return {
             "memory": self._memory,
             "unmeasured": self._unmeasured,
@@ -150,7 +147,6 @@ class NoiseWatch:
         }
 
     def load(self, memory: float, unmeasured: int, evidence: Evidence) -> None:
-        """Restore saved state."""
         self._memory = memory
         self._unmeasured = unmeasured
         self.evidence = evidence
@@ -172,7 +168,6 @@ class Evidence:
 
     @classmethod
     def of_saved(cls, saved: SavedEntries) -> Evidence:
-        """Return the evidence in a ramp's state dict."""
         evidence = cls(*saved.reals("evidence", 4))
         if not evidence.steps:
             raise saved.wrong("evidence[3]", "above 0", evidence.steps)
@@ -183,7 +178,7 @@ class Evidence:
         if small_batches < 2:
             return  # no pairs of gradients to compare
         expected = _variance(small_batches, scale)
-        if self.weight:  # the average also has an error
+        if self.weight:
             expected += self.squares / self.weight**2
         # Long-tailed noise has rare large deviations, and the signal may have changed.
         squared = min(deviation**2 / expected, LARGEST_DEVIATION)
@@ -214,7 +209,6 @@ class Evidence:
 
 
 def _variance(small_batches: float, scale: float) -> float:
-    """Return the variance of a step's estimate, in units of var^2, for d = 1."""
     per_batch = scale / small_batches  # larger micro-batches have less noise
     return 2.0 / (small_batches * (small_batches - 1)) / per_batch**2
 
@@ -252,7 +246,7 @@ class StepTimer:
         self._began = None
 
     def step_ended(self, units: int, counts: bool) -> None:
-        """Record the time of a step with this number of units, if it counts."""
+        """Record the time of this step, if it counts."""
         now = time.perf_counter()
         correction = self.sync_rounds.correct_step()
         if self._began is not None and counts:
@@ -260,7 +254,7 @@ class StepTimer:
         self._began = now
 
     def fits(self, ranks: int) -> bool:
-        """Return whether the times are from this number of ranks, or empty."""
+        """Return whether the times are from this number of ranks."""
         return len(self._slowest.seconds) in (0, ranks)
 
     def add_reports(self, reports: Sequence[RankReport]) -> None:
@@ -270,7 +264,6 @@ class StepTimer:
             self.times.add(int(slowest.timed_passes), slowest.seconds)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the times in plain values."""
         return {
             "times": [[passes, seconds] for passes, seconds in self.times.steps],
             "timed": list(self.last),
@@ -281,7 +274,6 @@ class StepTimer:
 
     @classmethod
     def of_saved(cls, saved: SavedEntries) -> StepTimer:
-        """Return the timer with the state of a `state_dict`."""
         timer = cls()
         for passes, seconds in saved.pairs("times"):
             timer.times.add(passes, seconds)
@@ -298,12 +290,9 @@ class StepTimer:
 
 @dataclass
 class StepTimes:
-    """Passes and seconds of the last steps."""
-
     steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def add(self, passes: int, seconds: float) -> None:
-        """Add a step. All ranks add the slowest rank's seconds."""
         self.steps.append((passes, seconds))
 
     def seconds_by_passes(self) -> dict[int, tuple[float, int]]:
@@ -327,8 +316,8 @@ class StepTimes:
             # Distant and frequent numbers of passes have more weight.
             slopes.append(((t2 - t1) / (p2 - p1), (p2 - p1) * min(n1, n2)))
         shortest = min(seconds / passes for passes, (seconds, _) in levels.items())
-        # A pass takes some time, and no more than its part of a step. Otherwise noise could
-        # make `fixed` negative.
+        # A pass takes some time, and no more than its part of a step: `fixed` must not be
+        # negative.
         per_pass = min(max(weighted_median(slopes), 1e-3 * shortest), shortest)
         rest = [(max(t - per_pass * p, 0.0), n) for p, (t, n) in levels.items()]
         return StepTime(weighted_median(rest), per_pass)
@@ -339,11 +328,11 @@ class SyncRounds:
     """A step's share of the time of sync rounds: the mean over about `LOOK_BACK` steps."""
 
     seconds: float = 0.0  # of all rounds, with fading weights
-    steps: float = 0.0  # all steps, with equal weights
+    steps: float = 0.0  # all steps, with the weights of `seconds`
     latest: float = 0.0  # seconds of the rounds since the last step
 
     def correct_step(self) -> float:
-        """Return the correction of a step's time: the share of all rounds minus this step's rounds.
+        """Return the correction of a step's time: its share of all rounds, minus its own rounds.
 
         >>> rounds = SyncRounds()
         >>> rounds.latest = 8.0  # a round
@@ -363,10 +352,10 @@ class SlowestRank:
     """Selects the rank with the longest steps."""
 
     rank: int = 0
-    seconds: list[float] = field(default_factory=list)  # of each rank's steps, fading
+    seconds: list[float] = field(default_factory=list)
 
     def find(self, seconds: Sequence[float]) -> int:
-        """Return the selected rank, after a step with these seconds on each rank.
+        """Return the selected rank, given the seconds of a step on each rank.
 
         >>> slowest = SlowestRank()
         >>> [slowest.find(step) for step in ([1.0, 1.02], [1.02, 1.0], [1.0, 2.0])]
@@ -383,7 +372,7 @@ class SlowestRank:
 def robust_mean(values: Sequence[float]) -> float:
     """Return the mean of the values, clipped to a range around the median.
 
-    A mean, not the median, because times have a tail that future steps will also have.
+    A mean, because the tail of the times will recur.
 
     >>> round(robust_mean([1.0, 1.1, 1.2, 1.1, 9.0]), 2)
     1.19

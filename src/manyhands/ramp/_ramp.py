@@ -117,7 +117,7 @@ class Ramp:
         self._no_sync = _no_sync_of(model)
         self._loader: StepLoader | None = None
         batch = self._port.batch
-        if batch.scale is not None:  # scale of the complete batch, which will change
+        if batch.scale is not None:
             optimizer.set_scale_per_pass(batch.scale / batch.passes)
         self._limits = Limits(goal=goal, efficiency=efficiency)
         self._set_units(batch.passes)
@@ -132,7 +132,6 @@ class Ramp:
         self._port.observer = self
 
     def _set_units(self, units: int) -> None:
-        """Start with this number of units. Raise if it exceeds the limits."""
         most = self._most_units
         if most < units:
             raise ValueError(
@@ -149,7 +148,6 @@ class Ramp:
 
     @property
     def _most_units(self) -> int:
-        """The most units of a step."""
         return math.floor(self.max_scale / self._scale_per_unit + 1e-9)
 
     def _bind(self, loader: StepLoader) -> None:
@@ -188,7 +186,6 @@ class Ramp:
 
     @property
     def _size(self) -> StepSize:
-        """The size of the next step, as the loader divides its units into passes."""
         if self._loader is None:
             return StepSize(self._units, 1)
         return self._loader.size_of(self._units)
@@ -273,14 +270,13 @@ class Ramp:
     def _micro_batches(
         self, step: list[Batch], count: Callable[[Batch], int | float | Tensor] | None
     ) -> MicroBatches[Batch]:
-        """Return a step for the loop; with `count`, losses are weighted by tokens."""
         mean = None
         if count is not None:
             mean = WeightedMean(list(map(count, step)), self.optimizer)
         return MicroBatches(step, self._no_sync, mean)
 
     def _look_ahead(self) -> int:
-        """Return the number of micro-batches to have ready: enough until ranks report."""
+        """Return the number of micro-batches to have ready until ranks report."""
         largest = math.ceil(self._units * GROWTH) + 1
         return min(largest, self._limits.most) * 2
 
@@ -292,7 +288,7 @@ class Ramp:
         return RankReport(seconds=seconds, timed_passes=passes, batches=self._supply.report())
 
     def after_step(self, reports: Sequence[RankReport]) -> None:
-        """After an optimizer step, take the step's time and decide about the next steps."""
+        """After an optimizer step, take its time and decide about the next steps."""
         units = self.optimizer.passes
         if self._loader is not None:
             units *= self._loader.size.per_pass
@@ -304,7 +300,7 @@ class Ramp:
         self._timer.add_reports(reports)
         if self._steps % EVERY == 0 or self._decides_every_step():
             self._decide()
-        # In a loop over data, the rule describes this step until the next step is handed out.
+        # In a loop over data, the rule describes this step until the next is handed out.
         if self._loader is None and not self._supply.hands_out:
             self._begin_step(StepSize(self._units, 1))
 
@@ -313,7 +309,7 @@ class Ramp:
         self._timer.sync_rounds.latest += seconds
 
     def _decides_every_step(self) -> bool:
-        """Return whether to decide after every step: the best batch is unknown or distant."""
+        """Return whether the best batch is unknown or distant."""
         if self._limits.goal != "time":
             return False
         if not self._port.history.average.measured:
@@ -322,7 +318,6 @@ class Ramp:
         return decision.reason in ("wait", "explore") or decision.target >= GROWTH * self._units
 
     def _decide(self) -> None:
-        """Choose the size of the next steps from noise and times."""
         fit = self._timer.times.fit()
         self._noise.forget_old()
         self._noise.set_memory()
@@ -332,7 +327,7 @@ class Ramp:
             fit,
             self._scale_per_unit,
             self._limits,
-            # The first number of passes needs no times: two other numbers suffice.
+            # Two timed numbers of passes suffice, so the first step need not be timed.
             timed_here=fit is not None
             or self._steps == 1
             or self._size.units in self._timer.times.seconds_by_passes(),
@@ -363,9 +358,9 @@ class Ramp:
         self._timer.skip()
 
     def _begin_step(self, size: StepSize) -> None:
-        """Let the rule expect a step of this size; all ranks do so between equal steps."""
+        """Let the rule expect a step of this size, on all ranks at an equal step count."""
         self._expect(size)
-        # Not for a short step at the end of the data, after which the batch grows back.
+        # Not for a short step at the end of the data.
         scale = self.scale
         if (
             size == self._size
@@ -432,7 +427,6 @@ class Ramp:
         self._take(SavedRamp.parse(state_dict))
 
     def _take(self, saved: SavedRamp) -> None:
-        """Continue with a saved ramp's batch, and its times if the number of ranks is equal."""
         self._saved = saved
         self._steps = saved.steps
         self._moments_scale = saved.moments_scale
@@ -444,9 +438,9 @@ class Ramp:
         self.after_load()
 
     def after_load(self) -> None:
-        """Set the rule to this batch, because the rule's loaded state may have a different batch.
+        """Set the rule to this batch: the rule's loaded state may have a different batch.
 
-        The rule's second moments follow with the next step.
+        The rule's second moments follow in the next step.
         """
         saved = self._saved
         self._port.set_scale_of_passes()  # from now on the batch changes
@@ -461,8 +455,6 @@ class Ramp:
 
 @dataclass(frozen=True)
 class SavedRamp:
-    """A ramp's parsed state dict."""
-
     scale: float
     workers: int
     steps: int
@@ -489,7 +481,7 @@ class SavedRamp:
 
 
 def _no_sync_of(model: nn.Module | None) -> Callable[[], AbstractContextManager[object]]:
-    """Return a context in which the model's passes accumulate; raise if the model has none."""
+    """Return a context in which the model's passes accumulate."""
     if model is None:
         return nullcontext
     no_sync = getattr(model, "no_sync", None)

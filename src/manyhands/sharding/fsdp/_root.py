@@ -45,9 +45,9 @@ from manyhands.sharding.fsdp._transparent import Wrap, wraps_in
 class Attendance:
     """Lets a forward without gradients start when all ranks are in such a forward.
 
-    If a rank evaluates while the other ranks train, its collectives meet collectives of different
-    sizes, and gloo ends the process. So ranks wait for each other through the store. After a long
-    wait, a rank checks the store for ranks that continue training.
+    Otherwise, if a rank evaluates alone, its collectives meet collectives of different sizes, and
+    gloo ends the process. Ranks wait for each other through the store, and after a long wait look
+    there for ranks that continue training.
     """
 
     def __init__(self, ranks: RankGroup) -> None:
@@ -93,7 +93,7 @@ class PrefetchOrder:
         return bool(self._ran)
 
     def run(self, wrap: int) -> None:
-        """Note that this wrap has its parameters, and that its successor is being gathered."""
+        """Note that this wrap is gathered, and that its successor is being gathered."""
         self._ran.append(wrap)
 
     def end(self) -> bool:
@@ -106,7 +106,7 @@ class PrefetchOrder:
         last = {wrap: position for position, wrap in enumerate(self._ran)}
         self.not_run = []
         for wrap, successor in self.next.items():
-            # The successor was gathered when `wrap` ran, and is unused unless it ran later.
+            # The successor was gathered when `wrap` ran, so only a later run has used it.
             if wrap in last and last.get(successor, -1) < last[wrap]:
                 self.not_run.append(successor)
         changed = successors != self.next
@@ -123,19 +123,19 @@ class UsedParameters:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._ranks = engines[0].ranks
-        # The engines' hooks reference this object. Weak references back let reference counting
-        # free a model without the garbage collector.
+        # Weak references avoid a cycle through the engines' hooks, so that reference counting can
+        # free a model.
         self._engines = [weakref.proxy(engine) for engine in engines]
         self._used_here: set[int] = set()
         self._order = 0  # a checksum of the wraps that ran, in order
         self._had_gradient: list[bool] = []  # before the pass, from earlier passes
-        # Parameter, node and hook handle. Without a reference, autograd would free the node.
+        # Parameter, node and hook handle. The reference keeps the node alive.
         self._watched: dict[int, tuple[Tensor, Node, RemovableHandle]] = {}
 
     def watch(self, first: int, places: Sequence[Place]) -> None:
         """Note the gradients of the full parameters at these places, numbered from `first`."""
-        # Call it in a forward, after gathering. The engine reuses the tensor object of a full
-        # parameter with new memory, so each gets a hook only once.
+        # In a forward, after gathering. The engine reuses a full parameter's tensor object, so
+        # each gets a hook only once.
         self._order = zlib.crc32(first.to_bytes(4, "little"), self._order)
         reference = weakref.ref(self)
         for number, (module, name) in enumerate(places, first):
@@ -147,7 +147,6 @@ class UsedParameters:
                 self._watched[number] = param, node, handle
 
     def forget(self) -> None:
-        """Forget the noted gradients, because they were dropped."""
         self._used_here.clear()
         self._order = 0
 
@@ -160,7 +159,7 @@ class UsedParameters:
 
     def end(self) -> None:
         """After all means have arrived, remove the gradients of parameters that no rank used."""
-        # Imported here, because it imports torch's DTensor, which `import manyhands` must not do.
+        # Imports torch's DTensor, which `import manyhands` must not do.
         from manyhands.sharding.fsdp._gradient import use_our_class
 
         params = self._params()
@@ -177,7 +176,7 @@ class UsedParameters:
             self._ranks.all_reduce(flags, largest=True)
         self._order = 0
         some_unused = len(self._used_here) < len(trained)
-        # Reading flags on a GPU synchronizes the host, so only do so if they are needed anyway.
+        # Reading flags on a GPU synchronizes the host.
         readable = some_unused or flags.device.type == "cpu"
         if readable and not torch.equal(255 - flags[-4:], flags[-8:-4]):
             self.forget()
@@ -202,14 +201,12 @@ def _note_used(
 ) -> None:
     """Note that a parameter got a gradient. A hook on its graph node calls this."""
     used = owner()
-    # Autograd passes None for a parameter in the forward that got no gradient.
+    # Autograd passes None for a parameter without a gradient.
     if used is not None and grads[0] is not None:
         used._used_here.add(number)
 
 
 class RootState:
-    """Coordinates the wraps of a root: their gradients, used parameters and prefetching."""
-
     def __init__(self, engines: Sequence[Engine]) -> None:
         ranks = engines[0].ranks
         self._engines = list(engines)  # the root's first
@@ -233,13 +230,13 @@ class RootState:
         """Prepare for a forward of the root outside a backward."""
         self._attendance.forward()
         self.reduce_queue.forget()
-        # If the engine still expects the end of a backward, that backward raised an error.
+        # After an error in a backward, the engine still expects the end of the backward.
         if self._engines[0].in_backward:
             self.used.forget()
             for engine in self._engines:
                 engine.clear_unaveraged()
             self.recover()
-        # Parameters that wait for a backward which never ran may be stale.
+        # Parameters waiting for a backward that never ran may be stale.
         self.reshard()
 
     @eager
@@ -276,17 +273,16 @@ class RootState:
 
 def become_root(wrap: Wrap) -> RootState | None:
     """Make a wrap the root of all wraps inside. The first wrap that runs is the root."""
-    # torch.compile must not trace this. A single rank skips `eager`, which would import dynamo
-    # and torch's engine.
+    # torch.compile must not trace this. A single rank skips `eager`, which would import dynamo.
     if wrap._engine is None:
         return _mark_root(wrap)
     return _mark_root_eagerly(wrap)
 
 
 def _mark_root(wrap: Wrap) -> RootState | None:
-    """Make a wrap the root of the wraps inside, if they fit; return their common state."""
+    """Make a wrap the root of the wraps inside, and return their common state."""
     inside = wraps_in(wrap, Wrap)
-    # Inner single-rank wraps do not communicate, and take no part.
+    # Inner single-rank wraps do not communicate.
     members = [each for each in inside if each.world_size > 1 or each is wrap]
     check_inner_groups(wrap._ranks, [each._ranks for each in members])
     # The engine fixes its root in the first forward, and cannot change it.

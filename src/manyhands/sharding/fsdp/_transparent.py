@@ -100,7 +100,6 @@ class Wrap(ModuleWrapper):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module."""
         inner = self._modules[INNER]
         assert inner is not None
         return inner
@@ -108,7 +107,7 @@ class Wrap(ModuleWrapper):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules by the plain model's names. A wrap and its module have equal names."""
+        """Yield modules by the plain model's names. A wrap has the name of its module."""
         if memo is None:
             memo = set()
         if self in memo:
@@ -127,8 +126,8 @@ class Wrap(ModuleWrapper):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters by the plain model's names, always the sharded parameters."""
-        # Between forward and backward, a root's module may have full parameters. An optimizer made
-        # in this state must get the sharded ones.
+        # Between forward and backward, a root's module may have full parameters, which an
+        # optimizer must not get.
         sharded: dict[int, nn.Parameter] = {}
         for wrap in wraps_in(self, Wrap):
             if wrap._engine is not None and not wrap._has_full_params:
@@ -137,7 +136,6 @@ class Wrap(ModuleWrapper):
             yield name, sharded.get(id(param), param)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Wrap:
-        """Convert or move the module (`to`, `half`), and look up replaced parameters."""
         super()._apply(fn, recurse)
         for wrap in wraps_in(self, Wrap):
             wrap._find_params_again()
@@ -156,16 +154,15 @@ class Wrap(ModuleWrapper):
         return {name: getattr(self, name) for name in COMPARED}
 
     def __getattr__(self, name: str) -> Any:
-        """Return the wrapped module's attribute."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # During __init__ no module is registered, and `self.module` would recurse.
+            # Before the module is registered, `self.module` would recurse.
             if INNER not in self.__dict__.get("_modules", {}):
                 raise
             return wrapped_attribute(self, self.module, name)
 
-    # Python looks up the following methods on the class, bypassing __getattr__.
+    # Python looks up these methods on the class, bypassing __getattr__.
 
     def __getitem__(self, key: object) -> Any:
         return self.module[key]  # type: ignore[index]
@@ -203,7 +200,7 @@ class Wrap(ModuleWrapper):
             return
         self._reshard()
         if not self._in_local_state and self._engine is not None:
-            # Raises an error, instead of a hang, if a rank is missing.
+            # Raises an error if a rank is missing.
             wait_for_all_ranks(self._ranks, "state_dict()")
 
     def load_state_dict(
@@ -212,7 +209,7 @@ class Wrap(ModuleWrapper):
         """Load the plain model's state dict: every rank takes its slices, without communication."""
         return super().load_state_dict(_add_our_versions(self, state_dict), strict, assign)
 
-    # These methods call Wrap's: a subclass may implement state_dict() with them.
+    # These call Wrap's methods: a subclass may implement state_dict() with them.
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return this rank's slices, by the plain model's names, without communication."""
@@ -234,7 +231,7 @@ class Wrap(ModuleWrapper):
         for name, param in self.named_parameters(remove_duplicate=False):
             shards = 1
             if is_dtensor(param):
-                # In a two-dimensional mesh, copies of the shards follow the first copy.
+                # In a two-dimensional mesh, only the first copy of the shards is used.
                 shards = param.device_mesh.shape[-1]
             facts[name] = {
                 "shape": list(param.shape),
@@ -256,9 +253,8 @@ class Wrap(ModuleWrapper):
     ) -> dict[str, Tensor]:
         """Return the plain model's state dict from the `local_state_dict()` of every rank.
 
-        `shard_metadata` are the ranks' `local_metadata_dict()`. Both sequences are in rank order.
-        Buffers are rank 0's. Without `strict`, missing parameters are omitted. No process group is
-        needed.
+        `shard_metadata` are the ranks' `local_metadata_dict()`, both in rank order. Buffers are
+        rank 0's. Without `strict`, missing parameters are omitted. Needs no process group.
         """
         result: dict[str, Tensor] = {}
         described = shard_metadata[0]["param_metadata"]
@@ -306,11 +302,11 @@ class Wrap(ModuleWrapper):
             full = to_full(tensor.detach())  # on every rank
             return full.cpu().clone() if keep else None
 
-        # All ranks take part in each gather; other ranks free each tensor immediately.
+        # All ranks take part in each gather.
         state = tree_map_tensors(collect, optim.state_dict())
         if not keep:
             return None
-        # New dicts, so that callers may change the result without changing the optimizer.
+        # New dicts: changes of the result must not change the optimizer.
         state["state"] = {index: dict(each) for index, each in state["state"].items()}
         names = {id(param): name for name, param in self.named_parameters()}
         private = self._private_params()
@@ -351,7 +347,7 @@ class Wrap(ModuleWrapper):
         return result
 
     def _private_params(self) -> set[int]:
-        """Return ids of private parameters, those of inner single-rank wraps."""
+        """Return the ids of parameters in inner single-rank wraps."""
         if self.world_size == 1:
             return set()
         found: set[int] = set()
@@ -369,7 +365,7 @@ class Wrap(ModuleWrapper):
 
 
 def wraps_in(module: nn.Module, kind: type[W]) -> list[W]:
-    """Return the wraps of this class among a module and its submodules, without duplicates."""
+    """Return all wraps of this class in a module, without duplicates."""
     return [each for each in module.modules() if isinstance(each, kind)]
 
 
@@ -390,7 +386,7 @@ def _show_plain(wrap: Wrap, state: dict[str, object], prefix: str, _: object) ->
     if versions is not None:
         for key, version in _pop_last_entries(versions, prefix[:-1]).items():
             versions[key] = version  # for loading a wrap inside a plain container
-            # The wrapped module follows its wrap, so the module's version replaces the wrap's.
+            # The module's version follows, and replaces the wrap's.
             versions[plain_name(key + ".")[:-1]] = version
 
 
@@ -412,7 +408,7 @@ def _show_full(
         parameter = tied.get(key, key)
         if isinstance(value, Tensor) and is_dtensor(value):
             if parameter not in done:
-                # A collective: ranks that discard the result take part.
+                # A collective, also on ranks that discard the result.
                 full = to_full(value.detach())
                 done[parameter] = full.to(wrap.state_dict_device) if keep else None
             value = done[parameter]
@@ -423,7 +419,7 @@ def _show_full(
 
 
 def _pop_last_entries(entries: dict[str, V], prefix: str) -> dict[str, V]:
-    """Remove the last entries, up to the first key without the prefix; return them in order."""
+    """Remove and return the last entries, up to the first key without the prefix."""
     # A wrap's entries were added last. Popping avoids a scan of the dict for each wrap.
     popped = []
     while entries:
@@ -454,14 +450,13 @@ def _take_slices(
     convert = from_local if wrap._in_local_state else shard_like
     for name, param in named_params(wrap._places):
         value = state.get(prefix + name)
-        # A tensor of a different shape is unchanged, so that torch's error names the parameter.
+        # Other shapes are unchanged, so that torch's error names the parameter.
         if isinstance(value, Tensor) and (wrap._in_local_state or value.shape == param.shape):
             state[prefix + name] = convert(value, param)
 
 
 def _add_our_versions(wrap: nn.Module, state: Mapping[str, V]) -> Mapping[str, V]:
-    """Return a state dict that also has the modules' versions under our names."""
-    # torch looks up a module's version by path, and our paths contain `INNER`.
+    """Add the modules' versions under our names, by which torch looks them up."""
     versions = getattr(state, "_metadata", None)
     if versions is None:
         return state
@@ -476,14 +471,13 @@ def _add_our_versions(wrap: nn.Module, state: Mapping[str, V]) -> Mapping[str, V
 
 
 def _state_dict_paths(module: nn.Module, path: str = "") -> Iterator[str]:
-    """Yield the prefix of each module in torch's state dicts, including our names."""
+    """Yield the prefix of each module in torch's state dicts, with our names."""
     yield path
     for name, child in children(module):
         yield from _state_dict_paths(child, f"{path}{name}.")
 
 
 def _after_load(wrap: Wrap, keys: _IncompatibleKeys) -> None:
-    """Look up parameters that loading may have assigned, and report keys by plain names."""
     wrap._find_params_again()
     for names in (keys.missing_keys, keys.unexpected_keys):
         names[:] = [plain_name(name) for name in names]
@@ -491,7 +485,6 @@ def _after_load(wrap: Wrap, keys: _IncompatibleKeys) -> None:
 
 @contextmanager
 def _set_flag_on_wraps(wraps: Iterable[Wrap], flag: str) -> Iterator[None]:
-    """Set this attribute of all wraps to True inside, and restore it afterwards."""
     former = [(wrap, getattr(wrap, flag)) for wrap in wraps]
     try:
         for wrap, _ in former:
@@ -518,7 +511,7 @@ def shard_like(tensor: Tensor, like: Any) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     full = tensor.detach().to(like.device)
-    # Every rank has the full tensor and cuts a slice locally (src_data_rank=None).
+    # Every rank cuts a slice locally (src_data_rank=None).
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
 
 
@@ -559,7 +552,6 @@ def summon_parameters(places: Sequence[Place], *, keep: bool) -> Iterator[None]:
         yield
     finally:
         for module, name, param in former:
-            # The user may have assigned a new parameter.
             now = module._parameters[name]
             module._parameters[name] = param
             if keep and param is not None and now is not None:

@@ -84,13 +84,13 @@ class WholeTensorOptimizer(DividedOptimizer):
         check_params_and_class(type(self).__name__, params, optim)
         self.optimizer_class = optim
         self.optimizer_arguments = dict(defaults)
-        self._inner: Any = None  # until the constructor's groups are divided
+        self._inner: Any = None
         super().__init__(params, {})
         given = params_in(self.param_groups)
         self._workers = _ranks_of_copy(given) or rank_group_of(given, group)
         self.group = self._workers.group
         _check_sharded(given, self._workers)
-        self._load = [0] * self._workers.size  # elements that each rank owns
+        self._load = [0] * self._workers.size
         self._tensors: list[list[OwnedTensor]] = []  # by group
         if self._workers.size > 1:  # raises if the optimizer combines all parameters
             options = [{**defaults, **options_of(group)} for group in self.param_groups]
@@ -115,7 +115,7 @@ class WholeTensorOptimizer(DividedOptimizer):
         number = len(self.param_groups) - 1
         try:
             owned = self._take_in(self.param_groups[number])
-            # Constructors check a group, but add_param_group may not: try the constructor first.
+            # add_param_group checks less than the constructor, so try the constructor first.
             self._make([dict(owned)])
             self.optim.add_param_group(owned)
         except Exception:
@@ -146,7 +146,7 @@ class WholeTensorOptimizer(DividedOptimizer):
     @torch.no_grad()
     def _step(self, **kwargs: Any) -> None:
         tensors = [tensor for group in self._tensors for tensor in group]
-        # Which tensors have a gradient on any rank? The last flag: has any shard been changed?
+        # Which tensors have a gradient on any rank? The last flag: was any shard changed?
         flags = [tensor.param.grad is not None for tensor in tensors]
         seen = [tensor.seen for tensor in tensors]
         flags.append(fingerprints([tensor.param for tensor in tensors]) != seen)
@@ -157,7 +157,7 @@ class WholeTensorOptimizer(DividedOptimizer):
         moved = [tensor for tensor, has in zip(tensors, trained, strict=True) if has]
         grads = []
         for tensor in moved:
-            grad = torch.zeros_like(local_shard(tensor.param))  # only other ranks have a gradient
+            grad = torch.zeros_like(local_shard(tensor.param))  # only other ranks have one
             if tensor.param.grad is not None:
                 grad = local_shard(tensor.param.grad).to(grad.dtype)
             grads.append(grad)
@@ -170,7 +170,7 @@ class WholeTensorOptimizer(DividedOptimizer):
             for tensor in moved:
                 if tensor.whole is not None:
                     tensor.whole.grad = None
-            # Even after a failed step: the other ranks wait for these tensors.
+            # Even after a failed step, because other ranks wait.
             self._to_shards(moved)
 
     @torch.no_grad()
@@ -183,13 +183,11 @@ class WholeTensorOptimizer(DividedOptimizer):
                 tensor.whole.copy_(whole)
         _remember(tensors)
 
-    # A shard is sent to a single rank: with N ranks, 1/N of the bytes of an all-gather. Tensors
-    # travel in buckets, with a message between each pair of ranks.
+    # Each shard is sent to a single rank: with N ranks, 1/N of the bytes of an all-gather.
 
     def _to_owners(
         self, tensors: Sequence[OwnedTensor], shards: Sequence[Tensor]
     ) -> list[tuple[OwnedTensor, Tensor]]:
-        """Send this rank's shards to the owners; return the tensors that this rank owns."""
         found = []
         for bucket in _buckets(tensors):
             outgoing: list[list[Tensor]] = [[] for _ in range(self._workers.size)]
@@ -207,7 +205,7 @@ class WholeTensorOptimizer(DividedOptimizer):
         return found
 
     def _to_shards(self, tensors: Sequence[OwnedTensor]) -> None:
-        """Send rows of the tensors that this rank owns to the ranks that shard them."""
+        """Send rows of the tensors that this rank owns to all ranks."""
         for bucket in _buckets(tensors):
             outgoing: list[list[Tensor]] = [[] for _ in range(self._workers.size)]
             sizes: list[list[int]] = [[] for _ in range(self._workers.size)]
@@ -255,7 +253,7 @@ class WholeTensorOptimizer(DividedOptimizer):
     # -- for checkpoints and scaling: `_optimizers/state_parts.py` ---------------------------------
 
     def join_in(self) -> None:
-        """Do nothing: `FSDP` averages the gradients of all ranks in backward."""
+        """Do nothing: `FSDP` averages the gradients in backward."""
 
     def prepare(self) -> None:
         """Do nothing: the next step detects changed shards."""
@@ -264,7 +262,7 @@ class WholeTensorOptimizer(DividedOptimizer):
         """Return the state of the tensors that this rank owns, and the state dict of `optim`."""
         packed = self.optim.state_dict()
         parts = []
-        number = 0  # of a tensor among the tensors that this rank owns
+        number = 0
         for index, tensor in enumerate(tensor for group in self._tensors for tensor in group):
             if tensor.whole is None:
                 continue
@@ -280,7 +278,6 @@ class WholeTensorOptimizer(DividedOptimizer):
     def load_parts(
         self, packed: StateDict, for_later: dict[int, dict[str, Any]], groups: Sequence[ParamGroup]
     ) -> None:
-        """Load the state of the tensors that this rank owns."""
         self.optim.load_state_dict(packed)
         copy_options(groups, self.param_groups)
 
@@ -336,8 +333,6 @@ def _check_sharded(params: Sequence[Tensor], ranks: RankGroup) -> None:
 
 @dataclass
 class OwnedTensor:
-    """A sharded tensor, its owner, and the rows on each rank."""
-
     param: Tensor  # the DTensor
     owner: int
     rows: Sequence[slice]  # of each rank, in the flat tensor
@@ -350,7 +345,7 @@ class OwnedTensor:
 
 def fingerprints(params: Sequence[Tensor]) -> list[int]:
     """Return a number for each shard that depends on the bits and the order of rows."""
-    # torch's version counters do not suffice: they ignore changes through `param.data`.
+    # torch's version counters ignore changes through `param.data`.
     if not params:
         return []
     found = []
@@ -366,7 +361,6 @@ def fingerprints(params: Sequence[Tensor]) -> list[int]:
 
 
 def _remember(tensors: Sequence[OwnedTensor]) -> None:
-    """Note that the owners know the current shards."""
     for tensor, seen in zip(tensors, fingerprints([t.param for t in tensors]), strict=True):
         tensor.seen = seen
 

@@ -57,8 +57,7 @@ from manyhands.sharding.fsdp._transparent import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Modules inside a wrap, whose parameters are already sharded. Weak, so that a module is freed with
-# its model.
+# Modules inside a wrap. Weak, so that a module is freed with its model.
 _wrapped: WeakSet[nn.Module] = WeakSet()
 
 
@@ -152,7 +151,6 @@ class FullyShardedDataParallel(Wrap):
         before = 1.0
         if gradient_predivide_factor is not None:
             before = real("gradient_predivide_factor", gradient_predivide_factor, above=0)
-        # Shared with the engine, or with the hooks of the parameters.
         self._divide = [before, self.world_size / before]
         device = find_device(module, self._ranks, compute_device)
         self._places = find_places(module, FullyShardedDataParallel)
@@ -191,7 +189,6 @@ class FullyShardedDataParallel(Wrap):
         self._register_inner(module)  # last, because attribute lookups then fall through to it
 
     def _make_engine(self, module: nn.Module) -> Engine:
-        """Shard the parameters at this wrap's places."""
         # Modules in inner single-rank wraps are private to the rank.
         private: set[nn.Module] = set()
         for wrap in wraps_in(module, Wrap):
@@ -199,7 +196,7 @@ class FullyShardedDataParallel(Wrap):
                 private.update(wrap.modules())
         shared = {name: each for name, each in module.named_modules() if each not in private}
         check_same_model(self._ranks, [(self._places, self._compared_options())], shared)
-        # After the check: a broadcast between different models would hang or crash.
+        # After the check, because a broadcast between different models could hang.
         copy_from_rank_0(shared.values(), self._ranks, self.compute_device)
         reshard: bool | None = self.reshard_after_forward
         if reshard and self.disable_reshard_on_root:
@@ -226,7 +223,7 @@ class FullyShardedDataParallel(Wrap):
             raise RuntimeError("forward() was called inside summon_full_params(). Leave it first.")
         if self._is_root is None:
             self._root_state = become_root(self)
-        # A forward inside a backward recomputes a checkpoint, after the root's forward has ended.
+        # A forward inside a backward recomputes a checkpoint, after the root's forward.
         root = self._root_state
         if current_task() != -1:
             root = None
@@ -249,7 +246,7 @@ class FullyShardedDataParallel(Wrap):
             if torch.is_grad_enabled():
                 refuse_second_order(result)
         if self._root_state is not None and not torch.is_grad_enabled():
-            self._root_state.reshard()  # the root would wait for a backward, which will not run
+            self._root_state.reshard()  # the root would wait for a backward
         if self.clear_autocast_cache:
             torch.clear_autocast_cache()
         return result
@@ -270,8 +267,8 @@ class FullyShardedDataParallel(Wrap):
     def no_sync(self) -> Iterator[None]:
         """Accumulate full gradients on each rank: backward passes inside are not averaged.
 
-        The first pass outside averages the sum. Outside `no_sync`, gradients accumulate in shards,
-        with less memory and more bytes sent.
+        The first pass outside averages the sum. Without `no_sync`, gradients accumulate in shards:
+        less memory, more bytes sent.
         """
         wraps = self._wraps()
         former = [wrap.require_backward_grad_sync for wrap in wraps]
@@ -302,8 +299,7 @@ class FullyShardedDataParallel(Wrap):
         for wrap in self._wraps() if recursive else [self]:
             wrap._divide[:] = [pre, post]
             if wrap._engine is None and not wrap._has_divisor_hooks and pre * post != 1:
-                # Only now, because hooks cost time in every backward. Hooks live as long as the
-                # parameters, and must not keep the wrap alive.
+                # Only now, because hooks cost time. They must not keep the wrap alive.
                 wrap._has_divisor_hooks = True
                 for param in distinct_params(wrap._places):
                     if param.requires_grad:
@@ -350,8 +346,8 @@ class FullyShardedDataParallel(Wrap):
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
         """Provide full parameters on every rank inside the context.
 
-        Changes are discarded if `volatile`; otherwise make equal changes on every rank. Call it on
-        every rank, outside forward and backward.
+        Call it on every rank, outside forward and backward. With `volatile`, changes are discarded;
+        otherwise make equal changes on every rank.
         """
         self._reshard()
         with ExitStack() as stack:
@@ -367,7 +363,7 @@ class FullyShardedDataParallel(Wrap):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call `fn` on every module inside, with full parameters."""
-        # nn.Module.apply calls apply() of inner wraps, which summon their parameters.
+        # nn.Module.apply calls apply() of inner wraps.
         with self.summon_full_params(recurse=False):
             super().apply(fn)
         return self

@@ -95,7 +95,7 @@ class _Scope:
         theirs = _keywords_of(wrapper_cls)
         of_policy = _keywords_of(chosen)
         bound = {name: options.pop(name) for name in of_policy & options.keys()}
-        # Python would raise as well, but only when a module is large enough to be wrapped.
+        # Python would raise only when a module is large enough to be wrapped.
         unknown = options.keys() - theirs
         if unknown and "**" not in theirs:
             raise TypeError(
@@ -115,7 +115,7 @@ def in_scope() -> bool:
     return _SCOPE.get() is not None
 
 
-# A context variable, so that threads and asyncio tasks have separate settings.
+# Threads and asyncio tasks have separate settings.
 _SCOPE: ContextVar[_Scope | None] = ContextVar("enable_wrap", default=None)
 
 
@@ -192,7 +192,7 @@ def auto_wrap(
     if isinstance(cls, type):  # a plain function has no instances
         wrappers = [each for each in module.modules() if isinstance(each, cls)]
     chosen = set(pick_modules(module, scope.policy, wrappers))
-    done: dict[nn.Module, nn.Module] = {}  # a module at two places gets a single wrapper
+    done: dict[nn.Module, nn.Module] = {}
 
     def replacement(each: nn.Module) -> nn.Module:
         if each not in done:
@@ -211,18 +211,18 @@ def auto_wrap(
 def pick_modules(root: nn.Module, policy: Policy, wrappers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules to wrap, inner modules first. `wrappers` are already wrapped."""
     wrappers = set(wrappers)
-    # A parameter in a wrapper counts nowhere else, even if tied to a parameter outside.
+    # A parameter in a wrapper does not count elsewhere, even if tied.
     wrapped_params = {param for wrapper in wrappers for param in wrapper.parameters()}
 
     def ask(module: nn.Module, recurse: bool, params: set[nn.Parameter]) -> bool:
-        """Ask the policy about a module, with its number of parameters outside wrappers."""
+        """Ask the policy, counting only parameters outside wrappers."""
         number = sum(param.numel() for param in params - wrapped_params)
         return policy(
             module=module, recurse=recurse, unwrapped_params=number, module_is_root=module is root
         )
 
-    # Submodules of an unvisited module are left alone even if they are elsewhere as well:
-    # attention reads the weights of a submodule without calling it.
+    # Submodules of an unvisited module are left alone at all places: attention reads the weights
+    # of a submodule without calling it.
     opened: set[nn.Module] = set()
     sealed: set[nn.Module] = set()
     seen: set[nn.Module] = set()
@@ -238,11 +238,11 @@ def pick_modules(root: nn.Module, policy: Policy, wrappers: Iterable[nn.Module])
         else:
             sealed.update(module.modules())
     to_wrap = []
-    # Bottom-up: the parameters in each module outside all wrappers.
+    # Parameters of each module outside all wrappers.
     rest: dict[nn.Module, set[nn.Parameter]] = {wrapper: set() for wrapper in wrappers}
 
     def rest_of(module: nn.Module) -> set[nn.Parameter]:
-        """Decide about a module after its submodules; return the parameters outside wrappers."""
+        """Decide about submodules and then the module; return the parameters outside wrappers."""
         if module not in rest:
             params = set(module.parameters(recurse=False))
             for child in module.children():
@@ -271,7 +271,7 @@ def _params_outside(module: nn.Module, root: nn.Module) -> Iterator[nn.Parameter
 
 
 def _as_policy(policy: Policy | Classes) -> Policy:
-    """Return the policy; for a set of classes, a policy that wraps instances of these classes."""
+    """Return the policy; for a set of classes, a policy that wraps their instances."""
     if not isinstance(policy, Collection):
         return policy
     classes = tuple(policy)
