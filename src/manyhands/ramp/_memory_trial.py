@@ -106,17 +106,14 @@ def _largest_pass_that_fits(fits: Callable[[int], bool], least: int, most: int) 
         )
     low = least  # fits
     high = most + 1  # does not fit
-    while low * 2 < high:
-        if fits(low * 2):
-            low *= 2
-        else:
-            high = low * 2
     while high - low > max(1, low // PRECISION):
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
+        trial = low * 2
+        if trial >= high:
+            trial = (low + high) // 2
+        if fits(trial):
+            low = trial
         else:
-            high = middle
+            high = trial
     return low
 
 

@@ -313,6 +313,7 @@ class StepLoader(DataLoader[Any]):
         self._ledger = self._ledger.next_epoch()
 
     def indices(self) -> Iterator[list[int]]:
+        """Yield the sample indices of each micro-batch of this rank, for torch's loader."""
         rules = self._order
         ledger = self._ledger
         order = Order(rules["samples"], rules["seed"], ledger.epoch, rules["shuffle"])
