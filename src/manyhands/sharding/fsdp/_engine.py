@@ -1,4 +1,4 @@
-"""Shard the parameters of one wrap with torch's `fully_shard`; no other file calls it.
+"""Shard the parameters of a wrap with torch's `fully_shard`; no other file calls it.
 
 The engine has few public switches, so some methods here use its private state, and note the
 versions of torch concerned.

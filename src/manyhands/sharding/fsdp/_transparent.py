@@ -219,7 +219,7 @@ class Wrap(ModuleWrapper):
     def load_local_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> _IncompatibleKeys:
-        """Load the `local_state_dict()` of this rank, from a run with as many ranks."""
+        """Load the `local_state_dict()` of this rank, from a run of equal size."""
         with _set_flag_on_wraps(wraps_in(self, Wrap), "_in_local_state"):
             return Wrap.load_state_dict(self, state_dict, strict=strict)
 

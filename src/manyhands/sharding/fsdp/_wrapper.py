@@ -111,7 +111,7 @@ class FullyShardedDataParallel(Wrap):
             by N / factor after the sum. By default, divide only after the sum.
         allow_reset_parameters: let `reset_parameters()` call the wrapped module's method.
         overlap: while a wrap computes, gather the next wrap's parameters, and send the previous
-            wrap's gradients. False saves the memory of one or two wraps, and is slower.
+            wrap's gradients. False saves memory for one or two wraps, and is slower.
     """
 
     require_backward_grad_sync = True

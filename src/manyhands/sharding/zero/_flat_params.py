@@ -220,7 +220,7 @@ class Shards:
             yield from buffer.buckets
 
     def held_by(self, rank: int, members: range) -> list[Tensor]:
-        """Return rank `rank`'s part of some parameters: whole parameters, or views of slices."""
+        """Return the parameters that rank `rank` owns, or views of slices."""
         if self.workers.size == 1:
             return [self.params[i] for i in members]
         held = []

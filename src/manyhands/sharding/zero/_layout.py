@@ -10,7 +10,7 @@ communication, and a bucket consists of N slices, one per rank:
 Two layouts:
 
     even    all slices of a bucket have equal sizes, independent of parameter boundaries
-    whole   a slice consists of whole parameters. Ranks receive parameters by size, the largest
+    whole   a slice consists of uncut parameters. Ranks receive parameters by size, the largest
             first. Parameters lie in the order of their owners, and a buffer is a single bucket
 
 Parameters start at multiples of `ALIGN` elements, where vectorised kernels are fastest.
@@ -122,7 +122,7 @@ def even_layout(sizes: Sequence[tuple[int, int]], workers: int, largest: int) ->
 def whole_layout(
     sizes: Sequence[tuple[int, int]], workers: int, largest: int, load: list[int]
 ) -> list[BufferLayout]:
-    """Assign whole parameters, given as (index, elements), to ranks.
+    """Assign uncut parameters, given as (index, elements), to ranks.
 
     `load` counts the elements that each rank already owns, and is updated.
     """

@@ -3,7 +3,7 @@
 An optimizer that treats each element separately allows cuts anywhere in a parameter
 (`_optimizers/optimizers.py`). For a class that is not torch's, the default is to leave parameters
 whole, which is right for all classes that treat parameters one by one. If the user asks for cuts, a
-few steps on toy parameters, whole and cut, must give equal results.
+few steps on toy parameters, with and without cuts, must give equal results.
 
 The optimizer's state is tied to slices, and moves with a slice to new memory.
 """
