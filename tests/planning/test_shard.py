@@ -494,7 +494,7 @@ def test_all_ranks_learn_that_the_model_of_one_is_in_use(level):
         mh.shard(model, sgd(model), level)
         del used
 
-    raises_on_ranks(2, Exception, ask, match="already (in|belongs to) a .*DataParallel")
+    raises_on_ranks(2, Exception, ask, match="DataParallel already")
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])

@@ -5,7 +5,7 @@ _wrapper.py          FullyShardedDataParallel: the methods for a training loop
 _transparent.py      the wrapped module's attributes, parameter names and state dicts
 _wrapping.py         the choice of submodules to wrap
 _places.py           devices of a wrap's parameters, and checks; casts on a single rank
-_engine.py           sharding of one wrap; the only file that calls `fully_shard`
+_engine.py           sharding of a wrap; the only file that calls `fully_shard`
 _root.py             state of all wraps: prefetch order, used parameters
 _collectives.py      all_gather and reduce_scatter on gloo
 _gradient.py         the DTensor in `param.grad`, with a cheap norm
