@@ -62,7 +62,7 @@ MESSAGES = [
     (lambda: mh.Cursor(None, 4), "dataset must be a dataset with a length, got None."),
     (lambda: adaptdl.AdaptiveDataLoader(loader(), 4), "AdaptiveDataLoader(loader.dataset, batch_s"),
     (lambda: adaptdl.AdaptiveDataLoader(None, 4), "a dataset with a length, got None."),
-    (lambda: mh.largest_micro_batch(model(), None, loader(), 4), "one batch of the loader, with"),
+    (lambda: mh.largest_micro_batch(model(), None, loader(), 4), "a batch of the loader, with"),
     # Anything else where an optimizer is expected.
     (lambda: mh.Cursor(DATA, 4, optimizer=model()), NO_OPTIMIZER),
     (lambda: mh.Cursor(DATA, 4, optimizer=[sgd()]), "got list. From a list, pass the last one"),
@@ -85,12 +85,15 @@ MESSAGES = [
     (lambda: mh.NoiseScale(None), "each parameter must be a tensor, got None."),
     # Anything else where parameters, a class or a model are expected.
     (lambda: mh.OSS(model(), SGD), "got Linear. Write OSS(model.parameters(), optim=..., lr=...)"),
-    (lambda: mh.OSS(None, SGD), "params must be parameters or groups of them, got NoneType."),
+    (lambda: mh.OSS(None, SGD), "params must be parameters or parameter groups, got NoneType."),
     (
         lambda: mh.WholeTensorOptimizer(model(), SGD),
         "Write WholeTensorOptimizer(model.parameters()",
     ),
-    (lambda: mh.WholeTensorOptimizer(model().parameters(), sgd()), "is made already"),
+    (
+        lambda: mh.WholeTensorOptimizer(model().parameters(), sgd()),
+        "optim is an optimizer instance",
+    ),
     (lambda: mh.ShardedDataParallel([model()], oss()), "module must be a torch.nn.Module, got ["),
     (lambda: mh.ShardedDataParallel(None, oss()), "module must be a torch.nn.Module, got None."),
     (lambda: adaptdl.AdaptiveDataParallel(sgd(), model()), "model must be a torch.nn.Module, got"),

@@ -909,7 +909,7 @@ def test_accelerates_own_prepare_of_oss_warns_that_parameters_are_not_saved(rule
         return prepared(lambda accelerator, *made: accelerator.prepare(*made)), prepared(prepare)
 
     for own, ours in run_ranks(2, both):
-        assert len(own) == 1 and "save_model() leave out parameters" in own[0]
+        assert len(own) == 1 and "save_model() omit parameters" in own[0]
         assert ours == []
     assert run_ranks(1, both) == [([], [])]
 

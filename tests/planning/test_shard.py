@@ -563,7 +563,7 @@ def test_a_state_that_one_rank_saved_alone_is_noticed_and_loads_on_no_other(
         return ""
 
     first, second = run_ranks(2, alone)
-    assert len(first) == 1 and "loads on no other. Save with mh.save(" in first[0]
+    assert len(first) == 1 and "loads on no other rank. Save with mh.save(" in first[0]
     assert not second
     first, second = run_ranks(2, resume)
     assert not first  # it is its own
@@ -638,7 +638,7 @@ def test_a_state_dict_of_one_rank_names_save_first(level):
 
     message = run_ranks(2, alone)[0]
     assert 0 < message.index("mh.save(") < message.index("consolidate_state_dict()")
-    assert "gather_state=True of OSS or mh.shard" in message
+    assert "gather_state=True to OSS or mh.shard" in message
 
 
 @pytest.mark.parametrize("level", [1, 2])
