@@ -214,7 +214,8 @@ def plan(
     >>> print(found.cheapest.code)
     model, optimizer = mh.shard(model, optimizer, level=2)
 
-    The numbers describe the worker with the highest memory. They exclude the temporary memory of operations, and the copies that an optimizer's
+    The numbers describe the worker with the highest memory. They exclude the temporary memory of
+    operations, and the copies that an optimizer's
     `foreach` implementation makes during a step.
 
     Args:
