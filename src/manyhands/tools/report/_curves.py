@@ -72,7 +72,7 @@ def samples(run: Run) -> Values:
 
 
 def throughput(run: Run) -> Values:
-    """Return samples or steps per second in equal intervals of the run, at the last line of each interval."""
+    """Return samples or steps per second in equal intervals, at the last line of each interval."""
     done = samples(run)
     if batch_size(run) is None:
         done = numbers(run, "step")

@@ -217,7 +217,7 @@ def axes(runs: Sequence[Run]) -> dict[str, str]:
     if with_progress:
         titles["progress"] = "Progress, in steps of the small batch"
         if with_progress < len(begun):
-            titles["progress"] += " (plain steps for runs without progress)"
+            titles["progress"] += " (plain steps for runs without it)"
     titles["step"] = "Optimizer steps"
     titles["time"] = "Seconds since the start"
     if with_samples:
