@@ -102,7 +102,10 @@ MESSAGES = [
         "model must be a torch.nn.Module, got SGD.",
     ),
     (lambda: mh.FSDP(sgd()), "module must be a torch.nn.Module, got SGD."),
-    (lambda: mh.plan(SGD, model()), "must be a torch.nn.Module, or a function of one, got <class"),
+    (
+        lambda: mh.plan(SGD, model()),
+        "must be a torch.nn.Module, or a function that returns one, got <class",
+    ),
     (lambda: mh.plan(model(), sgd), "optimizer must be a name, a class or an optimizer, got funct"),
     (lambda: mh.load_weights(sgd(), {}), "model must be a torch.nn.Module, got SGD."),
     (lambda: mh.save("run", scheduler=model()), "scheduler must be a scheduler, got Linear."),

@@ -392,18 +392,18 @@ MISTAKES = [
         "0.weight is (in a|sharded) .* already",
     ),
     ({"optimizer": 3}, TypeError, "torch.optim.Optimizer or a list of them, got int"),
-    ({"optimizer": lambda _: []}, ValueError, "must be in one optimizer"),
+    ({"optimizer": lambda _: []}, ValueError, "must be in exactly one optimizer"),
     ({"optimizer": lambda m: mh.AdaScale(sgd(m))}, TypeError, "plain .*, got AdaScale"),
     ({"optimizer": lambda m: mh.OSS(m.parameters(), lr=0.1)}, TypeError, "plain .*, got OSS"),
     ({"optimizer": used}, ValueError, "has taken steps"),
     ({"optimizer": scheduled}, ValueError, "has a scheduler or a step hook"),
     ({"optimizer": lambda _: sgd(new_model())}, ValueError, "that are not in the model"),
-    ({"optimizer": lambda m: [sgd(m), adamw(m)]}, ValueError, "look at 0.weight, "),
+    ({"optimizer": lambda m: [sgd(m), adamw(m)]}, ValueError, "Check 0.weight, "),
     ({"optimizer": Forgetful}, ValueError, r"does not keep \['factor'\] in its defaults"),
     (
         {"optimizer": lambda m: torch.optim.SGD(m[0].parameters(), lr=0.1)},
         ValueError,
-        "one optimizer: look at 2.weight, .*Give a list",
+        "one optimizer. Check 2.weight, .*Pass a list",
     ),
 ]
 
