@@ -62,6 +62,18 @@ def test_the_files_made_from_pages_are_those_that_the_program_writes():
         assert path.read_text(encoding="utf-8") == text, f"{path}: run `python tools/pages.py`"
 
 
+def test_a_diff_has_the_complete_file_beside_it():
+    tools = runpy.run_path(str(ROOT / "tools" / "tabs.py"))
+    page = ROOT / "docs" / "tutorial.md"
+    files = tools["complete_files"](page)
+    shown = tools["with_tabs"](page.read_text(), files, "tutorial")
+    assert "--- plain.py" not in shown and '=== "Changes to plain.py"' in shown
+    assert shown.count('=== "Complete file"') == len(files) == 6
+    for title, text in files.items():
+        compile(text, title, "exec")
+        assert f"](tutorial/{title})" in shown
+
+
 def test_code_fits_into_a_page():
     """A window of 1,280 pixels shows 102 columns: docs/wide.css. More is behind a scroll bar."""
     for block in (block for page in DOCUMENTS for block in blocks(page)):
