@@ -199,29 +199,29 @@ def _is_data_loading(frame: FrameType | None) -> bool:
 def stopping(
     optimizer: Optimizer | None = None, *, process_group: dist.ProcessGroup | None = None
 ) -> bool:
-    """Return whether to stop after this step: the same answer on all ranks.
+    """Return whether to stop after this step. All ranks receive the same answer.
 
-    Call it on every rank at the end of every step. Give it the optimizer: a scaling rule or blocks
-    carry the answer with what they send anyway. With any other optimizer, or without one, ranks
-    vote: a sum of one number, which runs while the next step does.
+    Call it on every rank at the end of every step, with the optimizer: a scaling rule or blocks
+    send the answer in messages that they exchange anyway. Otherwise the ranks vote: they sum a
+    number during the next step.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> for step in range(3):
     ...     optimizer.step()
-    ...     if mh.stopping(optimizer):  # SIGTERM, or another notice of the engine's
+    ...     if mh.stopping(optimizer):  # SIGTERM or another stop notice
     ...         mh.save("run", model=model, optimizer=optimizer, step=step)
     ...         break
 
-    The process listens from the first call of `stopping` or `start` on. Once it is asked to stop,
-    it has to end its step and to save before the engine kills it: after 30 s with most engines.
-    Blocks stop at the end of a sync round. A worker of a crew stops there too if its block ends in
-    time. If not, it stops at once, and its steps since the last round are lost.
+    The process listens from the first call of `stopping` or `start`. After a notice it must finish
+    the step and save before the engine kills it, which most engines do after 30 s. Blocks stop at
+    the end of a sync round. A worker of a crew stops at the end of a round if its block ends in
+    time. If not, it stops immediately and loses the steps since the last round.
 
     Args:
-        optimizer: the optimizer that the loop steps.
-        process_group: the ranks that stop together, if they vote; by default all ranks.
+        optimizer: the optimizer of the loop.
+        process_group: the ranks that vote. Default: all ranks.
     """
     listener.start()
     wanted = stop_notice.received
