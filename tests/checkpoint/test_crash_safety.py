@@ -494,11 +494,11 @@ from manyhands.checkpoint import _writing
 
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=sys.argv[3], rank=rank, world_size=2)
-send = _writing.Post.send
+send = _writing.SaveMessages.send
 def send_and_pause(post, receipt):
     send(post, receipt)
     time.sleep(1.0)  # rank 0 has ended the save by now, and its script
-_writing.Post.send = send_and_pause
+_writing.SaveMessages.send = send_and_pause
 mh.save(path, value=1)
 """
 
