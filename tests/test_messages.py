@@ -58,7 +58,7 @@ MESSAGES = [
         lambda: mh.Cursor(loader(), 4),
         "Give it the loader's dataset and options: Cursor(loader.dataset, ba",
     ),
-    (lambda: mh.Cursor(DATA), "Cursor needs batch_size: the samples of a step, see `keep`."),
+    (lambda: mh.Cursor(DATA), "Cursor needs batch_size: the number of samples per step, see `k"),
     (lambda: mh.Cursor(None, 4), "dataset must be a dataset with a length, got None."),
     (lambda: adaptdl.AdaptiveDataLoader(loader(), 4), "AdaptiveDataLoader(loader.dataset, batch_s"),
     (lambda: adaptdl.AdaptiveDataLoader(None, 4), "a dataset with a length, got None."),

@@ -508,7 +508,7 @@ def test_a_list_that_was_saved_in_blocks_is_continued_without_them(tmp_path):
     optimizers = inner_optimizers(model)
     mh.load(tmp_path, model=model, optimizer=optimizers)
     assert_continues_alike(model, optimizers, saved, plain)
-    with pytest.raises(ValueError, match=r"state of Muon, and the optimizer here is AdamW"):
+    with pytest.raises(ValueError, match=r"state of Muon, but the optimizer here is AdamW"):
         mh.load(tmp_path, model=model, optimizer=optimizers[::-1])
 
 

@@ -95,7 +95,7 @@ def test_a_rule_needs_a_saved_rule_but_not_the_other_way_round(tmp_path):
     bare, ruled = Setup("plain").train(1), Setup("plain", rule=mh.AdamScale).train(1)
     mh.save(tmp_path / "bare", **bare.given())
     mh.save(tmp_path / "ruled", **ruled.given())
-    with pytest.raises(ValueError, match="load it before wrapping"):
+    with pytest.raises(ValueError, match="load the checkpoint before wrapping"):
         mh.load(tmp_path / "bare", **ruled.given())
     mh.load(tmp_path / "ruled", **bare.given())
     assert_equal(bare.held(), ruled.held())
@@ -109,9 +109,9 @@ def test_another_scheduler_and_other_values(tmp_path):
     mh.save(tmp_path / "bare", model=setup.model)
     mh.save(tmp_path, **setup.given(), one=1)
     step = torch.optim.lr_scheduler.StepLR(setup.optimizer, 2)
-    with pytest.raises(ValueError, match="state of a CosineAnnealingLR, and the scheduler here"):
+    with pytest.raises(ValueError, match="state of a CosineAnnealingLR, but the scheduler here"):
         mh.load(tmp_path, scheduler=step)
-    with pytest.raises(ValueError, match=r"1 scheduler\(s\), and 2"):
+    with pytest.raises(ValueError, match=r"1 scheduler\(s\), but 2"):
         mh.load(tmp_path, scheduler=[step, step])
     with pytest.raises(ValueError, match=r"saved without optimizer=\. Load it without optimizer="):
         mh.load(tmp_path / "bare", optimizer=setup.optimizer)
@@ -147,7 +147,7 @@ def test_invalid_arguments_of_save_are_an_error(given, error, message, tmp_path)
 
 
 def test_paths_without_a_checkpoint_are_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         mh.load(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         mh.load(tmp_path)
@@ -165,7 +165,7 @@ def test_a_newer_format_is_an_error(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(_format, "VERSION", 3)
         mh.save(tmp_path, value=1)
-    with pytest.raises(ValueError, match="format version 3, and this release reads 2"):
+    with pytest.raises(ValueError, match="format version 3, but this release reads version 2"):
         mh.load(tmp_path)
 
 

@@ -137,7 +137,7 @@ def test_a_missing_file_is_an_error_on_all(tmp_path):
         2,
         FileNotFoundError,
         lambda: mh.load(tmp_path / "run", **Setup("OSS").given()),
-        match="is missing: the checkpoint needs each of its 2 files",
+        match="is missing: the checkpoint needs all of its 2 files",
     )
 
 
@@ -156,7 +156,10 @@ def test_a_full_disk_is_an_error_on_all_and_leaves_the_last(wait, tmp_path):
             assert mh.load(path, **setup.given())["step"] == 2 if wait else True
 
     raises_on_ranks(
-        2, OSError, go, match="no room for the checkpoint .* Earlier checkpoints are unchanged"
+        2,
+        OSError,
+        go,
+        match="the checkpoint does not fit into .* Earlier checkpoints are unchanged",
     )
     assert left(path) == []
     assert [p.name for p in complete(path)] == ["000001-step-2"]
@@ -252,9 +255,11 @@ def test_a_rank_that_dies_while_it_writes_is_named_and_nothing_left(
     for rank in set(range(3)) - {victim}:
         assert pipes[rank][0].poll(30.0)
         said, seconds = pipes[rank][0].recv()
-        silent = "has not been heard of for 2 s while it saved. Has its process ended?"
+        silent = (
+            "has sent no heartbeat for 2 s while it saved. Check whether its process has ended."
+        )
         problem = "has ended while it saved." if number == signal.SIGKILL else silent
-        assert f"rank {victim} {problem} This checkpoint is dropped" in said
+        assert f"rank {victim} {problem} This checkpoint is discarded" in said
         assert seconds < 15
     ranks[victim].kill()
     for rank in ranks:
@@ -336,7 +341,7 @@ def test_a_file_system_that_takes_no_more_files_leaves_nothing_half_made(at, tmp
     with monkeypatch.context() as patch:
         patch.setattr(_folder, "open_descriptor", no_file)
         patch.setattr(Path, "mkdir", no_folder)
-        with pytest.raises(OSError, match=r"no room .*a limit of files"):
+        with pytest.raises(OSError, match=r"does not fit .*file limit"):
             mh.save(tmp_path, value=torch.zeros(3))
     assert left(tmp_path) == []
     assert mh.load(tmp_path)["value"].tolist() == [1, 1, 1]
@@ -403,7 +408,7 @@ def two_jobs(path, second):
 
 def test_all_ranks_of_a_second_job_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(_folder, "LOCK_TIMEOUT", 0.3)
-    said = "another job saves to .* process .* Give each job a path of its own"
+    said = "another job saves to .* process .* Use a different path for each"
 
     def go():
         mine = two_jobs(tmp_path, lambda: pytest.raises(RuntimeError, match=said))
@@ -422,7 +427,7 @@ def test_without_locks_two_jobs_on_one_path_keep_their_parts(tmp_path, monkeypat
     def go():
         mine = two_jobs(tmp_path, contextlib.nullcontext)
         if dist.get_rank() < 2:
-            with pytest.raises(OSError, match="another job or worker saves to"):
+            with pytest.raises(OSError, match="another job or worker also saves to"):
                 mh.save(tmp_path, value=2, process_group=mine)
         dist.barrier()
         return mh.load(tmp_path)["value"]
@@ -453,7 +458,7 @@ def test_ranks_that_do_not_share_a_folder_are_an_error(tmp_path):
 
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-    raises_on_ranks(2, ValueError, save, match="Give a path that all ranks share")
+    raises_on_ranks(2, ValueError, save, match="Pass a path that all ranks share")
 
     def load():
         path = tmp_path / str(dist.get_rank()) / "run"

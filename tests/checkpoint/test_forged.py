@@ -364,7 +364,9 @@ def test_a_state_that_lacks_an_entry_of_one_parameter_is_refused(way, entry, tmp
             assert_equal(setup.held(), before)
             assert setup.scheduler.state_dict() == schedule
 
-    for message in raises_on_ranks(2, ValueError, load, way, match="AdamW cannot go on from the"):
+    for message in raises_on_ranks(
+        2, ValueError, load, way, match="AdamW cannot continue from the"
+    ):
         assert "'last.bias'" in message and str(checkpoint) in message
     with pytest.raises(ValueError, match=r"state of 'last.bias': KeyError"):
         load("plain")
