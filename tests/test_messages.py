@@ -52,11 +52,11 @@ MESSAGES = [
     # A loader, a list, None or a model where a dataset is expected.
     (
         lambda: mh.Cursor(loader()),
-        "Give it the loader's dataset and options: Cursor(loader.dataset, ba",
+        "Pass the loader's dataset and options: Cursor(loader.dataset, ba",
     ),
     (
         lambda: mh.Cursor(loader(), 4),
-        "Give it the loader's dataset and options: Cursor(loader.dataset, ba",
+        "Pass the loader's dataset and options: Cursor(loader.dataset, ba",
     ),
     (lambda: mh.Cursor(DATA), "Cursor needs batch_size: the number of samples per step, see `k"),
     (lambda: mh.Cursor(None, 4), "dataset must be a dataset with a length, got None."),

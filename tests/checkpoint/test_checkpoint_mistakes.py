@@ -68,7 +68,11 @@ def group_of(module, **options):
             ValueError,
             "only here 'first.bias'",
         ),
-        (lambda m: torch.optim.AdamW([nn.Parameter(torch.ones(2))]), ValueError, "not the model's"),
+        (
+            lambda m: torch.optim.AdamW([nn.Parameter(torch.ones(2))]),
+            ValueError,
+            "is not in the model",
+        ),
         (lambda m: mh.OSS(m.parameters()), ValueError, "is SGD"),
         (lambda m: nn.Linear(1, 1), TypeError, "must be a torch.optim.Optimizer"),
     ],
@@ -115,7 +119,9 @@ def test_another_scheduler_and_other_values(tmp_path):
         mh.load(tmp_path, scheduler=[step, step])
     with pytest.raises(ValueError, match=r"saved without optimizer=\. Load it without optimizer="):
         mh.load(tmp_path / "bare", optimizer=setup.optimizer)
-    with pytest.raises(ValueError, match=r"saved without scheduler=\. .* Give mh\.save scheduler="):
+    with pytest.raises(
+        ValueError, match=r"saved without scheduler=\. .* Pass scheduler= to mh\.save"
+    ):
         mh.load(tmp_path / "bare", scheduler=step)
     with pytest.raises(ValueError, match="has no 'scaler', but 'one'"):
         mh.load(tmp_path, scaler=torch.amp.GradScaler("cpu"))
@@ -135,7 +141,7 @@ def test_another_scheduler_and_other_values(tmp_path):
         ({"model": nn.Linear(1, 1, device="meta")}, ValueError, "to_empty"),
         ({"scheduler": 3}, TypeError, "scheduler must have"),
         ({"value": object()}, TypeError, "value/value is a builtins.object"),
-        ({"value": torch.ones(1, dtype=torch.complex128)}, TypeError, "cannot hold"),
+        ({"value": torch.ones(1, dtype=torch.complex128)}, TypeError, "do not support"),
         ({"sgd": torch.optim.SGD([torch.ones(1)])}, TypeError, "optimizer=.first, second"),
         ({"optimizer": torch.optim.SGD([torch.ones(1)])}, ValueError, "model=model"),
     ],
@@ -157,7 +163,7 @@ def test_paths_without_a_checkpoint_are_an_error(tmp_path):
     (tmp_path / "index.json").write_text('{"weight_map": {}}')
     with pytest.raises(ValueError, match="not an index of a manyhands checkpoint"):
         mh.load(tmp_path)
-    with pytest.raises(ValueError, match="is one checkpoint"):
+    with pytest.raises(ValueError, match="is a single checkpoint"):
         mh.save(tmp_path, value=1)
 
 

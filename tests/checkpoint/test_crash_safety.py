@@ -307,7 +307,7 @@ def test_the_bytes_in_a_full_disk_error_are_those_of_the_rank(tmp_path, monkeypa
             with room_for(2000):
                 mh.save(tmp_path, **setup.given())
         except OSError as error:
-            (claimed,) = re.findall(r"has ([\d,]+) bytes to write", str(error))
+            (claimed,) = re.findall(r"writes ([\d,]+) bytes", str(error))
             return int(claimed.replace(",", "")), size
 
     def save():
@@ -361,7 +361,7 @@ def test_an_asynchronous_error_surfaces_once(waits, tmp_path, monkeypatch):
         while not saving.done:
             pass
     assert "failed" in repr(saving)
-    with pytest.raises(OSError, match="no room"):
+    with pytest.raises(OSError, match="does not fit"):
         saving.wait() if waits else mh.save(tmp_path, model=model)
     mh.save(tmp_path, model=model)
     assert len(complete(tmp_path)) == 1
@@ -465,7 +465,7 @@ def test_ranks_that_do_not_share_a_folder_are_an_error(tmp_path):
         mh.load(path)
 
     mh.save(tmp_path / "0" / "run", value=1)
-    raises_on_ranks(2, FileNotFoundError, load, match="cannot be found")
+    raises_on_ranks(2, FileNotFoundError, load, match="does not exist on this rank")
     mh.save(tmp_path / "1" / "run", value=2)
     raises_on_ranks(2, ValueError, load, match="different checkpoints")
 

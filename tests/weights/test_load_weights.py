@@ -236,7 +236,7 @@ def wrong_files(folder):
     torch.save({"model": {"weight": torch.ones(2)}, "step": 1}, folder / "nested.pt")
     yield "nested.pt", "has no tensors, but 'model'"
     torch.save([torch.ones(2)], folder / "list.pt")
-    yield "list.pt", "holds a list"
+    yield "list.pt", "must contain a state dict, got a list"
     (folder / "index").mkdir()
     (folder / "index" / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"weight": "../cut.safetensors"}})
