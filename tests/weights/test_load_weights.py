@@ -241,7 +241,7 @@ def wrong_files(folder):
     (folder / "index" / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"weight": "../cut.safetensors"}})
     )
-    yield "index", "no index of weights"
+    yield "index", "is not an index of weights"
     (folder / "nothing").mkdir()
     yield "nothing", "has none of model.safetensors"
     yield "nowhere", "huggingface_hub.snapshot_download"
