@@ -1,14 +1,14 @@
 """Save and load runs on any number of ranks, under any sharding.
 
 This file contains `save`, `load` and the thread of an asynchronous save. A save passes through the
-other files in this order; a load goes through the same stages from files to objects.
+other files in this order. A load goes through these stages from files to objects.
 
     _writing.py  _reading.py  the steps of a save and of a load
     _model.py                 a model's tensors, under the names of the plain model
-    _optimizer.py             an optimizer's state by parameter name, and the state of blocks
+    _optimizer.py             an optimizer's state by parameter name; the state of blocks
     _values.py                the user's values as JSON
     _handover.py              states that foreign code loads and may refuse
-    _format.py                the layout of data files and of the commit, and the writer
+    _format.py                the layout of data files and of the commit; the writer
     _commit.py  _json.py      read a commit and compare it with the declared types
     _reader.py                read slices of tensors
     _folder.py                folders: atomic commits, locks, no links
@@ -82,7 +82,7 @@ _pending: Saving | None = None
 
 
 def wait_for_pending() -> None:
-    """Wait for the last asynchronous save. Raise its error if the script has not called `wait`."""
+    """Wait for the last asynchronous save. Raise the error if the script has not called `wait`."""
     if _pending is not None:
         _pending.wait()
 

@@ -25,7 +25,7 @@ ADVICE = "Load another checkpoint."
 
 
 def parse(raw: bytes, path: object) -> tuple[Commit, dict[str, StoredTensor]]:
-    """Return the commit in a file, and its tensors. Raise ValueError if it is not valid."""
+    """Return the commit in a file, with all tensors. Raise ValueError if not valid."""
     found = PATTERN.match(raw)
     if found is None:
         raise ValueError(f"{path} is not an index of a manyhands checkpoint. {ADVICE}")

@@ -7,29 +7,29 @@
 
 The commit is written under a temporary name and then renamed; no other file is renamed. So a
 checkpoint appears by a single rename and disappears by a single removal. A killed run leaves a
-folder without a commit. A later save removes the folder in any of three cases: the same job created
-it, the process that created it has ended, or its last write is older than `OLD` seconds. The token
-contains the marks of the job and of rank 0.
+folder without a commit. A later save removes such a folder in any of three cases: it belongs to the
+same job, the process that created it has ended, or the last write is older than `OLD` seconds. The
+token contains the marks of the job and of rank 0.
 
-Only one job at a time may save here. Rank 0 locks a byte of `.lock` (a POSIX lock) from its first
-save to its end. The system releases the lock with the process, so locks never become stale. In a
-crew any worker may save, and the saving worker may die. So all workers share the lock of their run
-(MANYHANDS_RUN), at a byte that is derived from the run's name. A worker that was suspended may find
-its files removed. Without locks, a conflict is noticed when two jobs write the same checkpoint, and
-each job prunes only its own checkpoints. Readers lock the commit (`flock`), which protects it from
-pruning.
+Only one job at a time may save here. Rank 0 locks a byte of `.lock` (a POSIX lock) from the first
+save until the process ends. The system releases the lock with the process, so locks never become
+stale. In a crew any worker may save, and the saving worker may die. So all workers share the lock
+of their run (MANYHANDS_RUN), at a byte that is derived from the run's name. A worker that was
+suspended may find that its files were removed. If locks are not available, a conflict is noticed
+when two jobs write the same checkpoint, and each job prunes only the checkpoints that it made.
+Readers lock the commit (`flock`), which prevents pruning.
 
-**Which processes have ended?** Some file systems do not show locks to other hosts, and a process
-loses a POSIX lock when it closes any descriptor of the file. Rank 0 therefore takes a second lock
-on `.lock`, a `flock`. With both locks it writes its mark, the kernel and the device into the file.
-If a later process takes both locks and finds the same kernel and device, the earlier process has
-lost both, so it has ended, even if it ran in a different container of this machine. Processes on
-other hosts are never assumed to have ended.
+**Which processes have ended?** Some file systems hide locks from other hosts. A process also loses
+a POSIX lock when it closes any descriptor of the file. Rank 0 therefore takes a second lock on
+`.lock`, a `flock`. With both locks it writes its mark, the kernel and the device into the file. If
+a later process takes both locks and finds the same kernel and device, the earlier process has lost
+both, so it has ended, even if it ran in a different container of this machine. Processes on other
+hosts are never assumed to have ended.
 
-A folder may be a download. So links inside it are not followed, and only regular files are opened:
-no pipes, which would hang, and no devices. The user's path itself may be a link.
+A folder may be a download. So links inside are not followed, and only regular files are opened: no
+pipes, which would hang, and no devices. The user's path itself may be a link.
 
-`Folder` is a folder of the file system, `Bucket` (`_cloud.py`) a folder in a bucket.
+`Folder` is in the file system, `Bucket` (`_cloud.py`) in a bucket.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def number_of(name: str) -> int:
 
 
 class Folder:
-    """A folder of checkpoints in the file system. A checkpoint is identified by its name."""
+    """A folder of checkpoints in the file system. Names identify checkpoints."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -293,7 +293,7 @@ class Folder:
         shutil.rmtree(path, ignore_errors=True)
 
     def drop(self, name: str, file: str) -> None:
-        """Remove a rank's file of a failed save, and the folder when it is empty."""
+        """Remove a rank's file of a failed save. Remove the folder when empty."""
         (self.path / name / file).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             (self.path / name).rmdir()
@@ -399,7 +399,7 @@ def _lock_for(file: int, run: str | None) -> bool:
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise
-        # If two runs find each other's lock at the same time, both release and retry later.
+        # If two runs find each other's locks, both release and retry later.
         fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
         return False
     return True
@@ -444,7 +444,7 @@ def _become_holder(file: int, path: Path, run: str | None) -> None:
 
 
 def _kernel_and_device(file: int) -> str:
-    """Identify the running kernel and the device of a file; "" if unknown."""
+    """Identify the running kernel, and a file's device; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not on Linux
@@ -530,7 +530,7 @@ class NewFile:
             data = data[self._file.write(data) :]
 
     def close(self) -> None:
-        """Close the file when its data is on disk."""
+        """Close the file after the data is on disk."""
         os.fsync(self._file.fileno())
         self._file.close()
 

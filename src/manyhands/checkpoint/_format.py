@@ -5,7 +5,7 @@ memory.
 
     8 bytes          length of the header
     header           JSON: type, shape, and first and last byte of each tensor
-    the tensors      in the same order, without gaps
+    the tensors      in the order of the header, without gaps
 
 The safetensors package writes only tensors that are all on the CPU at the same time, and does not
 wait for the disk. Otherwise the files are alike. Our files end with a tensor `CHECKS`, which has a
@@ -89,7 +89,7 @@ class TensorEntry:
 
 
 def slice_name(key: str, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> str:
-    """Return a slice's name in its file: the tensor's key, and the offsets of a partial slice."""
+    """Return a slice's name in a file: the tensor's key, with offsets for a partial slice."""
     # An @ in the key is doubled, which distinguishes it from the separator.
     key = key.replace("@", "@@")
     if tuple(sizes) == tuple(shape):
@@ -130,7 +130,7 @@ def write(
         }
         end += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    # The format pads with spaces, so that the first tensor begins at a multiple of 8 bytes.
+    # Padded with spaces as in the format: the first tensor starts at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     sums = Checksums()
@@ -174,7 +174,7 @@ class Checksums:
 
 
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensor's elements in order, contiguous on the CPU, without a large copy."""
+    """Yield the tensor's elements in order, contiguous on the CPU, without large copies."""
     tensor = tensor.detach()
     if tensor.numel() == 0:
         return
@@ -313,7 +313,7 @@ class Contents:
         self.tensors[key] = parts
 
     def put(self, key: str, tensor: Tensor) -> str:
-        """Add a tensor of this rank. Return its key."""
+        """Add a tensor of this rank. Return the key."""
         self.add(key, to_parts(tensor))
         return key
 

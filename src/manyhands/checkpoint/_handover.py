@@ -222,7 +222,7 @@ def _loading_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 def take_snapshot(
     optimizers: Iterable[Optimizer], targets: Iterable[TensorParts]
 ) -> Callable[[], None]:
-    """Copy optimizers and the tensors that will be filled. Return a function that restores."""
+    """Copy optimizers and all tensors to be filled. Return a function that restores both."""
     tensors = []
     for target in targets:
         tensors += [(tensor, tensor.clone()) for _, tensor in target.slices]
@@ -242,7 +242,7 @@ def take_snapshot(
     def restore() -> None:
         for tensor, before in tensors:
             tensor.copy_(before)
-        # The same dicts are refilled: schedulers and wrappers reference them.
+        # The dicts are refilled, not replaced: schedulers and wrappers reference them.
         for held, entries in copies:
             held.clear()
             held.update(entries)

@@ -1,4 +1,4 @@
-"""Read JSON from a file whose length may be forged.
+"""Read JSON from a file that may have a forged length.
 
 A sparse file can claim any length, and unallocated bytes read as zeros. JSON text contains no zero
 bytes. So text is read in blocks of doubling length up to the first zero, and memory is bounded by

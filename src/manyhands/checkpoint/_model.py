@@ -46,7 +46,7 @@ class ModelNames:
         return [name, *(other for other, first in self.aliases.items() if first == name)]
 
     def leave_out_frozen(self) -> None:
-        """Omit parameters that are not trained."""
+        """Omit frozen parameters."""
         for name, param in list(self.params.items()):
             if not param.requires_grad:
                 for each in self.all_of(name):
@@ -56,7 +56,7 @@ class ModelNames:
 
 
 def find_names(model: object, *, on_meta: bool = False) -> ModelNames:
-    """Return the names in a model, after resharding its parameters."""
+    """Return the names in a model. Reshards gathered parameters."""
     # `on_meta` allows tensors without memory.
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -104,7 +104,7 @@ def find_names(model: object, *, on_meta: bool = False) -> ModelNames:
 
 def describe_config(model: nn.Module) -> str:
     """Return the text of transformers' `config.json` for a model, or ""."""
-    # The last module without a prefix is inside all wrappers.
+    # The last module with an empty prefix is inside all wrappers.
     plain = [module for prefix, module in plain_modules(model) if not prefix][-1]
     to_text = getattr(getattr(plain, "config", None), "to_json_string", None)
     if to_text is None:
@@ -119,7 +119,7 @@ def describe_config(model: nn.Module) -> str:
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Return the first names in quotes, and the number of further names."""
+    """Return the first names in quotes, followed by the number of further names."""
     text = ", ".join(map(repr, names[:8]))
     if len(names) > 8:
         text += f" and {len(names) - 8} more"
@@ -155,7 +155,7 @@ def collect_model(names: ModelNames, prefix: str, contents: Contents) -> ModelMe
 def match_model(
     names: ModelNames, meta: ModelMeta, prefix: str, reader: Reader, what: str = "model"
 ) -> tuple[dict[str, TensorParts], list[ForeignState]]:
-    """Check that a saved model fits. Return the memory to fill by key, and the extra states."""
+    """Check that a saved model fits. Return the memory to fill by key, with extra states."""
     targets: dict[str, TensorParts] = {}
     saved = {name: name for name in (*meta["params"], *meta["buffers"])} | meta["aliases"]
     left_out = meta["left_out"]  # omitted by `save(frozen=False)`: not loaded
@@ -205,5 +205,5 @@ def match_model(
 
 
 def can_convert(saved: torch.dtype, here: torch.dtype) -> bool:
-    """Return whether tensors of one type may be loaded as the other type."""
+    """Return whether tensors of the saved type may be loaded as the type here."""
     return saved == here or (saved.is_floating_point and here.is_floating_point)

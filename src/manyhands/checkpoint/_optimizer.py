@@ -95,7 +95,7 @@ class Replica:
 
     @classmethod
     def of(cls, optimizer: Optimizer, savers: Savers) -> Replica:
-        """Find the replica of this rank and the number of replicas."""
+        """Find this rank's replica and the number of replicas."""
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}. Pass "
@@ -225,7 +225,7 @@ def decode_dict(what: str, meta: Json, get: GetTensor) -> dict[str, Any]:
 
 
 def prepare_to_load(optimizers: Iterable[object]) -> None:
-    """Let sharded optimizers place parameters that are trained again. Call it on every rank."""
+    """Let sharded optimizers place newly trained parameters. Call it on every rank."""
     for each in optimizers:
         if isinstance(each, Optimizer):
             each = unwrap(each)[-1]
@@ -339,7 +339,7 @@ def _collect_part(
         if writes or own:
             # A rank may have several ranges of a parameter, which share the key.
             before = contents.tensors.pop(key, None)
-            # For a DTensor, the mesh determines the ranks with the same shard.
+            # For a DTensor, the mesh determines the holders of each shard.
             among = ALONE if sharded and is_dtensor(value) else savers
             contents.add(key, entry_parts(part, entry, value, among).merge(before))
 
@@ -577,7 +577,7 @@ class OptimizerLoader:
 
     def _prepare_blocks(self, blocks: BlocksParts, root: str, replica: Replica) -> None:
         """Check that a saved outer state fits. The anchor and memories are the targets."""
-        # Filled in place, without a copy: no other code writes to them between two steps.
+        # Filled in place: no other code writes to these tensors between two steps.
         self._counters = blocks.check_counters(decode(self._meta["blocks"], self._get))
         if self._counters is None:
             return
@@ -599,7 +599,7 @@ class OptimizerLoader:
                     self.targets[key] = slices
 
     def finish(self) -> None:
-        """Load the rule and the blocks around the optimizer. Parameters must be filled."""
+        """Load rules and blocks around the optimizer. Parameters must be filled."""
         layers = self._layers
         if self._to_begin is not None and self._to_begin.received_steps is None:
             self._to_begin.begin()
@@ -614,16 +614,16 @@ class OptimizerLoader:
 
 
 # -- blocks ----------------------------------------------------------------------------------------
-# All replicas share the outer state: the anchor and the memories. Each slice of the full tensors is
-# saved once, so any number of replicas under any sharding can load slices. A codec's residual
-# belongs to ranks that round and average together. It is loaded if the rank has the same slices as
-# when saved; otherwise it starts at zero.
+# All replicas share the outer state: anchor and memories. Each slice of the full tensors is saved
+# once, so any number of replicas under any sharding can load slices. A codec's residual belongs to
+# ranks that round and average together. It is loaded if the rank's slices have not changed;
+# otherwise it starts at zero.
 
 
 def _outer_slices(
     part: StatePart, name: str, root: str, replica: Replica
 ) -> Iterator[tuple[str, str, TensorParts]]:
-    """Yield each entry of a parameter's outer state, with its key and this rank's slices."""
+    """Yield each entry of a parameter's outer state, with key and slices."""
     for entry, values in part.entries.items():
         prefix = replica.key_prefix(root) if entry == RESIDUAL else root
         slices = TensorParts.from_flat(values, part.param, part.start or 0)

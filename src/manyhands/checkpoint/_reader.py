@@ -67,7 +67,7 @@ class SafetensorsFile:
             return
         if source.size != expected[0]:
             raise self.damaged(f"it has {source.size:,} bytes and should have {expected[0]:,}")
-        # From a bucket, a single request fetches the header and its length.
+        # From a bucket, a single request fetches header and length.
         source.fetch([(0, min(expected[1], 8 + FIRST))])
         head = self._read_header()
         self._parse_header(head)
@@ -90,7 +90,7 @@ class SafetensorsFile:
             raise self.damaged("it ends too early")
 
     def _read_header(self) -> bytes:
-        """Return the header, preceded by the 8 bytes of its length."""
+        """Return the header, preceded by 8 bytes of length."""
         length = self._read(0, 8)
         nbytes = int.from_bytes(length, "little")
         if 8 + nbytes > self._source.size:
@@ -101,7 +101,7 @@ class SafetensorsFile:
             raise self.damaged(f"its header cannot be read ({error})") from error
 
     def _parse_header(self, head: bytes) -> None:
-        """Find the entry and the first byte of each tensor."""
+        """Find the entry and first byte of each tensor."""
         room = self._source.size - len(head)
         count = 0
         try:
@@ -147,7 +147,7 @@ class SafetensorsFile:
             end = entry.nbytes
             if offsets:
                 row_bytes = entry.nbytes // max(1, entry.shape[0])
-                # Including the full blocks in which the rows begin and end.
+                # Including all of the first and last block.
                 begin = offsets[0] * row_bytes // CHECKED * CHECKED
                 end = min(end, -(-(offsets[0] + sizes[0]) * row_bytes // CHECKED) * CHECKED)
             ranges.append((name, begin, end))
@@ -263,7 +263,7 @@ class Reader(ExitStack):
         file.read(name, offsets, target)
 
     def _find(self, key: str, stored: StoredSlice) -> tuple[SafetensorsFile, str]:
-        """Return the file of a stored slice, and the slice's name in the file."""
+        """Return the file of a stored slice, and the slice's name there."""
         tensor = self.tensors[key]
         file = self._open(stored.file)
         name = slice_name(key, stored.offsets, stored.sizes, tensor.shape)
@@ -341,7 +341,7 @@ class Reader(ExitStack):
         return result
 
     def _open(self, number: int) -> SafetensorsFile:
-        """Return an open file. Raise ValueError if its header differs from the saved header."""
+        """Return an open file. Raise ValueError if the header differs from the saved header."""
         if number not in self._files:
             name = file_name(number, self.commit.token)
             try:

@@ -1,9 +1,9 @@
 """Load a run: verify everything, then change the objects.
 
-    open        the newest complete checkpoint, the same on all ranks
-    compare     the run's objects with the commit, and the slices with their checksums
+    open        the newest complete checkpoint, which rank 0 selects
+    compare     the run's objects with the commit, slices with checksums
     hand over   states that only foreign code can load (`_handover.py`)
-    read        slices into the memory of the model and the optimizer
+    read        slices into the memory of model and optimizer
     finish      rule, blocks and random generators
 
 If a step fails on any rank, every rank raises and undoes the hand-over.
@@ -59,7 +59,7 @@ from manyhands.checkpoint._values import (
 DISK_TIMEOUT = timedelta(hours=2)  # for the slowest disk of all ranks
 
 
-# A tensor's key, a stored slice, offsets inside the slice, and the memory to read into.
+# A tensor's key, a stored slice, offsets inside the slice, and memory to read into.
 SliceToRead: TypeAlias = tuple[str, StoredSlice, tuple[int, ...], Tensor]
 
 
@@ -125,8 +125,8 @@ def _load_checkpoint(
                 return RunLoader(reader, run, replicas, ranks)
 
         loader = run_on_all(ranks, compare)
-        # The next steps change objects. Each `run_on_all` exchanges errors at its end, so either
-        # every rank continues or every rank undoes.
+        # The next steps change objects. Each `run_on_all` ends with an exchange of errors, so
+        # either every rank continues or every rank undoes.
         try:
             for step in (loader.load_foreign_states, loader.fill, loader.finish):
                 run_on_all(ranks, step)
@@ -263,7 +263,7 @@ class RunLoader:
             for each in self._slices:
                 self._reader.read(*each)
         except (OSError, ValueError) as error:
-            # The only failure that cannot be undone without a copy of the model.
+            # The only failure that cannot be undone: this would need a copy of the model.
             raise RuntimeError(
                 f"{self._reader.path} was verified, but a second read failed: {error} The model "
                 "and the optimizer are now partially loaded."

@@ -1,14 +1,15 @@
 """Find the slices of tensors on this rank and in the files of a checkpoint.
 
-A *slice* is rectangular: an offset and a size per dimension. A plain tensor is a single slice, and
+A *slice* is rectangular, with an offset and a size per dimension. A plain tensor is a single slice;
 so is a shard of a DTensor. A flat range of a parameter (`_optimizers/state_parts.py`) is split into
-slices: elements `start` to `stop` in memory order are the end of a row, full rows, and the
-beginning of a row. Incomplete rows are again ranges with one dimension less, so there are at most 2
-* dimensions - 1 slices. Each slice is contiguous in memory, and the slices follow each other.
+slices: elements `start` to `stop` in memory order are the end of a row, full rows, then the
+beginning of a row. Incomplete rows are again ranges with one dimension less. The maximum number of
+slices is 2 * dimensions - 1. Each slice is contiguous in memory, directly after the previous slice.
 
 **Who writes** a slice that several ranks have follows from each rank's own placements, without
-messages: tensors with the same holders are laid end to end, and each holder writes the tensors that
-begin in its part of the length. A reader takes a slice from all stored slices that overlap it.
+messages: tensors with equal holders are laid end to end, and each holder writes the tensors whose
+first byte is in the holder's part of the length. A reader takes a slice from all stored slices that
+overlap it.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def slices_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[B
 
 @dataclass(frozen=True)
 class Holders:
-    """Ranks with the same slices, and this rank's place among the ranks."""
+    """Ranks with equal slices, and this rank's place among the ranks."""
 
     count: int = 1
     place: int = 0
@@ -123,7 +124,7 @@ class Savers:
         return Holders(self.size, self.rank, self.kind)
 
     def copies(self, members: Sequence[int]) -> Savers:
-        """Return the ranks with the same slices as this rank, one per group such as `members`."""
+        """Return the ranks with the same slices as this rank, in groups such as `members`."""
         # The groups are rows or columns of a grid of ranks, as in a device mesh.
         members = sorted(members)
         if not set(members) <= set(self.ranks) or self.size % len(members):
@@ -144,7 +145,7 @@ ALONE = Savers()
 
 @dataclass(eq=False)
 class TensorParts:
-    """This rank's slices of a tensor: offsets, and a view of the elements."""
+    """This rank's slices of a tensor: offsets and views of the elements."""
 
     shape: tuple[int, ...]  # of the full tensor
     dtype: torch.dtype
@@ -160,7 +161,7 @@ class TensorParts:
 
     @classmethod
     def of_dtensor(cls, tensor: DTensor, savers: Savers = ALONE) -> TensorParts:
-        """Return this rank's shard. Ranks along a replicated mesh dimension have the same shard."""
+        """Return this rank's shard. Ranks along a replicated mesh dimension have equal shards."""
         shape, corner, here = _locate_local(tensor)
         mesh = tensor.device_mesh
         own = mesh.get_coordinate()
@@ -222,7 +223,7 @@ class TensorParts:
 
 
 def _locate_local(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
-    """Return the full tensor's shape, the local tensor's offsets, and the local tensor."""
+    """Return the full tensor's shape, the local tensor's offsets, and this local tensor."""
     here = local_shard(tensor).detach()
     # The local tensor may be the result of a pending collective.
     if hasattr(here, "wait"):
@@ -290,13 +291,13 @@ def find_reads(
 
 
 class Table(TypedDict):
-    """The locations of tensors in files: grids, and a list of slices for other tensors.
+    """The locations of tensors in files: grids, and lists of slices for other tensors.
 
-    A rank describes its file as file 0. The commit describes all files.
+    A rank describes a single file, with number 0. The commit describes all files.
     """
 
-    # For each grid: the number of pieces, the file of each piece, and by key the shape, the dtype
-    # and the split dimension. A rank's own table has the number of its piece instead of the files.
+    # For each grid: the number of pieces, the file of each piece, and by key the shape, dtype and
+    # split dimension. A rank's own table has the number of the rank's piece instead of the files.
     grids: list[list[Any]]
     # By key: shape, dtype, and a list of (file, offsets, sizes).
     slices: dict[str, list[Any]]
@@ -364,7 +365,7 @@ class StoredSlice:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the checkpoint: full shape, and the stored slices."""
+    """A tensor of the checkpoint: full shape and stored slices."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -382,7 +383,7 @@ class StoredTensor:
 
     @property
     def slices(self) -> Iterator[StoredSlice]:
-        """All slices that are not empty."""
+        """All non-empty slices."""
         return self.overlapping((0,) * len(self.shape), self.shape)
 
     @property
@@ -534,7 +535,7 @@ def to_parts(tensor: Tensor, savers: Savers = ALONE) -> TensorParts:
 def allocate_target(
     part: OptimizerStatePart, entry: str, stored: StoredTensor, own: StoredTensor | None
 ) -> tuple[Tensor, TensorParts]:
-    """Return a tensor to fill with a saved entry, and its slices.
+    """Return a tensor to fill with a saved entry, and the tensor's slices.
 
     `own` is the parameter in the checkpoint. An existing tensor of the optimizer is used if it
     fits.

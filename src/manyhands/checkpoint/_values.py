@@ -44,7 +44,7 @@ def _dtype_of(text: str) -> torch.dtype:
     return found
 
 
-# Types that are stored as text: functions to text and back.
+# Types stored as text: functions to text and back.
 PLAIN: dict[type, tuple[Callable[[Any], str], Callable[[str], object]]] = {
     float: (str, float),  # NaN and infinities, which JSON does not have
     complex: (str, complex),
@@ -66,7 +66,7 @@ def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Jso
 
     if isinstance(value, Tensor):
         return {"$": "tensor", "key": put(path, value)}
-    # The exact type: a subclass, such as a named tuple, would be decoded as its base class.
+    # The exact type: a subclass, such as a named tuple, would be decoded as the base class.
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -87,7 +87,7 @@ def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Jso
         pairs = []
         for i, (k, v) in enumerate(value.items()):
             pairs.append([encode_child(k, f"{i}, the key"), encode_child(v, i)])
-        # A defaultdict is decoded as a dict: its factory is code.
+        # A defaultdict is decoded as a dict: the factory is code.
         name = "dict" if kind is defaultdict else kind.__name__
         return {"$": name, "items": pairs}
     if has_state(value):
@@ -109,7 +109,7 @@ def encode(value: Any, path: str, put: PutTensor, depth: int = MAX_DEPTH) -> Jso
 
 
 class HasState(Protocol):
-    """An object whose state is saved and loaded in place."""
+    """An object with a state to save and to load in place."""
 
     def state_dict(self) -> Any:
         """Return the object's state."""

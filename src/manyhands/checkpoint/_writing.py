@@ -1,8 +1,8 @@
 """The steps of a save.
 
-    collect     this rank's tensors, without copies; each rank derives its share from placements
+    collect     this rank's tensors, without copies; the rank's share follows from placements
     copy        only with `wait=False`: to host memory, so that training can continue
-    write       this rank's file, and a receipt for rank 0 that lists the tensors
+    write       this rank's file; a receipt for rank 0 lists the tensors
     publish     rank 0 checks all receipts, in which each element must occur once, and commits
     end         rank 0 tells every rank that the checkpoint exists, or why it does not
 
@@ -318,13 +318,13 @@ class SaveMessages:
             self._presence = Presence(store)
             ranks = sha256(",".join(map(str, savers.ranks)).encode()).hexdigest()[:16]
             prefix = f"manyhands/save/{ranks}/"
-            # A store may outlive a process group and contain its messages.
+            # A store may outlive a process group, including old messages.
             serial = MessageBox(store, prefix).count(str(self.rank), 1)
             self._all = MessageBox(store, f"{prefix}{serial}/")  # messages for all saves
 
     @classmethod
     def of(cls, ranks: RankGroup) -> SaveMessages:
-        """Return the messages of these ranks; every save uses the same object."""
+        """Return the messages of these ranks, the same object for every save."""
         if ranks.size == 1:
             return cls(Savers())
         store = _get_default_store()
@@ -366,7 +366,7 @@ class SaveMessages:
         return folder.name_of(number, step)
 
     def _begin_as_first(self, number: int | None, step: int | None, folder: Folder) -> int:
-        """Begin on rank 0: publish the number and, for the first save, the token."""
+        """Begin on rank 0: publish the number and, for the first save, a token."""
         first = not self.token
         self.begun = True
         if first:
@@ -420,7 +420,7 @@ class SaveMessages:
             self._box.put("end", json.dumps([failed, after]))
             atexit.unregister(_linger)
             atexit.register(_linger, time.monotonic() + LINGER + self.size / 1000)
-            # Each receipt shows that its rank has read the previous answer.
+            # Each receipt shows that the rank has read the previous answer.
             if self._old is not None and not failed:
                 self._old.delete("end")
             self._old = self._box
@@ -431,7 +431,7 @@ class SaveMessages:
         try:
             failed, after = json.loads(self._wait(self._box, "end", self._check_rank_0))
         except dist.DistNetworkError:
-            # Rank 0 may have finished and ended, and the store with it.
+            # Rank 0 may have finished and ended together with the store.
             if is_published():
                 return []
             raise
@@ -457,7 +457,7 @@ class SaveMessages:
     # -- who is there --------------------------------------------------------------------------
 
     def _check_alive(self, rank: int) -> None:
-        """Raise RuntimeError if a rank has ended or its heartbeats have stopped."""
+        """Raise RuntimeError if a rank has ended or sends no heartbeats."""
         count = int(self._box.read(f"alive/{rank}") or 0)
         self._monitor.observe({f"{self.token}/{rank}": count}, time.monotonic())
         ended = False

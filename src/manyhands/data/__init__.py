@@ -2,10 +2,10 @@
 
 The samples of a step pass through the files in this order. Below `Cursor` they are integers.
 
-    _ledger.py   positions that are free, held by a worker, or committed
+    _ledger.py   free, held and committed positions
     _order.py    from positions to samples: an epoch's permutation, `DataShards`
     _rules.py    the arguments, checked and equal on all ranks
-    _account.py  a worker's ledger, and its samples since the last commit
+    _account.py  a worker's ledger, and samples since the last commit
     _plan.py     divide steps among ranks and passes, for torch's loader
     _cursor.py   `BaseCursor` and `MapCursor`: the loop
     _stream.py   `StreamCursor`: the loop over shards whose samples have no index

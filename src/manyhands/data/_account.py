@@ -1,4 +1,4 @@
-"""Track a worker's view of an epoch: the shared ledger, and the samples since the last commit.
+"""Track a worker's view of an epoch: shared ledger, and samples since the last commit.
 
     held ── add_to_step ──▶ in a step ── step ──▶ taken ── commit ──▶ committed
 
@@ -35,7 +35,7 @@ class Account:
         self.ledger = Ledger(0)
         self.committed_at = 0  # the step of the last commit
         self.taken = 0  # samples of the steps since then
-        # Samples and steps that the loop has received since its last optimizer step.
+        # Samples and steps that the loop has received since the last optimizer step.
         self._in_step = (0, 0)
         # Steps that this worker had left at that step. None: more samples can be assigned.
         self._steps_left: int | None = None
@@ -60,11 +60,11 @@ class Account:
 
     @property
     def in_step(self) -> int:
-        """Samples that the loop has received since its last step."""
+        """Samples that the loop has received since the last step."""
         return self._in_step[0]
 
     def add_to_step(self, samples: int) -> None:
-        """Count this worker's samples of a step when the loop receives them."""
+        """Count this worker's samples of a step on receipt by the loop."""
         in_step, steps = self._in_step
         self._in_step = (in_step + samples, steps + 1)
 
@@ -136,10 +136,10 @@ class Account:
         return max(-(-left // batch), 1 if amounts and not self.taken else 0)
 
     def to_plan(self, number: int) -> tuple[Spans, int | None]:
-        """Return a worker's positions after those of its loop, and the number of steps for them.
+        """Return a worker's positions after the loop's positions, and the number of steps.
 
-        None means as many steps as the positions fill. A number means the last samples of the
-        epoch; the last step may then be short or empty.
+        None means that the positions limit the steps. A number means the last samples of the epoch;
+        the last step may then be short or empty.
         """
         samples, steps = self._in_step
         spans = take(self.ledger.held_by(number), self.taken + samples)[1]
@@ -148,7 +148,7 @@ class Account:
         return spans, self._steps_left - steps
 
     def next_epoch(self, step: int = 0) -> None:
-        """Begin the next epoch. All samples of this epoch count as committed."""
+        """Start the next epoch. All samples of this epoch count as committed."""
         assert self.rules is not None
         self.begin(self.rules, self.ledger.next_epoch(), step)
 
@@ -160,7 +160,7 @@ class Account:
         return float(zlib.crc32(text.encode()))
 
     def saved(self) -> SavedAccount | None:
-        """Return the state for a joiner, or None without a cursor."""
+        """Return the state for a joiner. None: this worker has no cursor."""
         if self.rules is None:
             return None
         return {

@@ -63,7 +63,7 @@ class CursorBlocks(Protocol):
         """Continue with a saved ledger."""
 
     def next_epoch(self) -> None:
-        """Begin the next epoch. All workers call it after the same number of steps."""
+        """Start the next epoch. All workers call it after the same number of steps."""
 
     def synchronize(self) -> None:
         """Run a sync round. All workers call it after the same number of steps."""
@@ -96,7 +96,7 @@ class BaseCursor:
             self._blocks = _find_blocks(optimizer)
             ranks = gradient_ranks(optimizer)
             if self._blocks is None:
-                # The innermost optimizer: all wrappers call its `step`.
+                # The innermost optimizer, which all wrappers step.
                 innermost = unwrap(optimizer, every_layer=True)[-1]
                 # A weak reference: the optimizer must not keep the cursor, loader and processes
                 # alive.
@@ -122,7 +122,7 @@ class BaseCursor:
         """The number of trained samples in the epoch, over all workers."""
         raise NotImplementedError
 
-    # Read-only attributes of a DataLoader, for code that expects them.
+    # Read-only attributes for code that expects a DataLoader.
 
     @property
     def batch_size(self) -> int:
@@ -219,7 +219,7 @@ class BaseCursor:
         raise ValueError("a Ramp needs a Cursor over a dataset with a length, not over a stream.")
 
     def begin_batch(self) -> Pass:
-        """Count a batch when the loop receives it, and return its pass."""
+        """Count a batch when the loop receives it. Return the pass."""
         raise NotImplementedError
 
     def _steps(self) -> Iterator[Any]:
@@ -231,7 +231,7 @@ class BaseCursor:
         raise NotImplementedError
 
     def _check_weighted(self) -> None:
-        """Warn once if a step is divided unevenly and the loop does not call `mean`."""
+        """Warn once if a step is divided unevenly but the loop does not call `mean`."""
         now = self._now
         if self._mean_due and now is not None and now.uneven and not self._warned:
             self._warned = True
@@ -379,8 +379,8 @@ class MapCursor(BaseCursor):
                     "the samples per step as batch_size, and the maximum samples per pass as "
                     "max_local_batch_size."
                 )
-            # All workers reach this line after the same number of steps. If a worker has died, this
-            # round reassigns its samples.
+            # All workers reach this line after equal numbers of steps. If a worker has died, this
+            # round reassigns the worker's samples.
             changes = self._account.changes
             self._blocks.synchronize()
             if self._account.changes == changes:
@@ -416,7 +416,7 @@ class MapCursor(BaseCursor):
             self._plan.keep()
 
     def _end_epoch(self) -> None:
-        """Begin the next epoch after all samples of this epoch."""
+        """Start the next epoch."""
         if self._blocks is None:
             self._account.next_epoch()
             self._hand_out_all()

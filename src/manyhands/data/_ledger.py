@@ -2,7 +2,7 @@
 
 An epoch has positions 0 ... samples - 1. Each position is in one of three states:
 
-    committed   trained, and the step or the sync round has completed
+    committed   trained, in a completed step or sync round
     held        assigned to a worker, which has not committed it
     free        never assigned (from `fresh` on), or taken back (`returned`)
 
@@ -82,12 +82,12 @@ class Ledger:
 
     @property
     def free(self) -> int:
-        """The number of positions that are neither held nor committed."""
+        """The number of positions neither held nor committed."""
         return self.samples - self.fresh + count(self.returned)
 
     @property
     def left(self) -> int:
-        """The number of positions that are not committed."""
+        """The number of uncommitted positions."""
         return self.free + sum(count(spans) for _, spans in self.held)
 
     @property
@@ -155,7 +155,7 @@ class Ledger:
         return replace(ledger, fresh=fresh, returned=pool, held=_sorted(held))
 
     def next_epoch(self) -> Ledger:
-        """Begin the next epoch."""
+        """Return the ledger of the next epoch."""
         return Ledger(self.samples, self.epoch + 1)
 
     # -- as plain values -----------------------------------------------------------------------

@@ -10,8 +10,8 @@ each with a different function f, derived from seed and epoch. Each round is inv
 result is a permutation of the cells. A cell outside the N positions (fewer than a cells) is mixed
 again.
 
-The order for a seed and epoch is the same on every rank and machine and under every version of
-torch, so a saved position always identifies the same samples. torch.randperm does not guarantee
+A seed and an epoch give the same order on every rank and machine, under every version of torch. So
+a saved position always identifies the same samples. torch.randperm does not guarantee
 this.
 
 **`DataShards`** is a dataset of shards, such as files, that are read sequentially. An epoch
@@ -164,7 +164,7 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
         self.lanes = min(lanes, len(shards))
         self._starts = [0, *accumulate(self.sizes)]  # index of each shard's first sample
         self._open = open
-        # Open shards, each with the number of its next sample.
+        # Open shards, each with the number of the next sample.
         self._being_read: dict[int, tuple[Iterator[Sample], int]] = _BeingRead()
 
     def __len__(self) -> int:

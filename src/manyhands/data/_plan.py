@@ -2,7 +2,7 @@
 
     positions that the worker holds        `_account.py`
       divided into steps of `batch` positions
-      each step divided among ranks, and a rank's part into passes     `divide_step`
+      each step divided among ranks, each part into passes             `divide_step`
       mapped to samples                                                `_order.py`
 
 A step of n samples is divided among W ranks, with at most m samples in a pass:
@@ -40,7 +40,7 @@ MAPPED = 4096  # minimum number of positions per mapping, except for the last
 
 @dataclass(frozen=True)
 class Pass:
-    """A micro-batch of a rank, and its step."""
+    """A micro-batch of a rank, with facts about its step."""
 
     samples: int  # 0: a filler
     index: int  # within the step
@@ -63,7 +63,7 @@ class Pass:
 def divide_step(
     step: Spans, rank: int, ranks: int, most: int | None, *, in_turns: bool = False
 ) -> list[tuple[Pass, Spans]]:
-    """Return this rank's passes, and the positions of each pass.
+    """Return this rank's passes, each with its positions.
 
     With `in_turns`, ranks take turns at the samples instead of having ranges.
 
@@ -89,7 +89,7 @@ def divide_step(
 
 @lru_cache(maxsize=64)  # nearly all steps have equal sizes
 def _passes_of_rank(n: int, own: int, ranks: int, most: int | None) -> list[Pass]:
-    """Return the passes of a rank that has `own` of a step's n samples."""
+    """Return the passes of a rank with `own` of a step's n samples."""
     passes = number_of_passes(n, ranks, most)
     counts = tuple(b - a for a, b in pairwise(own * i // passes for i in range(passes + 1)))
     sizes = (n // ranks + (r < n % ranks) for r in range(ranks))
@@ -129,7 +129,7 @@ class LoaderPlan:
         self._epoch = -1
         self._rest: Spans = ()  # positions of this worker that are not planned
         self.steps_left: int | None = None  # steps to plan; None: limited by the positions
-        # On their way: this rank's passes, and the positions of their steps.
+        # On their way: this rank's passes, and positions by step.
         self._passes: deque[Pass] = deque()
         self._steps_ahead: deque[Spans] = deque()
 
@@ -223,7 +223,7 @@ class LoaderPlan:
         return Order(rules["samples"], *which)
 
     def _plan_steps(self) -> list[tuple[Pass, Spans]]:
-        """Return the passes of the next steps, and the positions of each. Empty at the end."""
+        """Return the passes of the next steps with positions. Empty at the end."""
         planned: list[tuple[Pass, Spans]] = []
         positions = 0
         while positions < MAPPED and self.has_more:

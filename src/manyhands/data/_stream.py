@@ -49,7 +49,7 @@ class Position(NamedTuple):
     ended: bool = False
 
 
-# Positions after the samples, number of samples (0: only ends of shards), and the samples.
+# Positions after the samples, number of samples (0: only ends of shards), samples.
 Batch = tuple[list[Position], int, Any]
 
 
@@ -283,7 +283,7 @@ class StreamCursor(BaseCursor):
 
 
 def _check_stream(dataset: object) -> None:
-    """Raise unless the stream has shards and its positions are counts of samples."""
+    """Raise unless the stream has shards with positions that count samples."""
     if not isinstance(dataset, Stream):
         raise TypeError(
             f"a Cursor cannot resume a {type(dataset).__name__}, which has no positions. Add "
@@ -301,7 +301,7 @@ def _check_stream(dataset: object) -> None:
 
 
 class Readers(IterableDataset[Batch]):
-    """This rank's readers for torch's loader. Each yields batches from its shards."""
+    """This rank's readers for torch's loader. Each reader yields batches of separate shards."""
 
     def __init__(
         self,
@@ -340,7 +340,7 @@ class Readers(IterableDataset[Batch]):
             yield [*leads_to.values()], len(samples), batch
 
     def _read(self, begin: Position) -> Iterator[tuple[Position, Any]]:
-        """Yield a shard's samples with the positions after them, and finally its end."""
+        """Yield a shard's samples, each with the position after the sample, and finally the end."""
         shard: Any = self.stream.shard(self.stream.num_shards, begin.shard)
         has_state = hasattr(shard, "state_dict") and hasattr(shard, "load_state_dict")
         if has_state and begin.state:

@@ -172,12 +172,12 @@ class Job:
 
     @property
     def worker(self) -> int:
-        """The number of this worker in the crew, or without a crew the rank."""
+        """The number of this worker in the crew. Without a crew: the rank."""
         return self.rank if self.crew is None else self.crew.number
 
     @property
     def workers(self) -> int:
-        """The number of workers that the crew expects, or without a crew the number of ranks."""
+        """The number of workers that the crew expects. Without a crew: the number of ranks."""
         return self.world_size if self.crew is None else self.crew.expected
 
     # -- checkpoints -----------------------------------------------------------------------------
@@ -288,8 +288,8 @@ class Job:
         if self.engine == "ray":
             _ray.wait_for_the_end()
         if self.engine == "torchrun" and self.world_size > 1:
-            # An agent signals its ranks one after the other. If a rank exits with 0 before the
-            # signal, the agent regards the training as finished.
+            # An agent signals ranks one after the other. If a rank exits with 0 before the signal,
+            # the agent regards the training as finished.
             deadline = time.monotonic() + OWN_NOTICE
             while not stop_notice.received and time.monotonic() < deadline:
                 time.sleep(0.05)

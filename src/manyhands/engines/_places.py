@@ -59,8 +59,8 @@ def find_place(variables: Variables) -> Place:
             continue
         if not 0 <= place.rank < place.world_size:
             raise ValueError(
-                f"rank must be from 0 to {place.world_size - 1}, got {place.rank} from "
-                f"{place.engine}. Check the environment variables of {place.engine}."
+                f"rank must be from 0 to {place.world_size - 1}, got {place.rank} (engine: "
+                f"{place.engine}). Check the engine's environment variables."
             )
         return place
     return Place()
@@ -104,7 +104,7 @@ def _crew_worker(variables: Variables) -> Place | None:
 
 
 def _train_job(variables: Variables) -> Place | None:
-    """Read the variables of a pod of Kubeflow's TrainJob, as torchrun reads them."""
+    """Read the variables of a pod of Kubeflow's TrainJob, in the same way as torchrun."""
     if not {"PET_NNODES", "PET_NODE_RANK"} <= variables.keys():
         return None
     processes = variables.get("PET_NPROC_PER_NODE", "1")
@@ -226,7 +226,7 @@ def find_worker_number(variables: Variables) -> int | None:
 
 
 def _meeting_address(variables: Variables, host: str, job: str) -> tuple[str, int]:
-    """Return the address and port where ranks meet: the user's, or `host` and a port of the job."""
-    # All ranks compute the same port from the job. Two jobs on a host rarely get the same port.
+    """Return address and port where ranks meet: the user's, or `host` and a port of the job."""
+    # All ranks compute the same port from the job. Two jobs on a host rarely get equal ports.
     port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS
     return variables.get("MASTER_ADDR") or host, number_in(variables, "MASTER_PORT", int, port)

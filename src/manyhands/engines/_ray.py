@@ -84,7 +84,7 @@ _left = threading.Event()  # set when the training function has saved and waits 
 
 
 def has_left() -> bool:
-    """Return whether the training function of this process waits for its end."""
+    """Return whether the training function of this process waits for Ray."""
     return _left.is_set()
 
 

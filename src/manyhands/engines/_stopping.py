@@ -1,6 +1,6 @@
 """Listen for stop notices and agree on stopping: `mh.stopping`.
 
-**Sources of a notice**: signals, a file that appears, and the engine:
+**Sources of a notice**: signals, the appearance of a file, engines:
 
     SIGTERM          torchrun, `manyhands run`, Slurm, Kubernetes, systemd, most other engines
     SIGUSR1          Slurm, if a job requests it: `--signal=USR1@120`
@@ -20,12 +20,12 @@ Python's exit, or when the parent ends.
 **Hanging processes** are ended by `_hanging.py`.
 
 **Agreement.** A notice reaches ranks at different times, or only some ranks. Ranks that train a
-model together must stop after the same step; otherwise the remaining ranks wait forever. The answer
+model together must stop after a common step; otherwise the remaining ranks wait forever. The answer
 travels in existing messages where possible:
 
-    a scaling rule   its collective in every step; all ranks know when `step` returns
+    a scaling rule   the collective of every step; all ranks know when `step` returns
     blocks           the report of each worker in a sync round; all stop at the end of the round
-    a crew           no message: a worker leaves alone, and the crew continues
+    a crew           no message: a worker leaves alone, while the crew continues
     otherwise        `StopVote`: a sum of a single number during the next step
 
 A vote starts after a step and is read after the next step, so no rank waits. The cost is one more
@@ -68,7 +68,7 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class Listener:
-    """The signals that this process listens for, and the earlier handlers."""
+    """The signals that this process listens for, with their earlier handlers."""
 
     def __init__(self) -> None:
         self.earlier: dict[int, Handler] = {}
@@ -88,8 +88,8 @@ class Listener:
         if file and (path := Path(file).absolute()) not in self._files:
             self._files.add(path)
             stop_notice.sources.append(lambda: str(path) if path.exists() else "")
-        # Python allows handlers only in the main thread. Ray trains in a different thread, and has
-        # its own notice.
+        # Python allows handlers only in the main thread. Ray trains in a different thread, and
+        # sends notices separately.
         if threading.current_thread() is not threading.main_thread():
             return
         if numbers is None:
@@ -185,7 +185,7 @@ def _blocks_sigterm(child: BaseProcess) -> bool:
 
 
 def _is_data_loading(frame: FrameType | None) -> bool:
-    """Return whether a DataLoader is on the stack; a forked process inherits its parent's stack."""
+    """Return whether a DataLoader is on the stack, which a forked process inherits."""
     from torch.utils.data import dataloader
 
     while frame is not None:
@@ -239,7 +239,7 @@ def stopping(
 
 
 class StopVote:
-    """A sum of one number per rank, started after a step and read after the next step."""
+    """A sum of numbers from all ranks, started after a step and read after the next step."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks.with_cpu_group()
@@ -263,7 +263,7 @@ class StopVote:
         return self._stopped
 
 
-# A vote uses a separate group, and ends with the group of its ranks.
+# A vote uses a separate group, and ends with the group of the ranks.
 _votes: weakref.WeakKeyDictionary[dist.ProcessGroup, StopVote] = weakref.WeakKeyDictionary()
 
 

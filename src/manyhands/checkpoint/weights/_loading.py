@@ -32,7 +32,7 @@ def fill_model(
     name_in_source: Callable[[str], str] | None,
     ranks: RankGroup,
 ) -> tuple[list[str], list[str]]:
-    """Load the source into the model. Return the missing and the unexpected names."""
+    """Load the source into the model. Return missing and unexpected names."""
     with run_on_all(ranks, lambda: Weights(source)) as weights:
         listed = sorted(f"{name} {w.shape} {w.dtype}" for name, w in weights.tensors.items())
         agree(ranks, {"weights": listed}, "Give each rank the same source.")
@@ -55,7 +55,7 @@ def fill_model(
 
 @dataclass
 class Match:
-    """The weight of each tensor in a model, and the names without a match."""
+    """The weight of each tensor in a model, and unmatched names."""
 
     reads: list[tuple[Tensor, Weight]] = field(default_factory=list)
     extras: ForeignStates = field(default_factory=ForeignStates)
