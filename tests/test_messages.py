@@ -52,13 +52,13 @@ MESSAGES = [
     # A loader, a list, None or a model where a dataset is expected.
     (
         lambda: mh.Cursor(loader()),
-        "Give it the loader's dataset and options: Cursor(loader.dataset, ba",
+        "Pass the loader's dataset and options: Cursor(loader.dataset, ba",
     ),
     (
         lambda: mh.Cursor(loader(), 4),
-        "Give it the loader's dataset and options: Cursor(loader.dataset, ba",
+        "Pass the loader's dataset and options: Cursor(loader.dataset, ba",
     ),
-    (lambda: mh.Cursor(DATA), "Cursor needs batch_size: the samples of a step, see `keep`."),
+    (lambda: mh.Cursor(DATA), "Cursor needs batch_size: the number of samples per step, see `k"),
     (lambda: mh.Cursor(None, 4), "dataset must be a dataset with a length, got None."),
     (lambda: adaptdl.AdaptiveDataLoader(loader(), 4), "AdaptiveDataLoader(loader.dataset, batch_s"),
     (lambda: adaptdl.AdaptiveDataLoader(None, 4), "a dataset with a length, got None."),

@@ -212,7 +212,7 @@ def test_a_ramp_in_blocks_is_refused_and_says_what_to_do():
         cursor = mh.Cursor(torch.arange(SAMPLES), 4, optimizer=optimizer)
         next(mh.Ramp(rule, max_scale=4).over(cursor))
 
-    raises_on_ranks(2, ValueError, run, match="Give the Ramp a DataLoader")
+    raises_on_ranks(2, ValueError, run, match="Pass the Ramp a DataLoader")
 
 
 def test_a_second_cursor_on_the_same_blocks_is_refused():
