@@ -185,7 +185,7 @@ class SafetensorsFile:
             self._fill(self._starts[name] + offsets[0] * row_bytes, memory_of(target))
             increment_version(target)  # torch has not seen the change
             return
-        # Otherwise read whole rows into a block, and copy the wanted columns out of it.
+        # Otherwise read blocks of whole rows into a buffer, and copy the selected columns.
         start = self._starts[name] + offsets[0] * row_bytes
         row_count = min(len(target), max(1, BLOCK // row_bytes))
         buffer = torch.empty((row_count, *shape[1:]), dtype=entry.dtype, device="cpu")
