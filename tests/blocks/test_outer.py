@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.blocks_oracle import problem, train
-from helpers.recorded import values
+from helpers.recorded import recorded_values
 from manyhands.blocks._anchor import Average, BlockMomentum, Outer, SlowMomentum
 
 pytestmark = pytest.mark.quick
@@ -60,7 +60,7 @@ def documented(cfg):
 
 
 def test_fairseqs_values():
-    table = values("bmuf_fairseq_world2")
+    table = recorded_values("bmuf_fairseq_world2")
     init, data = problem(table)
     for case in table["cases"]:
         cfg = case["cfg"]

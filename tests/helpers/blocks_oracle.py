@@ -7,7 +7,7 @@ import torch
 from torch.optim import SGD, Adam
 
 from helpers.ranks import run_ranks
-from helpers.recorded import values
+from helpers.recorded import recorded_values
 
 INNER = {
     "sgdm": lambda params: SGD(params, lr=0.1, momentum=0.9),
@@ -52,7 +52,7 @@ class Worker:
 
 def assert_fairseqs_values(wrap):
     """Check that `wrap(optimizer, **options)` repeats fairseq's recorded runs on two ranks."""
-    table = values("bmuf_fairseq_world2")
+    table = recorded_values("bmuf_fairseq_world2")
     init, data = problem(table)
 
     def all_cases():

@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parent / "recorded_values"
 
 
 @cache
-def values(name: str) -> Any:
+def recorded_values(name: str) -> Any:
     """Return the content of a file in recorded_values/, where README.md describes the fields."""
     with lzma.open(FOLDER / f"{name}.json.xz", "rt") as file:
         return json.load(file)

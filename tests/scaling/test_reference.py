@@ -9,7 +9,7 @@ from torch import nn
 
 import manyhands as mh
 from helpers.ranks import run_ranks
-from helpers.recorded import values
+from helpers.recorded import recorded_values
 from manyhands import adaptdl
 from manyhands.scaling import _noise
 from manyhands.scaling._noise import (
@@ -21,8 +21,8 @@ from manyhands.scaling._noise import (
 )
 from manyhands.scaling._rules import legw_factor
 
-NOISE = values("noise_and_gain")
-RULES = values("rules")
+NOISE = recorded_values("noise_and_gain")
+RULES = recorded_values("rules")
 CASES = {case["name"]: case for case in NOISE["inputs"]}
 
 

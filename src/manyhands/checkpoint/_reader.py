@@ -184,7 +184,7 @@ class SafetensorsFile:
             self._fill(self._starts[name] + offsets[0] * row_bytes, memory_of(target))
             increment_version(target)  # torch does not see the change
             return
-        # Otherwise read full rows into a block, and copy the columns.
+        # Otherwise read blocks of full rows into a buffer, and copy the selected columns.
         start = self._starts[name] + offsets[0] * row_bytes
         row_count = min(len(target), max(1, BLOCK // row_bytes))
         buffer = torch.empty((row_count, *shape[1:]), dtype=entry.dtype, device="cpu")
