@@ -14,7 +14,7 @@ from torch.optim import AdamW
 import manyhands as mh
 from helpers.ranks import RanksFailed, raises_on_ranks, run_ranks
 from helpers.sharding_oracle import assert_same, copied, make_batches, make_model
-from manyhands._ranks.groups import RollCall
+from manyhands._ranks.presence import RollCall
 from manyhands.sharding import _agreement
 
 X = make_batches(3, 2, 2)[0]  # of [step][pass][worker]

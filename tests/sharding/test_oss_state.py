@@ -28,7 +28,7 @@ from helpers.sharding_oracle import (
     train,
     train_alone,
 )
-from manyhands._ranks.groups import RollCall
+from manyhands._ranks.presence import RollCall
 
 
 class WithWide(nn.Module):

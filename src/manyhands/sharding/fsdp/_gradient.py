@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from manyhands._ranks.groups import RollCall
+from manyhands._ranks.presence import RollCall
 from manyhands._ranks.sharded_gradient import NOT_LIKE_IT, LocalNorm, norm_of_slices
 
 NORMS = {torch.linalg.vector_norm, torch.norm, Tensor.norm}
