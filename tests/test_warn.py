@@ -41,7 +41,7 @@ def test_a_record_that_is_stepped_before_the_optimizer_says_so_once(tmp_path):
                 step()
 
     with (
-        pytest.warns(UserWarning, match=r"comes after optimizer\.step\(\)") as seen,
+        pytest.warns(UserWarning, match=r"after optimizer\.step\(\), or lines") as seen,
         mh.Record(tmp_path / "a.jsonl", rule) as record,
     ):
         train(record, True)

@@ -354,7 +354,7 @@ def test_without_a_store_a_worker_holds_rounds_alone():
 
 
 def test_what_is_missing_or_wrong_is_said(monkeypatch):
-    with pytest.raises(ValueError, match="needs a number"):
+    with pytest.raises(ValueError, match="needs a unique number"):
         Crew("127.0.0.1:9")
     with pytest.raises(ValueError, match='store is "host:port"'):
         Crew("nowhere", number=0)
@@ -427,7 +427,7 @@ def test_members_that_never_connect_say_why(store, monkeypatch, caplog):
         list(threads.map(Crew.join, crews))
         assert crews[0].size == crews[1].size == 2
         list(threads.map(Crew.leave, crews))
-    said = "cannot connect to the others, and tries again: connection refused by the firewall"
+    said = "cannot connect to the other workers and retries: connection refused by the firewall"
     assert any(said in record.getMessage() for record in caplog.records)
 
 

@@ -170,7 +170,7 @@ def test_workers_of_several_hosts_cannot(monkeypatch):
         monkeypatch.setattr(_host, "_host_identity", lambda: f"host {dist.get_rank() // 2}")
         shared(make_model().parameters(), torch.optim.SGD)
 
-    raises_on_ranks(3, ValueError, run, match="needs all workers on one host.*rank 2: host 1")
+    raises_on_ranks(3, ValueError, run, match="needs all workers on the same host.*rank 2: host 1")
 
 
 def test_workers_that_cannot_read_each_others_memory_all_say_so(monkeypatch):
