@@ -35,14 +35,14 @@ WORKLOADS = (
 )
 QUICK = Workload("tiny", 2, rounds=2, steps=1, groups=(ALL,))
 BESIDE_TORCH = {FSDP: BARE, FSDP_KEPT: BARE_KEPT, contenders.FSDP_LEAN: BARE}
-LEFT_OUT = {DDP, contenders.FSDP_LEAN, *(name for name in ZERO if "," in name)}
+LEFT_OUT = {DDP, contenders.OURS, contenders.FSDP_LEAN, *(name for name in ZERO if "," in name)}
 SHOWN = [name for name in ALL if name not in LEFT_OUT]
 
 
 def tables(measured: list[Measured]) -> str:
-    """Return tokens per second over DDP's, and over those of the same with `fully_shard`."""
+    """Compare with `fully_shard`, and with DDP."""
     parts = [
-        "Tokens per second, over those of the same `fully_shard`",
+        "Tokens per second, over `fully_shard` with equal options",
         by_workload(measured, (FSDP, FSDP_KEPT), lambda row: times(row.rival)),
         "Tokens per second, over DDP's",
         by_workload(measured, SHOWN, lambda row: times(row.wall)),

@@ -142,7 +142,7 @@ def measured(
         )
         rows.append(asdict(row))
     title = f"{size.batch * size.context:,} tokens"
-    print(table({title: rows}, "ms", "× base", "waits", "MB"), flush=True)
+    print(table({title: rows}, "time", "waits", "MB"), flush=True)
     return rows
 
 
@@ -274,9 +274,9 @@ PARTS = {1: tests, 2: cost, 3: sharding, 4: trace}
 
 
 def cells(row: Row) -> dict[str, str]:
+    ratio = f"{row.ratio.value:.3f} ({row.ratio.low:.3f}–{row.ratio.high:.3f})"
     return {
-        "ms": f"{row.ms:.2f}",
-        "× base": "1" if row.variant == row.base else str(row.ratio),
+        "time": f"{row.ms:.2f} ms" if row.variant == row.base else ratio,
         "waits": f"{row.waits:g}",
         "MB": f"{row.peak_mb:,}",
     }
@@ -298,8 +298,8 @@ def table(found: dict[str, list[dict[str, Any]]], *columns: str) -> str:
 
 
 def write(result: dict[str, Any]) -> None:
-    costs = table(result["cost"], "ms", "× base", "waits")
-    pages.fill("gpu", result, cost=costs, sharding=table(result["sharding"], "ms", "× base", "MB"))
+    costs = table(result["cost"], "time", "waits")
+    pages.fill("gpu", result, cost=costs, sharding=table(result["sharding"], "time", "MB"))
 
 
 def main() -> None:

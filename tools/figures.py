@@ -499,7 +499,9 @@ def fsdp_speed() -> Figures:
                 )
     assert (len(rivals), len(peers)) == (6, 10)  # fairscale's did not fit with 100 M on 4 ranks
     assert between(both) == between(rivals)
-    sentence = "[{} to {}](docs/benchmarks/sharding-speed.md) (10 to 100 M parameters, 2 and 4 ranks)"
+    sentence = (
+        "[{} to {}](docs/benchmarks/sharding-speed.md) (10 to 100 M parameters, 2 and 4 ranks)"
+    )
     yield figure("README.md", sentence, *between(rivals))
     yield figure("README.md", "{} × `fully_shard`'s tokens/s ⁴", between(rivals)[0])
     yield figure(
@@ -509,7 +511,7 @@ def fsdp_speed() -> Figures:
         *(*between(rivals), *between(peers)),
     )
     page = "docs/benchmarks/sharding-speed.md"
-    for how, values in (("by default", rivals), ("with `reshard", kept_rivals)):
+    for how, values in (("of `fully_shard` by default", rivals), ("with `reshard", kept_rivals)):
         sentence = f"- **{{}} to {{}} times the tokens per second** {how}"
         yield figure(page, sentence, *between(values))
     sentence = "with fairscale's FSDP it processes {} to {} times the tokens per second"

@@ -63,10 +63,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class Measured:
-    """The results of one workload, and the load average before."""
+    """The results of one workload."""
 
     title: str
-    load: float
     rows: list[Row]
 
     def select(self, choice: str) -> Measured:
@@ -159,7 +158,7 @@ class Speed:
         measured = []
         for title, found in result["workloads"].items():
             rows = [restored(Row, row) for row in found["rows"]]
-            measured.append(Measured(title, found["load"], rows))
+            measured.append(Measured(title, rows))
         pages.fill(self.page, result, **{self.part: self.tables(measured)})
 
 
@@ -170,7 +169,7 @@ def by_workload(measured: list[Measured], names: Iterable[str], cell: Callable[[
     """
     lines = []
     for name in names:
-        line = [name.replace(", reshard_after_forward=False", ", kept")]
+        line = [name]
         sent = set()
         for one in measured:
             rows = {row.name: row for row in one.rows}
@@ -180,7 +179,6 @@ def by_workload(measured: list[Measured], names: Iterable[str], cell: Callable[[
         if sent:
             lines.append([*line, "–".join(sorted({min(sent), max(sent)}))])
     titles = [one.title.replace(" parameters", "").rpartition(",")[0] for one in measured]
-    lines.append(["(load average before)", *(str(one.load) for one in measured), ""])
     return pages.table(" | ".join(["contender", *titles, "bytes"]), lines)
 
 
