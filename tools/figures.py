@@ -506,8 +506,8 @@ def fsdp_speed() -> Figures:
     yield figure("README.md", "{} × `fully_shard`'s tokens/s ⁴", between(rivals)[0])
     yield figure(
         "docs/fsdp.md",
-        "it trains {} to {} times as many tokens per second as the same `fully_shard`, and {} to "
-        "{} times as many as fairscale",
+        "it reaches {} to {} times the tokens per second of the same `fully_shard`, and {} to {} "
+        "times fairscale's",
         *(*between(rivals), *between(peers)),
     )
     page = "docs/benchmarks/sharding-speed.md"
@@ -531,8 +531,8 @@ def fsdp_memory() -> Figures:
     )
     yield figure(
         "docs/fsdp.md",
-        "the most in a step is then {} wraps above what is held after backward, instead of up "
-        "to {} (25 M parameters, up to 4 ranks, [measured]",
+        "the peak in a step then exceeds the memory after backward by {} wraps, instead of up to "
+        "{} (25 M parameters, up to 4 ranks, [measured]",
         *(f"{lean:.1f}", f"{most:.1f}"),
     )
     off = [
