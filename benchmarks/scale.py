@@ -188,8 +188,8 @@ def step(part: Part, size: int) -> list[str]:
     more = held - expected
     assert -1000 <= more <= part.beyond + part.for_each_rank * size + 1000, (part.name, size, more)
     name = f"{part.name}: {counted.calls.total()} collectives"
-    sizes = [f"{total / 1e6:.1f}", f"{held / 1e6:.1f}"]
-    return [name, f"{size:,}", *sizes, f"{1e3 * min(times):.0f}"]
+    megabytes = [f"{total / 1e6:.1f}", f"{held / 1e6:.1f}"]
+    return [name, f"{size:,}", *megabytes, f"{1e3 * min(times):.0f}"]
 
 
 def passed(what: str) -> int:
