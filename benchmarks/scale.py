@@ -37,7 +37,7 @@ from manyhands.tools.plan._model import measure, planned_optimizers
 
 SIZES = (8, 128)  # 256 ranks in pairs would need 65,000 descriptors
 PATIENCE = timedelta(seconds=120)
-LOAD = 9  # collectives of a load: `run_on_all`, and what it agrees on
+LOAD = 10  # collectives of a load: `run_on_all`, agreements, and the name of a gloo group
 
 
 def eager(store: Any, rank: int, size: int, gather: Any) -> Any:
