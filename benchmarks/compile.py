@@ -13,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pages
 from sharding.contenders import CONTROL, OPTIONS, Contender, Trained
 from sharding.models import SIZES, Block
-from sharding.speed import Row, Speed, Workload, times
+from sharding.speed import Measured, Speed, Workload, times
 from torch import nn
 from torch.optim import AdamW
 
@@ -24,7 +25,7 @@ import manyhands as mh
 NAMES = {0: "DDP", 1: "level 1", 2: "level 2", 3: "level 3"}
 BY_BLOCKS = ", block by block"
 NOT_COMPILED = ", not compiled"
-HEAD = "contender | CPU ms | CPU | tokens/s | CPU, over not compiled | MB sent"
+HEAD = "contender | CPU | CPU, over not compiled"
 
 
 def compiled(level: Any, what: str = "") -> Callable[[nn.Module], Trained]:
@@ -59,12 +60,13 @@ WORKLOADS = (Workload("10M", 2, rounds=10, steps=1, groups=(tuple(CONTENDERS),))
 QUICK = Workload("tiny", 2, rounds=2, steps=1, groups=(tuple(CONTENDERS),))
 
 
-def cells(rows: list[Row]) -> list[list[str]]:
+def table(measured: list[Measured]) -> str:
+    """Show CPU time; wall time varied too much on a machine with other work."""
     lines = []
-    for row in rows:
-        ratios = [times(row.cpu), times(row.wall), times(row.rival_cpu)]
-        lines.append([row.name, f"{row.cpu_ms:,.0f}", *ratios, f"{row.sent / 1e6:.1f}"])
-    return lines
+    for row in measured[0].rows:
+        over_ddp = f"{row.cpu_ms:.0f} ms" if row.name == NAMES[0] else times(row.cpu)
+        lines.append([row.name, over_ddp, times(row.rival_cpu)])
+    return pages.table(HEAD, lines)
 
 
 if __name__ == "__main__":
@@ -73,5 +75,5 @@ if __name__ == "__main__":
         import torch._dynamo
         import torch._inductor.compile_fx  # noqa: F401 - before ranks are forked
 
-        speed = Speed("compile", CONTENDERS, ("fused",), RIVALS, HEAD, cells)
+        speed = Speed("compile", "compile", "table", CONTENDERS, ("fused",), RIVALS, table)
         speed.run(__doc__, WORKLOADS, QUICK)

@@ -64,14 +64,11 @@ def main() -> None:
         for workload in WORKLOADS:
             rows = measured(workload, 2 if args.quick else args.rounds, args.quick)
             result["workloads"][workload.title] = [asdict(row) for row in rows]
-    tables = []
-    for title, stored in result["workloads"].items():
-        tables += [f"## {title}", table([restored(Row, row) for row in stored])]
-    shown = "\n\n".join(tables)
+    shown = table(result["workloads"])
     print(shown)
     if not args.quick:
         pages.store("cost", result)
-        pages.fill("cost", result, tables=shown)
+        pages.fill("cost", result, table=shown)
 
 
 def measured(workload: Workload, rounds: int, quick: bool) -> list[Row]:
@@ -236,18 +233,26 @@ def _batches(workload: Workload, rank: int, count: int = 8) -> list[tuple[Tensor
     return batches
 
 
-def table(rows: list[Row]) -> str:
-    cells = []
-    for row in rows:
-        cpu = [f"{row.cpu_ms:.1f}", times(row, row.cpu)]
-        wall = [f"{row.wall_ms:.1f}", times(row, row.wall)]
-        cells.append([row.variant, *cpu, *wall, f"{row.collectives:g}", f"{row.sent_bytes:,}"])
-    return pages.table("variant | CPU ms | × base | wall ms | × base | collectives | bytes", cells)
+def table(workloads: dict[str, list[dict[str, Any]]]) -> str:
+    """Return a line for each variant, with two columns for each workload."""
+    head = ["variant"]
+    lines: dict[str, list[str]] = {}
+    for title, stored in workloads.items():
+        for each in stored:
+            row = restored(Row, each)
+            line = lines.setdefault(row.variant, [row.variant])
+            line += ["–"] * (len(head) - len(line))
+            line.append(times(row, row.cpu_ms, row.cpu))
+            line.append(times(row, row.wall_ms, row.wall))
+        head += [f"{title}: CPU", "wall"]
+    for line in lines.values():
+        line += ["–"] * (len(head) - len(line))
+    return pages.table(" | ".join(head), lines.values())
 
 
-def times(row: Row, value: Ratio) -> str:
+def times(row: Row, milliseconds: float, value: Ratio) -> str:
     if row.variant == row.base:
-        return "1"
+        return f"{milliseconds:.1f} ms"
     return f"{value.value:.3f} ({value.low:.3f}–{value.high:.3f})"
 
 

@@ -1,8 +1,8 @@
 """Measure a step with sharded parameters, over those of torch's fully_shard and DDP.
 
 python benchmarks/peers.py                         once, to have the peers as well
-python benchmarks/fsdp_speed.py                    twenty minutes; writes the page
-python benchmarks/fsdp_speed.py --workload 25Mx2   one of them; writes it into the page
+python benchmarks/fsdp_speed.py                    twenty minutes; writes half of the page
+python benchmarks/fsdp_speed.py --workload 25Mx2   one of them
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import peers
 peers.run_again_beside_peers()  # before torch, which this Python may not have
 
 from sharding.contenders import BARE, BARE_KEPT, CONTROL, DDP, FSDP, FSDP_KEPT  # noqa: E402
-from sharding.speed import Row, Speed, Workload, times  # noqa: E402
+from sharding.speed import Measured, Speed, Workload, by_workload, times  # noqa: E402
 
 from sharding import contenders  # noqa: E402
 
@@ -35,23 +35,23 @@ WORKLOADS = (
 )
 QUICK = Workload("tiny", 2, rounds=2, steps=1, groups=(ALL,))
 BESIDE_TORCH = {FSDP: BARE, FSDP_KEPT: BARE_KEPT, contenders.FSDP_LEAN: BARE}
-LEFT_OUT = {DDP, contenders.FSDP_LEAN, *(name for name in ZERO if "," in name)}
-HEAD = "contender | CPU ms | tokens/s | over `fully_shard` | MB sent"
+LEFT_OUT = {DDP, contenders.OURS, contenders.FSDP_LEAN, *(name for name in ZERO if "," in name)}
+SHOWN = [name for name in ALL if name not in LEFT_OUT]
 
 
-def cells(rows: list[Row]) -> list[list[str]]:
-    lines = []
-    for row in rows:
-        if row.name in LEFT_OUT:
-            continue
-        name = row.name.replace(", reshard_after_forward=False", ", kept")
-        beside_torch = times(row.rival) if row.name in BESIDE_TORCH else ""
-        sent = f"{row.sent / 1e6:.1f}"
-        lines.append([name, f"{row.cpu_ms:,.0f}", times(row.wall), beside_torch, sent])
-    return lines
+def tables(measured: list[Measured]) -> str:
+    """Compare with `fully_shard`, and with DDP."""
+    parts = [
+        "Tokens per second, over `fully_shard` with equal options",
+        by_workload(measured, (FSDP, FSDP_KEPT), lambda row: times(row.rival)),
+        "Tokens per second, over DDP's",
+        by_workload(measured, SHOWN, lambda row: times(row.wall)),
+    ]
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":
     rivals = {**BESIDE_TORCH, **dict.fromkeys((DDP, BARE, contenders.FAIRSCALE, *ZERO), FSDP)}
-    speed = Speed("fsdp-speed", contenders.FSDP_CONTENDERS, ("fused",), rivals, HEAD, cells)
+    made = contenders.FSDP_CONTENDERS
+    speed = Speed("fsdp-speed", "sharding-speed", "fsdp", made, ("fused",), rivals, tables)
     speed.run(__doc__, WORKLOADS, QUICK)

@@ -141,7 +141,8 @@ def measured(
             peak_mb=taken[variant.name] >> 20,
         )
         rows.append(asdict(row))
-    print(f"{size.batch * size.context:,} tokens, passes: {passes}\n{table(rows)}\n", flush=True)
+    title = f"{size.batch * size.context:,} tokens"
+    print(table({title: rows}, "time", "waits", "MB"), flush=True)
     return rows
 
 
@@ -272,22 +273,33 @@ def trace(device: str, quick: bool, out: Path) -> Iterator[tuple[str, float]]:
 PARTS = {1: tests, 2: cost, 3: sharding, 4: trace}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    cells = []
-    for stored in rows:
-        row = restored(Row, stored)
-        times = "1" if row.variant == row.base else str(row.ratio)
-        cells.append([row.variant, f"{row.ms:.2f}", times, f"{row.waits:g}", f"{row.peak_mb:,}"])
-    return pages.table("variant | ms | × base | waits | MB", cells)
+def cells(row: Row) -> dict[str, str]:
+    ratio = f"{row.ratio.value:.3f} ({row.ratio.low:.3f}–{row.ratio.high:.3f})"
+    return {
+        "time": f"{row.ms:.2f} ms" if row.variant == row.base else ratio,
+        "waits": f"{row.waits:g}",
+        "MB": f"{row.peak_mb:,}",
+    }
 
 
-def tables(found: dict[str, list[dict[str, Any]]]) -> str:
-    return "\n\n".join(f"### {title}\n\n{table(rows)}" for title, rows in found.items())
+def table(found: dict[str, list[dict[str, Any]]], *columns: str) -> str:
+    """Return a table of the workloads side by side."""
+    head = ["variant"]
+    lines: dict[str, list[str]] = {}
+    for title, rows in found.items():
+        tokens = title.partition(" tokens")[0]
+        head += [f"{tokens} tokens: {columns[0]}", *columns[1:]]
+        for stored in rows:
+            row = restored(Row, stored)
+            shown = cells(row)
+            line = lines.setdefault(row.variant, [row.variant])
+            line.extend(shown[column] for column in columns)
+    return pages.table(" | ".join(head), lines.values())
 
 
 def write(result: dict[str, Any]) -> None:
-    shown = {part: tables(result[part]) for part in ("cost", "sharding")}
-    pages.fill("gpu", result, **shown)
+    costs = table(result["cost"], "time", "waits")
+    pages.fill("gpu", result, cost=costs, sharding=table(result["sharding"], "time", "MB"))
 
 
 def main() -> None:

@@ -72,17 +72,14 @@ def main() -> None:
     mlp = [rule(pick, rules, "MLP") for pick in RULES]
     resnet = [rule(pick, rules, "ResNet-20, batch 8") for pick in ON_RESNET]
     tables = [
-        f"## A step with sharded state and gradients, {SIZE} parameters: "
-        "`mh.shard(model, optimizer, 2)`",
+        f"## Sharded state and gradients: `mh.shard(model, optimizer, 2)`, {SIZE} parameters",
         pages.table(HEAD_WITH_MEMORY, states),
-        f"## A step with sharded parameters, {SIZE}: `mh.shard(model, optimizer, 3)`",
+        f"## Sharded parameters: `mh.shard(model, optimizer, 3)`, {SIZE} parameters",
         pages.table(HEAD_WITH_MEMORY, parameters),
-        "## One sync round, 10 M parameters: `mh.LocalSGD`, `mh.DiLoCo`, `mh.BMUF`",
+        "## Sync rounds: `mh.LocalSGD`, `mh.DiLoCo`, `mh.BMUF`, 10M parameters",
         pages.table(HEAD_WITH_MEMORY, sync_rounds),
-        "## A step with a scaling rule, 10 M parameters: `mh.AdaScale`, `mh.AdamScale`",
-        pages.table(HEAD, mlp),
-        "## A step with a scaling rule, ResNet-20 (59 short tensors), batch 8: `mh.AdaScale`",
-        pages.table(HEAD, resnet),
+        "## Scaling rules: `mh.AdaScale`, `mh.AdamScale`, 10M parameters or ResNet-20 at batch 8",
+        pages.table(HEAD, [*mlp, *resnet]),
     ]
     lines = [*states, *parameters, *sync_rounds, *mlp, *resnet]
     pages.fill("peers", speeds, tables="\n\n".join(tables), behind=behind(lines))

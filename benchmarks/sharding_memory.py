@@ -1,11 +1,11 @@
 """Measure the memory of each rank with sharded states and parameters, against the formulas.
 
     python benchmarks/peers.py                      once, to have the peers in the comparison
-    python benchmarks/sharding_memory.py            a few minutes; writes two pages
+    python benchmarks/sharding_memory.py            a few minutes; writes the page
 
-Every tensor's memory is counted while a decoder is trained by AdamW(fused=True) on 1, 2 and 4
-ranks (`sharding/memory.py`), with so few tokens that activations are next to nothing. Two pages:
-sharding-memory.md (`OSS` and `ShardedDataParallel`) and fsdp-memory.md, with what `mh.plan` says.
+Every tensor's memory is counted while AdamW(fused=True) trains a decoder on 1, 2 and 4 ranks
+(`sharding/memory.py`), with so few tokens that activations are negligible. Results with sharded
+parameters are in fsdp-memory.json, with the plan of `mh.plan`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ PLANNED = "manyhands FSDP, as planned"
 FAIRSCALE = "fairscale, buffer 0"
 UNMEASURED = (contenders.CONTROL, contenders.SHARED)
 FULLY_SHARDED = (DDP, contenders.BARE, contenders.FSDP, contenders.FSDP_LEAN)
-# Measured, and left out of the pages: variants that hold nearly the same.
+# Measured, and left out of the page: variants that hold nearly the same.
 LEFT_OUT = ("DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3", FAIRSCALE)
-HEAD = "contender | ranks | after backward | formula | between steps | formula | most in a step"
+HEAD = (
+    "contender | 2 ranks: after backward | between steps | most in a step "
+    "| 4 ranks: after backward | between steps | most in a step"
+)
 Row = dict[str, Any]
 Formula = Callable[[str, int], tuple[float, float]]
 
@@ -52,14 +55,13 @@ def main() -> None:
             [*measured(size, parameters, RANKS), *planned(size)], key=lambda row: row["ranks"]
         )
         if args.quick:
-            print(table(state_rows, state_formula), table(rows, formula), sep="\n\n")
+            print(table(state_rows, rows))
             return
         pages.store("sharding-memory", {**known, "measured": state_rows})
         pages.store("fsdp-memory", {**known, "unit": largest_unit(size), "rows": rows})
     result = pages.read("sharding-memory")
-    pages.fill("sharding-memory", result, table=table(result["measured"], state_formula))
-    result = pages.read("fsdp-memory")
-    pages.fill("fsdp-memory", result, table=table(result["rows"], formula))
+    rows = pages.read("fsdp-memory")["rows"]
+    pages.fill("sharding-memory", result, table=table(result["measured"], rows))
 
 
 def measured(size: models.Size, some: Iterable[Contender], ranks: Iterable[int]) -> list[Row]:
@@ -75,23 +77,30 @@ def measured(size: models.Size, some: Iterable[Contender], ranks: Iterable[int])
     return rows
 
 
-def table(rows: list[Row], expected: Formula) -> str:
-    """Show units of the parameters, of which DeepSpeed's stage 3 shows none."""
-    unit = rows[0]["parameters"]
-    cells = []
-    for row in rows:
-        name = row["name"]
-        if name in LEFT_OUT:
-            continue
-        after, between = (f"{units:.3f}" for units in expected(name, row["ranks"]))
-        if name.startswith(("DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2")):  # hold more
-            after = ""
-            between = ""
-        after_backward = f"{row['after_backward'] / unit:.3f}"
-        between_steps = f"{row['between_steps'] / unit:.3f}"
-        most = f"{row['most'] / unit:.3f}"
-        cells.append([name, row["ranks"], after_backward, after, between_steps, between, most])
-    return pages.table(HEAD, cells)
+def table(state_rows: list[Row], parameter_rows: list[Row]) -> str:
+    """Show units of the parameters on 2 and 4 ranks, and a formula where it differs."""
+    unit = state_rows[0]["parameters"]
+    lines: dict[str, list[str]] = {}
+    for rows, expected in ((state_rows, state_formula), (parameter_rows, formula)):
+        for row in rows:
+            name = row["name"]
+            if name in LEFT_OUT or row["ranks"] == 1 or (expected is formula and name == DDP):
+                continue
+            after, between = expected(name, row["ranks"])
+            if name.startswith(("DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2")):  # no formula of ours
+                after = row["after_backward"] / unit
+                between = row["between_steps"] / unit
+            line = lines.setdefault(name, [name])
+            line.append(beside(row["after_backward"] / unit, after))
+            line.append(beside(row["between_steps"] / unit, between))
+            line.append(f"{row['most'] / unit:.3f}")
+    return pages.table(HEAD, lines.values())
+
+
+def beside(units: float, expected: float) -> str:
+    if f"{units:.3f}" == f"{expected:.3f}":
+        return f"{units:.3f}"
+    return f"{units:.3f} ({expected:.3f})"
 
 
 def state_formula(name: str, ranks: int) -> tuple[float, float]:

@@ -1,8 +1,8 @@
 """Measure a step with sharded optimizer state and gradients, over DDP's.
 
 python benchmarks/peers.py                             once, to have the peers as well
-python benchmarks/sharding_speed.py                    twenty minutes; writes the page
-python benchmarks/sharding_speed.py --workload 25Mx2   one of them; writes it into the page
+python benchmarks/sharding_speed.py                    twenty minutes; writes half of the page
+python benchmarks/sharding_speed.py --workload 25Mx2   one of them
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import peers
 peers.run_again_beside_peers()  # before torch, which this Python may not have
 
 from sharding.contenders import CONTENDERS, CONTROL, DDP, OURS, SHARED  # noqa: E402
-from sharding.speed import Row, Speed, Workload, times  # noqa: E402
+from sharding.speed import Measured, Speed, Workload, by_workload, times  # noqa: E402
 
 from sharding import contenders  # noqa: E402
 
@@ -36,21 +36,21 @@ WORKLOADS = (
 QUICK = Workload("tiny", 2, rounds=2, steps=1, groups=(ALL,))
 # The page leaves out variants that change little; all are in the results.
 LEFT_OUT = ("DDP", "fairscale, buffer 0", "DeepSpeed ZeRO-1")
-HEAD = "contender | fused: CPU | fused: tokens/s | default: CPU | default: tokens/s | MB sent"
+SHOWN = [name for name in ALL if name not in LEFT_OUT and ", small buckets" not in name]
 
 
-def cells(rows: list[Row]) -> list[list[str]]:
-    """Return a line for each contender, with the ratios of all choices."""
-    ratios: dict[str, list[str]] = {}
-    sent: dict[str, str] = {}
-    for row in rows:
-        if row.name not in LEFT_OUT and ", small buckets" not in row.name:
-            ratios.setdefault(row.name, []).extend([times(row.cpu), times(row.wall)])
-            sent.setdefault(row.name, f"{row.sent / 1e6:.1f}")
-    return [[name, *ratios[name], sent[name]] for name in ratios]
+def tables(measured: list[Measured]) -> str:
+    """Return a table of tokens per second for each choice."""
+    parts = []
+    for choice, title in (("fused", "`AdamW(fused=True)`"), ("default", "`AdamW()`")):
+        selected = [one.select(choice) for one in measured]
+        table = by_workload(selected, SHOWN, lambda row: times(row.wall))
+        parts += [f"{title}: tokens per second, over DDP's", table]
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":
     rivals = dict.fromkeys((DDP, *PEERS, *ZERO), OURS)
     choices = tuple(contenders.CHOICES)
-    Speed("sharding-speed", CONTENDERS, choices, rivals, HEAD, cells).run(__doc__, WORKLOADS, QUICK)
+    speed = Speed("sharding-speed", "sharding-speed", "zero", CONTENDERS, choices, rivals, tables)
+    speed.run(__doc__, WORKLOADS, QUICK)

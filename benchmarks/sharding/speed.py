@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -62,13 +62,27 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """The results of one workload."""
+
+    title: str
+    rows: list[Row]
+
+    def select(self, choice: str) -> Measured:
+        return replace(self, rows=[row for row in self.rows if row.choice == choice])
+
+
+@dataclass(frozen=True)
 class Speed:
+    """A comparison, its file in benchmarks/results, and the part of a page that shows it."""
+
+    results: str
     page: str
+    part: str
     contenders: Mapping[str, Contender]
     choices: Sequence[str]  # of `contenders.CHOICES`
     rivals: Mapping[str, str]  # who is compared with whom
-    head: str
-    cells: Callable[[list[Row]], list[list[str]]]
+    tables: Callable[[list[Measured]], str]
 
     def measured(self, workload: Workload) -> list[Row]:
         """Return all contenders of a workload as rows, DDP's first."""
@@ -121,12 +135,12 @@ class Speed:
         parser.add_argument("--workload", action="append", help="only 25Mx2 and so on")
         args = parser.parse_args()
         if args.draw:
-            self.draw(pages.read(self.page))
+            self.draw(pages.read(self.results))
             return
         import_early()
         result: Result = {**pages.conditions(), "workloads": {}}
         if args.workload:  # what is not measured again stays
-            result["workloads"] = pages.read(self.page)["workloads"]
+            result["workloads"] = pages.read(self.results)["workloads"]
         for workload in [quick] if args.quick else workloads:
             if args.workload and workload.name not in args.workload:
                 continue
@@ -137,16 +151,35 @@ class Speed:
             if not args.quick:
                 found = {"load": load, "rows": [asdict(row) for row in rows]}
                 result["workloads"][workload.title] = found
-                pages.store(self.page, result)
+                pages.store(self.results, result)
                 self.draw(result)
 
     def draw(self, result: Result) -> None:
-        tables = []
+        measured = []
         for title, found in result["workloads"].items():
             rows = [restored(Row, row) for row in found["rows"]]
-            tables.append(f"## {title}\n\nLoad average before: {found['load']}")
-            tables.append(pages.table(self.head, self.cells(rows)))
-        pages.fill(self.page, result, tables="\n\n".join(tables))
+            measured.append(Measured(title, rows))
+        pages.fill(self.page, result, **{self.part: self.tables(measured)})
+
+
+def by_workload(measured: list[Measured], names: Iterable[str], cell: Callable[[Row], str]) -> str:
+    """Return a table with a line for each contender and a column for each workload.
+
+    The last column has the bytes sent, over DDP's.
+    """
+    lines = []
+    for name in names:
+        line = [name]
+        sent = set()
+        for one in measured:
+            rows = {row.name: row for row in one.rows}
+            line.append(cell(rows[name]) if name in rows else "–")
+            if name in rows:
+                sent.add(f"{rows[name].sent / rows[DDP].sent:.2f}")
+        if sent:
+            lines.append([*line, "–".join(sorted({min(sent), max(sent)}))])
+    titles = [one.title.replace(" parameters", "").rpartition(",")[0] for one in measured]
+    return pages.table(" | ".join(["contender", *titles, "bytes"]), lines)
 
 
 def _check_same(teams: dict[str, Team]) -> None:

@@ -1,6 +1,6 @@
 """Clip sharded gradients and scale losses: each rank stores a shard of the gradients.
 
-Clipping: each rank computes the norms n_i of its slices. With p = `norm_type` the total norm is
+Clipping: each rank computes the norms n_i of local slices. With p = `norm_type` the total norm is
 
     (sum of n_i^p over the slices of all ranks)^(1 / p)        or max n_i, if p is infinite
 
@@ -99,7 +99,7 @@ class ShardedGradScaler(GradScaler):
     If gradients are sharded, only the rank that stores an overflow can detect it. This class
     informs all ranks with an all_reduce of a single number per step.
 
-    float16 gradients are unscaled like all others; torch's class refuses these. Very small values
+    float16 gradients are unscaled as well; torch's class refuses these. Very small values
     are lost in float16: parameters in float32 under autocast train better.
 
     Arguments follow fairscale's order. The order of `torch.amp.GradScaler`, with the device first,

@@ -71,7 +71,7 @@ def find_device(
     if compute_device is not None:
         return torch.device(compute_device)
     for tensor in (*module.parameters(), *module.buffers()):
-        # A tensor on an accelerator decides, even if others are on the CPU or on meta.
+        # A tensor on an accelerator decides, even beside tensors on the CPU or on meta.
         if tensor.device.type not in ("cpu", "meta"):
             return tensor.device
     if ranks.size > 1 and torch.accelerator.is_available():

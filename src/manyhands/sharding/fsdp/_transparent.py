@@ -107,7 +107,7 @@ class Wrap(ModuleWrapper):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules by the plain model's names. A wrap has the name of its module."""
+        """Yield modules by the plain model's names. A wrap has the wrapped module's name."""
         if memo is None:
             memo = set()
         if self in memo:

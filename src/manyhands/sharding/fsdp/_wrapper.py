@@ -4,7 +4,7 @@
     in a forward    each wrap gathers its parameters, computes, and frees them
     in a backward   each wrap gathers again, and gives every rank a slice of the mean gradient
 
-`fully_shard` implements this for the wrapped module (`.module`), whose parameters become DTensors.
+`fully_shard` implements this for the wrapped module (`.module`). The parameters become DTensors.
 The wrapper adds the documented names and options (`_options.py`), cheaper collectives on gloo
 (`_collectives.py`), gradients of parameters that only some ranks use (`_root.py`), names and state
 dicts of the plain model (`_transparent.py`), and support for a single rank without a process group.
@@ -77,7 +77,7 @@ class FullyShardedDataParallel(Wrap):
     >>> sorted(model.state_dict())[:2]  # names and tensors of the plain model
     ['0.bias', '0.weight']
 
-    A wrap gathers all of its parameters together. Wrap each layer of a large model and then the
+    A wrap gathers all wrapped parameters together. Wrap each layer of a large model and then the
     model (or use `auto_wrap`), so that a rank stores full parameters of no more than the largest
     wrap. A single rank does not shard.
 

@@ -318,7 +318,7 @@ class ReplicatedOSSState:
         """Collect the current state. Call it on every rank."""
         shards = self._shards
         state = self._inner_state()
-        # Each rank fills in the counts of its slices; the maximum is the count.
+        # Each rank fills in the counts of local slices; the maximum is the count.
         steps = torch.zeros(len(shards.params), dtype=torch.float32)
         for slices in shards.slices:
             for owned in slices:
