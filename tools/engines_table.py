@@ -286,10 +286,9 @@ def saved_rows():
 
 ABOUT = """
 Plain ranks have the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as set by Kubeflow's
-PyTorchJob. `manyhands run` starts a worker with multiple processes, and for blocks a crew. A crew
-averages over the network, so the last bit may differ from averages in shared memory. The comparison
-therefore uses plain ranks with `shared_memory=False`, and for a crew of a single worker two plain
-ranks with equal batches.
+PyTorchJob. `manyhands run` starts a worker with multiple processes, and for blocks a crew, which is
+compared with plain ranks with `shared_memory=False` (a crew of a single worker: with two plain ranks
+with equal batches).
 """
 
 
@@ -320,10 +319,10 @@ def write_page(rows):
     assert legend is not None
     PAGE.write_text(
         "# Launcher test results\n\n"
-        "Each cell has three marks: training takes five steps on two workers, saves a checkpoint, "
-        "and continues for five steps on one, two and four workers. Results with AdaScale, with "
-        "AdamScale and without a rule are equal unless the table distinguishes them. Created by "
-        "`python tools/engines_table.py`.\n\n```text\n"
+        "The table compares training under each launcher with plain ranks. Training takes five "
+        "steps on two workers, saves a checkpoint, and continues for five steps on one, two and "
+        "four workers (three marks). Marks for AdaScale, AdamScale and training without rules are "
+        "equal unless stated. Created by `python tools/engines_table.py`.\n\n```text\n"
         + legend[1]
         + f"\n```\n\n{legend[2]}\n"
         + ABOUT
