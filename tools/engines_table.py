@@ -286,9 +286,9 @@ def saved_rows():
 
 ABOUT = """
 Plain ranks have the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as set by Kubeflow's
-PyTorchJob. `manyhands run` starts a worker with multiple processes, and for blocks a crew, which is
-compared with plain ranks with `shared_memory=False` (a crew of a single worker: with two plain ranks
-with equal batches).
+PyTorchJob. `manyhands run` starts a worker with multiple processes, and for blocks a crew. The
+comparison with a crew uses `shared_memory=False`, and for a single worker two ranks with equal
+batches.
 """
 
 
