@@ -62,7 +62,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, nargs=2, default=[1, 4], help="minimum and maximum")
     parser.add_argument(
-        "--cpus", type=int, help="CPUs for a local cluster; default: use a running cluster"
+        "--cpus", type=int, help="CPUs of a new local cluster; default: a running cluster"
     )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=20)
