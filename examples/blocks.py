@@ -1,16 +1,16 @@
-"""Train on scikit-learn's digits with workers that synchronize once in 50 steps, and may die.
+"""Train on scikit-learn's digits with workers that synchronize every 50 steps and may be killed.
 
     manyhands run --workers 4 examples/blocks.py
-    python examples/blocks.py                       # one worker, by itself
+    python examples/blocks.py                       # a single worker
 
-While it runs, kill a worker: each prints its process id. The others continue without it and lose
-none of their own work. `manyhands run` starts the worker again; it joins at the next sync round.
-Stop a worker with `kill -STOP`: after --stall seconds (5) the others continue without it.
+Each worker prints a process id. Kill a worker during training: the remaining workers continue
+without losing steps. `manyhands run` restarts the worker, which joins at the next sync round.
+Pause a worker with `kill -STOP`: after --stall seconds (5), the remaining workers continue.
 
-Each worker steps on its own. In a sync round it sends its difference from the anchor in 8 bits, and
-the outer step is DiLoCo's. After 4000 steps about 97 % of the test images are right.
+Each worker steps independently. In a sync round, workers send the difference from the anchor in
+8 bits and take DiLoCo's outer step. After 4000 steps, about 97 % of the test images are right.
 
-Needs scikit-learn.
+Requires scikit-learn.
 """
 
 import argparse
@@ -34,11 +34,11 @@ parser.add_argument(
     "--pause",
     type=float,
     default=0.01,
-    help="seconds to wait in each step, as if the model were large",
+    help="seconds to wait in each step, to simulate a large model",
 )
 args = parser.parse_args()
 
-# -- data: the split is the same on every worker, each worker draws its own batches --------------
+# -- data: workers have the same split, and draw separate batches --------------------------------
 
 torch.set_num_threads(1)
 images, labels = load_digits(return_X_y=True)
@@ -46,16 +46,16 @@ images = torch.tensor(images / 16, dtype=torch.float32)
 labels = torch.tensor(labels)
 train, test = train_test_split(range(len(labels)), test_size=0.3, stratify=labels, random_state=0)
 
-# -- model and optimizer: the plain line would be AdamW(...) -------------------------------------
+# -- model and optimizer -------------------------------------------------------------------------
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-crew = mh.Crew()  # all workers that `manyhands run` has started; without it, this worker alone
+crew = mh.Crew()  # the workers of `manyhands run`, or only this worker
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 optimizer = mh.DiLoCo(optimizer, every=args.every, codec="int8", crew=crew)
 print(f"worker {crew.number} of {crew.size}: process {os.getpid()}, from step {optimizer.steps}")
 
-# -- training: a joiner continues from the others' step ---------------------------
+# -- training: a joiner continues at the crew's step ----------------------------------------------
 
 generator = torch.Generator().manual_seed(1000 * optimizer.steps + crew.number)
 last_shown = optimizer.rounds
@@ -73,8 +73,8 @@ while optimizer.steps < args.steps:
             f"step {values['step']}: {values['workers']} workers, loss {loss.item():.3f}, "
             f"cosine {values['cosine']:.2f}, rounds undone {values['undone']}"
         )
-is_first = crew.rank == 0  # before finish(), with which this worker leaves the crew
-optimizer.finish()  # one last sync round
+is_first = crew.rank == 0  # before finish(), which leaves the crew
+optimizer.finish()  # a last sync round
 
 if is_first:
     with torch.no_grad():

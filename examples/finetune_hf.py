@@ -1,19 +1,18 @@
-"""Fine-tune a causal language model of transformers, all of it or by LoRA, on any number of ranks.
+"""Fine-tune a causal language model of transformers, fully or with LoRA, on any number of ranks.
 
-    torchrun --nproc-per-node 2 examples/finetune_hf.py           # a toy, nothing is downloaded
+    torchrun --nproc-per-node 2 examples/finetune_hf.py           # small model, no downloads
     torchrun --nproc-per-node 8 examples/finetune_hf.py --model ~/SmolLM2-360M --data pairs.jsonl \\
         --lora 16 --level 3
 
---model is a folder as `hf download` makes it. Without it the model is a small Llama with random
-weights over bytes. --data is a file with a JSON object {"prompt": ..., "response": ...} on each
-line. Without it the pairs are the functions of Python's standard library: their `def` lines, and
-what their docstrings say.
+--model is a folder from `hf download`; by default, a small byte-level Llama with random weights.
+--data is a file with a JSON object {"prompt": ..., "response": ...} per line; by default, functions
+of Python's standard library with `def` lines as prompts and docstrings as responses.
 
-Stop it by SIGTERM, and start it again on another number of ranks and at another level: it goes on
-with the next pair. At the end it exports the model as a folder for `from_pretrained` (an adapter
-for `PeftModel.from_pretrained`), reads that, and continues a held-out prompt.
+SIGTERM lets the script save and exit. A restart resumes with the next pair, on any number of ranks
+and at any level. At the end, the script exports the model as a folder for `from_pretrained` (an
+adapter for `PeftModel.from_pretrained`), loads this folder, and continues a held-out prompt.
 
-Needs transformers, and peft for --lora. Uses GPUs if there are any.
+Requires transformers, and peft for --lora. Uses GPUs if available.
 """
 
 import argparse
@@ -36,21 +35,23 @@ from transformers import (
 import manyhands as mh
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--model", help="a downloaded folder; by default a small Llama, random weights")
+parser.add_argument("--model", help="downloaded folder; default: a small Llama with random weights")
 parser.add_argument("--data", type=Path, help="JSON lines with a prompt and a response")
 parser.add_argument("--lora", type=int, default=0, help="rank of the adapters; 0 trains everything")
-parser.add_argument("--level", type=int, default=2, choices=range(4), help="of mh.shard")
-parser.add_argument("--steps", type=int, default=300, help="where to stop")
-parser.add_argument("--batch-size", type=int, default=32, help="pairs in a step, of all ranks")
-parser.add_argument("--micro-batch", type=int, default=8, help="pairs that fit into a pass")
-parser.add_argument("--length", type=int, default=256, help="tokens of a pair at most")
-parser.add_argument("--lr", type=float, help="by default 1e-3 for adapters and the toy, else 2e-5")
+parser.add_argument("--level", type=int, default=2, choices=range(4), help="level of mh.shard")
+parser.add_argument("--steps", type=int, default=300, help="total number of steps")
+parser.add_argument("--batch-size", type=int, default=32, help="pairs per step, on all ranks")
+parser.add_argument("--micro-batch", type=int, default=8, help="maximum pairs per pass")
+parser.add_argument("--length", type=int, default=256, help="maximum tokens of a pair")
+parser.add_argument(
+    "--lr", type=float, help="default: 2e-5, or 1e-3 for adapters and without --model"
+)
 parser.add_argument("--save-every", type=int, default=100, help="steps between two checkpoints")
-parser.add_argument("--checkpoints", default="runs/finetune", help="to save to, and to go on from")
+parser.add_argument("--checkpoints", default="runs/finetune", help="folder of the checkpoints")
 parser.add_argument("--export", default="runs/finetuned", help="folder for the finished model")
 args = parser.parse_args()
 
-job = mh.start(checkpoints=args.checkpoints)  # torchrun, Slurm, Ray, ... or one process alone
+job = mh.start(checkpoints=args.checkpoints)  # torchrun, Slurm, Ray, ... or a single process
 device = torch.device("cpu")
 if torch.cuda.is_available():
     device = torch.device("cuda", job.local_rank)
@@ -63,14 +64,14 @@ def show(text):
         print(text, flush=True)
 
 
-# -- model: nothing here knows of ranks ------------------------------------------------------------
+# -- model -----------------------------------------------------------------------------------------
 
-dtype = torch.bfloat16 if args.lora else torch.float32  # what is frozen needs no float32
+dtype = torch.bfloat16 if args.lora else torch.float32  # frozen weights do not need float32
 tokenizer = AutoTokenizer.from_pretrained(args.model) if args.model else ByT5Tokenizer()  # bytes
 
 
 def load_base():
-    """Return the model that training begins with: in every process the same one."""
+    """Return the initial model, equal in all processes."""
     if args.model:
         return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     torch.manual_seed(0)
@@ -101,7 +102,7 @@ network.to(device)
 
 
 def standard_library():
-    """Yield prompts and responses from the functions of Python's standard library."""
+    """Yield pairs from the functions of Python's standard library."""
     for path in sorted(Path(ast.__file__).parent.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
@@ -110,7 +111,7 @@ def standard_library():
 
 
 def encode(pair):
-    """Return a pair's tokens, and as labels those of the response."""
+    """Return the tokens of a pair, and labels for the tokens of the response."""
     prompt = tokenizer(pair["prompt"], add_special_tokens=False).input_ids
     response = tokenizer(pair["response"], add_special_tokens=False).input_ids
     response = [*response, tokenizer.eos_token_id]
@@ -123,7 +124,7 @@ def collate(pairs):
     tokens, labels = zip(*map(encode, pairs), strict=True)
     mask = pad_sequence([torch.ones_like(each) for each in tokens], batch_first=True)
     return (
-        pad_sequence(tokens, batch_first=True),  # what is masked may be any token
+        pad_sequence(tokens, batch_first=True),  # masked positions may contain any token
         mask,
         pad_sequence(labels, batch_first=True, padding_value=-100),
     )
@@ -152,8 +153,8 @@ optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.01)
 model, optimizer = mh.shard(network, optimizer, level=args.level)
 scheduler = get_cosine_schedule_with_warmup(optimizer, args.steps // 20, args.steps)
 
-# The batch is that of all ranks together: with more ranks each has fewer pairs of it, and a rank
-# with more than fit takes several passes. So the run does not change with the number of ranks.
+# Ranks divide the batch, and use multiple passes for more than --micro-batch pairs. Steps therefore
+# do not depend on the number of ranks.
 cursor = mh.Cursor(
     train,
     args.batch_size,
@@ -170,7 +171,7 @@ show(
 
 
 def evaluate():
-    """Return the loss of the held-out pairs. Every rank does it: at level 3 none has the model."""
+    """Return the loss of held-out pairs. Call on every rank, because level 3 shards the model."""
     model.eval()
     with torch.no_grad():
         parts = [held_out[i : i + args.micro_batch] for i in range(0, 64, args.micro_batch)]
@@ -186,21 +187,21 @@ if step == 0:
 model.train()
 while step < args.steps:
     for batch in cursor:  # the rest of the epoch
-        # Sums, which the cursor turns into the mean over the step's pairs on all ranks.
+        # The cursor converts sums to the mean over the pairs of the step on all ranks.
         loss = loss_sum(batch)
         cursor.mean(loss).backward()
         if not cursor.last_pass:
             continue
-        clip_grad_norm_(model.parameters(), 1.0)  # torch's own: right at every level
+        clip_grad_norm_(model.parameters(), 1.0)  # correct at every level
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
         step += 1
         if step % 10 == 0:
             show(f"step {step}: loss {loss.item() / max(cursor.samples, 1):.3f}")
-        stopping = mh.stopping(optimizer)  # SIGTERM on any rank: all learn it in the same step
+        stopping = mh.stopping(optimizer)  # the same answer on all ranks
         if stopping or step % args.save_every == 0 or step == args.steps:
-            # Without what is frozen: a checkpoint of adapters has some MB, whatever the base.
+            # Omit frozen weights: a checkpoint of adapters needs only a few MB.
             job.save(**run, step=step, frozen=False)
         if stopping:
             show(f"asked to stop: saved step {step}")
@@ -209,7 +210,7 @@ while step < args.steps:
             break
 show(f"held-out loss {evaluate():.3f}")
 
-# -- export: on every rank, as at level 3 each has a part of the model -----------------------------
+# -- export on every rank, because level 3 shards the model ----------------------------------------
 
 if args.lora:
     adapted = model if args.level == 3 else model.module  # has PEFT's methods
@@ -217,7 +218,7 @@ if args.lora:
 else:
     mh.save_weights(model, args.export)
 
-if job.rank == 0:  # read it as anybody would, without manyhands
+if job.rank == 0:  # load the model without manyhands
     tokenizer.save_pretrained(args.export)
     if args.lora:
         finished = peft.PeftModel.from_pretrained(load_base(), args.export)

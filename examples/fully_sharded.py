@@ -1,15 +1,15 @@
-"""Train on scikit-learn's digits with parameters, gradients and state sharded over workers.
+"""Train on scikit-learn's digits with sharded parameters, gradients and optimizer state.
 
     torchrun --nproc-per-node 4 examples/fully_sharded.py --steps 100  # stops at 100, and saves
-    torchrun --nproc-per-node 2 examples/fully_sharded.py --steps 200  # continues from there
-    python examples/fully_sharded.py --checkpoint alone.pt             # one worker holds everything
+    torchrun --nproc-per-node 2 examples/fully_sharded.py --steps 200  # resumes
+    python examples/fully_sharded.py --checkpoint alone.pt             # a single worker
 
-Each of N workers holds 1/N of each block of the network, and has one block whole at a time. With
---bf16 the blocks compute in bfloat16, and what the optimizer trains stays float32. The checkpoint
-is the plain model's and the plain optimizer's, written by rank 0, so any number of workers can
-continue from it. At 200 steps of 64 images about 97 % of the test images are right.
+Each of N workers stores 1/N of each block of the network, and gathers a single block at a time.
+With --bf16, blocks compute in bfloat16 while the optimizer trains float32 parameters. Rank 0 writes
+a checkpoint in the format of the plain model and optimizer, so any number of workers can resume. At
+200 steps of 64 images, about 97 % of the test images are right.
 
-Needs scikit-learn. It runs on CPUs (gloo); for GPUs say "nccl", and move model and data there.
+Requires scikit-learn. Runs on CPUs (gloo). On GPUs use "nccl", and move model and data.
 """
 
 import argparse
@@ -26,26 +26,28 @@ import manyhands as mh
 from manyhands.fairscale import auto_wrap, enable_wrap, wrap
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--steps", type=int, default=200, help="where to stop")
+parser.add_argument("--steps", type=int, default=200, help="total number of steps")
 parser.add_argument("--accumulate", type=int, default=2, help="backward passes in a step")
 parser.add_argument("--batch-size", type=int, default=64, help="images in a step, of all workers")
 parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
-parser.add_argument("--width", type=int, default=128, help="of the network")
+parser.add_argument("--width", type=int, default=128, help="width of the network")
 parser.add_argument("--depth", type=int, default=3, help="blocks in the network")
-parser.add_argument("--max-norm", type=float, default=1.0, help="of the gradient, when clipped")
+parser.add_argument("--max-norm", type=float, default=1.0, help="limit of the gradient norm")
 parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
-parser.add_argument("--checkpoint", default="runs/fully_sharded.pt", help="to go on, and to save")
+parser.add_argument(
+    "--checkpoint", default="runs/fully_sharded.pt", help="file to resume from and to save"
+)
 args = parser.parse_args()
 
 # -- workers -------------------------------------------------------------------------------------
 
-torch.set_num_threads(1)  # the matrices are so small that threads only wait for each other
-if dist.is_torchelastic_launched():  # by torchrun
+torch.set_num_threads(1)  # threads do not help with such small matrices
+if dist.is_torchelastic_launched():  # started by torchrun
     dist.init_process_group("gloo")
 rank = dist.get_rank() if dist.is_initialized() else 0
 workers = dist.get_world_size() if dist.is_initialized() else 1
 
-# -- data: the split is the same on every worker, and each takes its share of a batch ------------
+# -- data: workers have the same split, and divide each batch ------------------------------------
 
 images, labels = load_digits(return_X_y=True)
 images = torch.tensor(images / 16, dtype=torch.float32)
@@ -54,7 +56,7 @@ train, test = train_test_split(range(len(labels)), test_size=0.3, stratify=label
 train_images, train_labels = images[train], labels[train]
 test_images, test_labels = images[test], labels[test]
 
-# -- model: wrapped, block by block; the plain line would be DistributedDataParallel(Network()) --
+# -- model, with wrapped blocks, instead of DistributedDataParallel(Network()) -------------------
 
 
 class Block(nn.Module):
@@ -98,12 +100,14 @@ if os.path.exists(args.checkpoint):
 # -- training ------------------------------------------------------------------------------------
 
 while step < args.steps:
-    draw = torch.Generator().manual_seed(step)  # the same batch, whatever the number of workers
+    draw = torch.Generator().manual_seed(step)  # the same batch on any number of workers
     batch = torch.randint(len(train), (args.batch_size,), generator=draw)[rank::workers]
     optimizer.zero_grad()
     for chosen in batch.chunk(args.accumulate):  # gradients stay sharded between passes
         loss = cross_entropy(model(train_images[chosen]), train_labels[chosen], reduction="sum")
-        (loss * workers / args.batch_size).backward()  # the workers' mean is the batch's mean
+        (
+            loss * workers / args.batch_size
+        ).backward()  # averaging over workers gives the batch's mean
     norm = model.clip_grad_norm_(args.max_norm)
     optimizer.step()
     step += 1
@@ -113,7 +117,7 @@ while step < args.steps:
 # -- saving: all ranks send their shards, rank 0 writes ----------------------------------------
 
 state = {
-    "model": model.state_dict(),  # whole on rank 0, empty on the others
+    "model": model.state_dict(),  # complete on rank 0, empty on other ranks
     "optimizer": model.gather_full_optim_state_dict(optimizer),
     "step": step,
 }
@@ -122,7 +126,7 @@ with torch.no_grad():
 if rank == 0:
     os.makedirs(os.path.dirname(args.checkpoint) or ".", exist_ok=True)
     torch.save(state, args.checkpoint + ".new")
-    os.replace(args.checkpoint + ".new", args.checkpoint)  # whole, or not at all
+    os.replace(args.checkpoint + ".new", args.checkpoint)  # atomic
 
     held = sum(p.to_local().numel() if workers > 1 else p.numel() for p in model.parameters())
     total = sum(p.numel() for p in model.parameters())

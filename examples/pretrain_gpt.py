@@ -1,17 +1,18 @@
-"""Pretrain a GPT on text, with a batch that grows while it pays, on any number of ranks.
+"""Pretrain a GPT on text with a growing batch, on any number of ranks.
 
     python examples/pretrain_gpt.py --width 128 --layers 4 --heads 4 --block 64     # on a CPU
     torchrun --nproc-per-node 8 examples/pretrain_gpt.py --text fineweb.txt   # 11 M parameters
     torchrun --nproc-per-node 8 examples/pretrain_gpt.py --text fineweb.txt \\
         --width 768 --layers 12 --heads 12 --block 1024 --micro-batch 16 --memory 20GiB     # 86 M
 
---text is any file: its bytes are the tokens. Without it the text is the source of Python's standard
-library. The learning rate is that of one micro-batch, and --steps counts steps of that size; a
-step of more of them counts as many as its gradient is worth. Muon trains the matrices of the
-blocks, AdamW the rest.
+--text is any file; its bytes are the tokens. By default, the text is the source of Python's
+standard library. The learning rate is for steps of a single micro-batch, and --steps counts such
+steps: a larger step counts by its gain. Muon trains the matrices of the blocks, AdamW all other
+parameters.
 
-SIGTERM lets it save and end. Started again, on any number of ranks, it goes on with the next
-window. `manyhands report runs/pretrain.jsonl` draws the record. At the end it writes a sample.
+SIGTERM lets the script save and exit. A restart on any number of ranks resumes with the next
+window. `manyhands report runs/pretrain.jsonl` draws the record. At the end, the script prints a
+sample.
 """
 
 import argparse
@@ -26,19 +27,26 @@ from torch.optim.lr_scheduler import LambdaLR
 import manyhands as mh
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--text", type=Path, help="by default the source of the standard library")
+parser.add_argument("--text", type=Path, help="default: the source of the standard library")
 parser.add_argument("--width", type=int, default=384)
 parser.add_argument("--layers", type=int, default=6)
 parser.add_argument("--heads", type=int, default=6)
-parser.add_argument("--block", type=int, default=256, help="bytes that the model sees at once")
-parser.add_argument("--micro-batch", type=int, default=12, help="windows of a pass, on each rank")
-parser.add_argument("--max-scale", type=int, default=16, help="micro-batches of a step at most")
-parser.add_argument("--lr", type=float, default=1e-3, help="tuned for steps of one micro-batch")
-parser.add_argument("--steps", type=int, default=5000, help="to train for, of one micro-batch each")
+parser.add_argument("--block", type=int, default=256, help="context length in bytes")
+parser.add_argument("--micro-batch", type=int, default=12, help="windows per pass and rank")
+parser.add_argument("--max-scale", type=int, default=16, help="maximum micro-batches per step")
+parser.add_argument(
+    "--lr", type=float, default=1e-3, help="tuned for steps of a single micro-batch"
+)
+parser.add_argument(
+    "--steps",
+    type=int,
+    default=5000,
+    help="length of the training, in steps of a single micro-batch",
+)
 parser.add_argument("--level", choices=["auto", "0", "1", "2", "3"], default="auto")
-parser.add_argument("--memory", help="of a rank, such as 20GiB; by default what its GPU has free")
+parser.add_argument("--memory", help="memory of a rank, such as 20GiB; default: free GPU memory")
 parser.add_argument("--save-every", type=int, default=250, help="steps between two checkpoints")
-parser.add_argument("--checkpoints", default="runs/pretrain", help="to save to, and to go on from")
+parser.add_argument("--checkpoints", default="runs/pretrain", help="folder of the checkpoints")
 parser.add_argument("--record", default="runs/pretrain.jsonl")
 args = parser.parse_args()
 
@@ -79,7 +87,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(args.width), nn.Linear(args.width, 256, bias=False)
         self.head.weight = self.tokens.weight
         for name, param in self.named_parameters():
-            if param.ndim == 2:  # as GPT-2: what adds to the residual stream begins smaller
+            if param.ndim == 2:  # as in GPT-2: smaller for additions to the residual stream
                 into_stream = name.endswith(("out.weight", "down.weight"))
                 std = 0.02 / math.sqrt(2 * args.layers) if into_stream else 0.02
                 nn.init.normal_(param, std=std)
@@ -117,7 +125,7 @@ train, held_out = Windows(text[:cut]), Windows(text[cut:])
 
 # -- ranks, model, optimizers ----------------------------------------------------------------------
 
-job = mh.start(checkpoints=args.checkpoints)  # torchrun, Slurm, Ray, ... or one process alone
+job = mh.start(checkpoints=args.checkpoints)  # torchrun, Slurm, Ray, ... or a single process
 device = torch.device("cpu")
 if torch.cuda.is_available():
     device = torch.device("cuda", job.local_rank)
@@ -140,20 +148,20 @@ others = [param for param in network.parameters() if param not in among]
 muon = torch.optim.Muon(matrices, args.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
 adamw = torch.optim.AdamW(others, args.lr, betas=(0.9, 0.95), weight_decay=0.0)
 
-# What must be sharded so that a step fits the memory, and no more.
+# The lowest level that fits the memory.
 example = torch.zeros(args.micro_batch, args.block, dtype=torch.long, device=device)
 level = args.level if args.level == "auto" else int(args.level)
 model, (muon, adamw) = mh.shard(
     network, [muon, adamw], level, memory=args.memory, input=example, auto_wrap_policy={Block}
 )
 
-# Each optimizer has the rule that suits it. The ramp looks at the noise of Muon's gradients.
+# A rule for each optimizer. The ramp uses the noise of Muon's gradients.
 muon, adamw = mh.SqrtScale(muon), mh.AdamScale(adamw)
 ramp = mh.Ramp(muon, args.max_scale, model=model)
 
 
 def schedule(step):
-    """The part of --lr at a step of one micro-batch: warm-up, then a cosine to a tenth."""
+    """Return the factor of --lr at a small step: warm-up, then a cosine to a tenth."""
     warmup = args.steps / 50
     return min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * min(step / args.steps, 1)))
 
@@ -169,7 +177,7 @@ run = {
     "ramp": ramp,
     "cursor": cursor,
 }
-step = job.load(**run).get("step", 0)  # whatever the ranks and the level were
+step = job.load(**run).get("step", 0)  # from any number of ranks and any level
 show(
     f"{size:,} parameters on {job.world_size} ranks in {type(model).__name__}, from step {step}, "
     f"progress {muon.progress:.0f}"
@@ -178,7 +186,7 @@ show(
 
 @torch.no_grad()
 def evaluate():
-    """Return the loss of the first held-out windows: on every rank, as its model may be sharded."""
+    """Return the loss of held-out windows. Call on every rank: the model may be sharded."""
     model.eval()
     losses = []
     for first in range(0, min(len(held_out), 8 * args.micro_batch), args.micro_batch):
@@ -192,7 +200,7 @@ def evaluate():
 
 @torch.no_grad()
 def write(prompt, length=200):
-    """Return a continuation of the prompt: the same on every rank, by the same random numbers."""
+    """Return a continuation of the prompt, equal on every rank."""
     model.eval()
     said, draw = list(prompt.encode()), torch.Generator().manual_seed(0)
     for _ in range(length):
@@ -207,7 +215,7 @@ if step == 0:
     show(f"held-out loss {evaluate():.3f}")
 with mh.Record(args.record, muon, ramp, name=f"GPT, {size:,} parameters") as record:
     while not schedules[0].done:
-        for micro_batches in ramp.over(cursor):  # as many as pay now
+        for micro_batches in ramp.over(cursor):
             adamw.set_num_gradients_to_accumulate(len(micro_batches))
             total = torch.zeros((), device=device)
             for x, y in micro_batches:
@@ -227,10 +235,10 @@ with mh.Record(args.record, muon, ramp, name=f"GPT, {size:,} parameters") as rec
                     f"step {step}, progress {muon.progress:.0f}: loss {total.item():.3f}, "
                     f"{len(micro_batches)} x {job.world_size} x {args.micro_batch} windows"
                 )
-            done, stopping = schedules[0].done, mh.stopping(muon)  # the same on every rank
+            done, stopping = schedules[0].done, mh.stopping(muon)  # equal on all ranks
             if stopping or done or step % args.save_every == 0:
                 job.save(**run, step=step)
-                ramp.skip_time()  # saving is no part of a step
+                ramp.skip_time()  # exclude saving from the step time
             if stopping:
                 show(f"asked to stop: saved step {step}")
                 job.leave()

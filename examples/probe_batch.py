@@ -1,26 +1,26 @@
-"""Train on scikit-learn's digits, try larger batch sizes on branches of the run, and go on.
+"""Train on scikit-learn's digits, and probe larger batch sizes on branches of the run.
 
     python examples/probe_batch.py --steps 300 --at 150
 
-`probe` saves the run and trains branches from there: 1, 2, 4 and 8 times the batch, on the same
-samples, from the same random state. In each of six repeats the samples are others. A paired test
-of the losses on held-out batches says which batch sizes lose nothing:
+`probe` saves the run and trains branches with 1, 2, 4 and 8 times the batch, on equal samples and
+with equal random state. Each of six repeats uses different samples. A paired test of the losses on
+held-out batches determines which batch sizes are no worse:
 
-    d   the mean difference to the branch of scale 1, over R repeats and H held-out batches
-    a   the standard deviation of the repeats' differences; b: of the held-out batches' differences
-    s   the standard deviation of the loss at scale 1 from repeat to repeat
+    d   mean difference to the branch of scale 1, over R repeats and H held-out batches
+    a   standard deviation of the repeats' differences; b: of the held-out batches' differences
+    s   standard deviation of the loss at scale 1 between repeats
 
     d_high = d + sqrt((t a)^2 / R + (t b)^2 / H)               with Student's t at 95 %
 
-A branch may be behind by c s, with c = sqrt(2) z(0.75) = 0.954: at this distance another run at
-scale 1 is better in three of four cases. With s_low, a lower bound of s, it is *no worse* if
+The tolerance is c s, with c = sqrt(2) z(0.75) = 0.954: at this difference, a second run at scale 1
+is better in three of four cases. With s_low, a lower bound of s, a branch is *no worse* if
 
     d - c s + sqrt((d_high - d)^2 + c^2 (s - s_low)^2) < 0     (Donner and Zou 2012)
 
-and *worse* if the same with the other bounds is above zero. The largest batch that loses nothing
-is the last before the first that is not "no worse".
+and *worse* if this expression with the opposite bounds is above zero. The largest acceptable batch
+is the last scale before the first scale that is not "no worse".
 
-Needs scikit-learn, which brings scipy.
+Requires scikit-learn, which installs scipy.
 """
 
 import argparse
@@ -39,10 +39,10 @@ MARGIN = math.sqrt(2) * NormalDist().inv_cdf(0.75)  # in standard deviations of 
 
 
 def train_branch(model, optimizer, loss, batches, passes, cooldown):
-    """Train on all batches; over the last part, the learning rate falls to zero.
+    """Train on all batches. The learning rate decays to zero in the last part (`cooldown`).
 
-    A larger batch averages more noise away, which lowers the loss at once. The run gets this anyway
-    when its own rate falls, so that without the cooldown the larger batch would seem better.
+    A larger batch contains less noise, which immediately lowers the loss. The run has the same
+    benefit when its learning rate decays, so the comparison requires a cooldown.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     steps = len(batches) // passes
@@ -57,10 +57,10 @@ def train_branch(model, optimizer, loss, batches, passes, cooldown):
 
 
 def probe(make, model, optimizer, loss, batches, held_out, scales=(1, 2, 4, 8), cooldown=0.5):
-    """Return for each scale: the verdict, the mean difference, and its upper bound.
+    """Return the verdict, the mean difference and an upper bound for each scale.
 
-    make: `make(passes)` returns a new model and its optimizer under a scaling rule.
-    batches: for each repeat a list of batches, whose number every scale's passes divide.
+    make: `make(passes)` returns a new model and an optimizer with a scaling rule.
+    batches: a list of batches for each repeat, of a length divisible by the passes of every scale.
     """
     losses = {scale: [] for scale in scales}  # by repeat, and by held-out batch
     with tempfile.TemporaryDirectory() as folder:
@@ -74,14 +74,14 @@ def probe(make, model, optimizer, loss, batches, held_out, scales=(1, 2, 4, 8), 
                 branch.eval()
                 with torch.no_grad():
                     losses[scale].append([float(loss(branch, batch)) for batch in held_out])
-        # Into a new branch: the run's model is as it was, and the random state becomes so again.
+        # The run's model is unchanged. Loading into a new branch restores the random state.
         branch, branch_optimizer = make(optimizer.passes)
         mh.load(folder, model=branch, optimizer=branch_optimizer)
     return {scale: compare(of_scale, losses[scales[0]]) for scale, of_scale in losses.items()}
 
 
 def compare(branch, reference, confidence=0.95):
-    """Compare a branch's losses with those of scale 1: see the top of this file."""
+    """Compare the losses of a branch and of scale 1, as described above."""
     from scipy.stats import chi2, t
 
     if branch is reference:
@@ -111,7 +111,7 @@ def compare(branch, reference, confidence=0.95):
 
 
 def largest(verdicts):
-    """Return the last scale before the first that is not "no worse"."""
+    """Return the largest acceptable scale."""
     found, *others = verdicts
     for scale in others:
         if verdicts[scale][0] != "no worse":
@@ -124,28 +124,30 @@ def largest(verdicts):
 
 
 def make_digits(passes):
-    """Return a new model, and its optimizer with a scaling rule for this number of passes."""
+    """Return a new model and an optimizer with a scaling rule for this number of passes."""
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     return model, mh.AdaScale(plain, num_gradients_to_accumulate=passes)
 
 
 def digits_loss(model, batch):
-    """Return the mean loss of one batch."""
+    """Return the mean loss of a batch."""
     images, labels = batch
     return cross_entropy(model(images), labels)
 
 
 def draw(images, labels, count, batch_size):
-    """Return batches of samples that are drawn at random."""
+    """Return batches of random samples."""
     chosen = torch.randint(len(labels), (count, batch_size))
     return [(images[rows], labels[rows]) for rows in chosen]
 
 
 def main():
-    """Train, try larger batches, and go on with `Ramp` up to the largest that loses nothing."""
+    """Train, probe larger batches, and continue with `Ramp` up to the largest acceptable batch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=600, help="end, in steps of one small batch")
+    parser.add_argument(
+        "--steps", type=int, default=600, help="end, in steps of a single small batch"
+    )
     parser.add_argument("--at", type=int, default=200, help="steps before the probe")
     parser.add_argument("--length", type=int, default=64, help="batches of each branch")
     parser.add_argument("--repeats", type=int, default=6, help="branches of each batch size")

@@ -1,15 +1,15 @@
-"""Train with Ray Train on one to four workers, whatever the cluster has at the moment.
+"""Train with Ray Train on one to four workers, depending on the resources of the cluster.
 
     python examples/ray_train.py
-    python examples/ray_train.py --workers 2 2 --cpus 2     # two workers, on a machine of two cores
+    python examples/ray_train.py --workers 2 2 --cpus 2     # two workers on two cores
 
-The training function names no line of Ray's: `mh.start` finds Ray, `job.save` writes into Ray's
-storage and reports the checkpoint to Ray as it lies there, and `mh.stopping` knows when Ray drains
-a node. When workers are lost or added, Ray calls the function again with another number of them;
-it goes on from the last checkpoint, with the same batch in each step. `SaveBeforeResize` lets the
-workers save before it grows.
+The training function contains no Ray-specific code: `mh.start` detects Ray, `job.save` writes to
+Ray's storage and reports the checkpoint without a copy, and `mh.stopping` detects that Ray drains a
+node. When the number of workers changes, Ray calls the function again, and training resumes from
+the last checkpoint with the same batch per step. `SaveBeforeResize` lets the workers save before
+the number grows.
 
-Needs ray[train].
+Requires ray[train].
 """
 
 import argparse
@@ -49,7 +49,7 @@ def train(config):
             loss = mse_loss(model(inputs), targets).item()
             job.save(model=model, optimizer=optimizer, step=step, loss=loss)
         if stopping:
-            job.leave()  # waits for Ray, which starts the function again on other nodes
+            job.leave()  # waits until Ray restarts the function on other nodes
 
 
 if __name__ == "__main__":
@@ -60,14 +60,16 @@ if __name__ == "__main__":
     from manyhands.integrations.ray import SaveBeforeResize
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, nargs=2, default=[1, 4], help="at least, at most")
-    parser.add_argument("--cpus", type=int, help="of this machine; by default all")
+    parser.add_argument("--workers", type=int, nargs=2, default=[1, 4], help="minimum and maximum")
+    parser.add_argument(
+        "--cpus", type=int, help="CPUs of a new local cluster; default: a running cluster"
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=20)
-    parser.add_argument("--storage", default="~/ray_results", help="a folder that all nodes share")
+    parser.add_argument("--storage", default="~/ray_results", help="a folder shared by all nodes")
     args = parser.parse_args()
 
-    # With --cpus a Ray of its own; without it the cluster that this machine belongs to, if any.
+    # With --cpus, start a local cluster. Otherwise, use this machine's cluster, if any.
     ray.init("local" if args.cpus else None, num_cpus=args.cpus)
     least, most = args.workers
     trainer = TorchTrainer(

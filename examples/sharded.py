@@ -1,15 +1,15 @@
-"""Train on scikit-learn's digits with optimizer state and gradients sharded over the workers.
+"""Train on scikit-learn's digits with sharded optimizer state and gradients.
 
     torchrun --nproc-per-node 4 examples/sharded.py --steps 400     # stops at 400, and saves
-    torchrun --nproc-per-node 2 examples/sharded.py --steps 1200    # continues from there
-    python examples/sharded.py --steps 1200 --checkpoint alone.pt   # one worker holds everything
+    torchrun --nproc-per-node 2 examples/sharded.py --steps 1200    # resumes
+    python examples/sharded.py --steps 1200 --checkpoint alone.pt   # a single worker
 
-Each of N workers holds 1/N of the gradients and of the optimizer's state, and AdaScale makes the
-N-fold batch worth its samples: --steps counts steps of one worker's batch, whatever N is. The
-checkpoint is the plain optimizer's, so any number of workers can continue from it. At 1200 steps
-about 97 % of the test images are right, in 1200 steps on one worker, and in 440 on four.
+Each of N workers stores 1/N of gradients and optimizer state. AdaScale adapts the learning
+rate to the N-fold batch: --steps counts steps of a single worker's batch, for any N. The
+checkpoint has the plain optimizer's format, so any number of workers can resume. At 1200 steps,
+about 97 % of the test images are right, after 1200 steps on a single worker or 440 on four.
 
-Needs scikit-learn. It runs on CPUs (gloo); for GPUs use "nccl", and move model and data there.
+Requires scikit-learn. Runs on CPUs (gloo). On GPUs use "nccl", and move model and data.
 """
 
 import argparse
@@ -30,18 +30,20 @@ parser.add_argument("--accumulate", type=int, default=1, help="batches per worke
 parser.add_argument("--batch-size", type=int, default=8, help="images in a batch")
 parser.add_argument("--lr", type=float, default=0.03, help="learning rate for that batch")
 parser.add_argument("--hidden", type=int, default=256, help="width of the network")
-parser.add_argument("--max-norm", type=float, default=10.0, help="of the gradient, when clipped")
-parser.add_argument("--checkpoint", default="runs/sharded.pt", help="where to go on, and to save")
+parser.add_argument("--max-norm", type=float, default=10.0, help="limit of the gradient norm")
+parser.add_argument(
+    "--checkpoint", default="runs/sharded.pt", help="file to resume from and to save"
+)
 args = parser.parse_args()
 
 # -- workers -------------------------------------------------------------------------------------
 
-torch.set_num_threads(1)  # the matrices are so small that threads only wait for each other
-if dist.is_torchelastic_launched():  # by torchrun
+torch.set_num_threads(1)  # threads do not help with such small matrices
+if dist.is_torchelastic_launched():  # started by torchrun
     dist.init_process_group("gloo")
 rank = dist.get_rank() if dist.is_initialized() else 0
 
-# -- data: the split is the same on every worker, the batches are each worker's own --------------
+# -- data: workers have the same split, and separate batches -------------------------------------
 
 images, labels = load_digits(return_X_y=True)
 images = torch.tensor(images / 16, dtype=torch.float32)
@@ -50,7 +52,7 @@ train, test = train_test_split(range(len(labels)), test_size=0.3, stratify=label
 train_images, train_labels = images[train], labels[train]
 test_images, test_labels = images[test], labels[test]
 
-# -- model and optimizer: the plain lines would be SGD(...) and DistributedDataParallel(...) -----
+# -- model and optimizer, instead of SGD(...) and DistributedDataParallel(...) -------------------
 
 torch.manual_seed(0)
 network = nn.Sequential(
@@ -74,11 +76,11 @@ if os.path.exists(args.checkpoint):
 while optimizer.progress < args.steps:
     draw = torch.Generator().manual_seed(1000 * optimizer.snapshot()["step"] + rank)
     optimizer.zero_grad()
-    for _ in range(args.accumulate):  # without no_sync(): gradients stay sharded between passes
+    for _ in range(args.accumulate):  # no no_sync(), so gradients stay sharded
         chosen = torch.randint(len(train), (args.batch_size,), generator=draw)
         loss = cross_entropy(model(train_images[chosen]), train_labels[chosen])
         (loss / args.accumulate).backward()
-    optimizer.clip_grad_norm(args.max_norm)  # not torch's: a rank has only a shard of it
+    optimizer.clip_grad_norm(args.max_norm)  # torch's would see only this rank's shards
     optimizer.step()
 
     shown = optimizer.snapshot()
@@ -92,7 +94,7 @@ if rank == 0:
     os.makedirs(os.path.dirname(args.checkpoint) or ".", exist_ok=True)
     state = {"model": network.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, args.checkpoint + ".new")
-    os.replace(args.checkpoint + ".new", args.checkpoint)  # whole, or not at all
+    os.replace(args.checkpoint + ".new", args.checkpoint)  # atomic
 
     with torch.no_grad():
         right = (network(test_images).argmax(1) == test_labels).float().mean()

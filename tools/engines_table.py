@@ -1,24 +1,25 @@
-"""Which sharding, rule and number of workers works on which engine? One table, by running it.
+"""Test each combination of launcher, sharding and scaling rule, and write a table.
 
     python tools/engines_table.py                                    plain ranks: a minute
     python tools/engines_table.py --engines torchrun trainjob manyhands
-    python tools/engines_table.py --engines ray submitit             where these are installed
+    python tools/engines_table.py --engines ray submitit             requires these packages
 
 For each engine: 5 steps on two workers, a checkpoint, and 5 more on one, two and four workers
 (`tools/engine_cells.py`). A cell is
 
-    =        bit for bit the training without a stop, on plain ranks
-    ok       the same training up to the rounding of sums: on another number of workers
-    ok (r)   blocks on another number of workers, or from a crew's checkpoint, which has the
-             inner state of one worker only: all workers begin with the saved anchor, bit for
-             bit, and have the same parameters after their next round
-    error    a clear error before the first step; its text is below the table
-    WRONG    anything else
+    =        bitwise equal to uninterrupted training on plain ranks
+    ok       equal up to rounding, on a different number of workers
+    ok (r)   blocks on a different number of workers, or from a crew's checkpoint, which contains
+             the inner state of a single worker: all workers start at the saved anchor (bitwise)
+             and have equal parameters after the next round
+    error    an error before the first step, quoted below the table
+    WRONG    a different result
 
-On every engine but the first, two more things are compared with plain ranks, bit for bit: the
-parameters in the checkpoint, and the parameters that as many plain ranks reach from it.
+For every engine but the first, the parameters in the checkpoint, and the parameters that plain
+ranks reach from this checkpoint, are also bitwise equal.
 
-The table goes to docs/engines/table.md. An engine that is not asked for keeps its rows.
+The table goes to docs/engines/table.md, the results to tools/engines_table.json. Engines without
+`--engines` keep their rows.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CELLS = ROOT / "tools" / "engine_cells.py"
 PAGE = ROOT / "docs" / "engines" / "table.md"
+ROWS = ROOT / "tools" / "engines_table.json"
 SHARDINGS = ["DDP", "OSS + DDP", "OSS + ShardedDataParallel", "FSDP", "blocks"]
 RULES = ["AdaScale", "AdamScale", "none"]
 SIZES = (1, 2, 4)
@@ -279,16 +281,14 @@ def by_ranks(start, folder, size=None):
 
 
 def saved_rows():
-    saved = re.search(r"<!-- (.*) -->", PAGE.read_text()) if PAGE.exists() else None
-    return json.loads(saved[1]) if saved else {}
+    return json.loads(ROWS.read_text()) if ROWS.exists() else {}
 
 
 ABOUT = """
-Plain ranks have the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as Kubeflow's
-PyTorchJob sets them. `manyhands run` starts one worker of several processes, and for blocks a crew.
-A crew averages over the network, where the last bit may differ from averages in shared memory. So
-the plain ranks that it is compared with have `shared_memory=False`. A crew of one worker is
-compared with two plain ranks that take the same steps as each other.
+Plain ranks have the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as set by Kubeflow's
+PyTorchJob. `manyhands run` starts a worker with multiple processes, and for blocks a crew. The
+comparison with a crew uses `shared_memory=False`, and for a single worker two ranks with equal
+batches.
 """
 
 
@@ -315,22 +315,22 @@ def write_page(rows):
         lines.append(f"| {engine} | {' | '.join(row)} |")
     lines += [""] if notes else []
     lines += [f"{number}. {text}" for number, text in enumerate(notes, 1)]
-    legend = re.search(r"A cell is\n\n(.*?)\n\n(On every .*?)\n\nThe table", __doc__, re.DOTALL)
+    legend = re.search(r"A cell is\n\n(.*?)\n\n(For every .*?)\n\nThe table", __doc__, re.DOTALL)
     assert legend is not None
     PAGE.write_text(
-        "# Every engine, sharding and rule\n\n"
-        "Five steps on two workers, a checkpoint, and five more on one, two and four: three marks, "
-        "in this order, for each engine and sharding. AdaScale, AdamScale and training without a "
-        "rule have the same marks unless the table names them. Made by `python "
-        "tools/engines_table.py`.\n\n```text\n"
+        "# Launcher test results\n\n"
+        "The table compares training under each launcher with plain ranks. Training takes five "
+        "steps on two workers, saves a checkpoint, and continues for five steps on one, two and "
+        "four workers (three marks). Marks for AdaScale, AdamScale and training without rules are "
+        "equal unless stated. Created by `python tools/engines_table.py`.\n\n```text\n"
         + legend[1]
         + f"\n```\n\n{legend[2]}\n"
         + ABOUT
         + "\n".join(lines)
-        + "\n\n<!-- "
-        + json.dumps(rows, separators=(",", ":"))
-        + " -->\n"
+        + "\n"
     )
+    engines = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()]
+    ROWS.write_text("{\n" + ",\n".join(engines) + "\n}\n")
 
 
 def main():

@@ -1,11 +1,11 @@
-"""Train on workers that come and go, with every sample once. No line of it names an engine.
+"""Train on hosts that join and leave, with each sample once per epoch, under any launcher.
 
-    python elastic.py                                                one rank
+    python elastic.py                                                a single rank
     torchrun --nnodes 1:4 --nproc-per-node 1 ... elastic.py          see docs/engines/elastic.md
 
-`--keep batch`: a step has 32 samples, which 1, 2 or 4 ranks divide. `--keep micro`: each rank has 8
-samples in a step, and the batch follows the ranks. In both cases `mh.Cursor` gives every sample
-once in an epoch, and the schedule follows progress.
+With `--keep batch`, a step has 32 samples, on 1, 2 or 4 ranks. With `--keep micro`, each rank has 8
+samples per step, and the batch follows the number of ranks. In both cases `mh.Cursor` gives each
+sample once per epoch, and the schedule follows progress.
 """
 
 import argparse
@@ -25,9 +25,9 @@ import manyhands as mh
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--keep", choices=["batch", "micro"], default="batch")
-parser.add_argument("--checkpoints", default="run", help="the folder to save to and to load from")
-parser.add_argument("--steps-log", type=Path, help="a file for what this rank's steps were")
-parser.add_argument("--pause", type=float, default=0.0, help="seconds that a step takes longer")
+parser.add_argument("--checkpoints", default="run", help="folder of the checkpoints")
+parser.add_argument("--steps-log", type=Path, help="file for a log of this rank's steps")
+parser.add_argument("--pause", type=float, default=0.0, help="additional seconds per step")
 args = parser.parse_args()
 
 job = mh.start(checkpoints=args.checkpoints)

@@ -8,8 +8,8 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
 
-# One task is one rank. Two minutes before the time is up each task gets SIGUSR1, ends its step,
-# saves with the others, and leaves with code 75. The job is then put into the queue again.
+# Each task is a rank. Two minutes before the time limit, each task receives SIGUSR1, finishes the
+# step, saves, and exits with code 75. The script then requeues the job.
 
 export MANYHANDS_STOP_CODE=75
 srun --kill-on-bad-exit=0 python train.py --steps 100000

@@ -6,7 +6,7 @@
 #SBATCH --no-kill
 #SBATCH --output=%x-%j.out
 
-# One task is one worker of a crew. A node that fails takes its worker along, and the others go on.
+# Each task is a worker of a crew. When a node fails, the workers on other nodes continue.
 
 store=$(hostname -i | cut -d' ' -f1)
 export MANYHANDS_STORE=$store:29400 MANYHANDS_WORKERS=$SLURM_NTASKS MANYHANDS_RUN=$SLURM_JOB_ID

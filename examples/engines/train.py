@@ -1,16 +1,16 @@
-"""Train on whatever starts this script. No line of it names an engine.
+"""Train under any launcher. The script contains no launcher-specific code.
 
-    python train.py                                        one rank
-    torchrun --standalone --nproc-per-node 4 train.py      so many
-    manyhands run --workers 1 --processes 4 train.py       the same
-    manyhands run --workers 4 train.py --blocks            a crew, whose workers come and go
+    python train.py                                        a single rank
+    torchrun --standalone --nproc-per-node 4 train.py      four ranks
+    manyhands run --workers 1 --processes 4 train.py       four ranks
+    manyhands run --workers 4 train.py --blocks            a crew
     srun --ntasks 4 python train.py                        tasks of a Slurm job
 
-The other files of this folder start it on Slurm, Kubernetes, Kubeflow, SkyPilot, Ray and systemd.
+The other files of this folder start the script on Slurm, Kubernetes, Kubeflow, SkyPilot and
+systemd.
 
-Asked to stop (SIGTERM, a file, what the engine sends), it ends its step, saves, and leaves. Started
-again, on any number of ranks, it goes on from there: a step has the same samples, divided among
-the ranks that there are.
+After a stop notice (SIGTERM, a file, a launcher's message), the script finishes the step, saves and
+exits. A restart on any number of ranks resumes with the same samples in each step.
 """
 
 import argparse
@@ -28,11 +28,13 @@ import manyhands as mh
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--steps", type=int, default=60, help="steps to train for")
-parser.add_argument("--micro-batches", type=int, default=4, help="in a step, on all ranks together")
-parser.add_argument("--blocks", action="store_true", help="synchronize once in 10 steps only")
-parser.add_argument("--checkpoints", default="run", help="the folder to save to and to load from")
-parser.add_argument("--losses", type=Path, help="a file for the losses of this worker")
-parser.add_argument("--pause", type=float, default=0.0, help="seconds that a step takes longer")
+parser.add_argument(
+    "--micro-batches", type=int, default=4, help="micro-batches per step, on all ranks"
+)
+parser.add_argument("--blocks", action="store_true", help="synchronize every 10 steps")
+parser.add_argument("--checkpoints", default="run", help="folder of the checkpoints")
+parser.add_argument("--losses", type=Path, help="file for the losses of this worker")
+parser.add_argument("--pause", type=float, default=0.0, help="additional seconds per step")
 args = parser.parse_args()
 
 job = mh.start(checkpoints=args.checkpoints)
@@ -55,7 +57,7 @@ else:
 
 step = job.load(model=model, optimizer=optimizer).get("step", 0)
 if args.blocks:
-    step = optimizer.steps  # a worker that joins late goes on from the others' count
+    step = optimizer.steps  # a late joiner continues at the crew's step
 print(f"rank {job.rank} of {job.world_size} ({job.engine}) begins with step {step}", flush=True)
 
 while step < args.steps:
@@ -82,7 +84,7 @@ while step < args.steps:
         job.leave()
 
 if args.blocks:
-    optimizer.finish()  # a last sync round: all workers have the same parameters
+    optimizer.finish()  # a last sync round, after which all workers have equal parameters
 job.save(model=model, optimizer=optimizer, step=step)
 if worker == 0:
     print(f"loss {mse_loss(model(inputs), targets).item():.4f} after {step} steps", flush=True)

@@ -3,22 +3,22 @@
     python examples/reference/adascale.py
 
 The learning rate was tuned for a small batch. A step of n workers averages the gradients of n small
-batches. AdaScale measures how many small steps this large step is worth, multiplies the learning
-rate by that number, the gain, and ends training once the gains add up to the planned steps.
+batches. AdaScale measures the progress of this large step in small steps, the gain. It multiplies
+the learning rate by the gain, and ends training when the gains sum to the planned steps.
 
     n         workers, each with a small batch                                 S in the paper
-    g_i       gradient of the small batch of worker i; G is their mean
+    g_i       gradient of worker i's small batch; G is the mean
     sqr       |true gradient|^2                                                mu^2
     var       variance of a g_i: the trace of the covariance                   sigma^2
     gain      (sqr + var) / (sqr + var / n), between 1 and n                   r, equation 5
-    progress  sum of the gains: the small steps that the run is worth          tau
+    progress  sum of the gains, in small steps                                 tau
 
 Johnson, Agrawal, Gu, Guestrin, "AdaScale SGD: A User-Friendly Algorithm for Distributed Training",
 ICML 2020, arXiv:2007.05105.
 
 `manyhands.AdaScale` returns the same numbers (tests/scaling/test_reference_adascale.py). It adds
-gradient accumulation, a gain for each parameter group, a limit for exploded gradients and
-checkpoints, and later measures only some of the steps.
+gradient accumulation, a gain per parameter group, a limit for exploded gradients and checkpoints,
+and measures only some of the later steps.
 """
 
 import copy
@@ -36,16 +36,16 @@ def squared_norms(gradients: Tensor) -> tuple[float, float]:
 
 
 def estimate(small: float, large: float, n: float) -> tuple[float, float]:
-    """Solve two equations, which hold in expectation, for sqr and var."""
-    # small = sqr + var          averaging n gradients keeps the true gradient,
-    # large = sqr + var / n      and leaves 1/n of the variance
+    """Solve these equations, which hold in expectation, for sqr and var."""
+    # small = sqr + var
+    # large = sqr + var / n      averaging divides the variance by n
     sqr = (n * large - small) / (n - 1)
     var = (small - large) * n / (n - 1)
     return sqr, var
 
 
 def gain(sqr: float, var: float, n: float) -> float:
-    """Return how many small steps a step of n workers is worth."""
+    """Return the progress of a step of n workers, in small steps."""
     return (sqr + var) / (sqr + var / n)
 
 
@@ -66,12 +66,12 @@ class Average:
 
 
 class AdaScale:
-    """Step an optimizer along the mean gradient, with the learning rate times the gain."""
+    """Step an optimizer along the mean gradient, with the gain as factor of the learning rate."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, n: int) -> None:
         self.optimizer = optimizer
         self.n = n
-        self.smoothing = 1 - n / 1000  # looks back over about 1000 small batches
+        self.smoothing = 1 - n / 1000  # averages over about 1000 small batches
         self.sqr = Average()
         self.var = Average()
         self.progress = 0.0
@@ -110,7 +110,7 @@ def worker_gradients(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]])
 
 
 def main(n: int = 8, small_steps: int = 800, lr: float = 0.01) -> None:
-    """Train a linear regression with n workers, and beside it with a single worker."""
+    """Train a linear regression with n workers, and with a single worker."""
     torch.manual_seed(0)
     truth = torch.randn(10, 1)
 

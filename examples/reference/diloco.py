@@ -2,21 +2,21 @@
 
     python examples/reference/diloco.py
 
-Sending gradients at every step takes too long over a slow network. In DiLoCo each worker trains a
-copy of the model for H local steps, a block. Only then do the workers synchronize: their average
-movement is the gradient of an outer optimizer, SGD with Nesterov's momentum.
+Sending gradients at every step takes too long over a slow network. In DiLoCo, each worker trains a
+copy of the model for H local steps, a block. Then the workers synchronize: the mean movement is the
+gradient of an outer optimizer, SGD with Nesterov momentum.
 
-    anchor     the parameters that all workers start a block with              theta in the paper
+    anchor     parameters of all workers at the start of a block               theta in the paper
     H          local steps in a block, with an inner optimizer such as AdamW
     gradient   anchor - mean of the workers' parameters: the outer gradient    Delta
-    velocity   the momentum of the outer optimizer
+    velocity   momentum buffer of the outer optimizer
     lr, momentum   of the outer optimizer: 0.7 and 0.9 in the paper
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
 arXiv:2311.08105.
 
-`manyhands.DiLoCo` computes the same parameters (tests/blocks/test_reference_diloco.py). It adds
-codecs, overlap with training, fragments, workers that die and join, and checkpoints.
+`manyhands.DiLoCo` computes equal parameters (tests/blocks/test_reference_diloco.py). It adds
+codecs, overlap with training, fragments, crews and checkpoints.
 """
 
 import copy
@@ -33,7 +33,7 @@ def mse_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 class Worker:
-    """A copy of the model, and an inner optimizer that keeps its state from block to block."""
+    """A copy of the model, with an inner optimizer that preserves state between blocks."""
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.model = copy.deepcopy(model)
@@ -52,26 +52,26 @@ class Worker:
         return nn.utils.parameters_to_vector(self.model.parameters()).detach()
 
     def set_params(self, vector: Tensor) -> None:
-        vector = vector.clone()  # the parameters become views of it
+        vector = vector.clone()  # the parameters become views
         nn.utils.vector_to_parameters(vector, self.model.parameters())
 
 
 def outer_gradient(anchor: Tensor, params: list[Tensor]) -> Tensor:
-    """Return the average movement of the workers, with the sign of a gradient."""
+    """Return the negative mean movement of the workers."""
     return anchor - torch.stack(params).mean(dim=0)
 
 
 def outer_step(
     anchor: Tensor, gradient: Tensor, velocity: Tensor, lr: float = 0.7, momentum: float = 0.9
 ) -> tuple[Tensor, Tensor]:
-    """Return the next anchor and velocity: a step of SGD with Nesterov's momentum."""
+    """Return the next anchor and velocity, after a step of SGD with Nesterov momentum."""
     velocity = momentum * velocity + gradient
     anchor = anchor - lr * (gradient + momentum * velocity)
     return anchor, velocity
 
 
 class DiLoCo:
-    """Train several workers block by block."""
+    """Train multiple workers in blocks."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class DiLoCo:
         self.velocity = torch.zeros_like(self.anchor)
 
     def block(self, batches: list[list[tuple[Tensor, Tensor]]]) -> None:
-        """Take local steps on the batches of each worker, and then synchronize."""
+        """Take local steps on the batches of each worker, then synchronize."""
         for worker, own in zip(self.workers, batches, strict=True):
             worker.local_steps(own)
         gradient = outer_gradient(self.anchor, [worker.params for worker in self.workers])
@@ -100,7 +100,7 @@ class DiLoCo:
 
 
 def main(workers: int = 4, local_steps: int = 20, blocks: int = 15) -> None:
-    """Fit noisy data with workers that communicate once in `local_steps` steps."""
+    """Fit noisy data with workers that communicate every `local_steps` steps."""
     torch.manual_seed(0)
     truth = torch.randn(16, 1)
 
