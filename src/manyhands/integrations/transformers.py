@@ -51,6 +51,7 @@ from manyhands._optimizers.modules import ModuleWrapper
 from manyhands._optimizers.wrappers import find_layer
 from manyhands._warn import warn
 from manyhands.blocks._optimizer import Blocks
+from manyhands.integrations._trainer_cursor import use_cursor
 from manyhands.integrations.accelerate import expect_slices, prepare_without_ddp
 from manyhands.ramp import Ramp
 from manyhands.ramp._micro_batches import StepPasses
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
 
     from manyhands.scaling._settings import RuleOptions
 
-__all__ = ["Attachment", "attach"]
+__all__ = ["Attachment", "attach", "use_cursor"]
 
 STATE_FILE = "manyhands.pt"  # in a checkpoint: what is not in the optimizer's state there
 
