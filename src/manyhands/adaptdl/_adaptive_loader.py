@@ -211,7 +211,6 @@ class AdaptiveDataLoader(StepLoader):
         return self.size_of(1 if self._ramp is None else self._ramp.units)
 
     def _is_over(self) -> bool:
-        """Return whether the progress equals an epoch."""
         if self._ramp is None or self._end is None:
             return False
         # The tolerance covers rounding in the sum of gains.

@@ -31,7 +31,6 @@ class ScalarWriter(Protocol):
 def write_scalars(
     writer: ScalarWriter, values: Mapping[str, float], global_step: int, prefix: str
 ) -> None:
-    """Write values with prefixed tags."""
     if prefix and not prefix.endswith("/"):
         prefix = f"{prefix}/"
     for tag, value in values.items():
@@ -55,12 +54,12 @@ class AdaptiveDataParallel(ModuleWrapper):
     2.0
 
     Do not divide losses by the number of passes: the rule divides the gradient after the last pass.
-    By default the scale is workers x passes, because each micro-batch is a small batch. Without a
-    process group, the model runs on a single worker.
+    By default the scale is workers x passes, because each micro-batch is a small batch. If there is
+    no process group, the model runs on a single worker.
 
     Args:
         model: the module. A `fully_shard` module is not wrapped in DDP.
-        optimizer: a bare optimizer of its parameters. The rule replaces `step` and `zero_grad`.
+        optimizer: a bare optimizer of these parameters. The rule replaces `step` and `zero_grad`.
         rule: a rule without optimizer. Default: `AdamScale()` for Adam and RMSprop, otherwise
             `AdaScale()`. `scaling_rule=` is an alias. (The order of adaptdl 0.2.11 is also
             accepted: scheduler, scaler, rule.)
@@ -88,7 +87,7 @@ class AdaptiveDataParallel(ModuleWrapper):
     ) -> None:
         super().__init__()
         instance("model", model, nn.Module, "a torch.nn.Module")
-        # Rejects misspelt keywords, also without a process group, and therefore without DDP.
+        # Rejects misspelt keywords, even if no process group exists, and therefore no DDP.
         inspect.signature(DistributedDataParallel.__init__).bind(None, None, **ddp_arguments)
         arguments = _sort_arguments(rule, lr_scheduler, mp_scaler, scaling_rule)
         rule = arguments.get("rule")

@@ -260,7 +260,6 @@ def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def _read_weights(folder: Path, ending: str) -> Mapping[str, Tensor]:
-    """Read the weights that Accelerate has saved, in either format."""
     safe = folder / f"{SAFE_MODEL_NAME}{ending}.safetensors"
     if safe.exists():
         weights: Mapping[str, Tensor] = load_file(safe)
@@ -286,7 +285,6 @@ def _check_gathers(accelerator: Accelerator, action: str) -> None:
 
 
 def _root_of(optimizer: Optimizer, models: list[nn.Module]) -> FullyShardedDataParallel | None:
-    """Return the outermost FullyShardedDataParallel with parameters of this optimizer, or None."""
     own = set(map(id, params_of(optimizer.param_groups)))
     for model in models:
         for module in model.modules():  # outermost first

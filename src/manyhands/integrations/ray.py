@@ -93,8 +93,6 @@ class CrewStore:
 
 
 class _Store:
-    """An actor that hosts a store on its node."""
-
     def __init__(self) -> None:
         self._store, self._address = serve_store(ray.util.get_node_ip_address())
 
@@ -169,6 +167,5 @@ class SaveBeforeResize(WorkerGroupCallback, ControllerCallback):
 
 
 def _give_notice(seconds: float) -> None:
-    """Ask this worker to stop."""
     stop_notice.grace = seconds
     stop_notice.give("Ray changes the number of workers")

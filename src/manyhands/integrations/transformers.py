@@ -22,7 +22,7 @@ The rule receives these values from Trainer:
     _maybe_log_save_evaluate        synchronizes blocks before evaluation and saving
     _save_optimizer_and_scheduler   gathers the state of an OSS from all ranks, and saves the state
                                     of rule and ramp that Trainer does not save
-    _load_optimizer_and_scheduler   loads this state. In a checkpoint without a rule, each step
+    _load_optimizer_and_scheduler   loads this state. If the checkpoint has no rule, each step
                                     counts as progress 1
 
 With a `Ramp`, the number of micro-batches varies, and two further methods are replaced:
@@ -189,7 +189,6 @@ class Attachment(TrainerCallback):
     # -- before the first step ---------------------------------------------------------------
 
     def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kw: Any) -> Any:
-        """Wrap the model for training. Trainer adds no DDP to a prepared model."""
         trainer = self._trainer
         in_blocks = training and find_layer(trainer.optimizer, Blocks) is not None
         if training:
@@ -211,7 +210,6 @@ class Attachment(TrainerCallback):
         return prepare_without_ddp(trainer.accelerator, model)
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
-        """Wrap the prepared optimizer in the rule, and create the schedule."""
         trainer = self._trainer
         _check_trainer(trainer, self._by_progress)
         before = self.rule
@@ -233,7 +231,7 @@ class Attachment(TrainerCallback):
         return scheduler
 
     def _find_or_make_rule(self) -> ScalingRuleBase | None:
-        """Return the rule around the optimizer, or create it; None without a rule."""
+        """Return the existing or a new rule around the optimizer, or None."""
         trainer = self._trainer
         passes = trainer.args.gradient_accumulation_steps
         made = rule_of(trainer.optimizer)
@@ -251,7 +249,7 @@ class Attachment(TrainerCallback):
                 trainer.optimizer, num_gradients_to_accumulate=passes, **self._options
             )
         assert isinstance(made, ScalingRuleBase)
-        # Trainer counts passes itself, and always sets Accelerate's number to 1.
+        # Trainer counts passes, and always sets Accelerate's number to 1.
         made.port.follow(None)
         if made is self.rule:  # repeated `train()`, which counts from 0
             made.set_progress(0.0)
@@ -273,7 +271,6 @@ class Attachment(TrainerCallback):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """Fetch a step's micro-batches, and set the rule's number of passes and tokens."""
         passes = num_batches if self.ramp is None else self.ramp.passes
         fetched = self._replaced["get_batch_samples"](epoch_iterator, passes, device)
         batches, items = fetched
@@ -292,7 +289,6 @@ class Attachment(TrainerCallback):
         return fetched
 
     def _weigh(self, batches: list[Any], items: float) -> WeightedMean:
-        """Return the mean over the tokens of the step, after a comparison with Trainer's count."""
         trainer = self._trainer
         counts = torch.stack([_count_tokens(trainer, batch) for batch in batches]).tolist()
         mean = WeightedMean(counts, trainer.optimizer)
@@ -316,12 +312,10 @@ class Attachment(TrainerCallback):
             self._scale = self.rule.scale
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **__: Any) -> None:
-        """End training when the progress reaches `max_steps`."""
         if self._by_progress and self._trainer.lr_scheduler.done:
             state.max_steps = state.global_step + 1  # Trainer has not counted this step yet
 
     def on_train_begin(self, *_: Any, train_dataloader: Any, **__: Any) -> None:
-        """Check that the largest step fits into an epoch."""
         if self.ramp is None or not has_length(train_dataloader):
             return
         most = len(train_dataloader) * self.ramp.scale / self.ramp.passes
@@ -340,7 +334,6 @@ class Attachment(TrainerCallback):
     on_save = on_epoch_begin
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Remove the limit of epochs, because the progress ends training."""
         self._trainer.args.gradient_accumulation_steps = 1  # an earlier `train()` changed it
         _, *others = self._replaced["set_initial_training_values"](*args, **kwargs)
         return (sys.maxsize, *others)
@@ -348,7 +341,7 @@ class Attachment(TrainerCallback):
     def _init_training_state(
         self, max_steps: int, epoch_batches: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
-        """Return the checkpoint's complete epochs, and its micro-batches in the current epoch."""
+        """Return the checkpoint's complete epochs, and the micro-batches in the current epoch."""
         trainer = self._trainer
         self._replaced["_init_training_state"](max_steps, epoch_batches, *args, **kwargs)
         self._position = 0
@@ -360,14 +353,13 @@ class Attachment(TrainerCallback):
         return epochs, self._position
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Discard passes without a step, which occur at the end of data without a length."""
+        """Discard passes that no step has used, at the end of data with unknown length."""
         self._position = 0
         if self.rule is not None:
             self._trainer.model.zero_grad()  # a prepared optimizer ignores zero_grad() in mid-step
             self.rule.zero_grad()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **__: Any) -> None:
-        """Warn if training ends before the progress reaches `max_steps`."""
         if self._by_progress and not self._trainer.lr_scheduler.done:
             assert self.rule is not None
             warn(
@@ -376,7 +368,6 @@ class Attachment(TrainerCallback):
             )
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Synchronize blocks before evaluation and saving, and at the end of training."""
         control = self._trainer.control
         state = self._trainer.state
         blocks = find_layer(self._trainer.optimizer, Blocks)
@@ -388,7 +379,6 @@ class Attachment(TrainerCallback):
         self._replaced["_maybe_log_save_evaluate"](*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add gain, scale and progress to the logged values of a step."""
         if self.rule is not None and "loss" in logs:
             gain = self.rule.noise.gain(self._scale)
             logs.update(gain=gain, scale=self._scale, progress=self.rule.progress)
@@ -397,7 +387,6 @@ class Attachment(TrainerCallback):
     # -- checkpoints -------------------------------------------------------------------------
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save as Trainer does. Gather the state of an OSS; save rule and ramp."""
         trainer = self._trainer
         sharded = find_layer(trainer.optimizer, OSS)
         if sharded is not None:
@@ -412,7 +401,6 @@ class Attachment(TrainerCallback):
             torch.save(state, os.path.join(output_dir, STATE_FILE))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load as Trainer does, then rule and ramp. Without a saved rule, count steps."""
         if checkpoint is None:
             return
         schedule = _load(checkpoint, SCHEDULER_NAME)
@@ -488,7 +476,6 @@ def _hidden_gradients(trainer: Trainer) -> str:
 def _check_drivable(
     trainer: Trainer, rule: ScalingRuleBase | None, ramp: Ramp | None, by_progress: bool
 ) -> None:
-    """Raise an error for an optimizer that Trainer's loop does not support."""
     args = trainer.args
     blocks = find_layer(trainer.optimizer, Blocks)
     if blocks is not None and (by_progress or trainer.is_fsdp_enabled):
@@ -528,7 +515,7 @@ def _set_passes(rule: ScalingRuleBase, passes: int) -> None:
 
 
 def _count_tokens(trainer: Trainer, batch: Any) -> Tensor:
-    """Count labels of a micro-batch in the same way as `Trainer._get_num_items_in_batch`."""
+    """Count labels of a micro-batch as `Trainer._get_num_items_in_batch` does."""
     labels: Tensor
     if "shift_labels" in batch:
         labels = batch["shift_labels"]

@@ -68,12 +68,12 @@ class Scaling(Callback):
     >>> lit.optimizers().scale, trainer.global_step
     (4.0, 4)
 
-    The small batch is the batch of a single device. The Trainer provides the number of devices, the
-    batches per step and the loss scale. The callback logs gain, progress and scale; the progress
-    bar shows gain and progress. A shorter last step of an epoch averages its batches, and is scaled
-    as a smaller batch.
+    The small batch is the batch of a single device. The callback reads the number of devices, batches
+    per step and loss scale from the Trainer. It logs gain, progress and scale; the progress bar
+    shows gain and progress. A shorter last step of an epoch averages its batches, and is scaled as a
+    smaller batch.
 
-    Checkpoints of runs without a rule can be loaded. Their steps count as progress.
+    Checkpoints of a bare optimizer can be loaded. Their steps count as progress.
 
     Args:
         rule: a rule's class, or a function of the optimizer and the options that returns a rule.
@@ -99,7 +99,7 @@ class Scaling(Callback):
         self._log = log
         self._rule: ScalingRuleBase | None = None
         self._steps = 0  # steps of the rule until the last batch
-        self._bare: StateDict | None = None  # checkpoint of a run without a rule, to be loaded
+        self._bare: StateDict | None = None  # checkpoint of a bare optimizer, to be loaded
         self._schedules: list[bool] = []  # whether each schedule in the checkpoint follows progress
         self._end: float | None = None  # the progress at which training ends
         # Trainer's `max_steps` and `max_epochs`, if progress replaces them
@@ -150,7 +150,7 @@ class Scaling(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: StateDict
     ) -> None:
-        """Store the optimizer's state of a run without a rule, which a rule cannot load."""
+        """Store the state of a bare optimizer, which a rule cannot load."""
         self._schedules = [is_by_progress(each) for each in checkpoint.get("lr_schedulers", [])]
         states = checkpoint.get("optimizer_states", [])
         if len(states) == 1 and KEY not in states[0]:
@@ -158,7 +158,6 @@ class Scaling(Callback):
             checkpoint["optimizer_states"] = []  # for Lightning
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wrap the optimizer in the rule."""
         optimizer = only_optimizer(trainer.strategy.optimizers, type(self).__name__)
         if self._bare is not None:
             trainer.strategy.load_optimizer_state_dict(self._bare)
@@ -174,7 +173,6 @@ class Scaling(Callback):
         check_schedules(trainer.lr_scheduler_configs, self._schedules)
 
     def _count_by_progress(self, trainer: Trainer) -> None:
-        """Change limits and schedulers to count progress."""
         rule = self.rule
         if find_layer(trainer.strategy.optimizers[0], Blocks) is not None:
             raise ValueError(
@@ -222,7 +220,6 @@ class Scaling(Callback):
         batch: object,
         batch_idx: int,
     ) -> None:
-        """After a step of the optimizer, log values and stop if the progress is reached."""
         if self.rule.port.steps == self._steps:
             return
         self._steps = self.rule.port.steps
@@ -247,7 +244,6 @@ class Scaling(Callback):
         self._restore(trainer)
 
     def _restore(self, trainer: Trainer) -> None:
-        """Restore the Trainer's settings."""
         restore_clipping(trainer.precision_plugin)
         if self._limits is not None:
             trainer.fit_loop.epoch_loop.max_steps, trainer.fit_loop.max_epochs = self._limits
@@ -318,12 +314,10 @@ class BatchRamp(Scaling):
         return self._ramp
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Discard data that an earlier call of the Trainer has loaded."""
         super().setup(trainer, pl_module, stage)
         self._loaded = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Create the rule and the ramp. Raise an error if the number of batches is fixed."""
         if not pl_module.automatic_optimization:
             raise ValueError(
                 "BatchRamp needs automatic optimization. In manual optimization, use mh.Ramp in "
@@ -339,7 +333,6 @@ class BatchRamp(Scaling):
         self._ramp = Ramp(self.rule, self._max_scale, **self._ramp_options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Load the ramp's state from a checkpoint, after the state of the optimizers."""
         # Lightning loads callbacks before it creates the optimizers, and loads the optimizers'
         # state after `on_fit_start`.
         if self._loaded is not None:
@@ -355,7 +348,6 @@ class BatchRamp(Scaling):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
-        """Set the Trainer's number of batches at the start of a step."""
         if self._begins:
             self._begins = False
             trainer.accumulate_grad_batches = StepPasses(self.ramp.passes, start=batch_idx)
@@ -368,7 +360,6 @@ class BatchRamp(Scaling):
         batch: object,
         batch_idx: int,
     ) -> None:
-        """Record whether the next batch is the first of a step."""
         self._begins = self.rule.port.steps != self._steps  # the base class updates `_steps`
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
@@ -386,7 +377,6 @@ class BatchRamp(Scaling):
             trainer.accumulate_grad_batches = self._own_passes
 
     def state_dict(self) -> StateDict:
-        """Return the ramp's state for Lightning's checkpoint."""
         return {} if self._ramp is None else self._ramp.state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:

@@ -61,7 +61,6 @@ class OwnStrategy(DDPStrategy):
     optimizers: list[Optimizer]
 
     def setup(self, trainer: Trainer) -> None:
-        """Set up model and optimizers, and replace the clipping."""
         super().setup(trainer)
         replace_clipping(self.precision_plugin)
 
@@ -72,7 +71,6 @@ class OwnStrategy(DDPStrategy):
             yield
 
     def teardown(self) -> None:
-        """Restore the clipping, and tear down as Lightning does."""
         restore_clipping(self.precision_plugin)
         super().teardown()
 
@@ -107,7 +105,6 @@ class OSSStrategy(OwnStrategy):
         super().__init__(**options)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Replace the plain optimizer by an OSS."""
         super().setup_optimizers(trainer)
         optimizer = only_optimizer(self.optimizers, type(self).__name__)
         self.optimizers = [as_oss(optimizer, self._of_oss)]
@@ -144,10 +141,9 @@ class ShardedDDPStrategy(OSSStrategy):
         super().__init__(**options)
 
     def configure_ddp(self) -> None:
-        """Do nothing. `setup_optimizers` wraps the model."""
+        """Omit DDP. `setup_optimizers` wraps the model."""
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Create the OSS, and wrap the model."""
         super().setup_optimizers(trainer)
         use_sharded_scaler(self.precision_plugin)
         self.model = ShardedDataParallel(self.model, self.optimizers, **self._of_wrapper)
@@ -187,7 +183,6 @@ class FullyShardedStrategy(OwnStrategy):
         super().__init__(**options)
 
     def setup(self, trainer: Trainer) -> None:
-        """Wrap the model, for training and evaluation, and set up the optimizers."""
         if trainer.state.fn == TrainerFn.FITTING:
             if not trainer.lightning_module.automatic_optimization:
                 raise ValueError(
@@ -229,12 +224,10 @@ class FullyShardedStrategy(OwnStrategy):
         yield
 
     def lightning_module_state_dict(self) -> StateDict:
-        """Return the plain model's state. Called on every rank."""
         state: StateDict = self.model.state_dict()
         return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the plain model's state into the unwrapped model, or into shards."""
         if self._root is None or self._root.module is not self.lightning_module:
             super().load_model_state_dict(checkpoint, strict)
         else:
@@ -245,13 +238,11 @@ class FullyShardedStrategy(OwnStrategy):
         return full_state(self.model, optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load this rank's shards of the plain optimizer's state."""
-        # There are no states if `Scaling` loads a checkpoint without a rule.
+        # There are no states if `Scaling` loads the checkpoint of a bare optimizer.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             load_full_state(self.model, optimizer, state)
 
     def teardown(self) -> None:
-        """Tear down without moving the sharded model."""
         self._teardown_in_place()
 
 
@@ -293,12 +284,11 @@ class BlocksStrategy(OwnStrategy):
         super().__init__(**of_strategy)
 
     def setup(self, trainer: Trainer) -> None:
-        """Set up model and optimizers."""
         check_no_averages(trainer, "in blocks, parameters differ between devices.")
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
-        """Do nothing. Gradients are not averaged."""
+        """Omit DDP, because gradients are not averaged."""
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Wrap the optimizer in the rule of a `Scaling`, and then in blocks."""
@@ -319,7 +309,6 @@ class BlocksStrategy(OwnStrategy):
         self.optimizers = [self._make(optimizer, **self._options)]
 
     def lightning_module_state_dict(self) -> StateDict:
-        """Return the model's state after a sync round. Called on every rank."""
         self._synchronize()
         return super().lightning_module_state_dict()
 
@@ -352,7 +341,7 @@ def as_oss(optimizer: Optimizer, options: Mapping[str, Any]) -> Optimizer:
             "configure_optimizers."
         )
     arguments, unknown = constructor_arguments(optimizer)
-    # The OSS uses the same dicts of groups, in which schedulers set the learning rate.
+    # The OSS uses the existing dicts of groups, in which schedulers set the learning rate.
     oss = OSS(optimizer.param_groups, optim=kind, **options, **arguments)
     if unknown or oss.optim.defaults != optimizer.defaults:
         raise ValueError(
@@ -381,13 +370,11 @@ def use_sharded_scaler(plugin: object) -> None:
 
 
 def _take(options: dict[str, Any], of: type) -> dict[str, Any]:
-    """Remove and return the options of this class."""
     names = set(inspect.signature(of).parameters) - {"params", "module", "optim", "optimizer"}
     return {name: options.pop(name) for name in sorted(names & options.keys())}
 
 
 def _check_options_known(options: Mapping[str, object], name: str, wrapper: str) -> None:
-    """Raise an error for options of neither our wrapper nor Lightning's strategy."""
     unknown = sorted(options.keys() - OF_DDP_STRATEGY)
     if unknown:
         raise TypeError(

@@ -48,7 +48,6 @@ class LightningAccumulation:
 
 
 def only_optimizer(optimizers: list[Optimizer], name: str) -> Optimizer:
-    """Return the single optimizer, or raise an error."""
     # Lightning creates a `_MockOptimizer` if configure_optimizers returns None.
     made = [each for each in optimizers if type(each).__name__ != "_MockOptimizer"]
     if len(made) != 1:
@@ -81,7 +80,6 @@ def check_strategy(trainer: Trainer, name: str) -> None:
 
 
 def check_no_averages(trainer: Trainer, reason: str) -> None:
-    """Raise an error for a callback that stores averaged weights."""
     for each in trainer.callbacks:  # type: ignore[attr-defined]  # set, but not declared
         if isinstance(each, WeightAveraging):
             raise ValueError(f"{type(each).__name__} does not work here: {reason}")
@@ -129,6 +127,5 @@ def replace_clipping(plugin: Precision) -> None:
 
 
 def restore_clipping(plugin: Precision) -> None:
-    """Restore the plugin's method."""
     if "clip_gradients" in plugin.__dict__:
         del plugin.clip_gradients
