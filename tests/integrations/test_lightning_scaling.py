@@ -564,7 +564,7 @@ def test_a_ramp_or_progress_in_blocks_is_an_error():
 
     for callbacks, match in (
         (ramp, "BatchRamp would choose different numbers"),
-        (lambda: [scaling(by_progress=True)], "in blocks each has a progress of its own"),
+        (lambda: [scaling(by_progress=True)], "in blocks, progress differs between devices"),
     ):
         failing(match, trainer={"strategy": in_blocks, "callbacks": callbacks}, ranks=2)
 

@@ -68,10 +68,10 @@ class Scaling(Callback):
     >>> lit.optimizers().scale, trainer.global_step
     (4.0, 4)
 
-    The small batch is the batch of a single device. The callback reads the number of devices, batches
-    per step and loss scale from the Trainer. It logs gain, progress and scale; the progress bar
-    shows gain and progress. A shorter last step of an epoch averages its batches, and is scaled as a
-    smaller batch.
+    The small batch is the batch of a single device. The callback reads the number of devices,
+    batches per step and loss scale from the Trainer. It logs gain, progress and scale; the progress
+    bar shows gain and progress. A shorter last step of an epoch averages its batches, and is scaled
+    as a smaller batch.
 
     Checkpoints of a bare optimizer can be loaded. Their steps count as progress.
 
