@@ -12,7 +12,6 @@ ignored between the passes of a step, so the loop does not depend on the size of
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch.optim.optimizer import StateDict
@@ -161,7 +160,17 @@ class AdaptiveDataLoader(StepLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield micro-batches of the data, once or until the progress equals an epoch."""
-        with self._being_iterated():
+        if self._iterated:
+            raise RuntimeError(
+                "this AdaptiveDataLoader supports one loop at a time. Create a second "
+                "AdaptiveDataLoader for a nested loop over the data."
+            )
+        # The model reads this loader in `forward`. A loader in a nested loop, for example in an
+        # evaluation, replaces it temporarily.
+        outer = AdaptiveDataParallel._loader
+        self._iterated = True
+        AdaptiveDataParallel._loader = self
+        try:
             while True:
                 for step in self._ordered_steps(self._plan_step):
                     if self._ramp is not None:
@@ -173,21 +182,6 @@ class AdaptiveDataLoader(StepLoader):
                         return
                 if self._ramp is None:
                     return  # a fixed batch size reads the data once
-
-    @contextmanager
-    def _being_iterated(self) -> Iterator[None]:
-        """Make this the loader that the model reads in `forward`, for a loop over the data."""
-        if self._iterated:
-            raise RuntimeError(
-                "this AdaptiveDataLoader supports one loop at a time. Create a second "
-                "AdaptiveDataLoader for a nested loop over the data."
-            )
-        # A loader in a nested loop, for example in an evaluation, replaces this one temporarily.
-        outer = AdaptiveDataParallel._loader
-        self._iterated = True
-        AdaptiveDataParallel._loader = self
-        try:
-            yield
         finally:
             AdaptiveDataParallel._loader = outer
             self._iterated = False

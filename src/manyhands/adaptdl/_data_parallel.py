@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -123,18 +123,16 @@ class AdaptiveDataParallel(ModuleWrapper):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without averaging. Passes in this context do not end a step."""
         before = self._averages
-        self._averages = False
+        self._set_averaging(False)
         try:
-            with ExitStack() as stack:
-                for ddp in self._parallel:
-                    stack.enter_context(ddp.no_sync())
-                self._set_averaging(False)
-                yield
+            yield
         finally:
-            self._averages = before
             self._set_averaging(before)
 
     def _set_averaging(self, enabled: bool) -> None:
+        self._averages = enabled
+        for ddp in self._parallel:
+            ddp.require_backward_grad_sync = enabled
         # The list contains all modules, so no recursion is needed.
         for module in self._fsdp_modules:
             module.set_requires_gradient_sync(enabled, recurse=False)
@@ -145,11 +143,8 @@ class AdaptiveDataParallel(ModuleWrapper):
         In this mode, for loops over an `AdaptiveDataLoader`, `optimizer.step()` and `zero_grad()`
         are ignored within a step. None ends the mode.
         """
-        self._averages = not accumulates
-        for ddp in self._parallel:
-            ddp.require_backward_grad_sync = self._averages
-        self._set_averaging(self._averages)
-        self.scaling_rule.port.end_pass(None if accumulates is None else not accumulates)
+        self._set_averaging(not accumulates)
+        self.scaling_rule.port.end_pass(None if accumulates is None else self._averages)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of DistributedDataParallel, such as `register_comm_hook`."""

@@ -20,7 +20,6 @@ Saving and loading differ in three cases:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -261,12 +260,12 @@ def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 def _read_weights(folder: Path, ending: str) -> Mapping[str, Tensor]:
     safe = folder / f"{SAFE_MODEL_NAME}{ending}.safetensors"
+    weights: Mapping[str, Tensor]
     if safe.exists():
-        weights: Mapping[str, Tensor] = load_file(safe)
-        return weights
-    pickled = folder / f"{MODEL_NAME}{ending}.bin"
-    plain: Mapping[str, Tensor] = torch.load(os.fspath(pickled), "cpu", weights_only=True)
-    return plain
+        weights = load_file(safe)
+    else:
+        weights = torch.load(folder / f"{MODEL_NAME}{ending}.bin", "cpu", weights_only=True)
+    return weights
 
 
 def _check_gathers(accelerator: Accelerator, action: str) -> None:

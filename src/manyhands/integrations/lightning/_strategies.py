@@ -46,13 +46,6 @@ from manyhands.sharding.fsdp._wrapping import Classes, Policy, auto_wrap, enable
 from manyhands.sharding.zero._ddp import ShardedDataParallel
 from manyhands.sharding.zero._oss import OSS
 
-# Options of Lightning's strategy, which passes other options to DistributedDataParallel.
-OF_DDP_STRATEGY = {
-    name
-    for name, parameter in inspect.signature(DDPStrategy.__init__).parameters.items()
-    if name != "self" and parameter.kind is not parameter.VAR_KEYWORD
-}
-
 
 class OwnStrategy(DDPStrategy):
     """Base class of the strategies."""
@@ -278,7 +271,7 @@ class BlocksStrategy(OwnStrategy):
                 "each worker, and return mh.DiLoCo(optimizer, crew=mh.Crew()) from "
                 "configure_optimizers."
             )
-        of_strategy = {name: options.pop(name) for name in OF_DDP_STRATEGY & options.keys()}
+        of_strategy = _take(options, DDPStrategy)
         self._make = blocks
         self._options = options
         super().__init__(**of_strategy)
@@ -375,7 +368,8 @@ def _take(options: dict[str, Any], of: type) -> dict[str, Any]:
 
 
 def _check_options_known(options: Mapping[str, object], name: str, wrapper: str) -> None:
-    unknown = sorted(options.keys() - OF_DDP_STRATEGY)
+    # DDPStrategy would pass unknown options to DistributedDataParallel.
+    unknown = sorted(options.keys() - inspect.signature(DDPStrategy).parameters.keys())
     if unknown:
         raise TypeError(
             f"{name} got unknown options: {', '.join(unknown)}. It takes the options of {wrapper} "
