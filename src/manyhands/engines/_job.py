@@ -209,13 +209,13 @@ class Job:
         return None. Under Ray Train the checkpoint is written to Ray's storage and reported to Ray.
         Ray then deletes old checkpoints, and `keep` has no effect.
         """
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or []
+        optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
         self._claim_folder()
         # Read before this worker leaves the crew. Not the lowest rank: a joiner that arrived in the
         # last round does not call this save.
         saves = self.crew is None or self.crew.rank == self.crew.source
         for each in optimizers:
-            blocks = find_layer(each, Blocks)
+            blocks = None if each is None else find_layer(each, Blocks)
             if blocks is not None and self.crew is None:
                 blocks.synchronize()
             elif blocks is not None and stop_notice.received:

@@ -101,7 +101,7 @@ def check_schedules(configs: Sequence[LRSchedulerConfig], by_progress: Sequence[
 def replace_clipping(plugin: Precision) -> None:
     """Replace `clip_gradients` of a precision plugin, for sharded or scaled gradients."""
 
-    # Lightning passes an enum; a user's call may pass a string.
+    # Lightning passes an enum or a string.
     def clip_gradients(
         optimizer: Optimizer,
         clip_val: float | None = 0.0,
