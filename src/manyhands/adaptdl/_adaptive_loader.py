@@ -1,12 +1,11 @@
 """Load batches of adaptive size, and count epochs, with adaptdl's names and arguments.
 
-adaptdl's loop calls `optimizer.step()` and `zero_grad()` after every micro-batch. Both calls are
-ignored between the passes of a step, so the loop does not depend on the size of the batch:
+adaptdl's loop calls `optimizer.step()` and `zero_grad()` after every micro-batch. The rule ignores
+both calls between the passes of a step:
 
-    loader      yields micro-batches; `accumulates` is True if more micro-batches of the step follow
-    model       `AdaptiveDataParallel.forward` reads `accumulates`, and attaches the rule to the
-                loader in the first call
-    ramp        is created around the rule at this moment, and sets the size of the next steps
+    loader      yields micro-batches; `accumulates` is True if the step continues
+    model       `AdaptiveDataParallel.forward` reads `accumulates`, and first attaches the rule
+    ramp        is created with the attached rule, and sets the size of the next steps
 """
 
 from __future__ import annotations
@@ -44,22 +43,22 @@ class AdaptiveDataLoader(StepLoader):
 
     For adaptdl's loop with `AdaptiveDataParallel`, see `autoscale_batch_size`.
 
-    All ranks have equal parts of each step. The order of samples is the order of a `Cursor` with
-    this `seed`, for any number of ranks and any size of steps. After an interrupted loop, the next
-    loop over the loader continues after the samples of the last step.
+    All ranks have equal parts of each step. A `Cursor` with this `seed` has the same order of
+    samples, for any number of ranks and any size of steps. After an interrupted loop, the next loop
+    continues after the last step.
 
     Args:
         dataset: a dataset with a length and with samples by index.
-        batch_size: the small batch of all ranks, for which the learning rate was tuned. Each rank
-            has an equal part, rounded up.
+        batch_size: the small batch of all ranks, for which the learning rate was tuned. A rank's
+            part is rounded up.
         shuffle: whether to reorder the samples in each epoch.
-        max_local_batch_size: the number of samples that fit into a backward pass on a rank. Larger
-            batches take more passes. Default: a rank's part of the small batch.
+        max_local_batch_size: the largest backward pass on a rank, in samples. Default: a rank's
+            part of the small batch.
         seed: the seed of the order.
         process_group: the ranks that share the data; default: all.
-        options: further arguments of `DataLoader`, except `sampler` and `batch_sampler`. With
-            `drop_last=True`, an incomplete small batch at the end is dropped. Otherwise samples
-            from the start of the data complete the last step.
+        options: further arguments of `DataLoader`, except `sampler` and `batch_sampler`.
+            `drop_last=True` drops an incomplete small batch at the end. Otherwise samples from the
+            start of the data complete the last step.
     """
 
     # Arguments of `autoscale_batch_size`, in units. None: the size is fixed.
@@ -192,14 +191,12 @@ class AdaptiveDataLoader(StepLoader):
                 self._end = None
 
     def size_of(self, units: int) -> StepSize:
-        """Return the passes for a number of units, within `local_bsz_bounds`."""
         units = max(units, self._least_per_pass)
         if self._max_scale is None or self._accumulate:
             return super().size_of(units)
         return StepSize(1, step_size(units, self._most_per_pass).per_pass)
 
     def _plan_step(self) -> StepSize:
-        """Return the size of the next step: a single unit until a rule measures gradients."""
         if self._max_scale is None:
             return StepSize(1, 1)
         return self.size_of(1 if self._ramp is None else self._ramp.units)

@@ -38,7 +38,7 @@ def write_scalars(
 
 
 class AdaptiveDataParallel(ModuleWrapper):
-    """A data-parallel model with a scaling rule around the optimizer.
+    """A data-parallel model with a scaling rule.
 
     >>> import torch
     >>> from manyhands.adaptdl import AdaptiveDataParallel, AdaScale
@@ -54,16 +54,14 @@ class AdaptiveDataParallel(ModuleWrapper):
     2.0
 
     Do not divide losses by the number of passes: the rule divides the gradient after the last pass.
-    By default the scale is workers x passes, because each micro-batch is a small batch. If there is
-    no process group, the model runs on a single worker.
+    The default scale is workers x passes. A process group is optional for a single worker.
 
     Args:
         model: the module. A `fully_shard` module is not wrapped in DDP.
         optimizer: a bare optimizer of these parameters. The rule replaces `step` and `zero_grad`.
-        rule: a rule without optimizer. Default: `AdamScale()` for Adam and RMSprop, otherwise
-            `AdaScale()`. `scaling_rule=` is an alias. (The order of adaptdl 0.2.11 is also
-            accepted: scheduler, scaler, rule.)
-        lr_scheduler: stored as an attribute. Unlike adaptdl, save it in your checkpoint.
+        rule: an unbound rule. Default: `AdamScale()` for Adam and RMSprop, otherwise `AdaScale()`.
+            `scaling_rule=` is an alias. (Also accepted: adaptdl's order, scheduler, scaler, rule.)
+        lr_scheduler: stored as an attribute, but not saved.
         mp_scaler: the `GradScaler` in use.
         scale: size of the full batch in small batches.
         name: stored as an attribute.
@@ -104,7 +102,7 @@ class AdaptiveDataParallel(ModuleWrapper):
             names = ", ".join(ddp_arguments)
             raise TypeError(f"fully_shard averages the gradients of this model. Omit {names}.")
         ready = dist.is_available() and dist.is_initialized() and not self._fsdp_modules
-        # In a list, so that DDP is not a submodule: parameters are named `module.*`, as in DDP.
+        # In a list, so that DDP is not a submodule, and parameters are named `module.*`.
         self._parallel = [DistributedDataParallel(model, **ddp_arguments)] if ready else []
         self._averages = True
         self.process_group = ddp_arguments.get("process_group")
@@ -140,8 +138,8 @@ class AdaptiveDataParallel(ModuleWrapper):
     def set_accumulating(self, accumulates: bool | None) -> None:
         """Set whether the next pass accumulates (True) or ends a step (False).
 
-        In this mode, for loops over an `AdaptiveDataLoader`, `optimizer.step()` and `zero_grad()`
-        are ignored within a step. None ends the mode.
+        In this mode of an `AdaptiveDataLoader`, the rule ignores `optimizer.step()` and
+        `zero_grad()` within a step. None ends the mode.
         """
         self._set_averaging(not accumulates)
         self.scaling_rule.port.end_pass(None if accumulates is None else self._averages)
@@ -204,8 +202,8 @@ class AdaptiveDataParallel(ModuleWrapper):
 
 def _sort_arguments(third: object, fourth: object, fifth: object, sixth: object) -> dict[str, Any]:
     """Return the arguments after the optimizer by name, for either order."""
-    # Orders: (rule, lr_scheduler, mp_scaler, scaling_rule), and adaptdl's (lr_scheduler, mp_scaler,
-    # scaling_rule, name). The type identifies an argument; the position decides the other cases.
+    # (rule, lr_scheduler, mp_scaler, scaling_rule), or adaptdl's (lr_scheduler, mp_scaler,
+    # scaling_rule, name). Types identify arguments, then positions.
     named: dict[str, Any] = {}
     for position, value in enumerate((third, fourth, fifth, sixth)):
         if value is None:
