@@ -152,7 +152,7 @@ def test_the_variables_that_other_libraries_read():
 # -- started as one of several, and no process group --------------------------------------------
 
 ALONE = r"WORLD_SIZE=8 in the environment, but there is no process group: each of the 8 processes "
-ALONE += r"trains a model of its own. Call manyhands.start\(\)"
+ALONE += r"trains a separate model. Call manyhands.start\(\)"
 
 
 @pytest.fixture
