@@ -16,7 +16,22 @@ WITH_READY := $(WITH)/ready
 WITH_INSTALL := $(WITH)/bin/python -m pip install --disable-pip-version-check --editable '.[integrations]' \
     --constraint constraints.txt --constraint constraints-integrations.txt
 
-.PHONY: help demo test test-integrations quick gpu coverage lint docs docs-serve clean
+# A third environment beside .venv, with the libraries that manyhands replaces.
+ORIGINALS := .venv-originals
+ORIGINALS_READY := $(ORIGINALS)/ready
+ORIGINALS_INSTALL := $(ORIGINALS)/bin/python -m pip install --disable-pip-version-check \
+    --requirement requirements-originals.txt
+
+# An environment that sees the packages of .venv. addsitedir also reads .pth files: coverage has one, for
+# processes that a test starts.
+define BESIDE_VENV
+@$(BIN)/python -m venv $(1)
+@$(BIN)/python -c 'import sysconfig; folders = {sysconfig.get_path(name) for name in ("purelib", "platlib")}; \
+    [print("import site; site.addsitedir(%r)" % folder) for folder in sorted(folders)]' \
+    >"$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+endef
+
+.PHONY: help demo test test-integrations test-originals quick gpu coverage lint docs docs-serve clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r target text; do \
@@ -34,6 +49,10 @@ test: $(READY) ## run the tests; ARGS='-k name -x' goes to pytest, COVERAGE=1 me
 
 test-integrations: $(WITH_READY) ## run the tests with trainers and launchers; ARGS and COVERAGE as above
 	@$(WITH)/bin/python $(if $(COVERAGE),-m coverage run) -m pytest tests/integrations \
+	    --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+test-originals: $(ORIGINALS_READY) ## run the comparisons with fairscale and adaptdl
+	@$(ORIGINALS)/bin/python -m pytest tests/test_migrating*.py \
 	    --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 quick: $(READY) ## run the tests without ranks, in under 20 seconds
@@ -61,7 +80,7 @@ docs-serve: $(READY) ## serve the documentation with search on http://127.0.0.1:
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean: ## remove environments and build results
-	rm -rf .venv $(WITH) site build dist .coverage .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv $(WITH) $(ORIGINALS) site build dist .coverage .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -90,14 +109,20 @@ $(READY): pyproject.toml constraints.txt
 
 $(WITH_READY): $(READY) pyproject.toml constraints.txt constraints-integrations.txt
 	@echo "Creating $(WITH); the first time this takes a minute ..."
-	@$(BIN)/python -m venv $(WITH)
-	@# addsitedir also reads .pth files, such as coverage's for subprocesses of tests
-	@$(BIN)/python -c 'import sysconfig; folders = {sysconfig.get_path(name) for name in ("purelib", "platlib")}; \
-	    [print("import site; site.addsitedir(%r)" % folder) for folder in sorted(folders)]' \
-	    >"$$($(WITH)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	$(call BESIDE_VENV,$(WITH))
 	@$(WITH_INSTALL) --quiet --quiet || { \
 	    echo; \
 	    echo "Installing into $(WITH) failed: see pip's error above. For pip's full output, run:"; \
 	    echo "    $(WITH_INSTALL)"; \
+	    exit 1; } >&2
+	@touch $@
+
+$(ORIGINALS_READY): $(READY) requirements-originals.txt
+	@echo "Creating $(ORIGINALS); the first time this takes a minute ..."
+	$(call BESIDE_VENV,$(ORIGINALS))
+	@$(ORIGINALS_INSTALL) --quiet --quiet || { \
+	    echo; \
+	    echo "Installing into $(ORIGINALS) failed: see pip's error above. For pip's full output, run:"; \
+	    echo "    $(ORIGINALS_INSTALL)"; \
 	    exit 1; } >&2
 	@touch $@

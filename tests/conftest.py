@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from types import ModuleType
@@ -91,6 +92,17 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Report each reason for skipped tests, and the number of tests, in a single line."""
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        if isinstance(report.longrepr, tuple):
+            _, _, reason = report.longrepr
+            reasons[reason.removeprefix("Skipped: ")] += 1
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
 @pytest.fixture(autouse=True)

@@ -518,14 +518,16 @@ def two_optimizers(self):
 
 def test_several_optimizers_are_an_error():
     failing(
-        "configure_optimizers returned 2.*wrap each in configure_optimizers yourself",
+        "configure_optimizers returned 2.*Wrap multiple optimizers in configure_optimizers",
         methods={"configure_optimizers": two_optimizers},
         attributes={"automatic_optimization": False},
     )
 
 
 def test_an_optimizer_without_a_rule_of_its_own_is_an_error():
-    failing(r"got Adagrad. Name one: Scaling\(mh.SqrtScale\)", TypeError, make=torch.optim.Adagrad)
+    failing(
+        r"got Adagrad. Pass a rule: Scaling\(mh.SqrtScale\)", TypeError, make=torch.optim.Adagrad
+    )
 
 
 def test_a_rule_in_configure_optimizers_and_a_callback_are_an_error():
@@ -561,15 +563,15 @@ def test_a_ramp_or_progress_in_blocks_is_an_error():
         return [BatchRamp(max_scale=4)]
 
     for callbacks, match in (
-        (ramp, "BatchRamp would choose another number of steps"),
-        (lambda: [scaling(by_progress=True)], "in blocks each has a progress of its own"),
+        (ramp, "BatchRamp would choose different numbers"),
+        (lambda: [scaling(by_progress=True)], "in blocks, progress differs between devices"),
     ):
         failing(match, trainer={"strategy": in_blocks, "callbacks": callbacks}, ranks=2)
 
 
 def test_passes_that_are_said_twice_are_an_error():
     failing(
-        "leave num_gradients_to_accumulate out",
+        "num_gradients_to_accumulate is .* Omit it",
         trainer={"callbacks": lambda: [scaling(num_gradients_to_accumulate=2)]},
     )
 
@@ -589,7 +591,7 @@ def test_other_strategies_are_an_error():
 
 
 def test_the_rule_before_fit_is_an_error():
-    with pytest.raises(RuntimeError, match="there is none yet"):
+    with pytest.raises(RuntimeError, match="there is no rule yet"):
         _ = scaling().rule
 
 

@@ -237,7 +237,7 @@ assert not resize(Workers(running, Status(finished=True), left=False))
 assert "a worker was lost" in resize(Workers(running, dies=True))
 assert "out of memory" in resize(Workers(running, Status(errors={0: "failed"})))
 late = resize(Workers(running, running, left=False), 0.5)
-assert "have not left within 0.5 s. Let the training function call mh.stopping" in late
+assert "have not left within 0.5 s. Call mh.stopping in every step" in late
 """
 
 

@@ -452,9 +452,9 @@ def test_a_resumed_ramp_goes_on_where_it_was(tmp_path):
 @pytest.mark.parametrize(
     "changed, message",
     [
-        ({"passes": 2}, "a Ramp sets gradient_accumulation_steps"),
-        ({"end": -1}, "max_steps is not set"),
-        ({"ramp": lambda rule: mh.Ramp(rule, max_scale=64)}, "more than the 28 small batches"),
+        ({"passes": 2}, "ramp= sets .* gradient_accumulation_steps"),
+        ({"end": -1}, "needs max_steps"),
+        ({"ramp": lambda rule: mh.Ramp(rule, max_scale=64)}, "at most 28, the small batches"),
     ],
 )
 def test_what_a_ramp_cannot_do(changed, message, tmp_path):
@@ -825,16 +825,16 @@ MISTAKES = {
         lambda trainer: setattr(trainer.model, "_tp_size", 2),
         "parallelism.*'tp': 2",
     ),
-    "sharded when loaded": (
+    "sharded loading": (
         set_on("is_distributed_loading_by_transformers", True),
-        "sharded when loaded",
+        "sharded loading",
     ),
     "FSDP of ours": (
         lambda trainer: setattr(trainer, "model", mh.FSDP(trainer.model)),
         "a model in FullyShardedDataParallel",
     ),
-    "LOMO": (set_argument("optim", OptimizerNames.LOMO), "inside of backward"),
-    "layerwise": (set_argument("optim", OptimizerNames.GALORE_ADAMW_LAYERWISE), "inside of back"),
+    "LOMO": (set_argument("optim", OptimizerNames.LOMO), "inside backward"),
+    "layerwise": (set_argument("optim", OptimizerNames.GALORE_ADAMW_LAYERWISE), "inside back"),
     "auto_find_batch_size": (set_argument("auto_find_batch_size", True), "changes the small batch"),
     "Megatron": (
         lambda trainer: setattr(
@@ -868,7 +868,7 @@ def test_tokens_that_are_weighed_by_rank_are_an_error(tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({}, "max_steps is not set"),
+        ({}, "needs max_steps"),
         (
             {"max_steps": 9, "lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
             "follows a metric",
@@ -898,7 +898,7 @@ def other_passes(model, **options):
 @pytest.mark.parametrize(
     "made, message",
     [
-        (ramped, "Let attach.. make it"),
+        (ramped, "Pass ramp= to attach"),
         (other_passes, "gradient_accumulation_steps=3 .* num_gradients_to_accumulate=2"),
     ],
 )
@@ -917,7 +917,7 @@ def test_an_optimizer_that_its_loop_cannot_drive_is_an_error_before_the_first_st
     "options, message",
     [
         ({"rule": mh.AdaScale}, r"mh.DiLoCo\(mh.AdamScale\(optimizer, world_size=1, num_grad.*=3"),
-        ({"by_progress": True, "max_steps": 4}, "count steps"),
+        ({"by_progress": True, "max_steps": 4}, "Omit fsdp= and by_progress"),
     ],
 )
 def test_what_does_not_go_with_blocks(options, message, tmp_path):
@@ -971,7 +971,7 @@ def test_a_trainer_that_counts_its_tokens_in_another_way_is_an_error(tmp_path):
         attach(trainer, mh.AdaScale)
         trainer.train()
 
-    raises_on_ranks(2, RuntimeError, train, match="Other counts 7.*do not override")
+    raises_on_ranks(2, RuntimeError, train, match="Other counts 7.*Do not override")
 
 
 def test_another_call_of_train_counts_from_the_beginning(tmp_path):

@@ -368,7 +368,7 @@ def test_a_loop_that_is_left_ends_its_epoch():
     assert list(adaptdl.remaining_epochs_until(3)) == [2]
     epochs = adaptdl.remaining_epochs_until(5)
     next(epochs)
-    with pytest.raises(RuntimeError, match="running already"):
+    with pytest.raises(RuntimeError, match="supports one loop at a time"):
         next(adaptdl.remaining_epochs_until(6))
     epochs.close()
 
@@ -387,13 +387,13 @@ def test_mistakes_are_errors_that_say_what_to_do():
     for maximum, bounds, message in (
         (4, None, "at least 8, got 4.*small batch"),
         (64.0, None, "whole number"),
-        (64, (16, 32), "at most the batch_size, which is 8"),
+        (64, (16, 32), "must not exceed batch_size=8"),
         (64, (0, 32), "at least 1, got 0"),
         (64, (None, 4), "at least 8, got 4"),
     ):
         with pytest.raises(ValueError, match=message):
             loader.autoscale_batch_size(maximum, bounds)
-    with pytest.raises(RuntimeError, match="iterated already"):
+    with pytest.raises(RuntimeError, match="supports one loop at a time"):
         for _ in loader:
             next(iter(loader))
     rule = mh.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -252,7 +252,7 @@ def test_arguments_that_are_mixed_up():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="expected a scaling rule, got str"):
         adaptdl.AdaptiveDataParallel(model, optimizer, "AdaScale")
-    with pytest.raises(TypeError, match="two arguments are a rule"):
+    with pytest.raises(TypeError, match="got two arguments for rule"):
         adaptdl.AdaptiveDataParallel(model, optimizer, mh.AdaScale(), scaling_rule=mh.AdaScale())
 
 

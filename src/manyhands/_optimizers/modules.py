@@ -31,7 +31,6 @@ CHECKPOINTED = "_checkpoint_wrapped_module"  # torch's wrapper removes this name
 # No user's module has these names. `module` can be a user's name.
 WRAPPER_NAMES = ("_orig_mod", CHECKPOINTED, INNER)
 TORCH_WRAPPERS = (DistributedDataParallel, nn.DataParallel)
-NAMED = 4
 
 
 class ModuleWrapper(nn.Module):
@@ -72,10 +71,8 @@ def plain_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn
     elif isinstance(module, TORCH_WRAPPERS):
         left_out += ("module",)
     for name, child in module._modules.items():
-        if child is not None and name in left_out:
-            yield from plain_modules(child, prefix)
-        elif child is not None:
-            yield from plain_modules(child, f"{prefix}{name}.")
+        if child is not None:
+            yield from plain_modules(child, prefix if name in left_out else f"{prefix}{name}.")
 
 
 def plain_name(name: str, wrappers: tuple[str, ...] = (CHECKPOINTED, INNER)) -> str:
@@ -101,13 +98,10 @@ def check_has_memory(module: nn.Module) -> None:
         if tensor.is_meta:
             on_meta.append(plain_name(name, WRAPPER_NAMES))
     if on_meta:
-        named = ", ".join(on_meta[:NAMED])
-        if len(on_meta) > NAMED:
-            named += f" and {len(on_meta) - NAMED} more"
         raise RuntimeError(
-            f"{named} of the model: on the meta device, which has no memory. "
-            'Call mh.load_weights(model, path), or model.to_empty(device="cpu") and initialize it, '
-            "before levels 0 to 2 of mh.shard or after level 3."
+            f"{len(on_meta)} tensors of the model, such as {on_meta[0]}, are on the meta device, "
+            'which has no memory. Call mh.load_weights(model, path), or model.to_empty(device="cpu"'
+            ") and initialize it, before levels 0 to 2 of mh.shard or after level 3."
         )
 
 

@@ -260,16 +260,16 @@ class LossScaler(Protocol):
     def get_scale(self) -> float: ...
 
 
+@dataclass
 class LossScale:
     """The factor of gradients at the time of their measurement. The owner of this number.
 
     With a known `scaler`, the scale is read in backward. Otherwise, the scaler provides the scale
-    at the step, for a division of the measurement; `last` is the last step's scale.
+    at the step, for a division of the measurement.
     """
 
-    def __init__(self, scaler: LossScaler | None = None) -> None:
-        self.scaler = scaler
-        self.last: float | None = None
+    scaler: LossScaler | None = None
+    last: float | None = None  # the scale of the last step
 
     @property
     def known(self) -> bool:

@@ -1,9 +1,9 @@
-"""Provide adaptdl's names, arguments and defaults: change the import, and nothing else.
+"""Provide adaptdl's names, arguments and defaults: a script changes only its imports.
 
 >>> import manyhands.adaptdl as adl
 >>> from manyhands.adaptdl import AdaptiveDataParallel, AdaScale
 
-adaptdl has the rules in a module of their own, `adaptdl.torch.scaling_rules`; here all are in one.
+This module also contains the names of `adaptdl.torch.scaling_rules`.
 
 _data_parallel.py    `AdaptiveDataParallel`: binds a rule to a module
 _adaptive_loader.py  `AdaptiveDataLoader` and `remaining_epochs_until`
@@ -27,4 +27,4 @@ __all__ = [
 ]
 
 for _public in (AdaptiveDataLoader, AdaptiveDataParallel, remaining_epochs_until):
-    _public.__module__ = __name__  # what tracebacks and help() show
+    _public.__module__ = __name__  # for tracebacks and help()

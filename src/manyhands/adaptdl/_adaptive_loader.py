@@ -1,22 +1,16 @@
-"""Load a batch that scales itself, and count the epochs that remain, as adaptdl does.
+"""Load batches of adaptive size, and count epochs, with adaptdl's names and arguments.
 
-adaptdl's loop calls `optimizer.step()` and `zero_grad()` after each micro-batch. Between the passes
-of one step both do nothing, and the model accumulates. So the loop need not know how large a batch
-is:
+adaptdl's loop calls `optimizer.step()` and `zero_grad()` after every micro-batch. The rule ignores
+both calls between the passes of a step:
 
-    loader      yields micro-batches, and says whether more of the step follow (`accumulates`)
-    model       `AdaptiveDataParallel` asks the loader in `forward`, and attaches its rule the
-                first time
-    ramp        is made then, around the rule, and decides how large the next steps are
-
-Names, and the order of arguments, are adaptdl's. adaptdl's scheduler and its cluster are not
-needed.
+    loader      yields micro-batches; `accumulates` is True if the step continues
+    model       `AdaptiveDataParallel.forward` reads `accumulates`, and first attaches the rule
+    ramp        is created with the attached rule, and sets the size of the next steps
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch.optim.optimizer import StateDict
@@ -29,9 +23,9 @@ from manyhands.ramp._ramp import Ramp, SavedRamp
 
 
 class AdaptiveDataLoader(StepLoader):
-    """A `DataLoader` whose micro-batches grow, for `Ramp` or in adaptdl's own loop.
+    """A `DataLoader` with adaptive micro-batches, for `Ramp` or adaptdl's loop.
 
-    With a ramp, which takes each step's micro-batches from it:
+    Example with `Ramp`:
 
     >>> import torch, manyhands as mh
     >>> from manyhands.adaptdl import AdaptiveDataLoader
@@ -47,36 +41,36 @@ class AdaptiveDataLoader(StepLoader):
     ...     optimizer.step()
     ...     optimizer.zero_grad()
 
-    adaptdl's loop, with `AdaptiveDataParallel`, works too: see `autoscale_batch_size`.
+    For adaptdl's loop with `AdaptiveDataParallel`, see `autoscale_batch_size`.
 
-    Every rank has an equally large part of each step. The samples come in the order of a `Cursor`
-    with this `seed`, whatever the number of ranks and the size of the steps. If a loop is
-    left early, the next loop over the loader continues after the last step's samples.
+    All ranks have equal parts of each step. A `Cursor` with this `seed` has the same order of
+    samples, for any number of ranks and any size of steps. After an interrupted loop, the next loop
+    continues after the last step.
 
     Args:
-        dataset: a dataset with a length, whose samples are found by index.
-        batch_size: the small batch, on all ranks together: the batch that the learning rate was
-            tuned for. Each rank has an equal part of it, rounded up.
-        shuffle: whether the samples come in another order each time.
-        max_local_batch_size: the samples that fit into one backward pass on one rank. Larger
-            batches come as several passes. By default a pass stays at its part of the small batch.
-        seed: the seed of the samples' order.
-        process_group: the ranks that share the data; by default all.
-        options: further arguments of `DataLoader`, except `sampler` and `batch_sampler`. With
-            `drop_last=True` samples at the end that do not fill a small batch are left out.
-            Otherwise the last step takes the missing ones from the beginning of the data.
+        dataset: a dataset with a length and with samples by index.
+        batch_size: the small batch of all ranks, for which the learning rate was tuned. A rank's
+            part is rounded up.
+        shuffle: whether to reorder the samples in each epoch.
+        max_local_batch_size: the largest backward pass on a rank, in samples. Default: a rank's
+            part of the small batch.
+        seed: the seed of the order.
+        process_group: the ranks that share the data; default: all.
+        options: further arguments of `DataLoader`, except `sampler` and `batch_sampler`.
+            `drop_last=True` drops an incomplete small batch at the end. Otherwise samples from the
+            start of the data complete the last step.
     """
 
-    # The arguments of `autoscale_batch_size`, in units; without it the batch does not scale.
+    # Arguments of `autoscale_batch_size`, in units. None: the size is fixed.
     _max_scale: float | None = None
     _least_per_pass = 1
     _accumulate = False
     _ramp: Ramp | None = None
     _module: AdaptiveDataParallel | None = None
-    _saved_ramp: SavedRamp | None = None  # of a run that continues, until there is a ramp
+    _saved_ramp: SavedRamp | None = None  # loaded before the ramp exists
     _more_follow = False
     _iterated = False
-    _end: float | None = None  # the progress at which the present epoch ends
+    _end: float | None = None  # the progress at the end of this epoch
 
     def autoscale_batch_size(
         self,
@@ -84,10 +78,10 @@ class AdaptiveDataLoader(StepLoader):
         local_bsz_bounds: tuple[int | None, int | None] | None = None,
         gradient_accumulation: bool = False,
     ) -> None:
-        """Let the batch of a training loop with `AdaptiveDataParallel` grow as far as it pays.
+        """Adapt the batch size of a training loop with `AdaptiveDataParallel`.
 
-        A loop over the loader then ends when the run has made as much progress as one epoch at the
-        small batch. So it may go through the data more than once.
+        A loop over the loader then ends when the progress equals an epoch of small batches. It may
+        read the data repeatedly.
 
         >>> import torch, manyhands.adaptdl as adl
         >>> data = torch.utils.data.TensorDataset(torch.randn(256, 4), torch.randn(256, 1))
@@ -103,10 +97,9 @@ class AdaptiveDataLoader(StepLoader):
         ...         optimizer.step()
 
         Args:
-            max_batch_size: the largest batch, on all ranks together, in samples.
-            local_bsz_bounds: the fewest and the most samples of one pass on one rank; either may
-                be None.
-            gradient_accumulation: whether a step may have several passes.
+            max_batch_size: the largest batch of all ranks, in samples.
+            local_bsz_bounds: minimum and maximum samples of a pass on a rank, or None.
+            gradient_accumulation: whether a step may have more than one pass.
         """
         max_batch_size = whole(
             "max_batch_size",
@@ -119,8 +112,8 @@ class AdaptiveDataLoader(StepLoader):
         low = 1 if low is None else whole("local_bsz_bounds", low, 1)
         if low > max(self._small_batch, self._unit):
             raise ValueError(
-                f"local_bsz_bounds={local_bsz_bounds}: the first must be at most the batch_size, "
-                f"which is {self._small_batch}."
+                f"the first of local_bsz_bounds must not exceed batch_size={self._small_batch}, "
+                f"got {local_bsz_bounds}."
             )
         most_units = max_batch_size // self.samples_per_unit
         most_per_pass = most_units if high is None else min(most_units, self._units_within(high))
@@ -131,30 +124,30 @@ class AdaptiveDataLoader(StepLoader):
         self._accumulate = gradient_accumulation
         self._most_per_pass = most_per_pass
 
-    # -- what adaptdl's loop reads -------------------------------------------------------------
+    # -- adaptdl's properties ------------------------------------------------------------------
 
     @property
     def current_local_bsz(self) -> int:
-        """adaptdl's name for the samples of one micro-batch on each rank, in the present step."""
+        """Samples of a micro-batch on a rank, in the current step."""
         return self.size.per_pass * self._unit
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches of a step, without the last one, which the optimizer's step follows."""
+        """Micro-batches of a step, excluding the last."""
         return self.size.passes - 1
 
     @property
     def current_batch_size(self) -> int:
-        """Samples of the whole step under way, on all ranks."""
+        """Samples of the current step on all ranks."""
         return self.size.units * self.samples_per_unit
 
     @property
     def training(self) -> bool:
-        """Whether the batch scales itself, as the loader of the training data does."""
+        """Whether the batch size adapts, which applies to training data only."""
         return self._max_scale is not None
 
     def to_tensorboard(self, writer: ScalarWriter, global_step: int, tag_prefix: str = "") -> None:
-        """Write the sizes to a TensorBoard `SummaryWriter`."""
+        """Write the batch sizes to a TensorBoard `SummaryWriter`."""
         values = {
             "Total_Batch_Size": self.current_batch_size,
             "Local_Batch_Size": self.current_local_bsz,
@@ -165,8 +158,18 @@ class AdaptiveDataLoader(StepLoader):
     # -- iteration -----------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield micro-batches of the whole data once, or for one epoch's worth of progress."""
-        with self._being_iterated():
+        """Yield micro-batches of the data, once or until the progress equals an epoch."""
+        if self._iterated:
+            raise RuntimeError(
+                "this AdaptiveDataLoader supports one loop at a time. Create a second "
+                "AdaptiveDataLoader for a nested loop over the data."
+            )
+        # The model reads this loader in `forward`. A loader in a nested loop, for example in an
+        # evaluation, replaces it temporarily.
+        outer = AdaptiveDataParallel._loader
+        self._iterated = True
+        AdaptiveDataParallel._loader = self
+        try:
             while True:
                 for step in self._ordered_steps(self._plan_step):
                     if self._ramp is not None:
@@ -177,23 +180,7 @@ class AdaptiveDataLoader(StepLoader):
                     if self._is_over():
                         return
                 if self._ramp is None:
-                    return  # the data was gone through once, and nothing scales the batch
-
-    @contextmanager
-    def _being_iterated(self) -> Iterator[None]:
-        """Open one loop over the data, in which the model asks this loader about each pass."""
-        if self._iterated:
-            raise RuntimeError(
-                "this loader is iterated already: one loop over it at a time. For another loop "
-                "over the same data make another AdaptiveDataLoader."
-            )
-        # The model asks this loader in `forward`. A loader that is iterated inside the loop, as for
-        # an evaluation, takes its place for that time.
-        outer = AdaptiveDataParallel._loader
-        self._iterated = True
-        AdaptiveDataParallel._loader = self
-        try:
-            yield
+                    return  # a fixed batch size reads the data once
         finally:
             AdaptiveDataParallel._loader = outer
             self._iterated = False
@@ -204,61 +191,51 @@ class AdaptiveDataLoader(StepLoader):
                 self._end = None
 
     def size_of(self, units: int) -> StepSize:
-        """Return the passes of a step of this many units, within `local_bsz_bounds`."""
         units = max(units, self._least_per_pass)
         if self._max_scale is None or self._accumulate:
             return super().size_of(units)
         return StepSize(1, step_size(units, self._most_per_pass).per_pass)
 
     def _plan_step(self) -> StepSize:
-        """Return the size of the next step: one unit until there is a rule that measures."""
         if self._max_scale is None:
             return StepSize(1, 1)
         return self.size_of(1 if self._ramp is None else self._ramp.units)
 
     def _is_over(self) -> bool:
-        """Return whether the epoch's progress is reached."""
         if self._ramp is None or self._end is None:
             return False
-        # the tolerance covers rounding in a sum of many gains
+        # The tolerance covers rounding in the sum of gains.
         return self._ramp.optimizer.progress >= self._end - 1e-9
 
-    # -- what the model asks -------------------------------------------------------------------
+    # -- calls from the model ------------------------------------------------------------------
 
     @property
     def accumulates(self) -> bool:
-        """Whether more micro-batches of the same step follow."""
+        """Whether more micro-batches of this step follow."""
         return self._more_follow
 
     def attach(self, module: AdaptiveDataParallel) -> None:
-        """Before each forward of the module: take over its rule's batch, the first time."""
-        if self._module is module:
-            if self._ramp is not None and self._end is None:
-                self._begin_epoch(module)
-            return
-        self._module = module
+        """Set the batch of the module's rule. The module calls this before every forward."""
         rule = module.scaling_rule
-        if self._max_scale is None:
-            # the batch stays at one unit
-            rule.port.begin_step(1, scale_per_pass=self.scale_per_unit)
-            return
-        self._ramp = Ramp(rule, self._max_scale, loader=self)
-        if self._saved_ramp is not None:
-            self._ramp._take(self._saved_ramp)
-            self._saved_ramp = None
-        self._ramp._begin_step(self.size)
-        if self._end is None:
-            self._begin_epoch(module)
-
-    def _begin_epoch(self, module: AdaptiveDataParallel) -> None:
-        self._end = module.scaling_rule.progress + self._samples / self._small_batch
+        if self._module is not module:
+            self._module = module
+            if self._max_scale is None:
+                rule.port.begin_step(1, scale_per_pass=self.scale_per_unit)
+                return
+            self._ramp = Ramp(rule, self._max_scale, loader=self)
+            if self._saved_ramp is not None:
+                self._ramp._take(self._saved_ramp)
+                self._saved_ramp = None
+            self._ramp._begin_step(self.size)
+        if self._ramp is not None and self._end is None:
+            self._end = rule.progress + self._samples / self._small_batch
 
     # -- saving --------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
         """Return the position in the data, the number of finished epochs, and the ramp's state.
 
-        Take it between two steps.
+        Call it between steps.
         """
         return {
             **super().state_dict(),
@@ -268,10 +245,10 @@ class AdaptiveDataLoader(StepLoader):
         }
 
     def load_state_dict(self, state_dict: SavedState) -> None:
-        """Continue after the last step's samples, on any number of ranks.
+        """Restore a `state_dict`, on any number of ranks.
 
-        The rest of the data comes first, in the order that it had. `remaining_epochs_until` goes on
-        with the epoch that was not finished.
+        The next loop starts with the remaining data of the epoch, in the original order.
+        `remaining_epochs_until` continues with the unfinished epoch.
         """
         ledger = self._parse_position(state_dict)
         saved = SavedEntries(state_dict, "an AdaptiveDataLoader")
@@ -288,7 +265,7 @@ class AdaptiveDataLoader(StepLoader):
 
 
 class _Epochs:
-    """The number of epochs that this process has finished."""
+    """Epochs finished by this process, and whether a loop over epochs is running."""
 
     finished = 0
     running = False
@@ -298,10 +275,10 @@ _epochs = _Epochs()
 
 
 def remaining_epochs_until(epoch: int) -> Iterator[int]:
-    """Yield the numbers of the epochs that are left, from 0 or from where a saved run stopped.
+    """Yield the numbers of the remaining epochs.
 
-    After an `AdaptiveDataLoader`'s `load_state_dict`, the epochs that the saved run had finished
-    are skipped. A second loop goes on where the first one ended.
+    After `AdaptiveDataLoader.load_state_dict`, epochs that the saved run has finished are skipped.
+    A second loop continues after the first.
 
     >>> from manyhands.adaptdl import remaining_epochs_until
     >>> epochs = remaining_epochs_until(0)
@@ -309,18 +286,17 @@ def remaining_epochs_until(epoch: int) -> Iterator[int]:
     []
 
     Args:
-        epoch: the number of epochs at which the run ends.
+        epoch: the total number of epochs.
     """
     if _epochs.running:
         raise RuntimeError(
-            "a loop over remaining_epochs_until() is running already: end it first. Epochs are "
-            "counted for the whole process."
+            "remaining_epochs_until() supports one loop at a time per process. End the first loop."
         )
     while _epochs.finished < epoch:
         _epochs.running = True
         try:
             yield _epochs.finished
         finally:
-            # also if the loop is left by break or an exception, as in adaptdl
+            # Also after break or an exception in the loop, as in adaptdl.
             _epochs.finished += 1
             _epochs.running = False

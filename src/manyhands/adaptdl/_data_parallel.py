@@ -1,13 +1,10 @@
-"""Bind a rule to a data-parallel module, which counts passes, as adaptdl does.
-
-Names and the order of arguments are adaptdl's, so that code written for it runs unchanged.
-"""
+"""Bind a rule to a data-parallel module that counts passes, with adaptdl's names and arguments."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -26,7 +23,7 @@ from manyhands.scaling._rules import AdamScale, AdaScale
 
 
 class ScalarWriter(Protocol):
-    """TensorBoard's `SummaryWriter`, or any other with its method."""
+    """TensorBoard's `SummaryWriter`, or an object with this method."""
 
     def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
 
@@ -34,7 +31,6 @@ class ScalarWriter(Protocol):
 def write_scalars(
     writer: ScalarWriter, values: Mapping[str, float], global_step: int, prefix: str
 ) -> None:
-    """Write values under tags with this prefix."""
     if prefix and not prefix.endswith("/"):
         prefix = f"{prefix}/"
     for tag, value in values.items():
@@ -42,7 +38,7 @@ def write_scalars(
 
 
 class AdaptiveDataParallel(ModuleWrapper):
-    """A data-parallel model whose optimizer follows a scaling rule.
+    """A data-parallel model with a scaling rule.
 
     >>> import torch
     >>> from manyhands.adaptdl import AdaptiveDataParallel, AdaScale
@@ -50,31 +46,29 @@ class AdaptiveDataParallel(ModuleWrapper):
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> rule = AdaScale()
     >>> model = AdaptiveDataParallel(model, optimizer, rule)
-    >>> with model.no_sync():  # every pass but the step's last
+    >>> with model.no_sync():  # every pass except the last of a step
     ...     model(torch.randn(8, 4)).square().mean().backward()
     >>> model(torch.randn(8, 4)).square().mean().backward()
-    >>> rule.step()  # or optimizer.step(), which is now the rule's
+    >>> rule.step()  # optimizer.step() also calls the rule
     >>> rule.scale
     2.0
 
-    Do not divide losses by the number of passes: the gradient is divided after the last one. The
-    scale is workers x passes (each micro-batch is a small batch), unless `scale` is an argument.
-    Without a process group the model runs on one worker.
+    Do not divide losses by the number of passes: the rule divides the gradient after the last pass.
+    The default scale is workers x passes. A process group is optional for a single worker.
 
     Args:
-        model: the module. A module that `fully_shard` was called on is not wrapped in DDP.
-        optimizer: a bare optimizer of its parameters; `step` and `zero_grad` become the rule's.
-        rule: a rule without optimizer; by default `AdamScale()` for Adam and RMSprop,
-            `AdaScale()` for others. `scaling_rule=` is the same. (adaptdl's own order is accepted
-            too: the scheduler in this place, then the scaler and the rule.)
-        lr_scheduler: kept as an attribute. (adaptdl saved it; here, save it in your checkpoint.)
+        model: the module. A `fully_shard` module is not wrapped in DDP.
+        optimizer: a bare optimizer of these parameters. The rule replaces `step` and `zero_grad`.
+        rule: an unbound rule. Default: `AdamScale()` for Adam and RMSprop, otherwise `AdaScale()`.
+            `scaling_rule=` is an alias. (Also accepted: adaptdl's order, scheduler, scaler, rule.)
+        lr_scheduler: stored as an attribute, but not saved.
         mp_scaler: the `GradScaler` in use.
-        scale: size of the whole batch in small batches.
-        name: kept as an attribute.
+        scale: size of the full batch in small batches.
+        name: stored as an attribute.
         ddp_arguments: further arguments of `DistributedDataParallel`.
     """
 
-    _loader: ClassVar[Any] = None  # the `AdaptiveDataLoader` that is iterated at present, if any
+    _loader: ClassVar[Any] = None  # the `AdaptiveDataLoader` in the current loop, or None
 
     def __init__(
         self,
@@ -91,7 +85,7 @@ class AdaptiveDataParallel(ModuleWrapper):
     ) -> None:
         super().__init__()
         instance("model", model, nn.Module, "a torch.nn.Module")
-        # Raises for a misspelt keyword: without a process group no DDP would notice it.
+        # Rejects misspelt keywords, even if no process group exists, and therefore no DDP.
         inspect.signature(DistributedDataParallel.__init__).bind(None, None, **ddp_arguments)
         arguments = _sort_arguments(rule, lr_scheduler, mp_scaler, scaling_rule)
         rule = arguments.get("rule")
@@ -106,9 +100,9 @@ class AdaptiveDataParallel(ModuleWrapper):
         self._fsdp_modules = fsdp_modules(model)  # fully_shard averages their gradients
         if self._fsdp_modules and ddp_arguments:
             names = ", ".join(ddp_arguments)
-            raise TypeError(f"fully_shard averages this model's gradients: leave out {names}.")
+            raise TypeError(f"fully_shard averages the gradients of this model. Omit {names}.")
         ready = dist.is_available() and dist.is_initialized() and not self._fsdp_modules
-        # In a list, so that it is no submodule: parameters keep the names `module.*`, as in DDP.
+        # In a list, so that DDP is not a submodule, and parameters are named `module.*`.
         self._parallel = [DistributedDataParallel(model, **ddp_arguments)] if ready else []
         self._averages = True
         self.process_group = ddp_arguments.get("process_group")
@@ -120,43 +114,38 @@ class AdaptiveDataParallel(ModuleWrapper):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the next backward pass is the step's last."""
+        """Whether the next backward pass is the last of a step."""
         return all(ddp.require_backward_grad_sync for ddp in self._parallel) and self._averages
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate: passes inside are not the step's last, and their gradients not averaged."""
+        """Accumulate gradients without averaging. Passes in this context do not end a step."""
         before = self._averages
-        self._averages = False
+        self._set_averaging(False)
         try:
-            with ExitStack() as stack:
-                for ddp in self._parallel:
-                    stack.enter_context(ddp.no_sync())
-                self._set_averaging(False)
-                yield
+            yield
         finally:
-            self._averages = before
             self._set_averaging(before)
 
     def _set_averaging(self, enabled: bool) -> None:
-        # all modules are in the list, so no recursion
+        self._averages = enabled
+        for ddp in self._parallel:
+            ddp.require_backward_grad_sync = enabled
+        # The list contains all modules, so no recursion is needed.
         for module in self._fsdp_modules:
             module.set_requires_gradient_sync(enabled, recurse=False)
 
     def set_accumulating(self, accumulates: bool | None) -> None:
-        """Make the next pass accumulate, or be its step's last; None: as in any other loop.
+        """Set whether the next pass accumulates (True) or ends a step (False).
 
-        The loop of an `AdaptiveDataLoader` calls `optimizer.step()` and `zero_grad()` in every
-        pass, as adaptdl's did. Within a step both do nothing.
+        In this mode of an `AdaptiveDataLoader`, the rule ignores `optimizer.step()` and
+        `zero_grad()` within a step. None ends the mode.
         """
-        self._averages = not accumulates
-        for ddp in self._parallel:
-            ddp.require_backward_grad_sync = self._averages
-        self._set_averaging(self._averages)
-        self.scaling_rule.port.end_pass(None if accumulates is None else not accumulates)
+        self._set_averaging(not accumulates)
+        self.scaling_rule.port.end_pass(None if accumulates is None else self._averages)
 
     def __getattr__(self, name: str) -> Any:
-        """Look up other attributes on DistributedDataParallel (`register_comm_hook`, `join`)."""
+        """Return an attribute of DistributedDataParallel, such as `register_comm_hook`."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -166,14 +155,13 @@ class AdaptiveDataParallel(ModuleWrapper):
             return wrapped_attribute(self, parallel[0], name)
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """Run the model; in training, ask the loader before whether the step has more passes."""
-        # An evaluation's forward passes are no passes of a step.
+        """Run the model. In training, first read from the loader whether the step continues."""
         trains = self.training and torch.is_grad_enabled()
         if trains and self._loader is not None:
             self._loader.attach(self)
             self.set_accumulating(self._loader.accumulates)
         if trains and self.leading_dimension is None:
-            # LEGWScale needs the size of the first micro-batch
+            # The size of the first micro-batch, for LEGWScale.
             for value in (*args, *kwargs.values()):
                 if isinstance(value, Tensor) and value.dim() > 0:
                     self.leading_dimension = value.shape[0]
@@ -192,12 +180,12 @@ class AdaptiveDataParallel(ModuleWrapper):
 
     @property
     def gain(self) -> float:
-        """The number of small-batch steps that one step is worth at present."""
+        """The current gain: the number of small-batch steps that a step replaces."""
         return self.scaling_rule.gain()
 
     @property
     def gns(self) -> GradientStatistics:
-        """The gradient statistics under adaptdl's names."""
+        """The gradient statistics, with adaptdl's names."""
         return GradientStatistics(self.scaling_rule)
 
     def to_tensorboard(self, writer: ScalarWriter, global_step: int, tag_prefix: str = "") -> None:
@@ -213,16 +201,16 @@ class AdaptiveDataParallel(ModuleWrapper):
 
 
 def _sort_arguments(third: object, fourth: object, fifth: object, sixth: object) -> dict[str, Any]:
-    """Return the arguments after the optimizer by name, in our order or in adaptdl's."""
-    # Ours is rule, lr_scheduler, mp_scaler, scaling_rule; adaptdl's is lr_scheduler, mp_scaler,
-    # scaling_rule, name. What an argument is decides; its position only if that is not clear.
+    """Return the arguments after the optimizer by name, for either order."""
+    # (rule, lr_scheduler, mp_scaler, scaling_rule), or adaptdl's (lr_scheduler, mp_scaler,
+    # scaling_rule, name). Types identify arguments, then positions.
     named: dict[str, Any] = {}
     for position, value in enumerate((third, fourth, fifth, sixth)):
         if value is None:
             continue
         if isinstance(value, ScalingRuleBase):
             kind = "rule"
-        elif hasattr(value, "get_scale"):  # any gradient scaler, ShardedGradScaler included
+        elif hasattr(value, "get_scale"):  # any gradient scaler
             kind = "mp_scaler"
         elif isinstance(value, LRScheduler) or position == 1:
             kind = "lr_scheduler"
@@ -232,16 +220,17 @@ def _sort_arguments(third: object, fourth: object, fifth: object, sixth: object)
             raise TypeError(f"mp_scaler must be a GradScaler, got {type(value).__name__}.")
         else:
             raise TypeError(
-                f"expected a scaling rule, got {type(value).__name__}. Pass others by name."
+                f"expected a scaling rule, got {type(value).__name__}. Pass other arguments by "
+                "name."
             )
         if kind in named:
-            raise TypeError(f"two arguments are a {kind}: pass one of them.")
+            raise TypeError(f"got two arguments for {kind}. Pass only one.")
         named[kind] = value
     return named
 
 
 class GradientStatistics:
-    """A rule's statistics under the names of adaptdl's `GradientNoiseScale`, for ported code."""
+    """A rule's statistics, with the names of adaptdl's `GradientNoiseScale`."""
 
     def __init__(self, rule: ScalingRuleBase) -> None:
         self._rule = rule
@@ -276,14 +265,14 @@ class GradientStatistics:
 
     @property
     def accum_scale(self) -> float:
-        """The scale of one pass on all workers together."""
+        """The scale of a pass over all workers."""
         return self._rule.scale / self.accum_count
 
     @property
     def accum_count(self) -> int:
-        """Passes of the step under way, or of the last one."""
+        """Passes of the current step, or of the last one between steps."""
         return self._rule.passes
 
     def set_accum_scale(self, accum_scale: float) -> None:
-        """Set the scale of one pass on all workers together."""
+        """Set the scale of a pass over all workers."""
         self._rule.set_scale_per_pass(accum_scale)

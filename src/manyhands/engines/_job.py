@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -121,12 +121,6 @@ def _end_process_group(made: object) -> None:
         dist.destroy_process_group()
 
 
-def optimizers_of(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    if given is None:
-        return []
-    return list(given) if isinstance(given, Iterable) else [given]
-
-
 class Job:
     """This process in the run of an engine. Returned by `start`.
 
@@ -215,13 +209,13 @@ class Job:
         return None. Under Ray Train the checkpoint is written to Ray's storage and reported to Ray.
         Ray then deletes old checkpoints, and `keep` has no effect.
         """
-        optimizers = optimizers_of(optimizer)
+        optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
         self._claim_folder()
         # Read before this worker leaves the crew. Not the lowest rank: a joiner that arrived in the
         # last round does not call this save.
         saves = self.crew is None or self.crew.rank == self.crew.source
         for each in optimizers:
-            blocks = find_layer(each, Blocks)
+            blocks = None if each is None else find_layer(each, Blocks)
             if blocks is not None and self.crew is None:
                 blocks.synchronize()
             elif blocks is not None and stop_notice.received:
@@ -233,7 +227,7 @@ class Job:
         saving = save_checkpoint(
             self.folder,
             model=model,
-            optimizer=optimizers,
+            optimizer=optimizer,
             scheduler=scheduler,
             step=step,
             keep=None if ray else keep,

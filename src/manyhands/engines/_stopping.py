@@ -235,7 +235,13 @@ def stopping(
             return answer
         wanted = wanted and layer.may_stop_here()
     ranks = None if optimizer is None or process_group is not None else gradient_ranks(optimizer)
-    return _stop_vote_of(ranks or RankGroup.of(process_group)).ask(wanted)
+    ranks = ranks or RankGroup.of(process_group)
+    if ranks.size == 1:
+        return wanted
+    group = ranks.group or dist.group.WORLD
+    if group not in _votes:
+        _votes[group] = StopVote(ranks)
+    return _votes[group].ask(wanted)
 
 
 class StopVote:
@@ -248,8 +254,6 @@ class StopVote:
 
     def ask(self, wanted: bool) -> bool:
         """Return whether any rank wanted to stop in the previous vote, and start a vote."""
-        if self._ranks.size == 1:
-            return wanted
         before = self._pending
         if before is not None:
             total, work = before
@@ -263,16 +267,5 @@ class StopVote:
         return self._stopped
 
 
-# A vote uses a separate group, and ends with the group of the ranks.
-_votes: weakref.WeakKeyDictionary[dist.ProcessGroup, StopVote] = weakref.WeakKeyDictionary()
-
-
-def _stop_vote_of(ranks: RankGroup) -> StopVote:
-    """Return the vote of these ranks, which is shared by the entire run."""
-    if ranks.size == 1:
-        return StopVote(ranks)
-    key = ranks.group or dist.group.WORLD
-    assert key is not None  # more than one rank implies a group
-    if key not in _votes:
-        _votes[key] = StopVote(ranks)
-    return _votes[key]
+# A vote is shared by the entire run, uses a separate group, and ends with the group of the ranks.
+_votes: weakref.WeakKeyDictionary[dist.ProcessGroup | None, StopVote] = weakref.WeakKeyDictionary()

@@ -1,17 +1,18 @@
-"""Use this library inside other libraries' training loops. Each is imported only by its name.
+"""Integrations with the training loops of other libraries.
 
 accelerate.py    Accelerate: `prepare`, `RuleState`
 lightning/       Lightning: callbacks for rules and `Ramp`, strategies for sharding and blocks
 ray.py           Ray: `CrewStore`, `SaveBeforeResize`
 transformers.py  the Hugging Face Trainer: `attach`
-_whole_state.py  the state of an optimizer whose parameters are sharded
+_full_state.py   optimizer state under FullyShardedDataParallel, gathered and loaded
 
-Or by `_optimizers/foreign.py`, when it meets an object of a library in `PREPARES`.
+Importing `manyhands` imports no integration. `_optimizers/foreign.py` imports the integration of a
+library in `PREPARES` when it finds an object of that library.
 """
 
-PREPARES = ("accelerate",)  # libraries that put wrappers around optimizers
+PREPARES = ("accelerate",)  # libraries with optimizer wrappers
 
-ADVICE = {  # added to an error message if a library is in use
+ADVICE = {  # appended to an error message if the library is in use
     "no DDP": {
         "accelerate": "(With Accelerate, manyhands.integrations.accelerate.prepare(accelerator, "
         "model, optimizer) leaves DistributedDataParallel out.)",

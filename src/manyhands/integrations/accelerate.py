@@ -1,27 +1,25 @@
-"""Prepare models and optimizers of this library for Accelerate.
+"""Prepare manyhands models and optimizers for Accelerate.
 
-Accelerate wraps every model in `DistributedDataParallel`. Some models must not be wrapped so:
+Accelerate wraps every model in `DistributedDataParallel`, which is wrong for some models:
 
-    ShardedDataParallel, FullyShardedDataParallel    they average their gradients themselves
-    a model whose optimizer is blocks                each worker follows separate gradients
+    ShardedDataParallel, FullyShardedDataParallel    these wrappers already average gradients
+    a model with blocks as optimizer                 workers have separate gradients in a block
 
-Such a model is prepared with `evaluation_mode=True`: moved to the device and given Accelerate's
-mixed precision, without DDP.
+`prepare` passes `evaluation_mode=True` for such a model. Accelerate then moves the model to the
+device and applies mixed precision, without DDP.
 
-`save_state` and `save_model` write safetensors, and leave out tensors that share their memory, as
-the parameters of `OSS` do: slices of one flat tensor. So `get_state_dict` returns copies of those.
+Saving and loading differ in three cases:
 
-Accelerate asks every rank for an optimizer's state, and writes rank 0's. With a
-FullyShardedDataParallel that would be rank 0's shards. So the prepared optimizer answers with the
-plain optimizer's whole state, and takes this rank's shards of it in `load_state`.
-
-In the middle of a block each worker has other parameters. So a sync round comes before
-`save_state` writes rank 0's.
+    slices of flat tensors        `save_state` and `save_model` omit tensors with shared memory, so
+                                  `get_state_dict` copies the parameters of `OSS`
+    FullyShardedDataParallel      `save_state` writes rank 0's optimizer state. The prepared
+                                  optimizer returns the gathered state, and loads shards from it
+    blocks                        parameters differ between workers during a block, so a sync round
+                                  precedes `save_state`
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -47,7 +45,7 @@ from manyhands._optimizers.modules import (
 from manyhands._optimizers.state_parts import OptimizerLayers
 from manyhands._optimizers.wrappers import find_layer, params_of
 from manyhands.blocks._optimizer import Blocks
-from manyhands.integrations._whole_state import load_whole_state, whole_state
+from manyhands.integrations._full_state import full_state, load_full_state
 from manyhands.scaling._rule_base import ScalingRuleBase
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 from manyhands.sharding.zero._ddp import ShardedDataParallel
@@ -55,11 +53,11 @@ from manyhands.sharding.zero._oss import OSS
 
 __all__ = ["RuleState", "prepare"]
 
-UNSEEN = ("DEEPSPEED", "MEGATRON_LM", "XLA")  # they reduce gradients where a rule does not see it
+UNSEEN = ("DEEPSPEED", "MEGATRON_LM", "XLA")  # a rule cannot observe their gradient reduction
 
 
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:
-    """Do what `accelerator.prepare(*objects)` does, also for models and optimizers of manyhands.
+    """Prepare objects as `accelerator.prepare` does, including manyhands models and optimizers.
 
     >>> import torch, manyhands as mh
     >>> from accelerate import Accelerator
@@ -78,10 +76,14 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     >>> optimizer.scale
     2.0
 
-    A model that averages its gradients itself, and one whose optimizer is blocks, is not wrapped in
-    `DistributedDataParallel`. Give blocks together with their model. `accelerator.save_state` and
-    `load_state` then work for parameters in flat memory too, and for `FullyShardedDataParallel`,
-    whose whole state is gathered. The files are those of the plain model and optimizer.
+    Models that average gradients, and models trained in blocks, are not wrapped in
+    `DistributedDataParallel`. Pass blocks together with the model. `accelerator.save_state` and
+    `load_state` also support parameters in flat memory, and gather the state of a
+    `FullyShardedDataParallel`. Files have the format of the plain model and optimizer.
+
+    Args:
+        accelerator: the `Accelerator`.
+        objects: arguments of `accelerator.prepare`.
     """
     optimizers = [each for each in objects if isinstance(each, Optimizer)]
     in_blocks = any(find_layer(each, Blocks) is not None for each in optimizers)
@@ -100,13 +102,13 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     prepared = accelerator.prepare(*objects)
     for optimizer in accelerator._optimizers:
         root = _root_of(optimizer, accelerator._models)
-        if root is not None and not hasattr(optimizer, WHOLE):
-            _answer_with_whole_state(optimizer, root)
+        if root is not None and not hasattr(optimizer, GATHERS):
+            _gather_state_of(optimizer, root)
     return prepared
 
 
 def prepare_without_ddp(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Move a model to its device, with Accelerate's mixed precision; then it counts as prepared."""
+    """Move a model to the device and apply mixed precision. Accelerate regards it as prepared."""
     if not hasattr(accelerator, "_manyhands_unwrap"):
         unwrap = accelerator.unwrap_model
 
@@ -123,14 +125,14 @@ def prepare_without_ddp(accelerator: Accelerator, model: nn.Module) -> nn.Module
 
 
 def expect_slices(optimizer: Optimizer) -> None:
-    """Keep an OSS from warning when it is prepared, as slices of memory are saved as copies."""
+    """Suppress the warning of an OSS about shared memory, because slices are saved as copies."""
     oss = find_layer(optimizer, OSS)
     if oss is not None:
         oss._is_accelerate_prepared = False
 
 
 class RuleState:
-    """The state that a rule adds to its optimizer's, for `accelerator.register_for_checkpointing`.
+    """A scaling rule's state, for `accelerator.register_for_checkpointing`.
 
     >>> import torch, manyhands as mh
     >>> from accelerate import Accelerator
@@ -141,27 +143,27 @@ class RuleState:
     >>> optimizer = mh.AdaScale(optimizer)
     >>> accelerator.register_for_checkpointing(RuleState(optimizer))
 
-    Accelerate's FSDP2 needs it: there `save_state` writes an optimizer's state without what others
-    have added. Otherwise the rule's state is in the optimizer's.
+    Required only for Accelerate's FSDP2, which saves the optimizer's state without additional
+    entries. In other cases the optimizer's state includes the rule's state.
     """
 
     def __init__(self, rule: ScalingRuleBase) -> None:
         self._rule = rule
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the statistics, the progress and the scale."""
+        """Return the rule's statistics, progress and scale."""
         return self._rule.scaling_state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
+        """Restore a `state_dict`."""
         self._rule.load_scaling_state_dict(state_dict)
 
 
-# -- a rule around a prepared optimizer, or inside it ------------------------------------------
+# -- rules and prepared optimizers -------------------------------------------------------------
 
 
 class PreparedLoop:
-    """The number of passes of a step in Accelerate's loop: see `Accumulation`."""
+    """The passes per step of Accelerate's loop (an `Accumulation`)."""
 
     def __init__(self, gradient_state: GradientState) -> None:
         self._state = gradient_state
@@ -176,7 +178,7 @@ class PreparedLoop:
 
 
 def describe(optimizer: Optimizer) -> PreparedOptimizer | None:
-    """Return what a rule is to know of this optimizer, if Accelerate has prepared it."""
+    """Describe an optimizer that Accelerate has prepared. Return None for other optimizers."""
     if not isinstance(optimizer, AcceleratedOptimizer):
         return None
     state = optimizer.accelerator_state
@@ -187,11 +189,11 @@ def describe(optimizer: Optimizer) -> PreparedOptimizer | None:
 
 
 def take_back(step: Any) -> None:
-    """Take back that a step was taken.
+    """Mark a step as skipped in Accelerate.
 
-    Accelerate says that a step was skipped if its scaler has not called `optimizer.step`. Ours is
-    called, and skips by itself. While the scaler steps, `step` is a function of Accelerate's, which
-    notes in its wrapper that it was called. The wrapper is in that function's closure.
+    Accelerate regards a step as skipped if the scaler did not call `optimizer.step`. The scaler
+    calls our `step`, which skips by itself. During this call, `optimizer.step` is a function of
+    Accelerate that records the call in the wrapper, an object in the function's closure.
     """
     for cell in step.__closure__ or ():
         if hasattr(cell.cell_contents, "_accelerate_step_called"):
@@ -202,7 +204,7 @@ def take_back(step: Any) -> None:
 
 
 def _copy_slices(state: dict[str, Any]) -> dict[str, Any]:
-    """Replace tensors that are slices of a larger one by copies. What is tied stays tied."""
+    """Replace slices of larger tensors by copies. Tied tensors remain tied."""
     copies: dict[tuple[object, ...], Tensor] = {}
     for name, value in state.items():
         if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
@@ -216,27 +218,29 @@ def _copy_slices(state: dict[str, Any]) -> dict[str, Any]:
 def _as_accelerate_saves(
     accelerator: Accelerator, models: list[nn.Module], weights: list[dict[str, Any]], folder: str
 ) -> None:
-    """End a block, so that all workers' parameters are those that Accelerate writes."""
-    _check_whole(accelerator, "save")
-    in_blocks = [find_layer(each, Blocks) for each in accelerator._optimizers]
-    # the workers of a crew end a block together, and do not all save at the same step
-    ending = [blocks for blocks in in_blocks if blocks is not None and not blocks.in_crew]
-    for blocks in ending:
-        blocks.synchronize()
-    if ending:
+    """Synchronize blocks before Accelerate writes the parameters of rank 0."""
+    _check_gathers(accelerator, "save")
+    synchronized = False
+    for optimizer in accelerator._optimizers:
+        blocks = find_layer(optimizer, Blocks)
+        # Workers of a crew may save at different steps, but synchronize together.
+        if blocks is not None and not blocks.in_crew:
+            blocks.synchronize()
+            synchronized = True
+    if synchronized:
         weights[:] = [accelerator.get_state_dict(model, unwrap=False) for model in models]
 
 
 def _as_accelerate_loads(accelerator: Accelerator, models: list[nn.Module], folder: str) -> None:
-    """Load the models in Accelerate's place, which refuses parameters in flat memory."""
-    _check_whole(accelerator, "load")
+    """Load the models instead of Accelerate, which rejects parameters in flat memory."""
+    _check_gathers(accelerator, "load")
     for number, model in enumerate(models):
         _load_weights(model, _read_weights(Path(folder), f"_{number}" if number else ""))
-    models.clear()  # Accelerate loads what is left
+    models.clear()  # Accelerate loads the remaining models
 
 
 def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load a state dict, in which tied tensors have only one of their names."""
+    """Load a state dict with a single name per tied tensor."""
     tensors = {}
     for prefix, module in plain_modules(model):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -251,40 +255,38 @@ def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     loaded = set(map(tensor_of, weights)) - {None}
     missing = set(map(tensor_of, result.missing_keys))
     if not missing <= loaded or result.unexpected_keys:
-        model.load_state_dict(weights)  # raises torch's error, which names them
+        model.load_state_dict(weights)  # raises torch's error with the names
 
 
 def _read_weights(folder: Path, ending: str) -> Mapping[str, Tensor]:
-    """Return the weights that Accelerate has saved in this folder, in either format."""
     safe = folder / f"{SAFE_MODEL_NAME}{ending}.safetensors"
+    weights: Mapping[str, Tensor]
     if safe.exists():
-        weights: Mapping[str, Tensor] = load_file(safe)
-        return weights
-    pickled = folder / f"{MODEL_NAME}{ending}.bin"
-    plain: Mapping[str, Tensor] = torch.load(os.fspath(pickled), "cpu", weights_only=True)
-    return plain
+        weights = load_file(safe)
+    else:
+        weights = torch.load(folder / f"{MODEL_NAME}{ending}.bin", "cpu", weights_only=True)
+    return weights
 
 
-def _check_whole(accelerator: Accelerator, what: str) -> None:
-    """Raise if an optimizer would answer with this rank's shards."""
+def _check_gathers(accelerator: Accelerator, action: str) -> None:
+    """Raise if an optimizer's `state_dict` returns only this rank's shards."""
     for optimizer in accelerator._optimizers:
         if _root_of(optimizer, accelerator._models) is None:
             continue
-        if not hasattr(optimizer, WHOLE) or accelerator.project_configuration.save_on_each_node:
+        if not hasattr(optimizer, GATHERS) or accelerator.project_configuration.save_on_each_node:
             raise RuntimeError(
-                f"accelerator.{what}_state() takes the state of rank 0, and that of a "
-                "FullyShardedDataParallel is sharded. It is gathered if model and optimizer were "
-                "prepared by manyhands.integrations.accelerate.prepare before a rule was put around"
-                " them, and without blocks and save_on_each_node. Otherwise write "
-                f"mh.{what}(path, model=model, optimizer=optimizer) on every rank."
+                f"accelerator.{action}_state() uses the state of rank 0, but the state of a "
+                "FullyShardedDataParallel is sharded. To gather the state, prepare model and "
+                "optimizer with manyhands.integrations.accelerate.prepare before wrapping them in "
+                "a rule, without blocks and save_on_each_node. Otherwise write "
+                f"mh.{action}(path, model=model, optimizer=optimizer) on every rank."
             )
 
 
 def _root_of(optimizer: Optimizer, models: list[nn.Module]) -> FullyShardedDataParallel | None:
-    """Return the outermost FullyShardedDataParallel of an optimizer's parameters, if any."""
     own = set(map(id, params_of(optimizer.param_groups)))
     for model in models:
-        for module in model.modules():  # the outermost comes first
+        for module in model.modules():  # outermost first
             if not isinstance(module, FullyShardedDataParallel):
                 continue
             if not own.isdisjoint(map(id, module.parameters())):
@@ -292,17 +294,17 @@ def _root_of(optimizer: Optimizer, models: list[nn.Module]) -> FullyShardedDataP
     return None
 
 
-WHOLE = "_manyhands_whole_state"  # marks a prepared optimizer that answers with the whole state
+GATHERS = "_manyhands_gathers"  # attribute of a prepared optimizer with a gathered `state_dict`
 
 
-def _answer_with_whole_state(prepared: Any, root: FullyShardedDataParallel) -> None:
-    """Let a prepared optimizer give and take the plain optimizer's whole state.
+def _gather_state_of(prepared: Any, root: FullyShardedDataParallel) -> None:
+    """Replace `state_dict` and `load_state_dict` of a prepared optimizer: gather the state.
 
-    A rule that is put around it later adds its own state to that.
+    A rule that wraps this optimizer later adds the rule's state.
     """
     in_blocks = OptimizerLayers.of(prepared.optimizer).blocks is not None
-    if in_blocks or "state_dict" in prepared.__dict__:  # of a rule around it
+    if in_blocks or "state_dict" in prepared.__dict__:  # replaced by a rule
         return
-    prepared.state_dict = partial(whole_state, root, prepared.optimizer)
-    prepared.load_state_dict = partial(load_whole_state, root, prepared.optimizer)
-    setattr(prepared, WHOLE, True)
+    prepared.state_dict = partial(full_state, root, prepared.optimizer)
+    prepared.load_state_dict = partial(load_full_state, root, prepared.optimizer)
+    setattr(prepared, GATHERS, True)

@@ -1,12 +1,12 @@
-"""Host a crew's store in an actor of Ray, and save before Ray Train changes the number of workers.
+"""A crew's store in a Ray actor, and a save before Ray Train changes the number of workers.
 
-A training function needs neither: `mh.start` finds Ray by itself (`engines/_ray.py`). These two are
-for the driver, the script that starts the training:
+The driver, which starts the training, uses these classes. A training function calls only
+`mh.start`, which detects Ray (`engines/_ray.py`).
 
-    CrewStore           hosts the store of a crew in an actor, and gives each task (or actor) of Ray
-                        the environment variables of a worker
-    SaveBeforeResize    Ray Train ends all workers to start another number of them. This callback
-                        lets the workers save first, so that no step is taken twice
+    CrewStore           hosts the store of a crew in an actor, and provides the environment
+                        variables of each worker, a task or actor of Ray
+    SaveBeforeResize    asks the workers to save before Ray Train ends them to change their number,
+                        so that no steps are repeated
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["CrewStore", "SaveBeforeResize"]
 
 logger = logging.getLogger(__name__)
 
-POLL = 0.2  # seconds between two looks at workers that save
+POLL = 0.2  # seconds between checks of saving workers
 
 
 class CrewStore:
-    """The store of a crew, in an actor of Ray's: tasks and actors of Ray become its workers.
+    """The store of a crew in a Ray actor. Tasks and actors of Ray become workers of the crew.
 
-    `workers` is the number of workers that are expected at the start.
+    `workers` is the number of workers at the start.
 
     >>> import ray, torch, manyhands as mh
     >>> from manyhands.integrations.ray import CrewStore
@@ -57,18 +57,18 @@ class CrewStore:
     [(0, 2), (1, 2)]
     >>> ray.shutdown()
 
-    Ray starts a task again if its process or its node has died. The task comes back as a worker
-    with the same number, and receives the state from the others, which have gone on meanwhile.
+    Ray restarts a task if the process or the node has died. The restarted worker has its old number
+    and receives the current state from the crew, which has continued meanwhile.
 
-    The store ends with this object, with the driver, and with the node that hosts the store: keep
-    all of them until the workers have ended. MANYHANDS_STALL, MANYHANDS_PATIENCE,
-    MANYHANDS_QUORUM and MANYHANDS_SECRET are passed on from the driver's environment. Without the
-    last, the run has a random secret, which every process that reaches Ray can read.
+    The store ends with this object, with the driver and with the hosting node, which must outlive
+    the workers. Workers receive MANYHANDS_STALL, MANYHANDS_PATIENCE, MANYHANDS_QUORUM and
+    MANYHANDS_SECRET from the driver's environment. Without MANYHANDS_SECRET, the run has a random
+    secret, which every process with access to Ray can read.
     """
 
     def __init__(self, workers: int) -> None:
         self.workers = whole("workers", workers, 1)
-        # The store waits in threads of its own, and takes hardly any of a CPU.
+        # The store uses almost no processor time.
         self._actor = ray.remote(num_cpus=0)(_Store).remote()
         self.address: str = ray.get(self._actor.address.remote())
         self._variables = {
@@ -88,32 +88,30 @@ class CrewStore:
         return {**passed_on, **self._variables, "MANYHANDS_WORKER": str(whole("number", number))}
 
     def options(self, number: int) -> dict[str, Any]:
-        """Return what `.options()` of a task or an actor needs to be this worker."""
+        """Return the arguments for `.options()` of the task or actor of this worker."""
         return {"runtime_env": {"env_vars": self.variables(number)}}
 
 
 class _Store:
-    """An actor that hosts a store on its node."""
-
     def __init__(self) -> None:
         self._store, self._address = serve_store(ray.util.get_node_ip_address())
 
     def address(self) -> str:
-        """Return the store's "host:port"."""
+        """Return the address of the store as "host:port"."""
         return self._address
 
 
 class SaveBeforeResize(WorkerGroupCallback, ControllerCallback):
-    """Let the workers save before Ray Train gives a run another number of them.
+    """Ask the workers to save before Ray Train changes their number.
 
     >>> from manyhands.integrations.ray import SaveBeforeResize
     >>> from ray.train import RunConfig
     >>> run = RunConfig(callbacks=[SaveBeforeResize(seconds=60)])
 
-    With `ScalingConfig(num_workers=(1, 4))`, Ray ends all workers without a notice when the cluster
-    has grown, and calls the training function again in more workers. The steps since the last
-    checkpoint are then repeated. With this callback, `mh.stopping` becomes True first, and Ray
-    waits until all workers are in `job.leave`, but no longer than `seconds`.
+    With `ScalingConfig(num_workers=(1, 4))`, Ray ends all workers without notice when the cluster
+    has grown, and calls the training function in more workers, which repeat the steps since the
+    last checkpoint. With this callback, `mh.stopping` first returns True, and Ray waits up to
+    `seconds` until all workers have called `job.leave`.
     """
 
     def __init__(self, seconds: float = 30.0) -> None:
@@ -121,56 +119,53 @@ class SaveBeforeResize(WorkerGroupCallback, ControllerCallback):
         self._workers: Any = None  # the worker group, while there is one
 
     def after_worker_group_start(self, worker_group: Any) -> None:
-        """Note the workers. Ray calls it."""
+        """Store the worker group. Called by Ray."""
         self._workers = worker_group
 
     def after_worker_group_shutdown(self, worker_group_context: Any) -> None:
-        """Forget the workers. Ray calls it."""
+        """Remove the worker group. Called by Ray."""
         self._workers = None
 
-    def after_worker_group_abort(self, worker_group_context: Any) -> None:
-        """Forget the workers. Ray calls it."""
-        self._workers = None
+    after_worker_group_abort = after_worker_group_shutdown
 
-    # Not `before_worker_group_shutdown`: Ray takes no more reports of checkpoints by then.
+    # In `before_worker_group_shutdown`, Ray no longer accepts reports of checkpoints.
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
-        """Ask all workers to stop, and wait until they have saved. Ray calls it."""
+        """Ask all workers to stop, and wait until they have saved. Called by Ray."""
         if self._workers is None:
-            return  # the run begins
+            return  # start of the run
         status = self._workers.get_latest_poll_status()
         if status is None or status.errors or status.finished:
-            return  # a worker has failed, and without it the others cannot save
+            return  # the remaining workers cannot save without a failed worker
         try:
             problem = self._wait_for_saves()
-        except RayError as error:  # Ray ends the run if a callback raises
-            problem = f"a worker was lost while it was asked to stop ({error})"
+        except RayError as error:  # raising it would end the run
+            problem = f"a worker was lost before it saved ({error})"
         if problem:
             logger.warning(
-                "SaveBeforeResize: %s. The steps since the last checkpoint are repeated.", problem
+                "SaveBeforeResize: %s. Ray repeats the steps since the last checkpoint.", problem
             )
 
     def _wait_for_saves(self) -> str:
-        """Wait until all workers have saved; return what went wrong, or "" if nothing did."""
+        """Wait until all workers have saved. Return the problem, or an empty text."""
         self._workers.execute(_give_notice, self.seconds)
         until = time.monotonic() + self.seconds
         while time.monotonic() < until:
             have_left = all(self._workers.execute(_ray.has_left))
-            # A poll also gives Ray the checkpoints that the workers have reported.
+            # A poll also passes reported checkpoints to Ray.
             status = self._workers.poll_status(timeout=self.seconds)
             if status.errors:
-                return f"a worker failed while it was asked to stop ({status.get_error_string()})"
+                return f"a worker failed before it saved ({status.get_error_string()})"
             statuses = status.worker_statuses.values()
             if status.finished or (have_left and not any(s.training_report for s in statuses)):
                 return ""
             time.sleep(POLL)
         return (
-            f"the workers have not left within {self.seconds:g} s. Let the training function call "
-            "mh.stopping in each step, and job.save and job.leave if it returns True, or give "
-            "SaveBeforeResize(seconds=...) more time"
+            f"the workers have not left within {self.seconds:g} s. Call mh.stopping in every step "
+            "of the training function, and job.save and job.leave after it returns True; or "
+            "increase SaveBeforeResize(seconds=...)"
         )
 
 
 def _give_notice(seconds: float) -> None:
-    """In a worker: ask it to stop."""
     stop_notice.grace = seconds
     stop_notice.give("Ray changes the number of workers")

@@ -1,7 +1,7 @@
-"""Use rules and `Ramp` (callbacks), sharding and blocks (strategies) in Lightning.
+"""Callbacks for rules and `Ramp`, and strategies for sharding and blocks, in Lightning.
 
-_trainer.py     what both ask a Trainer, check in it, and change in it while it fits
-_callbacks.py   `Scaling`: a rule around the optimizer; `BatchRamp`: a batch that sets itself, too
+_trainer.py     common code: accumulation, checks and clipping
+_callbacks.py   `Scaling`: a rule around the optimizer; `BatchRamp`: `Scaling` with a `Ramp`
 _strategies.py  `OSSStrategy`, `ShardedDDPStrategy`, `FullyShardedStrategy`, `BlocksStrategy`
 """
 
@@ -22,6 +22,6 @@ __all__ = [
     "ShardedDDPStrategy",
 ]
 
-for _name in __all__:  # tracebacks and help() show where a name is imported from
+for _name in __all__:  # for tracebacks and help()
     globals()[_name].__module__ = __name__
 del _name

@@ -1,15 +1,15 @@
-"""Ask a Trainer, check it, and change it while it fits: for callbacks and strategies.
+"""Read, check and modify a Trainer, for callbacks and strategies.
 
     passes      `LightningAccumulation`: the number of passes of a step, and the last one
-    checks      `check_...`: an error before the first step
-    clipping    `replace_clipping`: `gradient_clip_val` where Lightning's own clipping cannot work
+    checks      `check_...`: errors before the first step
+    clipping    `replace_clipping`: support for `gradient_clip_val`
 
-Lightning's clipping cannot work in two cases:
+Lightning's clipping fails in two cases:
 
-    loss scale  With "16-mixed" Lightning refuses to clip for an optimizer that unscales its
-                gradients itself, as rules and blocks do. Here gradients are unscaled first.
-    sharded     torch's clip_grad_norm_ would take the norm of this rank's shard. Under
-                ShardedDataParallel the OSS knows the norm of the whole gradient.
+    loss scale  With "16-mixed", Lightning does not clip for an optimizer that unscales gradients,
+                such as rules and blocks. Our replacement unscales the gradients first.
+    sharded     torch's clip_grad_norm_ computes the norm of this rank's shard. Under
+                ShardedDataParallel, the OSS computes the norm of the full gradient.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
@@ -32,7 +32,7 @@ OURS = "manyhands.integrations.lightning"
 
 
 class LightningAccumulation:
-    """Tell the number of passes of a Trainer's step: see `scaling/_settings.py`."""
+    """The passes per step of a Trainer (an `Accumulation`, see `scaling/_settings.py`)."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -43,24 +43,17 @@ class LightningAccumulation:
 
     @property
     def sync_gradients(self) -> bool:
-        # the same question that Lightning's loop asks before it steps
+        # Lightning's loop uses this condition before a step.
         return not self._trainer.fit_loop._should_accumulate()
 
 
-def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """Return a Trainer's callbacks."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set, not declared
-    return callbacks
-
-
-def only_optimizer(optimizers: list[Optimizer], what: str) -> Optimizer:
-    """Return the only optimizer, or raise."""
-    # Lightning puts a `_MockOptimizer` where configure_optimizers returns None.
+def only_optimizer(optimizers: list[Optimizer], name: str) -> Optimizer:
+    # Lightning creates a `_MockOptimizer` if configure_optimizers returns None.
     made = [each for each in optimizers if type(each).__name__ != "_MockOptimizer"]
     if len(made) != 1:
         raise ValueError(
-            f"{what} works with one optimizer, and configure_optimizers returned {len(made)}. With "
-            "several, wrap each in configure_optimizers yourself."
+            f"{name} needs exactly 1 optimizer, but configure_optimizers returned {len(made)}. "
+            "Wrap multiple optimizers in configure_optimizers instead."
         )
     return made[0]
 
@@ -68,31 +61,32 @@ def only_optimizer(optimizers: list[Optimizer], what: str) -> Optimizer:
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def check_strategy(trainer: Trainer, what: str) -> None:
-    """Raise unless gradients are averaged in a way that a rule can measure."""
+def check_strategy(trainer: Trainer, name: str) -> None:
+    """Raise an error unless a rule can measure the gradients under this strategy."""
     strategy = trainer.strategy
     known = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
-    if not known or isinstance(strategy, DeepSpeedStrategy):  # which is a DDPStrategy
+    if not known or isinstance(strategy, DeepSpeedStrategy):  # a subclass of DDPStrategy
         raise TypeError(
-            f"{what} cannot see the gradients of {type(strategy).__name__}. Use strategy='ddp', or "
-            f"of {OURS} ShardedDDPStrategy() (ZeRO-2) or FullyShardedStrategy() (ZeRO-3)."
+            f"{name} cannot measure the gradients of {type(strategy).__name__}. Use "
+            f"strategy='ddp', or ShardedDDPStrategy() (ZeRO-2) or FullyShardedStrategy() (ZeRO-3) "
+            f"of {OURS}."
         )
-    if any(isinstance(each, StochasticWeightAveraging) for each in callbacks_of(trainer)):
-        raise ValueError(
-            f"{what} needs a gradient in every step, and StochasticWeightAveraging runs an epoch "
-            "without any. Use Lightning's WeightAveraging callback."
-        )
+    for each in trainer.callbacks:  # type: ignore[attr-defined]  # set, but not declared
+        if isinstance(each, StochasticWeightAveraging):
+            raise ValueError(
+                f"{name} needs a gradient in every step, but StochasticWeightAveraging runs an "
+                "epoch without gradients. Use Lightning's WeightAveraging callback."
+            )
 
 
 def check_no_averages(trainer: Trainer, reason: str) -> None:
-    """Raise for a callback that keeps averaged weights beside the model's."""
-    for each in callbacks_of(trainer):
+    for each in trainer.callbacks:  # type: ignore[attr-defined]  # set, but not declared
         if isinstance(each, WeightAveraging):
             raise ValueError(f"{type(each).__name__} does not work here: {reason}")
 
 
 def check_schedules(configs: Sequence[LRSchedulerConfig], by_progress: Sequence[bool]) -> None:
-    """Raise if a checkpoint's schedule follows the progress, and this run's does not."""
+    """Raise an error if only the checkpoint's schedule follows the progress."""
     for config, followed in zip(configs, by_progress, strict=False):
         if followed and not isinstance(config.scheduler, ProgressScheduler):
             raise ValueError(
@@ -105,18 +99,14 @@ def check_schedules(configs: Sequence[LRSchedulerConfig], by_progress: Sequence[
 
 
 def replace_clipping(plugin: Precision) -> None:
-    """Let a precision plugin clip gradients that are sharded, or multiplied by the loss scale.
+    """Replace `clip_gradients` of a precision plugin, for sharded or scaled gradients."""
 
-    A LightningModule clips through the plugin's `clip_gradients`. It is replaced on the instance.
-    """
-
-    # Lightning passes an enum or a string, depending on who clips.
+    # Lightning passes an enum or a string.
     def clip_gradients(
         optimizer: Optimizer,
         clip_val: float | None = 0.0,
         gradient_clip_algorithm: Enum | str = "norm",
     ) -> None:
-        """Clip gradients as Lightning would, unscaled before, and over all ranks."""
         if clip_val is None or clip_val <= 0:
             return
         scaler = getattr(plugin, "scaler", None)
@@ -137,6 +127,5 @@ def replace_clipping(plugin: Precision) -> None:
 
 
 def restore_clipping(plugin: Precision) -> None:
-    """Give the plugin its own method back."""
     if "clip_gradients" in plugin.__dict__:
         del plugin.clip_gradients

@@ -1,4 +1,4 @@
-"""Gather and load the whole state of an optimizer under FullyShardedDataParallel."""
+"""Gather and load the state of an optimizer under FullyShardedDataParallel."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from manyhands.scaling._binding import KEY
 from manyhands.sharding.fsdp._wrapper import FullyShardedDataParallel
 
 
-def whole_state(root: FullyShardedDataParallel, optimizer: Optimizer) -> StateDict:
-    """Return the plain optimizer's state on rank 0, with that of a rule; every rank takes part."""
+def full_state(root: FullyShardedDataParallel, optimizer: Optimizer) -> StateDict:
+    """Return the plain optimizer's state with the rule's state on rank 0. Call it on every rank."""
     layers = OptimizerLayers.of(optimizer)
     state = root.gather_full_optim_state_dict(layers.inner) or {}
     if layers.rule is not None:
@@ -22,10 +22,10 @@ def whole_state(root: FullyShardedDataParallel, optimizer: Optimizer) -> StateDi
     return state
 
 
-def load_whole_state(
+def load_full_state(
     root: FullyShardedDataParallel, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Load this rank's slices of the plain optimizer's state, and the state of a rule."""
+    """Load this rank's shards of a `full_state`."""
     plain = dict(state)
     of_rule = plain.pop(KEY, None)
     shard = root.get_shard_from_optim_state_dict(plain)
