@@ -568,12 +568,12 @@ def test_a_host_that_vanished_is_not_waited_for_longer_than_that(tmp_path, monke
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "how many workers"),
+        ((), "give the number of workers"),
         (("--store", "a:1"), "--store needs --numbers"),
         (("--worker", "2"), "there is no option --worker. Did you mean --workers?"),
-        (("--module", "train"), "there is no option --module. Options come before the script."),
+        (("--module", "train"), "there is no option --module. Write options before the script."),
         (("--numbers", "7-4"), "--numbers takes FIRST-LAST"),
-        (("--numbers", "4-7", "--workers", "2"), "do not fit"),
+        (("--numbers", "4-7", "--workers", "2"), "contradict"),
         (("--workers", "1", "--listen", "nowhere"), 'store is "host:port"'),
         (("--workers", "1", "--patience", "1"), "--patience must be at least --stall"),
     ],

@@ -21,9 +21,8 @@ Three rules make files valid after a crash and after a resume:
 JSON has no infinities and no NaN. The file contains the strings "nan", "inf" and "-inf".
 """
 
-from manyhands.tools.record._record import Record, StepTiming
 from manyhands.tools.record._run import Run, read_record
 
-__all__ = ["Record", "Run", "StepTiming", "read_record"]
+__all__ = ["Run", "read_record"]
 
-Run.__module__ = __name__  # what tracebacks and help() show
+Run.__module__ = __name__  # shown by tracebacks and help()
