@@ -134,6 +134,7 @@ def check(
         if not (module and name):
             stop("check", f"{name or 'nothing'} is not a file. Give a Python script.")
     # With sys.exit(), the check ends its processes and restores files.
+    verdict: Verdict | ResumeVerdict
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if resume:

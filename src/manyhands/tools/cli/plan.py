@@ -164,7 +164,7 @@ def _import_object(name: str) -> Any:
         return attrgetter(attribute)(imported)
     except AttributeError as error:
         message = f"{module} has no {attribute!r}."
-        for similar in get_close_matches(error.name, dir(error.obj), 1):
+        for similar in get_close_matches(str(error.name), dir(error.obj), 1):
             message += f" Did you mean {similar!r}?"
         stop("plan", message)
 

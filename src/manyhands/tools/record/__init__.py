@@ -1,7 +1,7 @@
 """Record the values of each step in a file, and read the file as a run.
 
-    _record.py   sources, numbers and tensors → lines of a file, without waiting for a GPU
-    _run.py      a file from one or more starts → a run; the state of the writing process
+    _record.py   write lines, without waiting for a GPU
+    _run.py      read a run, and detect whether the writing process is alive
 
 A record is a text file of JSON lines: a header, and a line per optimizer step:
 
@@ -9,16 +9,16 @@ A record is a text file of JSON lines: a header, and a line per optimizer step:
     {"step": 1, "time": 0.41, "progress": 3.2, "gain": 3.2, "lr": [0.1], ..., "loss": 2.30}
     {"step": 2, "time": 0.80, "progress": 6.3, "gain": 3.1, "lr": [0.1], ..., "loss": 2.21}
 
-Three rules make files valid after a crash and after a resume:
+After a crash or a resume, a file remains valid:
 
-- Each line is a single write to a descriptor opened for appending, so only the last line can be
-  incomplete. Readers ignore an incomplete line, and a resumed run removes it.
-- Opening an existing record appends a header. Closing a record appends a header with the date of
-  the end, and with the error if there was one.
-- A line supersedes earlier lines with an equal or larger step. A run that reached step 100 and
-  resumed from step 90 therefore reads as a single run.
+- Each line is a single write in append mode, so only the last line can be incomplete. Readers
+  ignore an incomplete line, and a resumed run removes it.
+- Opening an existing record appends a header. Closing a record appends a header with the date, and
+  with the error, if any.
+- A line supersedes earlier lines with an equal or larger step, so a run that reached step 100 and
+  resumed from step 90 reads as a single run.
 
-JSON has no infinities and no NaN. The file contains the strings "nan", "inf" and "-inf".
+NaN and infinities, which JSON lacks, are the strings "nan", "inf" and "-inf".
 """
 
 from manyhands.tools.record._run import Run, read_record

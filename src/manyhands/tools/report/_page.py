@@ -1,7 +1,6 @@
-"""Write an HTML file with a table of all runs and a figure for each panel.
+"""Write an HTML file with a table of all runs and a figure per panel.
 
-plotly draws in the reader's browser: `page.js` passes the figures to plotly after each choice of
-the reader.
+In the browser, `page.js` passes the figures to plotly.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from manyhands.tools.report._panels import Panel, axes, own_keys, panels
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-# Colours that most colour-blind readers can distinguish, on white and on black.
+# For colour-blind readers, on white and on black.
 _COLOURS = ("#3d85c6", "#e07b00", "#1f9e77", "#c2569b", "#7d6bd6", "#b8960c", "#d1495b", "#2aa5bd")
 _AXES = {"progress": "progress", "step": "steps", "samples": "samples", "time": "time"}
 _HEIGHTS = {"best": "best fit", "all": "all values", "log": "log scale"}
 _SMOOTHING = {str(window): name for name, window in WINDOWS.items()} | {"0.0": "off"}
 _NO_VALUE = "–"
-_WITH_MARKERS = 40  # curves with at most this number of values have markers
-# Substrings in the names of values for which higher is better.
+_WITH_MARKERS = 40  # longest curve with markers
+# Parts of the names of values for which higher is better.
 _HIGHER = ("acc", "score", "reward", "auc", "f1", "bleu", "precision", "recall", "psnr", "return")
 
 RunOrPath = Run | str | os.PathLike[str]
@@ -51,7 +50,7 @@ def write_report(
     *,
     title: str = "Training runs",
 ) -> Path:
-    """Write an HTML page that compares `runs`: records, or paths of records.
+    """Write an HTML page that compares runs or paths of records.
 
     >>> import tempfile, manyhands as mh
     >>> folder = tempfile.mkdtemp()
@@ -61,10 +60,9 @@ def write_report(
     >>> page.name
     'report.html'
 
-    Long curves are thinned to about 2,000 points, and single spikes stay visible. The initial
-    vertical scale of a figure separates the curves, even if a run diverges. The reader can choose
-    all values, a log scale, the smoothing and the horizontal axis. Values that never change are
-    rows of a table.
+    Long curves are thinned to about 2,000 points, with all spikes. The initial vertical scale
+    separates the curves, even if a run diverges. The reader can choose the scale, the smoothing and
+    the horizontal axis. Values that never change are in a table.
     """
     if isinstance(runs, Run | str | os.PathLike):
         runs = [runs]
@@ -78,7 +76,7 @@ def write_report(
     page = _render_page(read, title)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A run's name may come from a path that is not valid text.
+    # A name from a path may be invalid text.
     path.write_text(page, encoding="utf-8", errors="replace")
     return path
 
@@ -86,10 +84,7 @@ def write_report(
 def write_following(
     workers: Sequence[WorkerState], path: Path, title: str, reload: float | None
 ) -> None:
-    """Replace the page atomically by a page with the states of the workers.
-
-    The page reloads after `reload` seconds.
-    """
+    """Replace the page atomically; the page reloads after `reload` seconds."""
     runs = [worker.run for worker in workers if worker.run is not None]
     page = _render_page(runs, title, _worker_table(workers, runs, reload))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +97,7 @@ def write_following(
 
 
 def _render_page(runs: list[Run], title: str, workers: str = "") -> str:
-    """Return the page as HTML, including scripts and figures."""
+    """Return the page as HTML."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -136,7 +131,7 @@ def _render_page(runs: list[Run], title: str, workers: str = "") -> str:
         constants=_constant_table(constant, labels),
         configuration=_configuration(runs, labels),
         plotly=get_plotlyjs(),
-        # "<" could close the script element, but JSON can escape it.
+        # "<" could close the script element
         data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
         script=(here / "page.js").read_text("utf-8"),
     )
@@ -185,7 +180,7 @@ def _colour(run: int) -> str:
 
 
 def _labels_of_runs(runs: list[Run]) -> list[str]:
-    """Return distinct names: append the path, and a number if necessary."""
+    """Return distinct names, with the path and a number if necessary."""
     names = [run.name for run in runs]
     paths = [run.path for run in runs]
     labels = []
@@ -220,7 +215,7 @@ def _choices(shown: Sequence[Panel], axes: dict[str, str]) -> str:
         return ""
     choices = _choice("axis", "Curves against", axes, next(iter(axes)))
     choices += _choice("height", "Heights", _HEIGHTS, "best")
-    # The values behind a running mean are the first curve.
+    # the first curve has the values behind a running mean
     if any(panel.curves[0].window == 0.0 for panel in shown):
         choices += _choice("smoothing", "Smoothing", _SMOOTHING, str(WINDOW))
     return choices
@@ -252,7 +247,7 @@ def _row(heading: str, cells: Iterable[object], kind: str = "") -> str:
 
 
 def _summary_table(runs: list[Run], labels: list[str]) -> str:
-    """Return the first table: a row per run, with a checkbox to hide the run."""
+    """Return the table of runs, with checkboxes to hide runs."""
     own = own_keys(runs)
     rate = "steps/s"
     if all(batch_size(run) is not None for run in runs):
@@ -284,7 +279,7 @@ def _summary_table(runs: list[Run], labels: list[str]) -> str:
 
 
 def _worker_table(workers: Sequence[WorkerState], runs: list[Run], reload: float | None) -> str:
-    """Return the table of worker states, including records without a run."""
+    """Return the table of workers, including records without a run."""
     labels = {}
     for run, label in zip(runs, _labels_of_runs(runs), strict=True):
         labels[run.path] = label
@@ -305,7 +300,7 @@ def _worker_table(workers: Sequence[WorkerState], runs: list[Run], reload: float
 
 
 def _constant_table(shown: Sequence[Panel], labels: list[str]) -> str:
-    """Return the table of values that never change: a row per value, a column per run."""
+    """Return the table of values that never change, with a column per run."""
     if not shown:
         return ""
     rows = []
@@ -358,7 +353,7 @@ def _best_word(key: str) -> str:
 
 
 def _best_cell(run: Run, key: str) -> str:
-    """Return the best value, and the first step with this value."""
+    """Return the best value and the first step with this value."""
     finite = _finite_values(run, key)
     if not finite:
         return _NO_VALUE

@@ -1,7 +1,7 @@
-"""Choose the figures of a page, their curves, and the vertical scales.
+"""Choose the figures of a page, and their curves and vertical scales.
 
-The user's values come first, then well-known values in the order of `_WELL_KNOWN`, then the values
-of other sources. A figure in which no value changes becomes a row of a table (`constant`).
+The order is: values of the user, values of `_WELL_KNOWN`, values of other sources. Values that
+never change become rows of a table (`constant`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _WIDE = 100.0  # ratio of highest to lowest value from which figures may use a l
 class Panel:
     """A figure: the values of a key for all runs.
 
-    `logarithmic` and `range` are the initial vertical scale; range None shows all values. Without
-    curves, `logarithmic` permits a log scale.
+    `logarithmic` and `range` (None for all values) are the initial vertical scale. Without curves,
+    `logarithmic` permits a log scale.
     """
 
     key: str
@@ -263,7 +263,7 @@ def _with_curves(panel: Panel, runs: Sequence[Run], labels: Sequence[str], own: 
         low = heights[0]
         high = heights[-1]
         if own:
-            # A single outlier among the user's values has no influence.
+            # ignore outliers of the user's values
             low, high = trim(heights)
         if high > _WIDE * low:
             logarithmic = True
