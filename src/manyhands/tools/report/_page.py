@@ -14,7 +14,6 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
 
 from manyhands.tools.record import Run, read_record
 from manyhands.tools.report._curves import (
@@ -27,9 +26,6 @@ from manyhands.tools.report._curves import (
 )
 from manyhands.tools.report._follow import WorkerState
 from manyhands.tools.report._panels import Panel, axes, own_keys, panels
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
 
 # For colour-blind readers, on white and on black.
 _COLOURS = ("#3d85c6", "#e07b00", "#1f9e77", "#c2569b", "#7d6bd6", "#b8960c", "#d1495b", "#2aa5bd")
@@ -117,7 +113,7 @@ def _render_page(runs: list[Run], title: str, workers: str = "") -> str:
     if not (changing or constant):
         boxes.append("<p>There are no steps yet.</p>")
     data = {
-        "figures": [json.loads(_figure(panel).to_json(engine="json")) for panel in changing],
+        "figures": list(map(_figure, changing)),
         "axes": titles,
     }
     here = files(__package__)
@@ -137,24 +133,14 @@ def _render_page(runs: list[Run], title: str, workers: str = "") -> str:
     )
 
 
-def _figure(panel: Panel) -> Figure:
-    """Return a plotly figure. `page.js` adds colours and the horizontal axis."""
-    from plotly import graph_objects
-
-    figure = graph_objects.Figure(
-        layout={
-            "template": "none",
-            "showlegend": False,
-            "hovermode": "x unified",
-            "margin": {"l": 64, "r": 16, "t": 8, "b": 48},
-            "xaxis": {"automargin": True},
-            "yaxis": {"title": {"text": escape(panel.unit)}, "automargin": True},
-        }
-    )
+def _figure(panel: Panel) -> dict[str, object]:
+    """Return a figure for plotly. `page.js` adds colours and the horizontal axis."""
+    yaxis: dict[str, object] = {"title": {"text": escape(panel.unit)}, "automargin": True}
     if panel.logarithmic:
-        figure.update_yaxes(type="log", exponentformat="power")
+        yaxis |= {"type": "log", "exponentformat": "power"}
     if panel.range is not None:
-        figure.update_yaxes(range=panel.range)
+        yaxis["range"] = panel.range
+    traces = []
     for curve in panel.curves:
         mode = "lines"
         if len(curve.y) <= _WITH_MARKERS:
@@ -162,17 +148,35 @@ def _figure(panel: Panel) -> Figure:
         opacity = 1.0
         if curve.window == 0.0:  # behind a running mean
             opacity = 0.25
-        figure.add_scatter(
-            name=escape(curve.label),  # plotly interprets names as HTML
-            meta={"run": curve.run, "x": curve.x, "window": curve.window},
-            y=curve.y,
-            mode=mode,
-            line={"color": _colour(curve.run), "dash": curve.dash, "width": 1.8},
-            marker={"size": 5},
-            opacity=opacity,
-            hovertemplate="%{y:.5g}",
-        )
-    return figure
+        trace = {
+            "type": "scatter",
+            "name": escape(curve.label),  # plotly interprets names as HTML
+            "meta": {
+                "run": curve.run,
+                "x": {axis: _finite_or_none(values) for axis, values in curve.x.items()},
+                "window": curve.window,
+            },
+            "y": _finite_or_none(curve.y),
+            "mode": mode,
+            "line": {"color": _colour(curve.run), "dash": curve.dash, "width": 1.8},
+            "marker": {"size": 5},
+            "opacity": opacity,
+            "hovertemplate": "%{y:.5g}",
+        }
+        traces.append(trace)
+    layout = {
+        "showlegend": False,
+        "hovermode": "x unified",
+        "margin": {"l": 64, "r": 16, "t": 8, "b": 48},
+        "xaxis": {"automargin": True},
+        "yaxis": yaxis,
+    }
+    return {"data": traces, "layout": layout}
+
+
+def _finite_or_none(values: Sequence[float | None]) -> Values:
+    """Replace infinities and NaN, which JSON lacks, by None."""
+    return [value if value is not None and math.isfinite(value) else None for value in values]
 
 
 def _colour(run: int) -> str:
