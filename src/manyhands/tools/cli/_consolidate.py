@@ -37,7 +37,6 @@ OnTensor = Callable[[float], None]  # receives the bytes of each written tensor
 
 
 def open_newest(source: str | os.PathLike[str]) -> Reader:
-    """Open a checkpoint, or the newest checkpoint in a folder."""
     folder = folder_at(source)
     return Reader(folder, folder.find_newest())
 
@@ -95,14 +94,12 @@ def _open_with_scratch(
 
 
 def _keys_of(meta: ModelMeta) -> dict[str, str]:
-    """Return the key of each tensor of the model, by name."""
     return {name: f"model/{name}" for name in (*meta["params"], *meta["buffers"])}
 
 
 def _write_model(
     reader: Reader, keys: dict[str, str], max_size: int, scratch: Path, on_tensor: OnTensor
 ) -> dict[str, list[TensorEntry]]:
-    """Write the model's tensors into files of up to `max_size` bytes, and return the contents."""
     entries = []
     for name, key in keys.items():
         tensor = reader.tensors[key]

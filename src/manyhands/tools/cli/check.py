@@ -183,7 +183,6 @@ def take_options(
 
 
 def _number(options: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Return the number of an option, or end the command if the number is invalid."""
     if name not in options:
         return default
     kind, least = NUMBERS[name]

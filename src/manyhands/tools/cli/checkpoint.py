@@ -134,7 +134,6 @@ def _print_contents(reader: Reader, console: Console) -> None:
 
 
 def _verify(reader: Reader, console: Console) -> bool:
-    """Print the damaged files, and return whether all checksums match."""
     total = reader.commit.nbytes
     problems = []
     with show_progress("verifying", total) as advance:
@@ -151,12 +150,10 @@ def _verify(reader: Reader, console: Console) -> bool:
 
 
 def _make_printable(text: str) -> str:
-    """Escape text from a file or a path, for the terminal and for rich."""
     return escape(printable(text))
 
 
 def _summary(commit: Commit) -> list[str]:
-    """Describe the run that saved the checkpoint."""
     step = ""
     if commit.step is not None:
         step = f"step {commit.step:,}, "

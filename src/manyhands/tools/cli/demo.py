@@ -35,8 +35,6 @@ FILES = ("baseline", "adascale", "ramp", "linear-samples", "linear-steps")
 
 @dataclass(frozen=True)
 class Training:
-    """A run of the training script."""
-
     file: str
     name: str
     workers: int
@@ -119,7 +117,6 @@ def _trainings(workers: int, accumulate: int, done: Sequence[Run]) -> Iterator[T
 
 
 def _records(out: Path) -> list[Run]:
-    """Return the runs of this demo with at least one step."""
     runs = []
     for name in FILES:
         path = out / f"{name}.jsonl"
@@ -144,7 +141,6 @@ def _script_path() -> Path:
 
 
 def _train(training: Training, script: Sequence[str], out: Path, bars: Progress, steps: int) -> Run:
-    """Run the script, and show the newest values of the record."""
     record = out / f"{training.file}.jsonl"
     log = out / f"{training.file}.log"
     command = [sys.executable]
@@ -198,7 +194,6 @@ def _complete_lines(record: Path, start: int) -> bytes:
 
 @contextmanager
 def _run_process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process, and end the process with the block."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -230,7 +225,6 @@ def _schedule_position(training: Training, line: Line, steps: int) -> float:
 
 
 def _progress_bars(console: Console) -> Progress:
-    """Return the progress bars, one per run."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -249,7 +243,6 @@ def _newest_accuracy(line: Line) -> str:
 
 
 def _print_comparison(console: Console, runs: Sequence[Run], batches: int, cost: float) -> None:
-    """Print the table of all runs, and an explanation of the computed column."""
     table = Table("", title="Accuracy on images that no run was trained on", title_justify="left")
     alone = runs[0].lines[-1]["time"] / _steps(runs[0])  # a pass and an update, measured
     for heading in ("steps", f"{batches} workers*", "accuracy", "samples", "this machine"):

@@ -140,7 +140,6 @@ def plan(
 
 
 def _import_object(name: str) -> Any:
-    """Import an object from a module in the working directory or an installed module."""
     module, _, attribute = name.partition(":")
     if not (module and attribute):
         stop(
@@ -212,7 +211,6 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _print_plan(found: Plan) -> None:
-    """Print the table with the cheapest row in bold, and the line of code."""
     console = Console(highlight=False)
     (_, *names), *lines = found.cells
     table = Table(title=found.title, title_justify="left")

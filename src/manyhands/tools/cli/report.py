@@ -101,7 +101,6 @@ def _follow(paths: list[Path], out: Path, title: str, show: bool) -> None:
 
 
 def _write_states(records: FollowedRecords, page: Path, title: str, reload: float | None) -> None:
-    """Write the page with the current records."""
     workers = records.states()
     _check_is_no_run(page, [worker.path for worker in workers])
     try:

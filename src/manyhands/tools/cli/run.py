@@ -158,7 +158,6 @@ def run(
 
 
 def _parse_patience(patience: str, stall: float) -> float:
-    """Return the seconds; end the command unless it is "auto" or at least the stall."""
     if patience == "auto":
         return max(600.0, stall)  # for the launcher, which restarts workers
     try:
@@ -181,7 +180,6 @@ def _check_script(arguments: list[str], module: str | None) -> None:
 
 
 def _check_hosts(store: str | None, listen: str | None, numbers: str | None) -> None:
-    """End the command if options for several hosts contradict each other."""
     if store is not None and listen is not None:
         stop("run", "--listen serves a store, and --store uses another host's: give only one.")
     if store is not None and numbers is None:
@@ -196,7 +194,6 @@ def _check_hosts(store: str | None, listen: str | None, numbers: str | None) -> 
 
 
 def _parse_numbers(workers: int | None, numbers: str | None) -> list[int]:
-    """Return the numbers of this host's workers."""
     if numbers is None:
         if workers is None:
             stop("run", "give the number of workers, such as --workers 4.")

@@ -221,7 +221,6 @@ def costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int = 0) -> tup
 def _moments_under_fsdp(
     sizes: ModelSizes, workers: int, gloo: bool, replicas: int
 ) -> tuple[int, int, int]:
-    """Return AdamScale's bytes sent, collectives and memory under FSDP."""
     shards = []
     padded = 0
     for param in sizes.trained:

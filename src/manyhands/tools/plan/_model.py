@@ -54,8 +54,6 @@ def build_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
 
 @dataclass(frozen=True)
 class PlannedOptimizer:
-    """The class, arguments and parameter groups of an optimizer."""
-
     kind: type[Optimizer]
     arguments: dict[str, Any]
     groups: list[tuple[dict[str, Any], list[Tensor]]]
@@ -245,7 +243,6 @@ def by_size(least: int) -> Policy:
 
 
 def activation_bytes(model: nn.Module, input: object) -> int:
-    """Return the bytes that a forward pass saves for the backward pass."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
 
     kwargs: dict[str, object] = {}

@@ -83,7 +83,6 @@ class Row(Cost):
 
     @property
     def total(self) -> int:
-        """The memory of a worker in bytes."""
         held = self.parameters + self.gradients + self.optimizer + self.scaling
         return held + self.in_flight + self.buffers + (self.activations or 0)
 
@@ -289,7 +288,6 @@ def _ways(
     rule: type[ScalingRuleBase] | None,
     optimizers: Sequence[PlannedOptimizer],
 ) -> list[tuple[str, str, Cost]]:
-    """Return the name, the end of the line of code, and the cost of each sharding."""
     groups = []
     for one in optimizers:
         groups += one.all_options

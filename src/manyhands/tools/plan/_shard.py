@@ -154,7 +154,6 @@ def shard(
 def _ranks_of_mesh(
     mesh: DeviceMesh | None, process_group: GroupLike | None, level: Level
 ) -> tuple[DeviceMesh | None, GroupLike | None]:
-    """Return a mesh with copies of the model, or a process group."""
     if mesh is None:
         return None, process_group
     if process_group is not None:
@@ -189,7 +188,6 @@ def _check_optimizers(model: nn.Module, optimizer: Any, level: object) -> list[O
 
 
 def _check_not_in_use(model: nn.Module) -> None:
-    """Raise if parameters are sharded, or belong to a referenced wrapper."""
     names, params = zip(*model.named_parameters(), strict=True)
     for name, param in zip(names, params, strict=True):
         if is_dtensor(param):
@@ -328,7 +326,6 @@ def _cheapest_level(
     memory: int | str | None,
     input: Any,
 ) -> int:
-    """Return the cheapest level that fits on every rank."""
     device = next(model.parameters()).device
     if memory is None and device.type == "cuda":
         held = sum(param.nbytes for param in model.parameters())

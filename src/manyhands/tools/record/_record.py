@@ -319,7 +319,6 @@ def _steps_of(counter: object) -> int | None:
 
 
 def _collect_values(sources: tuple[Source, ...]) -> tuple[dict[str, object], Source | None]:
-    """Return the values of all sources, and the source that has a "step"."""
     owners = {"time": "the record", HEADER: "the record"}
     values: dict[str, object] = {}
     counter = None
@@ -465,8 +464,6 @@ def _to_json(line: Line) -> str:
 
 
 class _LastPass:
-    """The end of the last backward pass of a step."""
-
     def __init__(self) -> None:
         self.ended: float | None = None
 

@@ -277,7 +277,6 @@ def _pid_space() -> dict[str, str | None]:
 
 
 def _start_of_process(pid: int) -> int | None:
-    """Return the start of a process in clock ticks, or None if the process has ended."""
     try:
         stat = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:

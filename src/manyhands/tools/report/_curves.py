@@ -101,7 +101,6 @@ def _to_number(value: object) -> float | None:
 
 
 def progress_values(run: Run) -> Values | None:
-    """Return the progress of each line, or None without progress."""
     values = numbers(run, "progress")
     if not any(value is not None for value in values):
         return None
@@ -109,12 +108,10 @@ def progress_values(run: Run) -> Values | None:
 
 
 def curves_of(key: str, index: int, run: Run, label: str) -> list[Curve]:
-    """Return the thinned curves of a run in the figure of `key`."""
     curves: list[Curve] = []
     positions = _positions(run)
 
     def draw(groups: list[Values], label: str, dash: str = "", window: float | None = None) -> None:
-        """Add a curve for each parameter group with distinct values."""
         distinct: list[Values] = []
         for group in groups:
             if group not in distinct:
@@ -162,7 +159,6 @@ def curves_of(key: str, index: int, run: Run, label: str) -> list[Curve]:
 
 
 def _groups_of(run: Run, key: str) -> list[Values]:
-    """Return the values of `key` for each parameter group."""
     columns = set(run.columns)
     groups = []
     if key in columns:

@@ -39,8 +39,6 @@ GAPS = 50  # recent intervals, whose median is the usual interval
 
 @dataclass(frozen=True)
 class WorkerState:
-    """The state of a worker according to the record."""
-
     path: Path
     state: State
     text: str = ""  # the reason
@@ -50,8 +48,6 @@ class WorkerState:
 
 
 class FollowedRecords:
-    """Records, and folders in which records appear."""
-
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
         self._read: dict[Path, tuple[os.stat_result, Run]] = {}
@@ -118,7 +114,6 @@ def judge(run: Run, age: float) -> tuple[State, str]:
 
 
 def usual_gap(run: Run) -> float | None:
-    """Return the median interval between lines, or None."""
     times = [line["time"] for line in run.lines[-GAPS:]]
     if len(times) < 2:
         return None

@@ -93,7 +93,6 @@ def write_following(
 
 
 def _render_page(runs: list[Run], title: str, workers: str = "") -> str:
-    """Return the page as HTML."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -214,7 +213,6 @@ def _figure_element(panel: Panel) -> str:
 
 
 def _choices(shown: Sequence[Panel], axes: dict[str, str]) -> str:
-    """Return the buttons above the figures."""
     if not shown:
         return ""
     choices = _choice("axis", "Curves against", axes, next(iter(axes)))
@@ -251,7 +249,6 @@ def _row(heading: str, cells: Iterable[object], kind: str = "") -> str:
 
 
 def _summary_table(runs: list[Run], labels: list[str]) -> str:
-    """Return the table of runs, with checkboxes to hide runs."""
     own = own_keys(runs)
     rate = "steps/s"
     if all(batch_size(run) is not None for run in runs):
@@ -283,7 +280,6 @@ def _summary_table(runs: list[Run], labels: list[str]) -> str:
 
 
 def _worker_table(workers: Sequence[WorkerState], runs: list[Run], reload: float | None) -> str:
-    """Return the table of workers, including records without a run."""
     labels = {}
     for run, label in zip(runs, _labels_of_runs(runs), strict=True):
         labels[run.path] = label
@@ -304,7 +300,6 @@ def _worker_table(workers: Sequence[WorkerState], runs: list[Run], reload: float
 
 
 def _constant_table(shown: Sequence[Panel], labels: list[str]) -> str:
-    """Return the table of values that never change, with a column per run."""
     if not shown:
         return ""
     rows = []
@@ -322,7 +317,6 @@ def _constant_table(shown: Sequence[Panel], labels: list[str]) -> str:
 
 
 def _configuration(runs: list[Run], labels: list[str]) -> str:
-    """Return the runs' options in a collapsed section."""
     parts = ""
     for run, label in zip(runs, labels, strict=True):
         facts: dict[str, object] = {}
@@ -357,7 +351,6 @@ def _best_word(key: str) -> str:
 
 
 def _best_cell(run: Run, key: str) -> str:
-    """Return the best value and the first step with this value."""
     finite = _finite_values(run, key)
     if not finite:
         return _NO_VALUE

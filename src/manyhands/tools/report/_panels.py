@@ -42,7 +42,6 @@ class Panel:
 
     @property
     def constant(self) -> bool:
-        """Whether every curve has several equal values."""
         return all(len(curve.y) > 1 and len(set(curve.y)) == 1 for curve in self.curves)
 
 
@@ -183,7 +182,6 @@ _NOT_DRAWN |= {"simple_noise_scale_error"}
 
 
 def panels(runs: Sequence[Run], labels: Sequence[str]) -> list[Panel]:
-    """Return all figures with at least one curve."""
     own = own_keys(runs)
     wanted = [Panel(key, key, key, logarithmic=True) for key in own]
     wanted += _WELL_KNOWN
