@@ -1,17 +1,16 @@
 """The program `manyhands`.
 
-    check.py         compare training on several ranks with training in a single process
-    plan.py          compare the memory and communication of each sharding
+    check.py         compare ranks with a single process
+    plan.py          compare shardings
     run.py           start the workers of a crew
-    demo.py          train a small network with a small and a large batch
-    report.py        draw records as an HTML page
-    checkpoint.py    show a checkpoint, and convert it to plain files
-    _consolidate.py  write the plain files
+    demo.py          train with small and large batches
+    report.py        draw records
+    checkpoint.py    show or convert a checkpoint
+    _consolidate.py  convert a checkpoint
     _terminal.py     messages and progress
 
-A command is a function in a module of the same name: typer reads the arguments from the signature
-and the help from the docstring. The modules of commands do not import torch. A command imports
-torch after it has checked the arguments, so help, usage errors and shell completion are fast.
+typer reads arguments from signatures, and help from docstrings. Commands import torch only after
+checking their arguments, so help, usage errors and shell completion are fast.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run the program. This is the entry point of the console script."""
+    """Run the program: the entry point of the console script."""
     try:
         import typer  # noqa: F401
     except ImportError:
@@ -41,7 +40,6 @@ def main() -> None:
 
 
 def app() -> typer.Typer:
-    """Return the program with all commands."""
     import typer
 
     from manyhands.tools.cli.check import check

@@ -5,8 +5,8 @@
 
 or, for transformers, a folder as written by `mh.save_weights`.
 
-A single process converts a checkpoint tensor by tensor. Large tensors are assembled in a temporary
-file that is mapped into memory, so neither the model nor a tensor has to fit into memory.
+A single process converts tensor by tensor. A temporary file mapped into memory holds a large
+tensor, so models and tensors may exceed the memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def open_newest(source: str | os.PathLike[str]) -> Reader:
 def write_plain_files(
     source: str | os.PathLike[str], target: Path, on_tensor: OnTensor = lambda nbytes: None
 ) -> list[Path]:
-    """Write the files of the model and the optimizers, and return their paths."""
+    """Write files of the model and optimizers; return the paths."""
     with _open_with_scratch(source, target) as (reader, scratch):
         commit = reader.commit
         written = []
@@ -61,7 +61,7 @@ def write_plain_files(
             _write_optimizer(reader, number, meta, path, on_tensor)
             written.append(path)
         results = []
-        # Only after all files are complete, so that an error does not change earlier files.
+        # Errors do not change earlier files.
         for path in written:
             results.append(path.replace(target / path.name))
         sync(target)
@@ -71,7 +71,7 @@ def write_plain_files(
 def write_hf_files(
     source: str | os.PathLike[str], target: Path, max_size: int, on_tensor: OnTensor
 ) -> list[Path]:
-    """Write the model as `mh.save_weights` does, and return the paths of the files."""
+    """Write the model like `mh.save_weights`; return the paths."""
     with _open_with_scratch(source, target) as (reader, scratch):
         if reader.commit.model is None:
             raise ValueError(f"{reader.path} was saved without model=.")
@@ -85,10 +85,10 @@ def write_hf_files(
 def _open_with_scratch(
     source: str | os.PathLike[str], target: Path
 ) -> Iterator[tuple[Reader, Path]]:
-    """Open the newest checkpoint, and a folder for incomplete files."""
+    """Open the newest checkpoint; create a folder for incomplete files."""
     with open_newest(source) as reader, reader.explain():
         target.mkdir(parents=True, exist_ok=True)
-        # In the target, so that complete files can be renamed within a file system.
+        # Files can be renamed only within a file system.
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=target) as scratch:
             yield reader, Path(scratch)
 
@@ -117,7 +117,7 @@ def _write_model(
 
 
 def _read_tensor(reader: Reader, key: str, scratch: Path) -> Tensor:
-    """Read a tensor and verify the checksums; a large tensor is in an unnamed mapped file."""
+    """Read and verify a tensor, in an unnamed mapped file if large."""
     tensor = reader.tensors[key]
     if tensor.nbytes < IN_A_FILE:
         return reader.read_whole(key)
@@ -129,14 +129,14 @@ def _read_tensor(reader: Reader, key: str, scratch: Path) -> Tensor:
         flat = torch.from_file(name, shared=True, size=elements, dtype=tensor.torch_dtype)
     finally:
         os.close(descriptor)
-        os.unlink(name)  # the mapping keeps the file's space until the tensor is freed
+        os.unlink(name)  # the space is freed with the tensor
     return reader.read_whole(key, flat.view(tensor.shape))
 
 
 def _write_optimizer(
     reader: Reader, number: int, meta: OptimizerMeta, path: Path, on_tensor: OnTensor
 ) -> None:
-    """Write the state dict as the plain optimizer would save it."""
+    """Write the state dict of the plain optimizer."""
 
     def get_tensor(key: str) -> Tensor:
         reader.take(key)
@@ -164,7 +164,7 @@ def _write_optimizer(
     packed = {**other, "state": state, "param_groups": groups}
     if meta["rule"] is not None:
         scaling = saved_rule(meta["rule"], get_tensor)
-        # Saved by name; a rule's state dict has the order of the parameters.
+        # Checkpoints use names; a rule's state dict uses the order of parameters.
         previous = scaling["previous"]
         scaling["previous"] = []
         if previous:

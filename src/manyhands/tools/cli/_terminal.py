@@ -1,4 +1,4 @@
-"""Write messages and progress to the terminal, for the commands."""
+"""Write messages and progress to the terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def stop(command: str, *lines: str, code: int = 2) -> NoReturn:
 
 
 def check_no_option(command: str, word: str, options: Collection[str], where: str) -> None:
-    """End a command if an unknown option is in the position of the script."""
+    """End a command if the word in place of the script is an unknown option."""
     if not word.startswith("-"):
         return
     message = f"there is no option {word}."
@@ -34,7 +34,7 @@ def check_no_option(command: str, word: str, options: Collection[str], where: st
 
 
 def printable(text: str) -> str:
-    r"""Escape characters that control a terminal: escapes, returns, direction marks.
+    r"""Escape characters that control a terminal.
 
     >>> print(printable("loss\x1b[2J"))
     loss\x1b[2J
@@ -49,16 +49,16 @@ def printable(text: str) -> str:
 
 @contextmanager
 def show_progress(text: str, total: float | None = None) -> Iterator[Callable[[float], None]]:
-    """Show a bar and the elapsed time on stderr, and yield a function that advances the bar.
+    """Show a bar with the elapsed time on a terminal; yield a function that advances the bar.
 
-    The bar pulses if `total` is None. If stderr is not a terminal, nothing is printed.
+    The bar pulses if `total` is None.
     """
     if not sys.stderr.isatty():
         yield lambda amount: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    # `manyhands check` forks while a thread draws the bar. The thread may hold the lock of the
-    # bar's file, so the file is separate from sys.stderr, and the bar does not replace sys.stdout.
+    # `manyhands check` forks while a thread draws the bar, possibly with a lock on the file. Child
+    # processes must not use this file, so the bar replaces neither sys.stdout nor sys.stderr.
     with os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace") as file:
         bars = Progress(
             *columns,

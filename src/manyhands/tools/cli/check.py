@@ -1,4 +1,4 @@
-"""`manyhands check`: compare training on several ranks with training in a single process."""
+"""`manyhands check`: compare training on ranks with training in a single process."""
 
 from __future__ import annotations
 
@@ -94,12 +94,12 @@ def check(
 ) -> None:
     """Check that a script trains the same on several ranks as in a single process.
 
-    With --resume, check that a killed script continues from its checkpoint as if it had not been
-    interrupted. Options other than `-m` and `--resume` may also follow the script. If the script
-    has an option of the same name, write the script's option after `--`.
+    With --resume, check that a killed script continues from a checkpoint without differences.
+    Options other than `-m` and `--resume` may also follow the script. If an option of the script
+    has an equal name, write that option after `--`.
 
-    Exit codes: 0 equal, 1 different (the likely cause is printed), 2 no result, 3 equal except for
-    a known difference, such as batch norm.
+    Exit codes: 0 equal, 1 different (prints the likely cause), 2 no result, 3 equal except for a
+    known difference, such as batch norm.
 
     Example: `manyhands check train.py --ranks 4`
     """
@@ -133,7 +133,7 @@ def check(
         check_no_option("check", name, [*given, "--resume"], "Write options before the script.")
         if not (module and name):
             stop("check", f"{name or 'nothing'} is not a file. Give a Python script.")
-    # With sys.exit(), the check ends its processes and restores files.
+    # sys.exit() lets the check end processes and restore files.
     verdict: Verdict | ResumeVerdict
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
@@ -155,7 +155,7 @@ def take_options(
 ) -> tuple[list[str], dict[str, Any]]:
     """Take the command's options out of the words after the script.
 
-    Options in `given` were before the script, so the same option after the script is the script's.
+    An option in `given` was before the script, so after the script it belongs to the script.
 
     >>> take_options(["train.py", "--lr", "1", "--ranks", "4"], {}, ["--ranks"])
     (['train.py', '--lr', '1'], {'--ranks': '4'})

@@ -75,7 +75,7 @@ def consolidate(
 ) -> None:
     """Convert a checkpoint to model.safetensors and optimizer.pt, for use without manyhands.
 
-    With --to hf, write the model alone, with an index and config.json, as transformers reads it.
+    With --to hf, write only the model, in the format of transformers.
 
     Example: `manyhands checkpoint consolidate runs/checkpoints exported`
     """
@@ -92,7 +92,7 @@ def consolidate(
             prefixes: tuple[str, ...] = ("model/",)
             if to == "plain":
                 prefixes = ("model/", "optimizer.")
-            total = 0  # at most: outer state of blocks and further replicas are not written
+            total = 0  # an upper bound, with outer state of blocks and all replicas
             with _consolidate.open_newest(source) as reader:
                 for key, tensor in reader.tensors.items():
                     if key.startswith(prefixes):
@@ -109,7 +109,7 @@ def consolidate(
 
 
 def _check_exists(command: str, source: str) -> None:
-    """End the command if a local path does not exist, before torch is imported."""
+    """End the command if a local path does not exist."""
     if "://" not in source and not Path(source).exists():
         stop(f"checkpoint {command}", f"{source} does not exist.")
 
@@ -120,7 +120,6 @@ def _print_contents(reader: Reader, console: Console) -> None:
     for name in ("shape", "type", "bytes", "slices"):
         table.add_column(name, justify="right")
     section = ""
-    # Sections begin at keys such as model/..., optimizer.0/... and random/...
     for key, tensor in sorted(reader.tensors.items()):
         if section and key.partition("/")[0] != section:
             table.add_section()

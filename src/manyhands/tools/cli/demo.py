@@ -1,7 +1,6 @@
 """`manyhands demo`: train a small network with a small and a large batch.
 
-The training script is `examples/digits.py`, in a single process or under torchrun. The command
-starts the script, follows the record, and compares the records of all runs.
+The command runs `examples/digits.py`, follows the records, and compares them.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def demo(
 
 
 def _trainings(workers: int, accumulate: int, done: Sequence[Run]) -> Iterator[Training]:
-    """Yield the baseline and four runs with larger batches; `done` has the previous runs."""
+    """Yield the baseline and four runs with larger batches; `done` has previous runs."""
     scale = workers * accumulate
     several = f"--accumulate={accumulate}"
     yield Training(FILES[0], "baseline", 1, (), counts_gain=True)
@@ -128,7 +127,7 @@ def _records(out: Path) -> list[Run]:
 
 
 def _script_path() -> Path:
-    """Return the path of examples/digits.py: inside the package in a wheel, or next to src."""
+    """Return the path of examples/digits.py, in the package (a wheel) or next to src."""
     package = Path(manyhands.__file__).parent
     places = [folder / "examples" / "digits.py" for folder in (package, package.parents[1])]
     for place in places:
@@ -183,7 +182,7 @@ def _train(training: Training, script: Sequence[str], out: Path, bars: Progress,
 
 
 def _complete_lines(record: Path, start: int) -> bytes:
-    """Return the complete lines of a record from byte `start`; the record may not exist yet."""
+    """Return the complete lines of a record from byte `start`."""
     if not record.exists():
         return b""
     with record.open("rb") as file:
@@ -200,8 +199,8 @@ def _run_process(command: list[str], log: Path) -> Iterator[subprocess.Popen[byt
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            # Ctrl-C reaches only this process, which then sends torchrun a single signal. A second
-            # signal would stop torchrun before it has stopped the workers.
+            # Ctrl-C must not reach torchrun: a second signal would stop torchrun before the
+            # workers.
             start_new_session=True,
         )
         try:

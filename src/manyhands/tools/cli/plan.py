@@ -1,4 +1,4 @@
-"""`manyhands plan`: compare the memory and communication of each way to train a model."""
+"""`manyhands plan`: compare the memory and communication of shardings."""
 
 from __future__ import annotations
 
@@ -90,10 +90,9 @@ def plan(
     pass_seconds: PassSeconds = 0.0,
     mesh: Mesh = None,
 ) -> None:
-    """Compare ways to train a model on several workers: memory, communication, and what fits.
+    """Compare shardings of a model: memory, communication, and fit.
 
-    The model needs no memory, because it is built on torch's meta device. The exit code is 1 if
-    nothing fits.
+    The model is built on torch's meta device, without memory. Exit code 1: no sharding fits.
 
     Example: `manyhands plan my_module:build_model --workers 8 --memory 24GiB`
     """
@@ -179,7 +178,7 @@ def _parse_option(text: str) -> tuple[str, Any]:
 
 
 def _parse_input(text: str) -> tuple[str, list[int], str]:
-    """Return the name (or ""), the shape and the dtype of an input."""
+    """Return the name (or ""), shape and dtype of an input."""
     found = re.fullmatch(r"(?:(\w+)=)?(\d+(?:x\d+)*)(?::(\w+))?", text)
     if found is None:
         stop("plan", f"--input takes a shape and a dtype, such as 8x128:int64, got {text!r}.")

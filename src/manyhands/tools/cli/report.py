@@ -1,4 +1,4 @@
-"""`manyhands report`: draw records as an HTML page, also while the runs continue."""
+"""`manyhands report`: draw records as an HTML page."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def report(
 ) -> None:
     """Compare recorded runs on a page with figures. The page opens offline.
 
-    With --follow, the page shows all *.jsonl files of a folder, the age of each worker's last
-    line, and silent workers, and reloads by itself.
+    With --follow, the page reloads, and shows all *.jsonl files of a folder, the age of each
+    worker's last line, and silent workers.
 
     Example: `manyhands report runs/a.jsonl runs/b.jsonl --open`
     """

@@ -1,4 +1,4 @@
-"""`manyhands run`: start the workers of a crew, and restart workers that die."""
+"""`manyhands run`: start the workers of a crew."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def run(
 ) -> None:
     """Run a script in several workers, and restart workers that die.
 
-    A worker killed by a signal is always restarted. The exit code is 0 if all workers end with
-    exit code 0. With several hosts, set MANYHANDS_SECRET to the same text on each host.
+    Workers killed by a signal are always restarted. The exit code is 0 if all workers end with
+    exit code 0. On several hosts, set MANYHANDS_SECRET to equal texts.
 
     Example: `manyhands run --workers 4 train.py`
     """
@@ -114,8 +114,8 @@ def run(
     worker_numbers = _parse_numbers(workers, numbers)
     if module is not None:
         arguments = ["-m", module, *arguments]
-    # torch asks a name server at each connection to the store, which does not answer meanwhile. By
-    # default, the C library repeats a lost question after 5 seconds.
+    # At each connection, torch asks a name server while the store does not answer. By default, the
+    # C library repeats lost questions after 5 seconds.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
     from manyhands.blocks.crew._launcher import Launcher
@@ -185,7 +185,7 @@ def _check_hosts(store: str | None, listen: str | None, numbers: str | None) -> 
     if store is not None and numbers is None:
         stop("run", "--store needs --numbers, such as 4-7: no two workers may share a number.")
     if (store or listen) and not os.environ.get(SECRET_VARIABLE):
-        # Each host would draw a different secret, and ignore messages from other hosts.
+        # Hosts with different secrets ignore each other.
         stop(
             "run",
             f"all hosts of a run need the same secret. Set {SECRET_VARIABLE} on each host to a "

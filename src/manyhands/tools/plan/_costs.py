@@ -11,12 +11,11 @@ With N workers, P bytes of parameters, G of gradients and S of optimizer state:
 
 In the last row, a mesh of N = C M workers shards each copy over M workers.
 
-The code applies the layouts of the library, including padding and uneven shards, and returns the
-worker with the highest memory. `sent` is the mean over workers. `in_flight` is the peak of a
-backward pass minus the gradients after the pass.
+The code applies the library's layouts, with padding and uneven shards, and returns the highest
+memory of all workers. `sent` is the mean over workers. `in_flight` is the peak of a backward pass
+minus the gradients after the pass.
 
-With sharded second moments, `AdamScale` gathers a replica on every worker after each step (two
-replicas for RMSprop with `centered`).
+`AdamScale` gathers sharded second moments on every worker after each step.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ DDP_BUCKETS = (2**20, 25 * 2**20)  # sizes of torch's first bucket, and of all l
 
 @dataclass(frozen=True)
 class ParamSize:
-    """The size of a parameter and its optimizer state.
+    """The size of a parameter, with optimizer state.
 
-    Each shard has `state_fixed` bytes of state, plus `state_per_element` bytes per element.
+    The state of each shard has `state_fixed` bytes, plus `state_per_element` per element.
     """
 
     elements: int
@@ -116,7 +115,7 @@ def _bytes_of(params: Iterable[ParamSize]) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """A worker's memory in bytes, and the bytes and collectives of a step."""
+    """A worker's memory in bytes; bytes and collectives per step."""
 
     parameters: int
     gradients: int
@@ -143,7 +142,7 @@ def _sent_per_worker(size: int, workers: int) -> int:
 
 def rule_cost(groups: int, workers: int, gloo: bool) -> tuple[int, int]:
     """Return the bytes and collectives that a scaling rule adds to a measured step."""
-    # A payload has two numbers per parameter group, and the claims of every rank.
+    # A payload has two numbers per parameter group, plus claims of all ranks.
     if gloo:  # an all-gather
         numbers = (2 * groups + len(CLAIMS)) * workers
     else:
@@ -276,10 +275,9 @@ class _Buckets:
 
 
 def _sharded_ddp_cost(sizes: ModelSizes, layout: _Buckets, workers: int) -> Cost:
-    # With equal slices, all ranks have the same cost.
     ranks = workers
     if all(optimizer.elementwise for optimizer in sizes.optimizers):
-        ranks = 1
+        ranks = 1  # equal for all ranks
     held, most = _gradients_held(layout.buckets, ranks)
     held = held * (workers // ranks)
     most = most * (workers // ranks)
@@ -304,9 +302,9 @@ def _sharded_ddp_cost(sizes: ModelSizes, layout: _Buckets, workers: int) -> Cost
 
 
 def _gradients_held(buckets: Sequence[_Bucket], ranks: int) -> tuple[list[int], list[int]]:
-    """Return each rank's bytes of gradients after a backward pass, and the peak of the pass."""
-    # While backward fills a bucket, the previous bucket is reduced (`_reducer.IN_FLIGHT` is 1). A
-    # rank has only a slice of earlier buckets.
+    """Return each rank's bytes of gradients after a backward pass, and during the pass (peak)."""
+    # While backward fills a bucket, the previous bucket is reduced (`_reducer.IN_FLIGHT` is 1), and
+    # only slices of earlier buckets are left.
     complete = []  # bytes of complete gradients and buckets, while backward fills each bucket
     for place in range(len(buckets) + 1):  # at the last index, all buckets are full
         viewed: dict[int, int] = {}  # bytes of gradients of which a bucket is a view
@@ -338,7 +336,7 @@ def _gradients_held(buckets: Sequence[_Bucket], ranks: int) -> tuple[list[int], 
 
 
 def _lay_out(sizes: ModelSizes, workers: int, gloo: bool) -> _Buckets:
-    """Put all parameters into buckets, like `OSS` (_flat_params.py)."""
+    """Put parameters into buckets, like `OSS` (_flat_params.py)."""
     layout = _Buckets([0] * workers, _bytes_of(sizes.others))
     for optimizer in sizes.optimizers:
         kinds: dict[Hashable, list[tuple[int, int]]] = {}  # (index, elements) of the parameters
@@ -549,9 +547,8 @@ def _widest(params: Sequence[ParamSize]) -> int:
 def _peak_of_fsdp_backward(wraps: Sequence[_Wrap], workers: int) -> int:
     """Return the peak of gradients, gradient shards and gathered parameters in a backward pass.
 
-    A wrap stays gathered until all inner wraps are done, and the gradients are reduced after those
-    of inner wraps. Meanwhile, the parameters of the next wrap arrive. A reduction lasts until the
-    input of the next reduction is complete.
+    A wrap stays gathered until all inner wraps are reduced. Meanwhile, the parameters of the next
+    wrap arrive. A reduction lasts until the input of the next reduction is complete.
     """
     most = 0
     owned = 0
@@ -571,7 +568,7 @@ def _peak_of_fsdp_backward(wraps: Sequence[_Wrap], workers: int) -> int:
             done = open_wraps.pop()
             present -= done.gathered
             owned += done.reduced // workers
-            # gradients and the input of the reduce-scatter exist at the same time
+            # gradients coexist with the input of the reduce-scatter
             most = max(most, owned + arriving + present + done.reduced)
             present -= done.gradients
             if done.reduced:

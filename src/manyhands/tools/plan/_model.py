@@ -1,7 +1,7 @@
-"""Convert a module and its optimizers to sizes, without changing the module.
+"""Compute the sizes of a module, its optimizers and its activations.
 
-Activations are the tensors that autograd saves for the backward pass. A forward pass in torch's
-FakeTensorMode, with shapes only, and a hook measure them.
+Activations are tensors that autograd saves. A hook measures them in a forward pass under torch's
+FakeTensorMode, which has shapes only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OneOptimizer: TypeAlias = str | type[Optimizer] | Optimizer
 LARGEST_WRAP = 10**8  # elements of an FSDP wrap; in a smaller model, 1/50 of the elements
 
 
-# -- a module and its optimizers -------------------------------------------------------------------
+# -- modules and optimizers ------------------------------------------------------------------------
 
 
 def build_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
@@ -209,7 +209,7 @@ def count_elements(model: nn.Module) -> int:
 def wrap_params(model: nn.Module, least: int) -> list[tuple[list[Tensor], int | None]]:
     """Return the FSDP wraps, from the innermost to the model.
 
-    A wrap is the list of parameters outside inner wraps, and the index of the enclosing wrap.
+    A wrap has the parameters outside inner wraps, plus the index of the enclosing wrap.
     """
     wraps = list(pick_modules(model, by_size(least), ()))
     if model in wraps:

@@ -1,4 +1,4 @@
-"""Shard a model and its optimizers (`shard`).
+"""Shard a model (`shard`).
 
     level   model                       optimizer
     0       DistributedDataParallel     unchanged
@@ -69,7 +69,7 @@ def shard(
     process_group: GroupLike | None = None,
     mesh: DeviceMesh | None = None,
 ) -> tuple[nn.Module, Given]:
-    """Shard a model and its optimizers for training on many ranks.
+    """Shard a model with its optimizers, for training on many ranks.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(3, 1)
@@ -90,8 +90,8 @@ def shard(
 
     Args:
         model: the plain model, with equal parameters on every rank.
-        optimizer: the plain optimizer, or a list of optimizers; the result has the same form.
-            Levels 1 to 3 create new optimizers with the same groups and options.
+        optimizer: the plain optimizer, or a list of optimizers; the result has this form, too.
+            Levels 1 to 3 create new optimizers with equal groups and options.
         level: 0, 1, 2 or 3; "auto" selects the cheapest row of `plan` that fits on every rank.
         memory: for "auto": the memory of a rank, such as "24GiB". The default is 85 % of the free
             memory of the GPU. On a CPU, "auto" selects level 0 by default.
@@ -223,7 +223,7 @@ def _check_plain_optimizer(optimizer: Optimizer) -> None:
     wrong = ""
     if hooks or hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         wrong = "has a scheduler or a step hook: put it on the optimizer that shard() returns"
-    # Adagrad creates its state in the constructor, at step 0.
+    # Adagrad's constructor creates state, with step 0.
     elif any(state.get("step") != 0 for state in optimizer.state.values()):
         wrong = "has taken steps: call shard() before the first step, and mh.load() after shard()"
     elif unknown:

@@ -3,7 +3,7 @@
     _record.py   write lines, without waiting for a GPU
     _run.py      read a run, and detect whether the writing process is alive
 
-A record is a text file of JSON lines: a header, and a line per optimizer step:
+A record is a text file with a header and a JSON line per optimizer step:
 
     {"manyhands": {"version": 1, "name": "AdaScale x32", "date": "2026-02-03T04:05:06+01:00", ...}}
     {"step": 1, "time": 0.41, "progress": 3.2, "gain": 3.2, "lr": [0.1], ..., "loss": 2.30}
@@ -12,13 +12,12 @@ A record is a text file of JSON lines: a header, and a line per optimizer step:
 After a crash or a resume, a file remains valid:
 
 - Each line is a single write in append mode, so only the last line can be incomplete. Readers
-  ignore an incomplete line, and a resumed run removes it.
-- Opening an existing record appends a header. Closing a record appends a header with the date, and
-  with the error, if any.
-- A line supersedes earlier lines with an equal or larger step, so a run that reached step 100 and
-  resumed from step 90 reads as a single run.
+  ignore incomplete lines. A resumed run removes them.
+- Opening an existing record appends a header. Closing appends a header with the date and any error.
+- A line supersedes earlier lines with an equal or larger step, so a run resumed from step 90 after
+  step 100 reads as a single run.
 
-NaN and infinities, which JSON lacks, are the strings "nan", "inf" and "-inf".
+JSON lacks NaN and infinities: they are the strings "nan", "inf" and "-inf".
 """
 
 from manyhands.tools.record._run import Run, read_record

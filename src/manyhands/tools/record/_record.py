@@ -1,7 +1,6 @@
 """Write a record: a line per step, from a single rank, without waiting for a GPU.
 
-A tensor on a GPU is copied without a synchronization. The line waits in a queue until the copy is
-complete.
+Tensors on a GPU are copied asynchronously. The line waits in a queue until the copies are complete.
 
 `StepTiming` divides the seconds since the last line:
 
@@ -100,8 +99,8 @@ class Record:
     `log({"manyhands/gain": value, ...}, step=step)`. The record does not close the writer.
 
     Readers use `batch_size` (the samples of a small batch, for figures against samples), `until`
-    (the final progress, or the final step without a scaling rule, for the remaining time) and
-    `config` (shown with the figures).
+    (the final progress, or step if there is no scaling rule, for the remaining time) and `config`
+    (shown with the figures).
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class Record:
         self._writer = writer
         self._every = every
         self._counter = counter  # the source that has a "step"
-        # Whether the source's `steps` is the step: the attribute may have another meaning.
+        # Whether the source's `steps` is the step; some sources use the name otherwise.
         self._says_steps = counter is not None and _steps_of(counter) == values["step"]
         self._reserved = frozenset(values).union(_OUR_KEYS)
         self._calls = 0
@@ -219,7 +218,7 @@ class Record:
         return step // self._every > self._last_step // self._every
 
     def _count_steps(self) -> int:
-        """Return the step, or an estimate from the number of calls, without a snapshot."""
+        """Return the step, or an estimate from the number of calls."""
         steps = _steps_of(self._counter) if self._says_steps else None
         return self._steps_before + self._calls if steps is None else steps
 
@@ -230,7 +229,7 @@ class Record:
             self._steps_before = step - self._calls
 
     def close(self) -> None:
-        """Write all waiting lines and the end of the run."""
+        """Write all waiting lines, then the end of the run."""
         self._close(error=None)
 
     def _close(self, error: str | None) -> None:
@@ -298,7 +297,7 @@ def _describe_error(kind: type[BaseException], error: object) -> str | None:
     return f"{kind.__name__}: {error}"[:_LONGEST_TEXT].removesuffix(": ")
 
 
-# -- another writer --------------------------------------------------------------------------------
+# -- sources and writers ---------------------------------------------------------------------------
 
 
 def _send_line(writer: Any, line: Line) -> None:
@@ -389,7 +388,7 @@ def to_plain_json(value: object) -> object:
 
 
 def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
-    """Return a descriptor for appending, and the last line of a continued record."""
+    """Return a descriptor for appending, with the last line of a continued record."""
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     if mode == "new":
@@ -494,8 +493,8 @@ class StepTiming:
     wait for other ranks before the step, and `update` the optimizer's step, in seconds since the
     last line. The measurement sends no messages and reads no tensors.
 
-    With a GPU, these are seconds of the host, and the work of the GPU appears where the host waits,
-    mostly in `sync`. `sync` excludes communication that overlaps with the backward pass. With
+    With a GPU, these are seconds of the host. Work of the GPU appears where the host waits, mostly
+    in `sync`. `sync` excludes communication that overlaps with the backward pass. With
     `FullyShardedDataParallel`, communication is part of `compute`.
     """
 

@@ -35,7 +35,7 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 @dataclass(frozen=True)
 class Run:
-    """A record: the last header, and a line per step.
+    """A record: the last header, with a line per step.
 
     >>> import manyhands as mh
     >>> with mh.Record("runs/a.jsonl") as record:
@@ -138,7 +138,7 @@ def read_record(path: str | os.PathLike[str]) -> Run:
     return Run(path, header["name"], header, lines)
 
 
-# -- one file, one line ----------------------------------------------------------------------------
+# -- files and lines -------------------------------------------------------------------------------
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -240,9 +240,8 @@ def count_small_batches(header: Mapping[str, object], line: Mapping[str, object]
 
 # -- the process that writes -----------------------------------------------------------------------
 
-# Process numbers are reused, and differ between machines and containers. A process is therefore
-# identified by the boot of the kernel, the namespace, the number and the start, from Linux's /proc.
-# On other systems, the state of a process is unknown.
+# Process numbers are reused, and differ between machines and containers. On Linux, the boot of the
+# kernel, namespace, number and start identify a process. On other systems, states are unknown.
 
 
 def this_process() -> dict[str, object]:

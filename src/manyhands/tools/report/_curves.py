@@ -20,7 +20,7 @@ from manyhands.tools.record._run import count_small_batches, to_positive
 Values: TypeAlias = list[float | None]  # a value per line of a record
 
 THROUGHPUT = "throughput"  # a computed column
-# Columns with a dotted curve from another column, and the label of the dotted curve.
+# Columns with a dotted curve: the column of that curve, and a label.
 DOTTED = {"scale": ("target_scale", "target"), "step_seconds": ("predicted_seconds", "predicted")}
 WINDOWS = {"0.5 %": 0.005, "2 %": 0.02, "10 %": 0.1}  # of running means, as fractions of the run
 WINDOW = 0.02  # initial choice
@@ -52,7 +52,7 @@ def batch_size(run: Run) -> float | None:
 
 
 def samples(run: Run) -> Values:
-    """Return the samples up to each line, or None without a batch size."""
+    """Return the samples up to each line, or None if there is no batch size."""
     size = batch_size(run)
     if size is None:
         return [None] * len(run.lines)
@@ -257,7 +257,7 @@ def running_mean(values: Sequence[float | None], window: float) -> Values:
 
 
 def choose_scale(curves: Sequence[Sequence[float]]) -> tuple[bool, tuple[float, float] | None]:
-    """Return whether the curves need a log scale, and the vertical range or None.
+    """Return whether curves need a log scale, and a vertical range or None.
 
     A short spike is cut off. A run that diverged many steps ago needs a log scale.
 
@@ -292,7 +292,7 @@ def choose_scale(curves: Sequence[Sequence[float]]) -> tuple[bool, tuple[float, 
         return True, None
     if not (0 < _FLATTENED * height < highest - lowest < math.inf):
         return False, None
-    # A margin of the height keeps the steep start of a curve visible.
+    # The margin shows the steep start of a curve.
     bottom = max(lowest, low - height)
     top = min(highest, high + height)
     return False, (float(f"{bottom:.6g}"), float(f"{top:.6g}"))

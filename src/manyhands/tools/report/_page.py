@@ -1,7 +1,4 @@
-"""Write an HTML file with a table of all runs and a figure per panel.
-
-In the browser, `page.js` passes the figures to plotly.
-"""
+"""Write an HTML file with tables and figures, which `page.js` passes to plotly."""
 
 from __future__ import annotations
 
@@ -57,8 +54,8 @@ def write_report(
     'report.html'
 
     Long curves are thinned to about 2,000 points, with all spikes. The initial vertical scale
-    separates the curves, even if a run diverges. The reader can choose the scale, the smoothing and
-    the horizontal axis. Values that never change are in a table.
+    separates curves even if a run diverges. Readers can choose scale, smoothing and horizontal
+    axis. Values that never change are in a table.
     """
     if isinstance(runs, Run | str | os.PathLike):
         runs = [runs]
@@ -183,7 +180,7 @@ def _colour(run: int) -> str:
 
 
 def _labels_of_runs(runs: list[Run]) -> list[str]:
-    """Return distinct names, with the path and a number if necessary."""
+    """Return distinct names, if necessary with path and number."""
     names = [run.name for run in runs]
     paths = [run.path for run in runs]
     labels = []

@@ -226,8 +226,8 @@ def axes(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def unknown_panel(key: str) -> Panel:
-    """Return the figure for a key of another source."""
-    # A key such as cosine_Muon is the drift of one optimizer.
+    """Return the figure for a key of other sources."""
+    # cosine_Muon is a drift of the optimizer Muon.
     measure, _, optimizer = key.partition("_")
     for panel in _WELL_KNOWN:
         if optimizer and panel.key == measure in ("distance", "spread", "cosine"):
@@ -236,7 +236,7 @@ def unknown_panel(key: str) -> Panel:
 
 
 def _with_curves(panel: Panel, runs: Sequence[Run], labels: Sequence[str], own: bool) -> Panel:
-    """Return the panel with the curves of all runs and a vertical scale."""
+    """Return the panel with curves of all runs."""
     faint: list[Curve] = []  # values behind a running mean
     curves: list[Curve] = []
     heights: list[float] = []
