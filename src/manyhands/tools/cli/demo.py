@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import ceil
 from pathlib import Path
 from typing import Annotated
 
@@ -38,8 +39,7 @@ class Training:
     name: str
     workers: int
     options: tuple[str, ...]
-    in_steps: int | None = None  # the schedule is stretched over this number of steps
-    counts_gain: bool = False  # a step advances the schedule by the gain instead of the scale
+    steps: int | None = None  # the number of steps, if the progress does not end the run
 
 
 def demo(
@@ -104,12 +104,13 @@ def _trainings(workers: int, accumulate: int, done: Sequence[Run]) -> Iterator[T
     """Yield the baseline and four runs with larger batches; `done` has previous runs."""
     scale = workers * accumulate
     several = f"--accumulate={accumulate}"
-    yield Training(FILES[0], "baseline", 1, (), counts_gain=True)
-    yield Training(FILES[1], f"AdaScale ×{scale}", workers, (several,), counts_gain=True)
+    yield Training(FILES[0], "baseline", 1, ())
+    yield Training(FILES[1], f"AdaScale ×{scale}", workers, (several,))
     growing = (f"--max-scale={scale}",)
-    yield Training(FILES[2], f"Ramp, up to ×{scale}", workers, growing, counts_gain=True)
+    yield Training(FILES[2], f"Ramp, up to ×{scale}", workers, growing)
     linear = (several, "--rule=linear", "--warmup=0.2")
-    yield Training(FILES[3], f"linear ×{scale}, equal samples", workers, linear)
+    fewest = ceil(_steps(done[0]) / scale)
+    yield Training(FILES[3], f"linear ×{scale}, equal samples", workers, linear, fewest)
     steps = _steps(done[1])
     longer = (*linear, f"--in-steps={steps}")
     yield Training(FILES[4], f"linear ×{scale}, equal steps", workers, longer, steps)
@@ -147,7 +148,8 @@ def _train(training: Training, script: Sequence[str], out: Path, bars: Progress,
         command += ["-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={training.workers}"]
     command += [*script, *training.options, f"--record={record}", f"--name={training.name}"]
-    bar = bars.add_task(training.name, total=steps, shown="starting")
+    total = training.steps or steps
+    bar = bars.add_task(training.name, total=total, shown="starting")
     newest: Line = {}
     printed = time.monotonic()
     with _run_process(command, log) as process:
@@ -159,11 +161,11 @@ def _train(training: Training, script: Sequence[str], out: Path, bars: Progress,
             read += len(lines)
             for line in lines.splitlines():
                 newest.update(parse_line(line, record, 2))
-            position = _schedule_position(training, newest, steps)
-            bars.update(bar, completed=position, shown=_newest_accuracy(newest))
+            done = newest.get("step" if training.steps else "progress", 0)
+            bars.update(bar, completed=done, shown=_newest_accuracy(newest))
             if not bars.console.is_terminal and time.monotonic() > printed + SILENCE:
                 printed = time.monotonic()
-                bars.console.print(f"{training.name}: {min(position / steps, 1):.0%} done")
+                bars.console.print(f"{training.name}: {min(done / total, 1):.0%} done")
             if running:
                 time.sleep(0.1)
     bars.stop_task(bar)
@@ -209,15 +211,6 @@ def _run_process(command: list[str], log: Path) -> Iterator[subprocess.Popen[byt
             if process.poll() is None:
                 process.terminate()
             process.wait()
-
-
-def _schedule_position(training: Training, line: Line, steps: int) -> float:
-    """Return the position in the schedule, in steps of the baseline."""
-    if training.counts_gain:
-        return float(line.get("progress", 0.0))
-    if training.in_steps:
-        return float(line.get("step", 0) * steps / training.in_steps)
-    return float(line.get("step", 0) * line.get("scale", 0.0))
 
 
 # -- output ----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import pairwise
 from statistics import median_low
 from typing import TypeAlias
 
@@ -159,15 +159,11 @@ def curves_of(key: str, index: int, run: Run, label: str) -> list[Curve]:
 
 
 def _groups_of(run: Run, key: str) -> list[Values]:
-    columns = set(run.columns)
     groups = []
-    if key in columns:
-        groups.append(numbers(run, key))
-    for index in count():
-        column = f"{key}/{index}"
-        if column not in columns:
-            break
-        groups.append(numbers(run, column))
+    for column in run.columns:
+        name, _, number = column.rpartition("/")
+        if column == key or (name == key and number.isdecimal()):
+            groups.append(numbers(run, column))
     return groups
 
 
