@@ -107,13 +107,10 @@ def run(
 
     Example: `manyhands run --workers 4 train.py`
     """
-    arguments = script or []
-    _check_script(arguments, module)
+    arguments = _command_of(script or [], module)
     _check_hosts(store, listen, numbers)
     seconds = _parse_patience(patience, stall)
     worker_numbers = _parse_numbers(workers, numbers)
-    if module is not None:
-        arguments = ["-m", module, *arguments]
     # At each connection, torch asks a name server while the store does not answer. By default, the
     # C library repeats lost questions after 5 seconds.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
@@ -147,13 +144,13 @@ def run(
             secret=os.environ.get(SECRET_VARIABLE) or secrets.token_hex(),
         )
     except (OSError, ValueError, StoreLost) as error:
+        message = str(error)
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            stop(
-                "run",
+            message = (
                 f"another program listens at {listen}, perhaps the store of another run. Give "
-                "--listen another port, or --store to add workers to that run.",
+                "--listen another port, or --store to add workers to that run."
             )
-        stop("run", *str(error).splitlines())
+        stop("run", *message.splitlines())
     raise typer.Exit(launcher.run())
 
 
@@ -169,14 +166,15 @@ def _parse_patience(patience: str, stall: float) -> float:
     return seconds
 
 
-def _check_script(arguments: list[str], module: str | None) -> None:
+def _command_of(arguments: list[str], module: str | None) -> list[str]:
     if module is not None:
-        return
+        return ["-m", module, *arguments]
     given = arguments[0] if arguments else "nothing"
     if not Path(given).is_file():
         names = [f"--{n}" for n in signature(run).parameters if n not in ("script", "module")]
         check_no_option("run", given, names, "Write options before the script.")
         stop("run", f"{given} is not a file. Give a Python script, or a module with -m.")
+    return arguments
 
 
 def _check_hosts(store: str | None, listen: str | None, numbers: str | None) -> None:
