@@ -114,17 +114,15 @@ def run(
     # At each connection, torch asks a name server while the store does not answer. By default, the
     # C library repeats lost questions after 5 seconds.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
-
-    from manyhands.blocks.crew._launcher import Launcher
-    from manyhands.blocks.crew._store import parse_address, serve_store
+    from manyhands.blocks.crew import _launcher, _store
     from manyhands.errors import StoreLost
 
     try:
         serving = store is None  # the launcher that serves the store ends last
         if store is None:
-            host, port = parse_address(listen or "127.0.0.1:0")
-            _served, store = serve_store(host, port)  # served while this variable lives
-        launcher = Launcher(
+            host, port = _store.parse_address(listen or "127.0.0.1:0")
+            _served, store = _store.serve_store(host, port)  # served while this variable lives
+        launcher = _launcher.Launcher(
             [sys.executable, *arguments],
             worker_numbers,
             store,
