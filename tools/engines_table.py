@@ -1,24 +1,24 @@
-"""Which sharding, rule and number of workers works on which engine? One table, by running it.
+"""Test each sharding, rule and number of workers on each engine, and write a table.
 
     python tools/engines_table.py                                    plain ranks: a minute
     python tools/engines_table.py --engines torchrun trainjob manyhands
-    python tools/engines_table.py --engines ray submitit             where these are installed
+    python tools/engines_table.py --engines ray submitit             if installed
 
-For each engine: 5 steps on two workers, a checkpoint, and 5 more on one, two and four workers
-(`tools/engine_cells.py`). A cell is
+Each engine trains 5 steps on two workers, saves a checkpoint, and trains 5 more steps on 1, 2 and 4
+workers (`tools/engine_cells.py`). A cell is
 
-    =        bit for bit the training without a stop, on plain ranks
-    ok       the same training up to the rounding of sums: on another number of workers
-    ok (r)   blocks on another number of workers, or from a crew's checkpoint, which has the
-             inner state of one worker only: all workers begin with the saved anchor, bit for
-             bit, and have the same parameters after their next round
-    error    a clear error before the first step; its text is below the table
-    WRONG    anything else
+    =        bitwise equal to uninterrupted training on plain ranks
+    ok       equal up to the rounding of sums, on a different number of workers
+    ok (r)   blocks on a different number of workers, or from the checkpoint of a crew, which
+             contains the inner state of a single worker: all workers start from the saved anchor (bitwise),
+             and have equal parameters after the next round
+    error    an error before the first step; the text is below the table
+    WRONG    any other result
 
-On every engine but the first, two more things are compared with plain ranks, bit for bit: the
-parameters in the checkpoint, and the parameters that as many plain ranks reach from it.
+For engines other than plain ranks, the parameters in the checkpoint, and the parameters after
+resuming, are also compared bitwise with plain ranks.
 
-The table goes to docs/engines/table.md. An engine that is not asked for keeps its rows.
+The table is in docs/engines/table.md. Only rows of the given engines change.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def environment(**variables):
 
 
 def run(*commands):
-    """Run commands side by side, each with its variables; return what failed, if anything did."""
+    """Run commands concurrently, each with separate variables; return the failures."""
     outputs = [tempfile.TemporaryFile() for _ in commands]  # noqa: SIM115
     running = [
         subprocess.Popen(
@@ -98,7 +98,7 @@ def torchrun(size, *arguments):
 
 
 def trainjob(size, *arguments):
-    """A pod for each rank, with the variables of Kubeflow Trainer's torch plugin and no others.
+    """A pod per rank, with the variables of Kubeflow Trainer's torch plugin only.
 
     (Its plugins/torch/torch.go: PET_MASTER_ADDR is a pod's name there, and the port is 29400.)
     """
@@ -113,7 +113,7 @@ def trainjob(size, *arguments):
 
 
 def manyhands(size, *arguments):
-    """Ranks of one worker for what goes step by step, and a crew for each kind of blocks."""
+    """Ranks of a single worker for synchronous steps, and a crew for each kind of blocks."""
     command = [sys.executable, "-m", "manyhands", "run", "--workers"]
     failed = run(([*command, 1, "--processes", size, CELLS, *arguments, *STEPPING], environment()))
     for rule in RULES:
@@ -164,7 +164,7 @@ ENGINES = {
 
 
 def results(folder, phase):
-    """Return each cell's results by rank. (A crew's cells are in files of their own.)"""
+    """Return the results of each cell by rank. Cells of crews are in separate files."""
     found = {}
     for path in sorted(folder.glob(f"{phase}.*.json")):
         for cell, result in json.loads(path.read_text()).items():
@@ -183,10 +183,10 @@ def ends(results):
 
 
 def judge(cell, size, begun, resumed, whole, ranks_begun=None, ranks_resumed=None, crew=False):
-    """Return one cell of the table, and what is wrong or the error's text.
+    """Return a cell of the table, with a problem or the text of an error.
 
-    Each argument has a cell's results by rank: from this engine's first five steps, and its last;
-    from the ten steps without a stop; and, for every engine but plain ranks, from these as well.
+    Each argument has the results of a cell by rank: the first and the last five steps on this
+    engine, ten uninterrupted steps, and, except for plain ranks, both halves on plain ranks.
     """
     for result in [*begun, *resumed]:
         if "error" in result:
@@ -214,7 +214,7 @@ def judge(cell, size, begun, resumed, whole, ranks_begun=None, ranks_resumed=Non
 
 
 def run_phase(start, size, folder, phase, begun=None, *options):
-    """Run a phase in its folder, which begins as a copy; return what failed. Run it once only."""
+    """Run a phase once, in a copied folder; return the failures."""
     done = folder / "done"
     if done.exists():
         return ""
@@ -230,7 +230,7 @@ def run_phase(start, size, folder, phase, begun=None, *options):
 
 
 def try_engine(start, folder, whole):
-    """Return the cells of one engine: {cell: {size: (mark, text)}}."""
+    """Return the cells of an engine: {cell: {size: (mark, text)}}."""
     begin = folder / "begin"
     failed_begin = run_phase(start, 2, begin, "begin")
     begun, table = results(begin, "begin"), {}
@@ -253,13 +253,13 @@ def try_engine(start, folder, whole):
 
 
 def by_ranks(start, folder, size=None):
-    """Return what plain ranks do: in the first five steps, or with this engine's checkpoint.
+    """Return the results of plain ranks: the first five steps, or from this engine's checkpoint.
 
-    They have gone on from a checkpoint of their own, which is the same one. Only a crew's is
-    another. It has averaged over the network, and on one host plain ranks average in shared memory,
-    where the last bit may differ; so those that a crew is compared with do not. A crew of one
-    worker takes outer steps, since others may join, and a plain rank alone takes none; so it is
-    compared with two plain ranks that take the same steps as each other.
+    Plain ranks resume from a separate, equal checkpoint. The checkpoint of a crew differs, because
+    a crew averages over the network, and plain ranks on a host in shared memory, with a different
+    last bit. Plain ranks that are compared with a crew therefore average over the network. A crew
+    with a single worker takes outer steps, because workers may join, but a single plain rank does
+    not. The crew is therefore compared with two plain ranks that take equal steps.
     """
     own = folder.parent / "ranks"
     phase = "begin" if size is None else "resume"
@@ -284,11 +284,11 @@ def saved_rows():
 
 
 ABOUT = """
-Plain ranks have the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as Kubeflow's
-PyTorchJob sets them. `manyhands run` starts one worker of several processes, and for blocks a crew.
-A crew averages over the network, where the last bit may differ from averages in shared memory. So
-the plain ranks that it is compared with have `shared_memory=False`. A crew of one worker is
-compared with two plain ranks that take the same steps as each other.
+Plain ranks have the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, like in Kubeflow's
+PyTorchJob. `manyhands run` starts a worker with several processes, or a crew for blocks. A crew
+averages over the network, where the last bit may differ from averages in shared memory. Plain ranks
+compared with a crew therefore use `shared_memory=False`. A crew with a single worker is compared
+with two plain ranks that take equal steps.
 """
 
 
@@ -315,14 +315,14 @@ def write_page(rows):
         lines.append(f"| {engine} | {' | '.join(row)} |")
     lines += [""] if notes else []
     lines += [f"{number}. {text}" for number, text in enumerate(notes, 1)]
-    legend = re.search(r"A cell is\n\n(.*?)\n\n(On every .*?)\n\nThe table", __doc__, re.DOTALL)
+    legend = re.search(r"A cell is\n\n(.*?)\n\n(For engines .*?)\n\nThe table", __doc__, re.DOTALL)
     assert legend is not None
     PAGE.write_text(
         "# Every engine, sharding and rule\n\n"
-        "Five steps on two workers, a checkpoint, and five more on one, two and four: three marks, "
-        "in this order, for each engine and sharding. AdaScale, AdamScale and training without a "
-        "rule have the same marks unless the table names them. Made by `python "
-        "tools/engines_table.py`.\n\n```text\n"
+        "Each engine and sharding trains five steps on two workers, saves a checkpoint, and trains "
+        "five more steps on 1, 2 and 4 workers, which gives three marks. AdaScale, AdamScale and "
+        "training without a rule have equal marks unless the table names them. `python "
+        "tools/engines_table.py` writes this page.\n\n```text\n"
         + legend[1]
         + f"\n```\n\n{legend[2]}\n"
         + ABOUT
@@ -353,7 +353,7 @@ def main():
             name, start = ENGINES[key]
             print(name, flush=True)
             table = try_engine(start, folder / key, expected)
-            rows = saved_rows()  # now: two runs of this script may write at a time
+            rows = saved_rows()  # read again, because another run of this script may have written
             rows[name] = {
                 cell: {str(size): list(found) for size, found in sizes.items()}
                 for cell, sizes in table.items()
