@@ -10,8 +10,8 @@ workers (`tools/engine_cells.py`). A cell is
     =        bitwise equal to uninterrupted training on plain ranks
     ok       equal up to the rounding of sums, on a different number of workers
     ok (r)   blocks on a different number of workers, or from the checkpoint of a crew, which
-             contains the inner state of a single worker: all workers start from the saved anchor (bitwise),
-             and have equal parameters after the next round
+             contains the inner state of a single worker: all workers start bitwise from the
+             saved anchor, and have equal parameters after the next round
     error    an error before the first step; the text is below the table
     WRONG    any other result
 
