@@ -131,8 +131,10 @@ def check(
     name, *arguments = words or [""]
     if module or not Path(name).is_file():
         check_no_option("check", name, [*given, "--resume"], "Write options before the script.")
-        if not (module and name):
-            stop("check", f"{name or 'nothing'} is not a file. Give a Python script.")
+        if not name:
+            stop("check", "give a Python script, or a module with -m.")
+        if not module:
+            stop("check", f"{name} is not a file. Give a Python script.")
     # sys.exit() lets the check end processes and restore files.
     verdict: Verdict | ResumeVerdict
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

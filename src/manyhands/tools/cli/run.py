@@ -167,7 +167,9 @@ def _parse_patience(patience: str, stall: float) -> float:
 def _command_of(arguments: list[str], module: str | None) -> list[str]:
     if module is not None:
         return ["-m", module, *arguments]
-    given = arguments[0] if arguments else "nothing"
+    if not arguments:
+        stop("run", "give a Python script, or a module with -m.")
+    given = arguments[0]
     if not Path(given).is_file():
         names = [f"--{n}" for n in signature(run).parameters if n not in ("script", "module")]
         check_no_option("run", given, names, "Write options before the script.")
