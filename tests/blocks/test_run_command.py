@@ -322,7 +322,7 @@ def test_hosts_need_a_secret_that_both_know(tmp_path, monkeypatch):
     for options in (("--listen", "127.0.0.1:0"), ("--store", "127.0.0.1:1", "--numbers", "1")):
         with Command(tmp_path, script, "--workers", "1", *options, name="hosts") as command:
             assert command.wait() == 2
-        assert "set MANYHANDS_SECRET to the same" in command.err.read_text()
+        assert "Set MANYHANDS_SECRET on each host" in command.err.read_text()
 
 
 def test_errors_after_the_first_round_are_tried_again_so_many_times(tmp_path):
