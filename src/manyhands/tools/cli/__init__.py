@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run the program: the entry point of the console script."""
+    """Run the program."""
     try:
         import typer  # noqa: F401
     except ImportError:

@@ -130,11 +130,7 @@ def check(
         stop("check", "--resume always uses the script's own precision.")
     name, *arguments = words or [""]
     if module or not Path(name).is_file():
-        check_no_option("check", name, [*given, "--resume"], "Write options before the script.")
-        if not name:
-            stop("check", "give a Python script, or a module with -m.")
-        if not module:
-            stop("check", f"{name} is not a file. Give a Python script.")
+        _check_name(name, module, [*given, "--resume"])
     # sys.exit() lets the check end processes and restore files.
     verdict: Verdict | ResumeVerdict
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -150,6 +146,14 @@ def check(
     else:
         typer.echo("\n".join(map(printable, verdict.as_text().splitlines())))
     raise typer.Exit(verdict.code)
+
+
+def _check_name(name: str, module: bool, options: Collection[str]) -> None:
+    check_no_option("check", name, options, "Write options before the script.")
+    if not name:
+        stop("check", "give a Python script, or a module with -m.")
+    if not module:
+        stop("check", f"{name} is not a file. Give a Python script.")
 
 
 def take_options(

@@ -101,7 +101,6 @@ def demo(
 
 
 def _trainings(workers: int, accumulate: int, done: Sequence[Run]) -> Iterator[Training]:
-    """Yield the baseline and four runs with larger batches; `done` has previous runs."""
     scale = workers * accumulate
     several = f"--accumulate={accumulate}"
     yield Training(FILES[0], "baseline", 1, ())

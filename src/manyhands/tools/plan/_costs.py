@@ -82,10 +82,10 @@ class OptimizerParams:
 
 @dataclass(frozen=True)
 class WrapParams:
-    """The parameters of an FSDP wrap; `outer` is the index of the enclosing wrap."""
+    """The parameters of an FSDP wrap."""
 
     params: tuple[ParamSize, ...]
-    outer: int | None = None
+    outer: int | None = None  # index of the enclosing wrap
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Cost:
 
 
 def _sent_per_worker(size: int, workers: int) -> int:
-    """Return a worker's bytes in an all-gather or reduce-scatter of `size` bytes."""
+    """Return a worker's bytes in an all-gather or reduce-scatter."""
     return round(size * (workers - 1) / workers)
 
 

@@ -85,7 +85,7 @@ class PlannedOptimizer:
 def planned_optimizers(
     optimizer: object, options: Mapping[str, object], model: nn.Module
 ) -> list[PlannedOptimizer]:
-    """Return the optimizers for a name, a class, an optimizer or a list of optimizers."""
+    """Convert a name, class, optimizer or list."""
     several = [optimizer]
     if isinstance(optimizer, list | tuple):
         several = list(optimizer)
@@ -113,7 +113,6 @@ def planned_optimizers(
 
 
 def check_covers(optimizers: Sequence[PlannedOptimizer], model: nn.Module) -> None:
-    """Raise unless the optimizers contain each trained parameter of the model exactly once."""
     held = Counter[int]()
     for optimizer in optimizers:
         for _, params in optimizer.groups:

@@ -172,7 +172,7 @@ def _ranks_of_mesh(
 
 
 def _check_optimizers(model: nn.Module, optimizer: Any, level: object) -> list[Optimizer]:
-    """Return a list of the optimizers; raise if an optimizer is sharded, wrapped or in use."""
+    """Return the optimizers as a list."""
     one_of("level", level, ("auto", 0, 1, 2, 3))
     if not isinstance(model, nn.Module):
         given = type(model).__name__
@@ -210,7 +210,6 @@ def _in_use(name: str, where: str) -> str:
 
 
 def _check_plain_optimizer(optimizer: Optimizer) -> None:
-    """Raise unless the optimizer is plain, unused, and can be rebuilt from the defaults."""
     kind = type(optimizer).__name__
     wrapper = ShardedOptimizer | OptimizerWrapper
     if isinstance(optimizer, wrapper) or not isinstance(optimizer, Optimizer):
@@ -266,7 +265,7 @@ def _as_oss(optimizer: Optimizer, process_group: GroupLike | None, gather_state:
 def _check_fully_shardable(
     model: nn.Module, optimizers: Sequence[Optimizer], *, by_size: bool
 ) -> None:
-    """Raise if FSDP cannot train the model; all ranks have an equal model, so all ranks raise."""
+    """Raise if FSDP cannot train the model, which all ranks detect."""
     wrap_size = None
     if by_size:
         wrap_size = wrap_size_of(model)

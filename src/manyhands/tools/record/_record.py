@@ -1,15 +1,6 @@
 """Write a record: a line per step, from a single rank, without waiting for a GPU.
 
 Tensors on a GPU are copied asynchronously. The line waits in a queue until the copies are complete.
-
-`StepTiming` divides the seconds since the last line:
-
-    loading   waiting for the next batch, in `loading`
-    compute   from the last line or step to the end of the last backward pass
-    sync      until the optimizer's step: DDP waits for gradients, a scaling rule for statistics
-    update    the optimizer's step
-
-The remaining time belongs to an evaluation, a checkpoint, or a sync round of blocks.
 """
 
 from __future__ import annotations
@@ -200,7 +191,6 @@ class Record:
         self._write(most_waiting=_MOST_WAITING)
 
     def _is_due(self) -> bool:
-        """Return whether the step has reached or passed a multiple of `every`."""
         if self._every == 1:
             return True
         if self._calls == 1:  # a checkpoint may have been loaded after the record was created
@@ -372,7 +362,7 @@ def is_number(value: object) -> bool:
 
 
 def to_plain_json(value: object) -> object:
-    """Convert values that JSON cannot represent to text."""
+    """Convert values that JSON lacks to text."""
     if isinstance(value, Mapping):
         return {str(key): to_plain_json(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -490,8 +480,9 @@ class StepTiming:
     ['loading_seconds', 'compute_seconds', 'sync_seconds', 'update_seconds']
 
     `loading` is the wait for the next batch, `compute` the forward and backward passes, `sync` the
-    wait for other ranks before the step, and `update` the optimizer's step, in seconds since the
-    last line. The measurement sends no messages and reads no tensors.
+    time from the last backward pass to the optimizer's step, such as a wait for other ranks, and
+    `update` the step, in seconds since the last line. The remaining time belongs to evaluations,
+    checkpoints and sync rounds. The measurement sends no messages and reads no tensors.
 
     With a GPU, these are seconds of the host. Work of the GPU appears where the host waits, mostly
     in `sync`. `sync` excludes communication that overlaps with the backward pass. With

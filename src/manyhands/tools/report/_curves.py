@@ -90,7 +90,7 @@ def numbers(run: Run, column: str) -> Values:
 
 
 def _to_number(value: object) -> float | None:
-    """Return a float or integer, infinity for large integers, or None for other values."""
+    """Return a number; infinity for large integers; None for other values."""
     if not isinstance(value, int | float):
         return None
     if value > sys.float_info.max:

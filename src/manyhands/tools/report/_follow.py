@@ -53,7 +53,6 @@ class FollowedRecords:
         self._read: dict[Path, tuple[os.stat_result, Run]] = {}
 
     def states(self, now: float | None = None) -> list[WorkerState]:
-        """Read changed records, and return the state of each worker."""
         if now is None:
             now = time.time()
         return [self._state_of(path, now) for path in self._find()]
@@ -121,7 +120,7 @@ def usual_gap(run: Run) -> float | None:
 
 
 def seconds_left(run: Run) -> float | None:
-    """Return the seconds until the run ends at the current speed, or None."""
+    """Return the seconds to the end at the current speed, or None."""
     until = to_positive(run.header.get("until"))
     if until is None or len(run.lines) < 2:
         return None

@@ -180,7 +180,6 @@ def _colour(run: int) -> str:
 
 
 def _labels_of_runs(runs: list[Run]) -> list[str]:
-    """Return distinct names, if necessary with path and number."""
     names = [run.name for run in runs]
     paths = [run.path for run in runs]
     labels = []
@@ -359,7 +358,6 @@ def _best_cell(run: Run, key: str) -> str:
 
 
 def _rate_cell(run: Run, done: Values) -> str:
-    """Return the rate of `done` per second, from the first to the last line."""
     if len(run.lines) < 2:
         return _NO_VALUE
     seconds = run.lines[-1]["time"] - run.lines[0]["time"]

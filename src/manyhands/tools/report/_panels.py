@@ -226,7 +226,6 @@ def axes(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def unknown_panel(key: str) -> Panel:
-    """Return the figure for a key of other sources."""
     # cosine_Muon is a drift of the optimizer Muon.
     measure, _, optimizer = key.partition("_")
     for panel in _WELL_KNOWN:
