@@ -1,12 +1,12 @@
-"""Train every sharding with every rule, under whatever engine starts this script.
+"""Train every combination of sharding and rule under the engine that starts this script.
 
-    ENGINE engine_cells.py FOLDER begin                 5 steps, then a checkpoint in FOLDER/CELL
-    ENGINE engine_cells.py FOLDER resume                5 more, from that checkpoint, in any number
-    ENGINE engine_cells.py FOLDER whole                 the 10 steps without a stop
+    ENGINE engine_cells.py FOLDER begin     5 steps, then a checkpoint in FOLDER/CELL
+    ENGINE engine_cells.py FOLDER resume    5 more steps from the checkpoint, on any number of ranks
+    ENGINE engine_cells.py FOLDER whole     10 steps without interruption
 
-`tools/engines_table.py` runs it and compares. A step has four micro-batches, which the ranks
-divide, so on one rank, two or four it is the same step up to the rounding of sums. Each cell writes
-`FOLDER/PHASE.json`: an error's text, or what the end of the training looks like.
+`tools/engines_table.py` starts this script and compares the results. The ranks divide the four
+micro-batches of a step, so steps on 1, 2 or 4 ranks differ only by the rounding of sums. Each cell
+writes the final state, or the text of an error, to `FOLDER/PHASE.json`.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def net():
 
 
 def make(sharding, rule, job, passes, shared_memory):
-    """Return the module to call and the optimizer, both as a user would make them."""
+    """Return the module and the optimizer, created like in a user's script."""
     model = net()
     kind = torch.optim.SGD if rule == "AdaScale" else torch.optim.AdamW
     options = {"lr": 0.05, "momentum": 0.9} if rule == "AdaScale" else {"lr": 0.01}
@@ -57,7 +57,7 @@ def make(sharding, rule, job, passes, shared_memory):
 
 
 def train(sharding, rule, job, folder, phase, shared_memory, alike):
-    """Train one cell; return what is known at the end, on every rank alike."""
+    """Train a cell, and return the final state, which is equal on all ranks."""
     blocks = sharding == "blocks"
     workers, worker = (job.workers, job.worker) if blocks else (job.world_size, job.rank)
     passes = 2 if blocks else MICRO_BATCHES // workers
@@ -117,7 +117,7 @@ def main(folder, phase, only=None, shared_memory=None, alike=False):
                 results[cell] = train(
                     sharding, rule, job, folder / cell, phase, shared_memory, alike
                 )
-            except Exception as error:  # a cell may be an error: the table says which
+            except Exception as error:  # the table reports the errors of cells
                 results[cell] = {"error": f"{type(error).__name__}: {error}"}
             print(f"{cell} ({job.engine}): {results[cell].get('error', 'done')}", flush=True)
     which = "-".join(only or ["all"]).replace(" ", "")

@@ -1,12 +1,11 @@
-"""Write the benchmarks' figures into the sentences of README, the guides and the benchmark pages.
+"""Write the results of benchmarks into sentences of README, guides and benchmark pages.
 
-    python tools/figures.py    # every number below anew, from what the benchmarks have stored
+    python tools/figures.py    # update all numbers from stored results
 
-Each function of `BENCHMARKS` reads what one benchmark has stored, and yields (page, sentence,
-numbers). A sentence has a hole, {}, for each number. What a sentence says in words, such as
-"lower", is asserted beside it. `tests/test_figures.py` fails where a page says anything else, and
-where it has a measured figure that no sentence covers. A benchmark that goes takes its function
-along, and its sentences.
+Each function of `BENCHMARKS` reads the results of a benchmark, and yields (page, sentence,
+numbers). A sentence has a placeholder, {}, for each number. Words such as "lower" are asserted next
+to the sentence. `tests/test_figures.py` fails if a page differs, or has a measured figure that is
+in no sentence. To delete a benchmark, delete the function and the sentences.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ Figures = Iterator[Figure]
 
 
 def figure(page: str, sentence: str, *numbers: object) -> Figure:
-    """A sentence of a page, and the numbers in it as they are to be printed."""
+    """A sentence of a page, with formatted numbers."""
     assert sentence.count("{}") == len(numbers), f"{sentence}: {len(numbers)} numbers"
     return Figure(page, sentence, tuple(map(str, numbers)))
 
 
 def pattern(sentence: str) -> re.Pattern[str]:
-    """What finds a sentence, with any numbers in its holes, however its lines are broken."""
+    """Return a pattern for a sentence with any numbers and line breaks."""
     parts = [re.sub(r"(?:\\\s)+", r"\\s+", re.escape(part)) for part in sentence.split("{}")]
     return re.compile(f"({NUMBER})".join(parts))
 
 
 def stored(name: str) -> Any:
-    """What a benchmark has stored: a dict, or a list of the lines of a .jsonl file."""
+    """Return stored results: a dict, or a list of the lines of a .jsonl file."""
     path = ROOT / "benchmarks" / "results" / name
     text = path.read_text(encoding="utf-8")
     return json.loads(text) if path.suffix == ".json" else list(map(json.loads, text.splitlines()))
@@ -70,7 +69,7 @@ def between(values: Iterable[float]) -> tuple[str, str]:
 
 
 def more(values: Iterable[float], base: Iterable[float]) -> float:
-    """How many % more the mean is than the other mean."""
+    """Return by how many % a mean exceeds a second mean."""
     return 100 * (fmean(values) / fmean(base) - 1)
 
 
@@ -83,13 +82,13 @@ SEEDS |= {f"{name}-{other}": 5 for name in ("mnist", "digits") for other in ("mu
 
 
 class Cell:
-    """The runs of one method over the seeds, as the page of quality shows them."""
+    """Return the runs of a method for all seeds, as on the page of quality."""
 
     def __init__(self, workload: str, method: str, scale: int, budget: str) -> None:
         if method in ("AdaScale", "AdamScale") and budget == "steps":
             budget = "progress"
         wanted = {"workload": workload, "method": method, "scale": scale, "budget": budget}
-        sgd = workload.endswith("sgd")  # the others have a file, and seeds, of their own
+        sgd = workload.endswith("sgd")  # other methods have separate files and seeds
         rows = of(stored("quality.jsonl" if sgd else "quality_adam.jsonl"), **wanted)
         assert len({row["seed"] for row in rows}) == SEEDS[workload], f"seeds: {wanted}"
         self.places = 3 if workload.startswith("shakespeare") else 2
@@ -139,7 +138,7 @@ def quality() -> Figures:
 
 
 def around_adamw() -> Figure:
-    """The rule of thumb for Adam."""
+    """Yield the rule of thumb for Adam."""
     names = ("mnist-adamw", "digits-adamw", "shakespeare-adamw")
     base = [base_of(name) for name in names]
     adam, ada = (
@@ -164,7 +163,7 @@ def around_adamw() -> Figure:
 
 
 def around_others() -> Figure:
-    """The same for Muon and Adadelta: points above or below scale 1."""
+    """Yield the rule for Muon and Adadelta: points above or below scale 1."""
     names = [f"{data}-{other}" for other in ("muon", "adadelta") for data in ("mnist", "digits")]
     base = [base_of(name) for name in names]
     ada = [Cell(name, "AdaScale", 16, "progress") for name in names]
@@ -188,7 +187,7 @@ def around_others() -> Figure:
 
 
 def quality_page() -> Figures:
-    """The sentences of docs/benchmarks/quality.md, which are written by hand."""
+    """Yield the handwritten sentences of docs/benchmarks/quality.md."""
     page = "docs/benchmarks/quality.md"
     linear = "linear + warm-up"
     for title, workload in (("MNIST", "mnist-sgd"), ("digits", "digits-sgd")):
@@ -383,7 +382,7 @@ def ramp() -> Figures:
 
 
 def price_of_a_step() -> Figures:
-    """Arithmetic: what a sample is worth under `goal="samples"`, over all noise scales."""
+    """Compute the value of a sample under `goal="samples"` for all noise scales."""
     noises = [1.1**power for power in range(1, 200)]
     worth = [(b + 1) / (b + max(1.0, (0.8 * b) ** 0.5)) for b in noises]
     yield figure(
@@ -574,7 +573,7 @@ def checkpoints() -> Figures:
     dcp = "torch.distributed.checkpoint"
 
     def over(name: str, base: str, key: str) -> list[str]:
-        """Return the seconds or bytes of one over those of another, on 2 and on 4 ranks."""
+        """Return the ratio of seconds or bytes on 2 and 4 ranks."""
         middle = max if key.endswith("peak") else median
         ratios = []
         for ranks in (2, 4):
@@ -609,7 +608,7 @@ def checkpoints() -> Figures:
 
 
 def codecs() -> Figures:
-    """Arithmetic: the bytes of encoded values, which travel once in H steps."""
+    """Compute the bytes of encoded values, sent once in H steps."""
     for name, sent, places in (
         ("bfloat16", "16 bits", 0),
         ("int8", "integers, and a scale for each 256", 2),
@@ -627,7 +626,7 @@ def codecs() -> Figures:
 
 
 def times_less(codec: str, every: int) -> float:
-    """How many times fewer bytes a worker sends in blocks than in as many steps of DDP."""
+    """Return the ratio of bytes sent: DDP to blocks, for an equal number of steps."""
     import torch
 
     from manyhands.blocks.averaging._codec import CODECS
@@ -637,7 +636,7 @@ def times_less(codec: str, every: int) -> float:
 
 
 def whole_run(steps: int, warmup: int, times: float) -> float:
-    """The same, of a run that begins with a synchronous warm-up."""
+    """Return the ratio for a run with a synchronous warm-up."""
     return steps / (warmup + (steps - warmup) / times)
 
 
@@ -710,7 +709,7 @@ def blocks_quality() -> Figures:
 
 
 def little_warmup(rows: list[Row], excess: Callable[[str, str], float]) -> Figures:
-    """Runs whose warm-up is 5 %: bytes after it, bytes of the whole run, and the loss."""
+    """Yield runs with a warm-up of 5 %: bytes after the warm-up, total bytes, and loss."""
     name = "DiLoCo, H = 32, int8, 5 % warm-up"
     for row in of(rows, name=name):
         assert re.search(r"/1200/.*'warmup': 60\b", row["key"])  # 5 %
@@ -748,12 +747,12 @@ def short_runs() -> Figures:
         return fmean(points)
 
     def lost(name: str, rounds: int, share: int, tasks: list[str]) -> list[float]:
-        """Of each task, against synchronous training."""
+        """Return the ratio to synchronous training for each task."""
         key = f"{name}/{rounds}/{share}"
         return [ends(task, synchronous) - ends(task, key) for task in tasks]
 
     def span(each: list[list[float]]) -> tuple[str, str]:
-        """The lowest and the highest median."""
+        """Return the lowest and highest median."""
         medians = sorted(median(points) for points in each)
         return f"{medians[0]:.1f}", f"{medians[-1]:.1f}"
 
@@ -895,7 +894,7 @@ def blocks_faults() -> Figures:
     yield figure(page, "({} are used without faults)", f"{base['cores']:.2f}")
 
     def of_runs(attack: str, kind: str) -> tuple[list[str], str]:
-        """The least and the most that is kept of the throughput; the least of what is allowed."""
+        """Return the lowest and highest remaining throughput, and the lowest limit."""
         runs, base = result["attacks"][attack], result[kind]["no faults"]["rate"]
         assert len(runs) == 3
         kept = sorted(100 * run["rate"] / base for run in runs)

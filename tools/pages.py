@@ -1,11 +1,11 @@
-"""Write the files that are made from the pages of the documentation.
+"""Generate files from the pages of the documentation.
 
     python tools/pages.py
 
-    docs/llms.txt       each page's title, address and first sentence, in the navigation's order
-    docs/tutorial/*.py  the scripts of docs/tutorial.md, with all of its diffs applied
+    docs/llms.txt       title, address and first sentence of each page, in the order of navigation
+    docs/tutorial/*.py  the scripts of docs/tutorial.md, with all diffs applied
 
-`tests/test_pages.py` fails if one of them is not what this program writes.
+`tests/test_pages.py` fails if a file is outdated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from helpers.pages import FENCE, blocks, write_file  # noqa: E402
 
 
 def first_sentence(page: str) -> str:
-    """Return the first sentence of a page's text, without links, emphasis and comments."""
+    """Return the first sentence of a page, without links, emphasis and comments."""
     text = FENCE.sub("", (DOCS / page).read_text(encoding="utf-8"))
     text = re.sub(r"<!--.*?-->", "", text)
     paragraphs = [part for part in text.split("\n\n") if re.match(r"[A-Za-z`*\[]", part)]
@@ -47,7 +47,7 @@ def entries(nav: list[Any], depth: int) -> Iterator[str]:
 
 
 def llms() -> str:
-    """Return llms.txt (https://llmstxt.org): what a program that reads pages begins with."""
+    """Return llms.txt (https://llmstxt.org), an overview of the pages for programs."""
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     head = f"# manyhands\n\n> {first_sentence('index.md')}\n\nIn the repository: .md, not .html.\n"
     return head + "\n".join(entries(nav, 2)) + "\n"

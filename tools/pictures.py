@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""Draw the pictures of README.md and the pages in docs/, as SVG files.
+"""Draw the pictures of README.md and docs/ as SVG files.
 
-    python tools/pictures.py            writes them into docs/figures/
+    python tools/pictures.py            writes docs/figures/
 
-A picture is text: each function below returns the elements of one. All colours are of middle
-brightness, and nothing is drawn behind them, so that they can be read on a white page and on a
-dark one (tests/test_pictures.py measures the contrast).
+Each function returns the elements of a picture. Colours of medium brightness without a background
+are readable on white and dark pages (tests/test_pictures.py measures the contrast).
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def arrow(x: float, y: float, dx: float, dy: float, colour: str, width: float = 
 
 
 def picture(title: str, description: str, height: int, elements: list[str]) -> str:
-    """Return the SVG file. Screen readers read the title and the description."""
+    """Return the SVG file, with a title and a description for screen readers."""
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 {height}" role="img" '
@@ -71,13 +70,13 @@ def picture(title: str, description: str, height: int, elements: list[str]) -> s
     )
 
 
-# -- how far to step -----------------------------------------------------------------------------
+# -- AdaScale ------------------------------------------------------------------------------------
 
 
 def gradients(
     x: float, y: float, angles: tuple[float, ...], length: float, step: float
 ) -> list[str]:
-    """Return the gradients of four workers, and the step that AdaScale takes along their mean."""
+    """Return the gradients of four workers, and AdaScale's step along the mean."""
     turned = [(length * math.cos(angle), length * math.sin(angle)) for angle in angles]
     mean = [sum(values) / len(turned) for values in zip(*turned, strict=True)]
     return [
@@ -108,9 +107,9 @@ def how_far() -> str:
     )
 
 
-# -- who holds what ------------------------------------------------------------------------------
+# -- sharding ------------------------------------------------------------------------------------
 
-HELD = (  # what one of four workers holds, in units of the parameters: Adam has two moments
+HELD = (  # memory of each of four workers, in units of the parameters; Adam has two moments
     ("DDP", 1.0, 1.0, 2.0),
     ("OSS + ShardedDataParallel", 1.0, 0.25, 0.5),
     ("FSDP", 0.25, 0.25, 0.5),
@@ -141,11 +140,11 @@ def who_holds() -> str:
     )
 
 
-# -- when to talk --------------------------------------------------------------------------------
+# -- blocks --------------------------------------------------------------------------------------
 
 
 def timeline(y: float, steps: int, every: int, sync: float) -> list[str]:
-    """Return two workers' steps, with an exchange that takes `sync` after every `every` steps."""
+    """Return the steps of two workers; after `every` steps, an exchange takes `sync`."""
     x, width, elements = 130.0, 17.0, []
     for step in range(1, steps + 1):
         elements += [box(x, y, width - 3, 20, BLUE), box(x, y + 26, width - 3, 20, BLUE)]
@@ -175,13 +174,13 @@ def when_to_talk() -> str:
     )
 
 
-# -- the batch that sets itself -------------------------------------------------------------------
+# -- Ramp ----------------------------------------------------------------------------------------
 
 RAMP_FIXED = 4.0  # of a step, in passes
 
 
 def progress_per_second(noise_scale: float, batch: float) -> float:
-    """Return how many small steps a second is worth; a pass takes one."""
+    """Return the value of a second in small steps, if a pass takes a second."""
     gain = (noise_scale + 1.0) / (noise_scale / batch + 1.0)
     return gain / (RAMP_FIXED + batch)
 
@@ -226,7 +225,7 @@ def ramp() -> str:
     )
 
 
-# -- how a block survives a death ----------------------------------------------------------------
+# -- the death of a worker -----------------------------------------------------------------------
 
 
 def a_death() -> str:
@@ -262,11 +261,11 @@ def a_death() -> str:
     )
 
 
-# -- steps that a batch needs --------------------------------------------------------------------
+# -- steps and batch size ------------------------------------------------------------------------
 
 
 def steps() -> str:
-    """Steps and accuracies of the benchmark of quality, as tools/figures.py reads them."""
+    """Return steps and accuracies of the quality benchmark, from tools/figures.py."""
     cell = runpy.run_path(str(Path(__file__).with_name("figures.py")))["Cell"]
     rows = (
         ("small batch", "plain", 1, "base", TEXT),

@@ -1,6 +1,6 @@
-"""MkDocs hook: show the complete file beside each diff, in a second tab with a download link.
+"""MkDocs hook: add a tab with the complete file and a download link to each diff.
 
-A copied diff does not run. The tab has the file that `tests/helpers/pages.py` writes and runs.
+The tab contains the file that `tests/helpers/pages.py` runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from helpers.pages import FENCE, Block, blocks, write_file  # noqa: E402
 
 
 def complete_files(page: Path) -> dict[str, str]:
-    """Return the text of each file that the diffs of a page make, by title."""
+    """Return the text of each file that results from the diffs of a page, by title."""
     files = {}
     with TemporaryDirectory() as folder:
         for block in blocks(page):
@@ -29,7 +29,7 @@ def complete_files(page: Path) -> dict[str, str]:
 
 
 def with_tabs(markdown: str, files: dict[str, str], folder: str) -> str:
-    """Replace each diff that has a title by two tabs."""
+    """Replace each diff with a title by two tabs."""
 
     def tabs(match: Any) -> str:
         block = Block(ROOT, 0, *match.groups())

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Count the files of manyhands that one piece of data crosses on its way.
+"""Count the files of manyhands that a step, a block or a save enters.
 
     python tools/walks.py            all walks
-    python tools/walks.py --order    with the files, in the order in which they are entered
+    python tools/walks.py --order    with the files, in order
 
-Each walk trains a small model on forked ranks, warms up, and then records every call into a
-function of manyhands during one step (or one block, one loss of a worker, one save) on rank 0.
-"files" is how many different files were entered, "changes" how often a call went from one file into
-another. A reader who follows the data opens that many files.
+Each walk trains a small model on forked ranks. After a warm-up, it records all calls of manyhands'
+functions on rank 0 during a step, a block, the loss of a worker or a save. "files" is the number of
+distinct files, and "changes" the number of calls from one file to another.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ WARM_UP = 3
 
 
 class Trace:
-    """The files of manyhands that are entered, in order, with repetitions left out."""
+    """The entered files of manyhands in order, without repetitions."""
 
     def __init__(self) -> None:
         self.entered: list[str] = []
@@ -54,7 +53,7 @@ class Trace:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Record; threads that are started meanwhile, too."""
+        """Record calls, including calls in new threads."""
         threading.setprofile(self._call)
         sys.setprofile(self._call)
         try:
@@ -127,7 +126,7 @@ def save(trace: Trace) -> None:
 
 
 def crew_with_a_death(trace: Trace, rank: int, store: str) -> None:
-    """Three workers; the last one dies in the second block, and rank 0 goes on."""
+    """Train three workers, of which the last dies in the second block."""
     model = network()
     crew = mh.Crew(store, number=rank, expected=3, stall=1.0, secret="the secret of the walks")
     optimizer = mh.DiLoCo(AdamW(model.parameters()), every=2, crew=crew)
@@ -152,7 +151,7 @@ WALKS: dict[str, tuple[int, Callable[..., None]]] = {
 
 
 def walk(ranks: int, run: Callable[..., None], folder: str) -> list[str]:
-    """Run one walk on forked ranks; return the files that rank 0 entered."""
+    """Run a walk on forked ranks; return the files that rank 0 entered."""
     os.environ["WALKS_FOLDER"] = folder
     answer = Path(folder) / "entered.json"
     store = None
@@ -179,7 +178,7 @@ def walk(ranks: int, run: Callable[..., None], folder: str) -> list[str]:
             except Exception:
                 traceback.print_exc()
             finally:
-                time.sleep(0.5)  # the others may still read from this rank
+                time.sleep(0.5)  # other ranks may still read from this rank
                 os._exit(code)
         processes.append(process)
     for process in processes:

@@ -33,8 +33,8 @@ from manyhands.sharding.zero._ddp import ShardedDataParallel as ShardedDataParal
 from manyhands.sharding.zero._oss import OSS as OSS
 from manyhands.tools.plan import plan as plan
 from manyhands.tools.plan import shard as shard
-from manyhands.tools.record import Record as Record
-from manyhands.tools.record import StepTiming as StepTiming
 from manyhands.tools.record import read_record as read_record
+from manyhands.tools.record._record import Record as Record
+from manyhands.tools.record._record import StepTiming as StepTiming
 
 FSDP = FullyShardedDataParallel

@@ -322,7 +322,7 @@ def test_hosts_need_a_secret_that_both_know(tmp_path, monkeypatch):
     for options in (("--listen", "127.0.0.1:0"), ("--store", "127.0.0.1:1", "--numbers", "1")):
         with Command(tmp_path, script, "--workers", "1", *options, name="hosts") as command:
             assert command.wait() == 2
-        assert "set MANYHANDS_SECRET to the same" in command.err.read_text()
+        assert "Set MANYHANDS_SECRET on each host" in command.err.read_text()
 
 
 def test_errors_after_the_first_round_are_tried_again_so_many_times(tmp_path):
@@ -568,12 +568,12 @@ def test_a_host_that_vanished_is_not_waited_for_longer_than_that(tmp_path, monke
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "how many workers"),
+        ((), "give the number of workers"),
         (("--store", "a:1"), "--store needs --numbers"),
         (("--worker", "2"), "there is no option --worker. Did you mean --workers?"),
-        (("--module", "train"), "there is no option --module. Options come before the script."),
+        (("--module", "train"), "there is no option --module. Write options before the script."),
         (("--numbers", "7-4"), "--numbers takes FIRST-LAST"),
-        (("--numbers", "4-7", "--workers", "2"), "do not fit"),
+        (("--numbers", "4-7", "--workers", "2"), "contradict"),
         (("--workers", "1", "--listen", "nowhere"), 'store is "host:port"'),
         (("--workers", "1", "--patience", "1"), "--patience must be at least --stall"),
     ],

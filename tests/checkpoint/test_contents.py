@@ -638,7 +638,7 @@ def test_conjugate_and_negative_views_are_saved_and_loaded_as_what_they_are(wait
             assert torch.equal(model.get_buffer(name), tensor), name
             assert torch.equal(values[name], tensor), name
     pytest.importorskip("typer", reason='typer is missing: pip install "manyhands[cli]"')
-    from manyhands.tools.cli.checkpoint import write_plain_files
+    from manyhands.tools.cli._consolidate import write_plain_files
 
     write_plain_files(tmp_path / "run", tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")

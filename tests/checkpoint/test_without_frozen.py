@@ -7,7 +7,7 @@ from torch import nn
 
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
-from manyhands.tools.cli.checkpoint import open_newest
+from manyhands.tools.cli._consolidate import open_newest
 
 FROZEN = ("base.weight", "base.bias", "tied.weight", "tied.bias")
 

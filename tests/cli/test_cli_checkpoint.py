@@ -69,7 +69,7 @@ def test_consolidate_writes_what_one_worker_would_have(
 ):
     held = saved(tmp_path / "run", way)
     if large:
-        monkeypatch.setattr("manyhands.tools.cli.checkpoint.IN_A_FILE", 16)
+        monkeypatch.setattr("manyhands.tools.cli._consolidate.IN_A_FILE", 16)
     result = manyhands("consolidate", tmp_path / "run", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [

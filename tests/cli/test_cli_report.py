@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from manyhands import Record
 from manyhands.tools.cli import main
-from manyhands.tools.record import Record
 
 MISSING = '{} is missing: pip install "manyhands[cli]"'
 

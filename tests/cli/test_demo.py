@@ -137,7 +137,7 @@ def test_an_interrupt_leaves_the_page_of_what_there_is(demo, own_script, tmp_pat
     assert result.exit_code == 130
     assert "│ first " in result.output and "│ second " in result.output
     assert "AdaScale took" not in result.output  # it has no results to conclude from
-    assert "interrupted; the page has what there is" in result.stderr
+    assert "interrupted; the page shows all recorded steps" in result.stderr
     assert "second" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 

@@ -1,16 +1,20 @@
-"""The program `manyhands`: what it answers without torch, and which commands it lists."""
+"""The program `manyhands`: answers without torch, shell completion, and progress."""
 
-import inspect
+import contextlib
+import os
+import pty
 import subprocess
 import sys
 
 import pytest
 
 import manyhands as mh
-from manyhands.tools.cli import COMMANDS, app
+from manyhands.tools.check import EXCEPTIONS
 
 pytest.importorskip("typer", reason='typer is missing: pip install "manyhands[cli]"')
 pytest.importorskip("plotly", reason='plotly is missing: pip install "manyhands[cli]"')
+
+COMMANDS = ("check", "plan", "run", "demo", "report", "checkpoint")
 
 
 def test_python_m_prints_the_version():
@@ -22,6 +26,7 @@ def test_python_m_prints_the_version():
 WITHOUT_TORCH = """
 import sys, time
 from manyhands.tools.cli import main
+sys.argv[0] = "manyhands"
 try:
     main()
 finally:
@@ -30,18 +35,128 @@ finally:
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], [], ["--version"], ["pln"]])
-def test_help_and_version_need_no_torch_and_take_less_than_a_second(arguments):
-    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert "Assertion" not in done.stderr, done.stderr
-    assert "plan" in done.stdout + done.stderr or "manyhands" in done.stdout
+def run_without_torch(*arguments, **environment):
+    """Run the program, which must not import torch, and must take less than a second."""
+    command = [sys.executable, "-c", WITHOUT_TORCH, *map(str, arguments)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    assert "Assertion" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    return done
 
 
-def test_the_list_of_commands_says_what_their_docstrings_say():
-    listed = {command.name: command for command in app().registered_commands}
-    for name, command in listed.items():
-        assert " ".join(inspect.getdoc(command.callback).split("\n\n")[0].split()) == COMMANDS[name]
-    (group,) = app().registered_groups
-    assert group.typer_instance.info.help == COMMANDS[group.name]
-    assert {*listed, group.name} == set(COMMANDS)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(("--help",), ()),
+        *[(command, "--help") for command in COMMANDS],
+        *(("checkpoint", "inspect", "--help"), ("checkpoint", "consolidate", "--help")),
+    ],
+    ids=" ".join,
+)
+def test_help_needs_no_torch_and_has_an_example(arguments):
+    done = run_without_torch(*arguments)
+    name = " ".join(["manyhands", *arguments]).removesuffix(" --help")
+    assert f"Example: {name}" in " ".join(done.stdout.split())
+
+
+def test_the_list_of_commands_is_complete():
+    done = run_without_torch("--help")
+    for command in COMMANDS:
+        assert f"│ {command} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("pln",),
+        ("check",),
+        ("check", "missing.py"),
+        ("check", __file__, "--allow", "batchnorm"),
+        ("check", __file__, "--ranks", "1"),
+        ("plan",),
+        ("plan", "missing:build_model"),
+        ("plan", "os:getcwd", "--mesh", "2"),
+        ("plan", "os:getcwd", "--input", "8*16"),
+        ("run",),
+        ("run", "missing.py"),
+        ("run", __file__),
+        ("run", __file__, "--workers", "0"),
+        ("demo", "--steps", "0"),
+        ("report",),
+        ("report", "missing.jsonl"),
+        ("checkpoint",),
+        ("checkpoint", "inspect"),
+        ("checkpoint", "inspect", "missing"),
+        ("checkpoint", "consolidate", "missing", "out", "--to", "gguf"),
+        ("checkpoint", "consolidate", "missing", "out"),
+    ],
+    ids=lambda arguments: " ".join(arguments).replace(__file__, "train.py"),
+)
+def test_a_usage_error_needs_no_torch(arguments):
+    done = run_without_torch(*arguments)
+    assert done.returncode == 2
+    assert done.stderr or arguments == ("checkpoint",)  # which prints its help
+
+
+def test_a_report_needs_no_torch(tmp_path):
+    with mh.Record(tmp_path / "a.jsonl") as record:
+        record.step(loss=0.5)
+    done = run_without_torch("report", tmp_path / "a.jsonl", "--out", tmp_path / "page.html")
+    assert done.stdout == f"wrote {tmp_path / 'page.html'}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "completions"),
+    [
+        (["re"], ["report"]),
+        (["check"], ["check", "checkpoint"]),
+        (["checkpoint", "con"], ["consolidate"]),
+        (["plan", "--me"], ["--memory", "--mesh"]),
+        (["run", "--workers", "4", "--st"], ["--store", "--stall"]),
+        (["check", "train.py", "--resume-"], ["--resume-args"]),
+    ],
+)
+def test_bash_completes_commands_and_options(words, completions):
+    done = run_without_torch(
+        _MANYHANDS_COMPLETE="complete_bash",
+        COMP_WORDS=" ".join(["manyhands", *words]),
+        COMP_CWORD=str(len(words)),
+    )
+    assert done.stdout.split() == completions
+
+
+def test_the_script_for_bash_calls_the_program():
+    done = run_without_torch(
+        "--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1"
+    )
+    assert "_MANYHANDS_COMPLETE=complete_bash" in done.stdout
+
+
+def test_the_help_of_check_lists_all_exceptions():
+    from manyhands.tools.cli import check
+
+    assert set(check.EXCEPTIONS) == set(EXCEPTIONS)
+
+
+PROGRESS = """
+import sys
+from manyhands.tools.cli._terminal import show_progress
+with show_progress("reading [a]", 2) as advance:
+    advance(1)
+print("done", file=sys.stderr)
+"""
+
+
+def test_progress_is_shown_on_a_terminal_only():
+    command = [sys.executable, "-c", PROGRESS]
+    assert subprocess.run(command, capture_output=True, text=True).stderr == "done\n"
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command, stderr=theirs, env={**os.environ, "TERM": "xterm"}):
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # Linux reports the end of the terminal as an error
+            while chunk := os.read(ours, 4096):
+                shown += chunk
+    os.close(ours)
+    assert b"reading [a]" in shown and b"done" in shown

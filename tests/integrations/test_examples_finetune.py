@@ -12,7 +12,7 @@ import torch
 
 import manyhands as mh
 from helpers.pages import ROOT, in_forks
-from manyhands.tools.cli.checkpoint import open_newest
+from manyhands.tools.cli._consolidate import open_newest
 
 peft = pytest.importorskip("peft", reason="peft is not installed: make test-integrations")
 

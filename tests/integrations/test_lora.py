@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import manyhands as mh
 from helpers.ranks import run_ranks
-from manyhands.tools.cli.checkpoint import open_newest
+from manyhands.tools.cli._consolidate import open_newest
 
 peft = pytest.importorskip("peft", reason="peft is not installed: make test-integrations")
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import manyhands as mh
 from helpers.ranks import raises_on_ranks, run_ranks
-from manyhands.tools.record import Record, read_record
+from manyhands import Record, read_record
 from manyhands.tools.report._curves import samples
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from helpers.pages import ROOT, run_page
-from manyhands.tools.record import Record
+from manyhands import Record
 from manyhands.tools.report import write_report
 from manyhands.tools.report._curves import choose_scale, running_mean, thin
 

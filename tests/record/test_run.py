@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from manyhands.tools.record import Record, read_record
+from manyhands import Record, read_record
 from manyhands.tools.record._run import is_alive, this_process
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from manyhands.tools.record import Record
+from manyhands import Record
 from manyhands.tools.report import _follow
 from manyhands.tools.report._follow import FollowedRecords
 

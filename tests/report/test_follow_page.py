@@ -8,8 +8,8 @@ import time
 import pytest
 
 from helpers.browser import Browser, needs_browser
+from manyhands import Record
 from manyhands.tools.cli import main
-from manyhands.tools.record import Record
 
 pytest.importorskip("typer", reason='typer is missing: pip install "manyhands[cli]"')
 pytest.importorskip("plotly", reason='plotly is missing: pip install "manyhands[cli]"')

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from helpers.pages import ROOT
-from manyhands.tools.record import Record, read_record
+from manyhands import Record, read_record
 from manyhands.tools.report import write_report
 
 pytest.importorskip("plotly", reason='plotly is missing: pip install "manyhands[cli]"')

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from helpers.browser import Browser, needs_browser
-from manyhands.tools.record import Record
+from manyhands import Record
 from manyhands.tools.report import write_report
 
 pytest.importorskip("plotly", reason='plotly is missing: pip install "manyhands[cli]"')

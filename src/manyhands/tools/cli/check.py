@@ -1,66 +1,79 @@
-"""Define `manyhands check`, which compares training on several ranks with one process."""
+"""`manyhands check`: compare training on ranks with training in a single process."""
 
 from __future__ import annotations
 
+import math
 import shlex
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from manyhands.tools.cli import check_no_option, printable, stop
+from manyhands.tools.cli._terminal import check_no_option, printable, show_progress, stop
 
 if TYPE_CHECKING:
     from manyhands.tools.check import Verdict
     from manyhands.tools.check.resume import ResumeVerdict
 
-CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-
-# Options that may also follow the script, unless they were given before it.
-VALUES = {"--ranks": (int, 2), "--steps": (int, 1), "--timeout": (float, 1)}  # type, minimum
-ALLOW = "--allow"  # takes names, separated by commas
+EXCEPTIONS = ("batch-norm", "schedule", "learning-rate", "coupled-loss", "uneven-batches")
 FLAGS = ("--json", "--float64", "--native")
-AFTER_RESUME = ("--resume-args", "--at", "--then")  # that may follow the script after --resume
-
+RESUME_OPTIONS = ("--at", "--then", "--resume-args")
+NUMBERS = {  # type and minimum
+    "--ranks": (int, 2),
+    "--steps": (int, 1),
+    "--timeout": (float, 1),
+    "--at": (int, 1),
+    "--then": (int, 1),
+}
 
 Script = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="SCRIPT.py|-m MODULE [ARGUMENTS]...",
-        help="What is checked, with its arguments.",
+        help="The training script or module, with its arguments.",
     ),
 ]
-Ranks = Annotated[
-    int | None, typer.Option(min=2, help="Processes, as torchrun would start them. [2]")
+Ranks = Annotated[int | None, typer.Option(min=2, help="Number of ranks. [default: 2]")]
+Steps = Annotated[
+    int | None, typer.Option(min=1, help="Compared steps of each optimizer. [default: 5]")
 ]
-Steps = Annotated[int | None, typer.Option(min=1, help="Steps of each optimizer. [5]")]
-Timeout = Annotated[float | None, typer.Option(min=1, help="Seconds for all runs together. [300]")]
-Float64 = Annotated[bool, typer.Option("--float64", help="Only in float64, or not at all.")]
-Native = Annotated[bool, typer.Option("--native", help="In the script's own precision.")]
+Timeout = Annotated[
+    float | None, typer.Option(min=1, help="Seconds for the complete check. [default: 300]")
+]
+Float64 = Annotated[
+    bool,
+    typer.Option("--float64", help="Do not fall back from float64 to the precision of the script."),
+]
+Native = Annotated[bool, typer.Option("--native", help="Run in the precision of the script.")]
 Allow = Annotated[
     str | None,
     typer.Option(
         metavar="NAMES",
-        help="Exceptions that count as equal, separated by commas: batch-norm, schedule, "
-        "learning-rate, coupled-loss, uneven-batches.",
+        help=f"Differences to accept, separated by commas: {', '.join(EXCEPTIONS)}.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Kill it after a checkpoint, and check resuming.")
+    bool, typer.Option("--resume", help="Check that the script resumes from its checkpoint.")
 ]
-At = Annotated[int | None, typer.Option(min=1, help="With --resume: steps before the checkpoint.")]
+At = Annotated[
+    int | None, typer.Option(min=1, help="With --resume: steps before the checkpoint. [default: 1]")
+]
 Then = Annotated[
-    int | None, typer.Option(min=1, help="With --resume: processes of the resumed run.")
+    int | None, typer.Option(min=1, help="With --resume: number of ranks after the restart.")
 ]
 ResumeArguments = Annotated[
-    str | None, typer.Option(help="With --resume: further arguments of the resumed run.")
+    str | None,
+    typer.Option(
+        help="With --resume: additional arguments after the restart. `{checkpoint}` stands for the "
+        "path of the checkpoint."
+    ),
 ]
 Module = Annotated[
-    bool, typer.Option("-m", help="A module, as torchrun -m takes it: -m package.train.")
+    bool, typer.Option("-m", help="Run a module, as in `torchrun -m package.train`.")
 ]
 
 
@@ -79,52 +92,53 @@ def check(
     resume_args: ResumeArguments = None,
     module: Module = False,
 ) -> None:
-    """Run a script on several ranks and as one process with the same data, and compare.
+    """Check that a script trains the same on several ranks as in a single process.
 
-    Exit code 0: they train the same. 1: they differ, and the likely cause is printed. 2: there is
-    no result, and the reason is printed. 3: they train the same with exceptions that are printed,
-    such as batch norm. The options may follow the script. If the script has an option of the
-    same name, give the command's before the script, or the script's after `--`.
+    With --resume, check that a killed script continues from a checkpoint without differences.
+    Options other than `-m` and `--resume` may also follow the script. If an option of the script
+    has an equal name, write that option after `--`.
 
-    With --resume before the script, compare a run that is killed after a checkpoint and resumed
-    with a run without interruption.
+    Exit codes: 0 equal, 1 different (prints the likely cause), 2 no result, 3 equal except for a
+    known difference, such as batch norm.
+
+    Example: `manyhands check train.py --ranks 4`
     """
-    given = {
+    given: dict[str, object] = {
         "--ranks": ranks,
         "--steps": steps,
         "--timeout": timeout,
+        "--allow": allow,
         "--json": json,
         "--float64": float64,
         "--native": native,
+        "--at": at,
+        "--then": then,
+        "--resume-args": resume_args,
     }
-    before = {key: value for key, value in given.items() if value}
-    words, allowed = take(list(script or []), {ALLOW: allow} if allow else {}, [ALLOW])
-    resuming = {"--at": at, "--then": then, "--resume-args": resume_args}
-    told = {key: str(value) for key, value in resuming.items() if value is not None}
-    if resume:
-        words, told = take(words, told, AFTER_RESUME)
-    elif told:
-        stop("check", f"{', '.join(told)}: only with --resume, before the script.")
-    words, options = divide(words, before)
+    before = {name: value for name, value in given.items() if value not in (None, False)}
+    known = set(given)
+    if not resume:
+        known.difference_update(RESUME_OPTIONS)
+        misplaced = sorted(before.keys() - known)
+        if misplaced:
+            stop("check", f"{', '.join(misplaced)}: only with --resume, before the script.")
+    words, options = take_options(list(script or []), before, known)
+    precisions = {"--float64", "--native"} & options.keys()
+    if len(precisions) > 1:
+        stop("check", "give either --float64 or --native.")
+    if resume and precisions:
+        stop("check", "--resume always uses the script's own precision.")
     name, *arguments = words or [""]
-    check_precision(resume, options)
     if module or not Path(name).is_file():
-        where = "Options stand before the script or after it."
-        known = [*VALUES, ALLOW, *FLAGS, "--resume", *AFTER_RESUME]
-        check_no_option("check", name, known, where)
-        if not (module and name):
-            stop("check", f"{name or 'nothing'} is not a file. Give a Python script.")
-
-    def terminate(*_: object) -> None:
-        sys.exit(143)  # so that the check ends its processes, and puts files back
-
+        _check_name(name, module, [*given, "--resume"])
+    # sys.exit() lets the check end processes and restore files.
     verdict: Verdict | ResumeVerdict
-    previous = signal.signal(signal.SIGTERM, terminate)
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if resume:
-            verdict = judge_resume(name, arguments, module, options, told)
+            verdict = _check_resume(name, arguments, module, options)
         else:
-            verdict = judge(name, arguments, module, options, allowed.get(ALLOW, ""))
+            verdict = _check_ranks(name, arguments, module, options)
     finally:
         signal.signal(signal.SIGTERM, previous)
     if "--json" in options:
@@ -134,128 +148,107 @@ def check(
     raise typer.Exit(verdict.code)
 
 
-def check_precision(resume: bool, options: dict[str, Any]) -> None:
-    """Stop if options about the precision contradict each other."""
-    precisions = {"--float64", "--native"} & options.keys()
-    if len(precisions) > 1:
-        stop("check", "give either --float64 or --native.")
-    if resume and precisions:
-        stop("check", "--resume always uses the script's own precision.")
+def _check_name(name: str, module: bool, options: Collection[str]) -> None:
+    check_no_option("check", name, options, "Write options before the script.")
+    if not name:
+        stop("check", "give a Python script, or a module with -m.")
+    if not module:
+        stop("check", f"{name} is not a file. Give a Python script.")
 
 
-def judge(
-    name: str, arguments: list[str], module: bool, options: dict[str, Any], allow: str
-) -> Verdict:
-    """Check the ranks of a script."""
-    from manyhands.tools.check import check_script
+def take_options(
+    words: list[str], given: Mapping[str, Any], known: Collection[str]
+) -> tuple[list[str], dict[str, Any]]:
+    """Take the command's options out of the words after the script.
 
-    float64 = None
-    if "--float64" in options:
-        float64 = True
-    elif "--native" in options:
-        float64 = False
-    return check_script(
-        name,
-        arguments,
-        ranks=int(options.get("--ranks", 2)),
-        steps=int(options.get("--steps", 5)),
-        float64=float64,
-        seconds=float(options.get("--timeout", 300.0)),
-        module=module,
-        allow=allowed_names(allow),
-    )
+    An option in `given` was before the script, so after the script it belongs to the script.
 
-
-def allowed_names(text: str) -> list[str]:
-    """Return the names of exceptions in a list that is separated by commas."""
-    from manyhands.tools.check import EXCEPTIONS
-
-    names = text.replace(",", " ").split()
-    for name in names:
-        if name not in EXCEPTIONS:
-            stop("check", f"--allow takes some of {', '.join(EXCEPTIONS)}, got {name!r}.")
-    return names
-
-
-def take(
-    words: list[str], given: dict[str, str], keys: Collection[str]
-) -> tuple[list[str], dict[str, str]]:
-    """Take options with these names, unless given before, out of the words after the script.
-
-    >>> take(["train.py", "--lr", "1", "--at", "4"], {}, ["--at"])
-    (['train.py', '--lr', '1'], {'--at': '4'})
+    >>> take_options(["train.py", "--lr", "1", "--ranks", "4"], {}, ["--ranks"])
+    (['train.py', '--lr', '1'], {'--ranks': '4'})
+    >>> take_options(["train.py", "--steps", "9"], {"--steps": 5}, ["--steps"])
+    (['train.py', '--steps', '9'], {'--steps': 5})
     """
     options = dict(given)
     rest: list[str] = []
     while words:
         word = words.pop(0)
-        key, equals, value = word.partition("=")
         if word == "--":
-            return [*rest, word, *words], options
-        if key in keys and key not in given and (equals or words):
-            options[key] = value if equals else words.pop(0)
+            return rest + words, options
+        name, equals, value = word.partition("=")
+        if name not in known or name in given or (name in FLAGS and equals):
+            rest.append(word)
+        elif name in FLAGS:
+            options[name] = True
+        elif equals:
+            options[name] = value
+        elif words:
+            options[name] = words.pop(0)
         else:
             rest.append(word)
     return rest, options
 
 
-def judge_resume(
-    script: str,
-    arguments: list[str],
-    module: bool,
-    options: dict[str, Any],
-    resuming: dict[str, str],
+def _number(options: Mapping[str, Any], name: str, default: Any) -> Any:
+    if name not in options:
+        return default
+    kind, least = NUMBERS[name]
+    try:
+        number = kind(options[name])
+    except ValueError:
+        number = math.nan
+    if not number >= least:  # also for NaN
+        stop("check", f"{name} takes a number of at least {least}, got {options[name]!r}.")
+    return number
+
+
+def _check_ranks(
+    name: str, arguments: list[str], module: bool, options: Mapping[str, Any]
+) -> Verdict:
+    ranks = _number(options, "--ranks", 2)
+    steps = _number(options, "--steps", 5)
+    seconds = _number(options, "--timeout", 300.0)
+    allowed = options.get("--allow", "").replace(",", " ").split()
+    for exception in allowed:
+        if exception not in EXCEPTIONS:
+            stop("check", f"--allow takes some of {', '.join(EXCEPTIONS)}, got {exception!r}.")
+    float64 = None
+    if "--float64" in options:
+        float64 = True
+    elif "--native" in options:
+        float64 = False
+    with show_progress(f"checking {name}, up to {seconds:g} s"):
+        from manyhands.tools.check import check_script
+
+        return check_script(
+            name,
+            arguments,
+            ranks=ranks,
+            steps=steps,
+            float64=float64,
+            seconds=seconds,
+            module=module,
+            allow=allowed,
+        )
+
+
+def _check_resume(
+    name: str, arguments: list[str], module: bool, options: Mapping[str, Any]
 ) -> ResumeVerdict:
-    """Check whether a script resumes."""
-    from manyhands.tools.check._job import CheckedScript
-    from manyhands.tools.check.resume import ResumeRequest, check_resume
+    ranks = _number(options, "--ranks", None)
+    steps = _number(options, "--steps", 5)
+    then = _number(options, "--then", None)
+    at = _number(options, "--at", 1)
+    seconds = _number(options, "--timeout", 300.0)
+    with show_progress(f"checking that {name} resumes, up to {seconds:g} s"):
+        from manyhands.tools.check._job import CheckedScript
+        from manyhands.tools.check.resume import ResumeRequest, check_resume
 
-    numbers: dict[str, int] = {}
-    for key in ("--at", "--then"):
-        if key in resuming:
-            if not resuming[key].isdecimal() or resuming[key] == "0":
-                stop("check", f"{key} takes a number of at least 1, got {resuming[key]!r}.")
-            numbers[key] = int(resuming[key])
-    ranks = int(options["--ranks"]) if "--ranks" in options else None
-    steps = int(options.get("--steps", 5))
-    request = ResumeRequest(
-        CheckedScript(script, tuple(arguments), steps, float64=False, module=module),
-        ranks=ranks,
-        then=numbers.get("--then"),
-        at=numbers.get("--at", 1),
-        arguments=tuple(shlex.split(resuming.get("--resume-args", ""))),
-        seconds=float(options.get("--timeout", 300.0)),
-    )
-    return check_resume(request)
-
-
-def divide(arguments: list[str], given: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Take the command's options out of the words that follow the script.
-
-    >>> divide(["train.py", "--lr", "1", "--ranks", "4"], {})
-    (['train.py', '--lr', '1'], {'--ranks': 4})
-    >>> divide(["train.py", "--steps", "9"], {"--steps": 5})
-    (['train.py', '--steps', '9'], {'--steps': 5})
-    """
-    options = dict(given)
-    rest: list[str] = []
-    while arguments:
-        word = arguments.pop(0)
-        key, equals, value = word.partition("=")
-        if word == "--":
-            return rest + arguments, options
-        if key in VALUES and key not in given and (equals or arguments):
-            if not equals:
-                value = arguments.pop(0)
-            kind, least = VALUES[key]
-            try:
-                options[key] = kind(value)
-            except ValueError:
-                stop("check", f"{key} takes a number, got {value!r}.")
-            if not options[key] >= least:
-                stop("check", f"{key} takes a number of at least {least}, got {value!r}.")
-        elif word in FLAGS and word not in given:
-            options[word] = True
-        else:
-            rest.append(word)
-    return rest, options
+        request = ResumeRequest(
+            CheckedScript(name, tuple(arguments), steps, float64=False, module=module),
+            ranks=ranks,
+            then=then,
+            at=at,
+            arguments=tuple(shlex.split(options.get("--resume-args", ""))),
+            seconds=seconds,
+        )
+        return check_resume(request)

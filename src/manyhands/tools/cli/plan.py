@@ -1,21 +1,27 @@
-"""Define `manyhands plan`, which compares the ways to train a model."""
+"""`manyhands plan`: compare the memory and communication of shardings."""
 
 from __future__ import annotations
 
 import ast
 import re
-from contextlib import AbstractContextManager, nullcontext
-from typing import Annotated, Any
+import sys
+from difflib import get_close_matches
+from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from manyhands.tools.cli import import_object, stop
-from manyhands.tools.plan import Plan
-from manyhands.tools.plan import plan as make_plan
+from manyhands.tools.cli._terminal import show_progress, stop
+
+if TYPE_CHECKING:
+    import torch
+
+    from manyhands.tools.plan import Plan
 
 Model = Annotated[
     str,
@@ -24,10 +30,10 @@ Model = Annotated[
         help="The function that builds the model, such as my_module:build_model.",
     ),
 ]
-OptimizerName = Annotated[str, typer.Option(help="An optimizer of torch.optim.")]
+OptimizerName = Annotated[str, typer.Option(metavar="NAME", help="An optimizer of torch.optim.")]
 OptimizerOptions = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME=VALUE", help="An option such as momentum=0.9; repeat for more."),
+    typer.Option(metavar="NAME=VALUE", help="An option, such as momentum=0.9; repeatable."),
 ]
 Workers = Annotated[int, typer.Option(min=1, help="Number of workers.")]
 Memory = Annotated[
@@ -37,34 +43,35 @@ Inputs = Annotated[
     list[str] | None,
     typer.Option(
         metavar="[NAME=]SHAPE[:DTYPE]",
-        help="One worker's input, such as 8x3x224x224 or labels=8x128:int64, to measure "
-        "activations; repeat for each argument of forward().",
+        help="An input of forward(), such as 8x3x224x224 or labels=8x128:int64, to include "
+        "activations; repeatable.",
     ),
 ]
 Autocast = Annotated[
-    str | None,
-    typer.Option(metavar="DTYPE", help="Type to which autocast casts in the forward pass."),
+    str | None, typer.Option(metavar="DTYPE", help="Dtype of autocast, such as bfloat16.")
 ]
 RuleName = Annotated[
-    str | None, typer.Option(metavar="NAME", help="A scaling rule, such as AdamScale.")
+    str | None, typer.Option(metavar="NAME", help="A scaling rule to include, such as AdamScale.")
 ]
 Backend = Annotated[str, typer.Option(metavar="nccl|gloo", help="Communication backend.")]
 Network = Annotated[
     str | None,
-    typer.Option(metavar="RATE", help="Bandwidth of each worker, such as 50Mbit or 10Gbit/s."),
+    typer.Option(
+        metavar="RATE", help="Bandwidth of each worker, such as 10Gbit, to include step times."
+    ),
 ]
 Latency = Annotated[float, typer.Option(metavar="SECONDS", help="Latency of a collective.")]
 Mesh = Annotated[
     str | None,
     typer.Option(
         metavar="COPIESxWORKERS",
-        help="Copies of the model, and workers that each is sharded over, such as 64x16: plans "
-        "level 3 on this mesh, too.",
+        help="Copies of the model and workers per copy, such as 64x16, to include level 3 on this "
+        "mesh.",
     ),
 ]
 PassSeconds = Annotated[
     float,
-    typer.Option(metavar="SECONDS", help="Time of one forward and backward pass on one worker."),
+    typer.Option(metavar="SECONDS", help="Time of a forward and backward pass on a worker."),
 ]
 
 
@@ -83,95 +90,126 @@ def plan(
     pass_seconds: PassSeconds = 0.0,
     mesh: Mesh = None,
 ) -> None:
-    """Compare ways to train a model on several workers: bytes held, bytes sent, what fits.
+    """Compare shardings of a model: memory, communication, and fit.
 
-    The model is built on torch's meta device, where tensors have no memory, so a laptop can plan a
-    model of any size. With --network the table has the time of a step. The exit code is 1 if
-    nothing fits.
+    The model is built on torch's meta device, without memory. Exit code 1: no sharding fits.
+
+    Example: `manyhands plan my_module:build_model --workers 8 --memory 24GiB`
     """
-    builder = import_object("plan", model)
     options = dict(map(_parse_option, optimizer_option or []))
-    inputs = None
-    if input is not None:
-        inputs = _parse_inputs(input)
-    casting: AbstractContextManager[object] = nullcontext()
-    if autocast is not None:
-        casting = torch.autocast("cpu", _dtype(autocast))
-    shape = None
-    if mesh is not None:
-        shape = _parse_mesh(mesh)
-    try:
-        with casting:
-            found = make_plan(
-                builder,
-                optimizer,
-                workers,
-                memory=memory,
-                input=inputs,
-                backend=backend,
-                network=network,
-                latency=latency,
-                pass_seconds=pass_seconds,
-                rule=rule,
-                mesh=shape,
-                **options,
-            )
-    except (TypeError, ValueError) as error:
-        stop("plan", *str(error).splitlines())
+    shapes = list(map(_parse_input, input or []))
+    named = {name for name, _, _ in shapes if name}
+    if named and len(named) < len(shapes):
+        given = ", ".join(input or [])
+        stop("plan", f"--input needs a name for each argument or for none, got {given}.")
+    grid = _parse_mesh(mesh)
+    with show_progress(f"planning {model}"):
+        builder = _import_object(model)
+        import torch
+
+        from manyhands.tools.plan import plan as make_plan
+
+        inputs: Any = None
+        if named:
+            inputs = {name: _meta_tensor(sizes, dtype) for name, sizes, dtype in shapes}
+        elif shapes:
+            inputs = tuple([_meta_tensor(sizes, dtype) for _, sizes, dtype in shapes])
+        casting = torch.autocast("cpu", _dtype(autocast or "bfloat16"), enabled=bool(autocast))
+        try:
+            with casting:
+                found = make_plan(
+                    builder,
+                    optimizer,
+                    workers,
+                    memory=memory,
+                    input=inputs,
+                    backend=backend,
+                    network=network,
+                    latency=latency,
+                    pass_seconds=pass_seconds,
+                    rule=rule,
+                    mesh=grid,
+                    **options,
+                )
+        except (TypeError, ValueError) as error:
+            stop("plan", *str(error).splitlines())
     _print_plan(found)
     if found.cheapest is None:
         raise typer.Exit(1)
 
 
+def _import_object(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    if not (module and attribute):
+        stop(
+            "plan",
+            f"{name!r} is not MODULE:FUNCTION, such as my_module:build_model for my_module.py.",
+        )
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        imported = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise  # the module exists, but an import in the module fails
+        stop(
+            "plan",
+            f"there is no module {module!r}. Run the command in the folder of {error.name}.py, and "
+            "leave out the .py.",
+        )
+    finally:
+        sys.path.pop(0)
+    try:
+        return attrgetter(attribute)(imported)
+    except AttributeError as error:
+        message = f"{module} has no {attribute!r}."
+        for similar in get_close_matches(str(error.name), dir(error.obj), 1):
+            message += f" Did you mean {similar!r}?"
+        stop("plan", message)
+
+
 def _parse_option(text: str) -> tuple[str, Any]:
-    """Return name and value of an --optimizer-option."""
     name, equals, value = text.partition("=")
     if not (name.isidentifier() and equals):
         stop("plan", f"--optimizer-option takes NAME=VALUE, such as momentum=0.9, got {text!r}.")
     try:
         return name, ast.literal_eval(value)
     except (SyntaxError, ValueError):
-        return name, value  # a bare word is text
+        return name, value  # a string without quotes
+
+
+def _parse_input(text: str) -> tuple[str, list[int], str]:
+    """Return the name (or ""), shape and dtype of an input."""
+    found = re.fullmatch(r"(?:(\w+)=)?(\d+(?:x\d+)*)(?::(\w+))?", text)
+    if found is None:
+        stop("plan", f"--input takes a shape and a dtype, such as 8x128:int64, got {text!r}.")
+    return found[1] or "", list(map(int, found[2].split("x"))), found[3] or "float32"
+
+
+def _parse_mesh(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+)x(\d+)", text)
+    if found is None:
+        stop("plan", f"--mesh takes copies and workers per copy, such as 64x16, got {text!r}.")
+    return int(found[1]), int(found[2])
+
+
+def _meta_tensor(sizes: list[int], dtype: str) -> torch.Tensor:
+    import torch
+
+    return torch.empty(sizes, dtype=_dtype(dtype), device="meta")
 
 
 def _dtype(name: str) -> torch.dtype:
-    """Return torch's type of this name, or end the command."""
+    import torch
+
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        stop("plan", f"torch has no type {name!r}; one is bfloat16.")
+        stop("plan", f"torch has no type {name!r}. An example is bfloat16.")
     return dtype
 
 
-def _parse_inputs(texts: list[str]) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]:
-    """Return the arguments of forward() in their order, or by their names."""
-    inputs = [_parse_input(text) for text in texts]
-    named = {name: tensor for name, tensor in inputs if name}
-    if not named:
-        return tuple(tensor for _, tensor in inputs)
-    if len(named) < len(texts):
-        stop("plan", f"--input needs a name for each argument or for none, got {', '.join(texts)}.")
-    return named
-
-
-def _parse_input(text: str) -> tuple[str, torch.Tensor]:
-    """Return name ("" without one) and tensor of an --input: shape and type, no values."""
-    found = re.fullmatch(r"(?:(\w+)=)?(\d+(?:x\d+)*)(?::(\w+))?", text)
-    if found is None:
-        stop("plan", f"--input takes a shape and a type, such as 8x128:int64, got {text!r}.")
-    sizes = [int(size) for size in found[2].split("x")]
-    return found[1] or "", torch.empty(sizes, dtype=_dtype(found[3] or "float32"), device="meta")
-
-
-def _parse_mesh(text: str) -> tuple[int, int]:
-    """Return the two sizes of a --mesh."""
-    sizes = text.split("x")
-    if len(sizes) != 2 or not all(size.isdecimal() for size in sizes):
-        stop("plan", f"--mesh takes copies and workers of each, such as 64x16, got {text!r}.")
-    return int(sizes[0]), int(sizes[1])
-
-
 def _print_plan(found: Plan) -> None:
-    """Print the plan's table, with the cheapest way in bold, and the line to paste."""
     console = Console(highlight=False)
     (_, *names), *lines = found.cells
     table = Table(title=found.title, title_justify="left")
@@ -183,7 +221,7 @@ def _print_plan(found: Plan) -> None:
             style = "bold"
         elif row.available:
             style = ""
-        # A word on each line, so that the table fits a narrow window.
+        # A word per line, so that the table fits a narrow window.
         heading = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[+,]) ", "\n", name)
         table.add_column(heading, justify="right", style=style, overflow="fold")
     for line in lines:

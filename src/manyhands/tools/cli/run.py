@@ -1,4 +1,4 @@
-"""Define `manyhands run`, which starts the workers of a run, and restarts workers that die."""
+"""`manyhands run`: start the workers of a crew."""
 
 from __future__ import annotations
 
@@ -13,76 +13,73 @@ from typing import Annotated
 
 import typer
 
-from manyhands.blocks.crew import _launcher
-from manyhands.blocks.crew._crew import AUTO, PATIENCE
-from manyhands.blocks.crew._store import SECRET_VARIABLE, parse_address, serve_store
-from manyhands.errors import StoreLost
-from manyhands.tools.cli import check_no_option, stop
+from manyhands.tools.cli._terminal import check_no_option, stop
 
-# Arguments after the script are passed to it, even if they look like options of ours.
-CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-
+SECRET_VARIABLE = "MANYHANDS_SECRET"
 
 Script = Annotated[
     list[str] | None,
-    typer.Argument(metavar="SCRIPT.py [ARGUMENTS]...", help="What each worker runs."),
+    typer.Argument(
+        metavar="SCRIPT.py [ARGUMENTS]...", help="The script of each worker, with its arguments."
+    ),
 ]
 Module = Annotated[
-    str | None, typer.Option("-m", metavar="MODULE", help="Run a module, not a script.")
+    str | None, typer.Option("-m", metavar="MODULE", help="Run a module instead of a script.")
 ]
-Workers = Annotated[int | None, typer.Option(min=1, help="Workers on this host, numbered from 0.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Number of workers on this host.")]
 Numbers = Annotated[
     str | None,
     typer.Option(
-        metavar="FIRST-LAST", help="The numbers of the workers on this host, if not from 0."
+        metavar="FIRST-LAST",
+        help="Numbers of the workers on this host, if another host has workers, too.",
     ),
 ]
 Expected = Annotated[
     int | None,
-    typer.Option(min=1, help="Workers of all hosts that the first sync round waits for."),
+    typer.Option(min=1, help="Workers on all hosts, which the first sync round waits for."),
 ]
 Listen = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help="Serve the store here, for other hosts too.")
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Serve the store at this address, for other hosts."),
 ]
 Store = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help="Use the store that another host serves.")
+    str | None, typer.Option(metavar="HOST:PORT", help="Connect to the store of another host.")
 ]
 Stall = Annotated[
-    float, typer.Option(min=0.1, help="Seconds without a heartbeat after which a worker is lost.")
+    float, typer.Option(min=0.1, help="Seconds without a heartbeat until a worker is dropped.")
 ]
 Patience = Annotated[
     str,
     typer.Option(
         metavar="SECONDS|auto",
-        help="Seconds that a slow worker is waited for at most; auto: while its block is worth it.",
+        help="Longest wait for a slow worker; with auto, while its block is worth the wait.",
     ),
 ]
-Quorum = Annotated[int, typer.Option(min=1, help="Workers that a sync round needs; fewer wait.")]
+Quorum = Annotated[int, typer.Option(min=1, help="Smallest number of workers in a sync round.")]
 Processes = Annotated[
     int,
     typer.Option(
         min=1,
-        help="Processes of each worker, which train one model together (DDP, FSDP): they get "
-        "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of their own group.",
+        help="Processes per worker. The processes of a worker train one model, with DDP or FSDP.",
     ),
 ]
-Grace = Annotated[
-    float, typer.Option(min=0, help="Seconds from SIGTERM to SIGKILL, when the command is stopped.")
-]
 Restarts = Annotated[
-    int, typer.Option(min=0, help="Restarts of a worker with an error, in an hour.")
+    int, typer.Option(min=0, help="Restarts per hour of a worker that ends with an error.")
 ]
-
+Grace = Annotated[
+    float,
+    typer.Option(min=0, help="Seconds from SIGTERM to SIGKILL when the command is stopped."),
+]
 Fork = Annotated[
     bool,
     typer.Option(
         "--fork/--no-fork",
-        help="Whether a worker that died is forked from a process that has torch imported (Linux).",
+        help="Fork replacement workers from a process that has imported torch (Linux).",
     ),
 ]
 Preload = Annotated[
     list[str] | None,
-    typer.Option(metavar="MODULE", help="What that process imports in addition; may be repeated."),
+    typer.Option(metavar="MODULE", help="A module to import in that process; repeatable."),
 ]
 
 
@@ -99,30 +96,32 @@ def run(
     quorum: Quorum = 1,
     processes: Processes = 1,
     restarts: Restarts = 3,
-    grace: Grace = _launcher.STOP_GRACE,
+    grace: Grace = 30.0,
     fork: Fork = True,
     preload: Preload = None,
 ) -> None:
-    """Run a script in several workers, which may die and come back.
+    """Run a script in several workers, and restart workers that die.
 
-    A worker that is killed by a signal is always started again. The exit code is 0 if all workers
-    ended with 0. Several hosts need one secret, in the environment variable MANYHANDS_SECRET.
+    Workers killed by a signal are always restarted. The exit code is 0 if all workers end with
+    exit code 0. On several hosts, set MANYHANDS_SECRET to equal texts.
+
+    Example: `manyhands run --workers 4 train.py`
     """
-    arguments = script or []
-    _check_script(arguments, module)
+    arguments = _command_of(script or [], module)
     _check_hosts(store, listen, numbers)
-    patience_seconds = _parse_patience(patience, stall)
+    seconds = _parse_patience(patience, stall)
     worker_numbers = _parse_numbers(workers, numbers)
-    # Where it is not set: torch asks a name server at each new connection to the store, which
-    # does not answer meanwhile. If its answer is lost, the C library asks again after 5 seconds.
+    # At each connection, torch asks a name server while the store does not answer. By default, the
+    # C library repeats lost questions after 5 seconds.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
-    if module is not None:
-        arguments = ["-m", module, *arguments]
+    from manyhands.blocks.crew import _launcher, _store
+    from manyhands.errors import StoreLost
+
     try:
         serving = store is None  # the launcher that serves the store ends last
         if store is None:
-            host, port = parse_address(listen or "127.0.0.1:0")
-            _served, store = serve_store(host, port)  # served while this variable lives
+            host, port = _store.parse_address(listen or "127.0.0.1:0")
+            _served, store = _store.serve_store(host, port)  # served while this variable lives
         launcher = _launcher.Launcher(
             [sys.executable, *arguments],
             worker_numbers,
@@ -130,7 +129,7 @@ def run(
             expected=expected,
             processes=processes,
             restarts=restarts,
-            patience=patience_seconds,
+            patience=seconds,
             grace=grace,
             fork=fork,
             preload=preload or (),
@@ -143,57 +142,59 @@ def run(
             secret=os.environ.get(SECRET_VARIABLE) or secrets.token_hex(),
         )
     except (OSError, ValueError, StoreLost) as error:
+        message = str(error)
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            stop(
-                "run",
+            message = (
                 f"another program listens at {listen}, perhaps the store of another run. Give "
-                "--listen another port, or --store to add workers to that run.",
+                "--listen another port, or --store to add workers to that run."
             )
-        stop("run", *str(error).splitlines())
+        stop("run", *message.splitlines())
     raise typer.Exit(launcher.run())
 
 
 def _parse_patience(patience: str, stall: float) -> float:
-    """Return the seconds; end the command unless it is "auto" or at least the stall."""
-    if patience == AUTO:
-        return max(PATIENCE, stall)
+    if patience == "auto":
+        return max(600.0, stall)  # for the launcher, which restarts workers
     try:
         seconds = float(patience)
     except ValueError:
         stop("run", f"--patience is a number of seconds, or auto, got {patience}.")
-    if not seconds >= stall:  # as for nan
+    if not seconds >= stall:  # also for NaN
         stop("run", f"--patience must be at least --stall, which is {stall:g}, got {patience}.")
     return seconds
 
 
-def _check_script(arguments: list[str], module: str | None) -> None:
-    given = arguments[0] if arguments else "nothing"
-    if module is None and not (arguments and Path(given).is_file()):
+def _command_of(arguments: list[str], module: str | None) -> list[str]:
+    if module is not None:
+        return ["-m", module, *arguments]
+    if not arguments:
+        stop("run", "give a Python script, or a module with -m.")
+    given = arguments[0]
+    if not Path(given).is_file():
         names = [f"--{n}" for n in signature(run).parameters if n not in ("script", "module")]
-        check_no_option("run", given, names, "Options come before the script.")
+        check_no_option("run", given, names, "Write options before the script.")
         stop("run", f"{given} is not a file. Give a Python script, or a module with -m.")
+    return arguments
 
 
 def _check_hosts(store: str | None, listen: str | None, numbers: str | None) -> None:
-    """End the command if the options for several hosts do not fit together."""
     if store is not None and listen is not None:
-        stop("run", "--listen serves a store and --store uses another host's: give only one.")
+        stop("run", "--listen serves a store, and --store uses another host's: give only one.")
     if store is not None and numbers is None:
-        stop("run", "--store needs --numbers, such as 4-7: each worker has a number of its own.")
+        stop("run", "--store needs --numbers, such as 4-7: no two workers may share a number.")
     if (store or listen) and not os.environ.get(SECRET_VARIABLE):
-        # Otherwise each host would draw its own, and ignore what the others write.
+        # Hosts with different secrets ignore each other.
         stop(
             "run",
-            f"the hosts of a run need one secret: set {SECRET_VARIABLE} to the same text on each, "
-            'such as `python -c "import secrets; print(secrets.token_hex())"` prints.',
+            f"all hosts of a run need the same secret. Set {SECRET_VARIABLE} on each host to a "
+            'text such as the output of `python -c "import secrets; print(secrets.token_hex())"`.',
         )
 
 
 def _parse_numbers(workers: int | None, numbers: str | None) -> list[int]:
-    """Return the numbers of this host's workers, from either option."""
     if numbers is None:
         if workers is None:
-            stop("run", "how many workers? Such as --workers 4.")
+            stop("run", "give the number of workers, such as --workers 4.")
         return list(range(workers))
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", numbers)
     found: list[int] = []
@@ -202,5 +203,5 @@ def _parse_numbers(workers: int | None, numbers: str | None) -> list[int]:
     if not found:
         stop("run", f"--numbers takes FIRST-LAST, such as 4-7, got {numbers!r}.")
     if workers not in (None, len(found)):
-        stop("run", f"--workers {workers} and --numbers {numbers} do not fit: leave one out.")
+        stop("run", f"--workers {workers} and --numbers {numbers} contradict: leave one out.")
     return found

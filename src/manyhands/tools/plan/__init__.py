@@ -1,11 +1,9 @@
-"""Predict the memory and communication of training a model, and shard the model accordingly.
+"""Predict the memory and communication of training a model, and shard the model.
 
-The files in the order in which a model becomes a plan:
-
-    _plan.py    `plan`: the table with a row per way to train, and the cheapest way that fits
-    _model.py   a module and its optimizers → sizes, optimizer state and activations
-    _costs.py   sizes → memory per worker, bytes sent, collectives
-    _shard.py   `shard`: apply a row of the plan
+_plan.py    `plan`: compare the shardings of a model
+_model.py   convert a module and its optimizers to sizes
+_costs.py   compute memory, bytes sent and collectives from sizes
+_shard.py   `shard`: shard a model and its optimizers
 """
 
 from manyhands.tools.plan._plan import Plan, Row, plan

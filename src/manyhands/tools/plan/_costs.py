@@ -1,24 +1,21 @@
-"""Compute the memory and communication of each way to train, in integers.
+"""Compute the memory and communication of each sharding, in integers.
 
-With N workers, P bytes of parameters, G of gradients (of trained parameters) and S of optimizer
-state:
+With N workers, P bytes of parameters, G of gradients and S of optimizer state:
 
                           parameters  gradients  state   sent per step
     DDP                   P           G          S       2 G (N-1)/N            all-reduce
-    OSS + DDP             P           G          S / N   (2 G + P) (N-1)/N      and new parameters
-    ShardedDataParallel   P           G / N      S / N   (G + P) (N-1)/N        slices, parameters
-    FSDP                  P / N       G / N      S / N   (2 P + G) (N-1)/N      gathered twice
+    OSS + DDP             P           G          S / N   (2 G + P) (N-1)/N
+    ShardedDataParallel   P           G / N      S / N   (G + P) (N-1)/N
+    FSDP                  P / N       G / N      S / N   (2 P + G) (N-1)/N      gathers twice
     FSDP, C copies        P / M       G / M      S / M   (2 P + G) (M-1)/M + 2 G/M (C-1)/C
 
-On a mesh of N = C M workers each copy is sharded over M workers, and the copies' gradients are
-summed.
+In the last row, a mesh of N = C M workers shards each copy over M workers.
 
-The code applies the library's layouts instead (`sharding/zero/_layout.py`; rows in wraps for FSDP),
-with padding and uneven shards, for the worker with the highest memory. `sent` is the mean over the
-workers. `in_flight` is the peak of a backward pass minus the gradients after the pass.
+The code applies the library's layouts, with padding and uneven shards, and returns the highest
+memory of all workers. `sent` is the mean over workers. `in_flight` is the peak of a backward pass
+minus the gradients after the pass.
 
-`AdamScale` reads the second moments of all parameters. If the moments are sharded, every worker
-gathers a replica after each step (two with RMSprop's `centered`).
+`AdamScale` gathers sharded second moments on every worker after each step.
 """
 
 from __future__ import annotations
@@ -47,15 +44,14 @@ DDP_BUCKETS = (2**20, 25 * 2**20)  # sizes of torch's first bucket, and of all l
 
 @dataclass(frozen=True)
 class ParamSize:
-    """The size of a parameter and of its optimizer state.
+    """The size of a parameter, with optimizer state.
 
-    Each shard of the parameter has `state_fixed` bytes of state, plus `state_per_element` bytes per
-    element.
+    The state of each shard has `state_fixed` bytes, plus `state_per_element` per element.
     """
 
     elements: int
     itemsize: int
-    kind: Hashable = "float32"  # dtype and device; a bucket contains parameters of a single kind
+    kind: Hashable = "float32"  # dtype and device, equal in a bucket
     trained: bool = True
     state_fixed: int = 0
     state_per_element: int = 0
@@ -69,15 +65,15 @@ class ParamSize:
         return self.state_fixed + self.state_per_element * elements
 
     def shard_elements(self, workers: int) -> int:
-        """Elements of the largest FSDP shard; other shards are padded to this size."""
+        """Elements of the largest FSDP shard, to which all shards are padded."""
         return -(-self.rows // workers) * (self.elements // max(1, self.rows))
 
 
 @dataclass(frozen=True)
 class OptimizerParams:
     params: tuple[ParamSize, ...]
-    elementwise: bool = True  # updates each element independently of all other elements
-    owned_whole: bool = False  # under FSDP, each parameter is gathered on one rank for the step
+    elementwise: bool = True  # updates elements independently
+    owned_whole: bool = False  # under FSDP, a rank gathers the parameter for the step
 
     @property
     def trained(self) -> list[ParamSize]:
@@ -86,19 +82,19 @@ class OptimizerParams:
 
 @dataclass(frozen=True)
 class WrapParams:
-    """The parameters of an FSDP wrap, and the index of the enclosing wrap."""
+    """The parameters of an FSDP wrap."""
 
     params: tuple[ParamSize, ...]
-    outer: int | None = None
+    outer: int | None = None  # index of the enclosing wrap
 
 
 @dataclass(frozen=True)
 class ModelSizes:
     optimizers: tuple[OptimizerParams, ...]
     others: tuple[ParamSize, ...] = ()
-    wraps: tuple[WrapParams, ...] = ()  # in the order in which a forward pass leaves the wraps
+    wraps: tuple[WrapParams, ...] = ()  # in the order in which forward leaves the wraps
     buffers: int = 0  # bytes
-    buffer_messages: int = 0  # broadcasts of buffers from rank 0 before each forward
+    buffer_messages: int = 0  # broadcasts before each forward pass
 
     @property
     def trained(self) -> list[ParamSize]:
@@ -119,7 +115,7 @@ def _bytes_of(params: Iterable[ParamSize]) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """The memory of a worker in bytes, and the worker's bytes and collectives in a step."""
+    """A worker's memory in bytes; bytes and collectives per step."""
 
     parameters: int
     gradients: int
@@ -127,8 +123,8 @@ class Cost:
     in_flight: int = 0
     sent: int = 0
     collectives: int = 0
-    scaling: int = 0  # AdamScale's replica of the second moments
-    saved: int = 0  # written by `mh.save`; replicated data is divided among the ranks
+    scaling: int = 0  # AdamScale's replicas
+    saved: int = 0  # written by `mh.save`, which divides replicated data among ranks
 
     def with_messages(self, sent: int, collectives: int, scaling: int = 0) -> Cost:
         return replace(
@@ -140,23 +136,22 @@ class Cost:
 
 
 def _sent_per_worker(size: int, workers: int) -> int:
-    """Return the bytes that a worker sends in an all-gather or reduce-scatter of `size` bytes."""
+    """Return a worker's bytes in an all-gather or reduce-scatter."""
     return round(size * (workers - 1) / workers)
 
 
 def rule_cost(groups: int, workers: int, gloo: bool) -> tuple[int, int]:
     """Return the bytes and collectives that a scaling rule adds to a measured step."""
-    # A payload has two numbers per parameter group, plus the claims of every rank. It is
-    # all-gathered on gloo, and otherwise all-reduced with a field per rank.
-    if gloo:
+    # A payload has two numbers per parameter group, plus claims of all ranks.
+    if gloo:  # an all-gather
         numbers = (2 * groups + len(CLAIMS)) * workers
     else:
-        numbers = 2 * (2 * groups + len(CLAIMS) * workers)  # an all-reduce sends the payload twice
+        numbers = 2 * (2 * groups + len(CLAIMS) * workers)  # an all-reduce
     return _sent_per_worker(8 * numbers, workers), int(workers > 1)
 
 
 def round_cost(sizes: ModelSizes, workers: int) -> tuple[int, int]:
-    # Values are all-reduced in float32 chunks. The first and last chunk also carry all reports.
+    # Float32 chunks are all-reduced. The first and last chunk include all reports.
     lengths = Counter[Hashable]()
     for param in sizes.trained:
         lengths[param.kind] += param.elements
@@ -168,7 +163,7 @@ def round_cost(sizes: ModelSizes, workers: int) -> tuple[int, int]:
 
 
 def hybrid_cost(sizes: ModelSizes, mesh: tuple[int, int], gloo: bool, replicas: int = 0) -> Cost:
-    """Return the cost of FSDP on a mesh of copies and shards: the last row of the table above."""
+    """Return the cost of FSDP on a mesh of copies and shards."""
     copies, shards = mesh
     cost = _fsdp_cost(sizes, shards, gloo, copies)
     cost = replace(cost, saved=_written(cost.parameters + cost.optimizer, copies))
@@ -176,23 +171,24 @@ def hybrid_cost(sizes: ModelSizes, mesh: tuple[int, int], gloo: bool, replicas: 
 
 
 def _written(alike: int, workers: int) -> int:
-    """Return the bytes per writer if writers divide data that all ranks have."""
+    """Return the bytes per writer of replicated data."""
     return alike // max(1, min(workers, -(-alike // LEAST)))
 
 
 def costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int = 0) -> tuple[Cost, ...]:
-    """Return the costs of the first four rows of the table above."""
-    # `replicas` is the number of state entries of which every worker needs a replica.
+    """Return the costs of DDP, OSS, ShardedDataParallel and FSDP.
+
+    Every worker needs a replica of `replicas` entries of the optimizer state.
+    """
     params = sizes.parameter_bytes
     state = sum(param.state_bytes(param.elements) for param in sizes.trained)
     alone = Cost(params, _bytes_of(sizes.trained), state, saved=_written(params + state, workers))
-    if workers == 1:  # nothing is sharded or sent, and no bucket is made
+    if workers == 1:
         return alone, alone, alone, alone
     ddp = replace(
         alone,
-        # Gradients are views of DDP's buckets, so only the newest gradient needs extra memory.
+        # Gradients are views of buckets, so only the newest gradient needs extra memory.
         in_flight=max([param.bytes for param in sizes.trained], default=0),
-        # An all-reduce is a reduce-scatter plus an all-gather, so gradients are sent twice.
         sent=_sent_per_worker(2 * alone.gradients + sizes.buffers, workers),
         collectives=ddp_buckets(sizes.trained) + sizes.buffer_messages,
     )
@@ -211,7 +207,7 @@ def costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int = 0) -> tup
     fsdp = _fsdp_cost(sizes, workers, gloo)
     fsdp = replace(fsdp, saved=fsdp.parameters + fsdp.optimizer)
     if replicas:
-        # The step counts are all-reduced, and the moments are gathered bucket by bucket.
+        # An all-reduce of step counts, and an all-gather of moments per bucket.
         held = replicas * layout.bucket_bytes
         sent = _sent_per_worker(held + 2 * 4 * len(sizes.trained), workers)
         moments = (sent, 1 + replicas * layout.parameter_messages, held)
@@ -224,7 +220,6 @@ def costs(sizes: ModelSizes, workers: int, gloo: bool, replicas: int = 0) -> tup
 def _moments_under_fsdp(
     sizes: ModelSizes, workers: int, gloo: bool, replicas: int
 ) -> tuple[int, int, int]:
-    """Return AdamScale's bytes sent, collectives and memory under FSDP."""
     shards = []
     padded = 0
     for param in sizes.trained:
@@ -242,7 +237,7 @@ def _moments_under_fsdp(
 
 
 def ddp_buckets(params: Sequence[ParamSize]) -> int:
-    # DDP fills buckets from the last parameter to the first, the approximate order of backward.
+    # DDP fills buckets in reverse order, the approximate order of backward.
     closed_buckets = 0
     filled = dict[Hashable, int]()
     closed = dict[Hashable, int]()
@@ -260,16 +255,16 @@ def ddp_buckets(params: Sequence[ParamSize]) -> int:
 class _Bucket:
     size: int
     slices: list[int]  # bytes of gradients per rank, or a single number for all ranks
-    reducing: int  # additional memory while the bucket is reduced, in slices of the rank
-    gradients: dict[int, int]  # bytes of each gradient in the bucket, by id of ParamSize
-    is_view: bool  # the bucket is a range of a single gradient, without a copy
+    reducing: int  # additional slices of the rank during the reduction
+    gradients: dict[int, int]  # bytes by id of ParamSize
+    is_view: bool  # a range of a gradient, without a copy
 
 
 @dataclass
 class _Buckets:
     state: list[int]  # bytes of state by rank
     parameters: int  # bytes, with padding
-    state_on_every_rank: int = 0  # bytes in addition to `state`, equal on all ranks
+    state_on_every_rank: int = 0  # additional bytes, equal on all ranks
     gradient_messages: int = 0  # collectives that reduce gradients
     parameter_messages: int = 0  # collectives that distribute new parameters
     buckets: list[_Bucket] = field(default_factory=list)
@@ -280,19 +275,16 @@ class _Buckets:
 
 
 def _sharded_ddp_cost(sizes: ModelSizes, layout: _Buckets, workers: int) -> Cost:
-    # With equal slices, all ranks have the same cost.
     ranks = workers
     if all(optimizer.elementwise for optimizer in sizes.optimizers):
-        ranks = 1
+        ranks = 1  # equal for all ranks
     held, most = _gradients_held(layout.buckets, ranks)
     held = held * (workers // ranks)
     most = most * (workers // ranks)
     with_state = list(map(add, held, layout.state))
     worst = with_state.index(max(with_state))
-    # The peak during backward may be on a different rank.
     peak = max(map(add, most, layout.state))
-    # one byte per parameter, and two for passes that ranks have given up
-    used_flags = 2
+    used_flags = 2  # a byte per parameter, and two for abandoned passes
     for optimizer in sizes.optimizers:
         used_flags += len(optimizer.params)
     sent = 2 * layout.bucket_bytes + 2 * used_flags + sizes.buffers
@@ -302,8 +294,7 @@ def _sharded_ddp_cost(sizes: ModelSizes, layout: _Buckets, workers: int) -> Cost
         optimizer=layout.state[worst] + layout.state_on_every_rank,
         in_flight=peak - held[worst] - layout.state[worst],
         sent=_sent_per_worker(sent, workers),
-        # The constant 1 is the all-reduce of the flags for used parameters.
-        collectives=1
+        collectives=1  # the flags
         + layout.gradient_messages
         + layout.parameter_messages
         + sizes.buffer_messages,
@@ -311,11 +302,11 @@ def _sharded_ddp_cost(sizes: ModelSizes, layout: _Buckets, workers: int) -> Cost
 
 
 def _gradients_held(buckets: Sequence[_Bucket], ranks: int) -> tuple[list[int], list[int]]:
-    """Return each rank's bytes of gradients after a backward pass, and the peak during the pass."""
-    # While a bucket is filled, the previous bucket is reduced (`_reducer.IN_FLIGHT` is 1). Of each
-    # earlier bucket a rank has only its slice.
-    complete = []  # bytes of complete gradients and buckets while the bucket at an index is filled
-    for place in range(len(buckets) + 1):  # at the last index all buckets are full
+    """Return each rank's bytes of gradients after a backward pass, and during the pass (peak)."""
+    # While backward fills a bucket, the previous bucket is reduced (`_reducer.IN_FLIGHT` is 1), and
+    # only slices of earlier buckets are left.
+    complete = []  # bytes of complete gradients and buckets, while backward fills each bucket
+    for place in range(len(buckets) + 1):  # at the last index, all buckets are full
         viewed: dict[int, int] = {}  # bytes of gradients of which a bucket is a view
         size = 0
         for bucket in buckets[max(0, place - 1) : place + 1]:
@@ -323,8 +314,7 @@ def _gradients_held(buckets: Sequence[_Bucket], ranks: int) -> tuple[list[int], 
                 viewed.update(bucket.gradients)
             else:
                 size += bucket.size
-        # An autograd node makes the gradients of a weight and its bias together, so a gradient of
-        # the next bucket may exist already.
+        # A gradient of the next bucket may exist: autograd returns weight and bias together.
         newest = 0
         for bucket in buckets[place : place + 2]:
             for key, gradient in bucket.gradients.items():
@@ -346,7 +336,7 @@ def _gradients_held(buckets: Sequence[_Bucket], ranks: int) -> tuple[list[int], 
 
 
 def _lay_out(sizes: ModelSizes, workers: int, gloo: bool) -> _Buckets:
-    """Put all parameters into buckets, as `OSS` does (see `_flat_params.py`)."""
+    """Put parameters into buckets, like `OSS` (_flat_params.py)."""
     layout = _Buckets([0] * workers, _bytes_of(sizes.others))
     for optimizer in sizes.optimizers:
         kinds: dict[Hashable, list[tuple[int, int]]] = {}  # (index, elements) of the parameters
@@ -371,9 +361,11 @@ def _lay_out(sizes: ModelSizes, workers: int, gloo: bool) -> _Buckets:
 def _add_bucket(
     layout: _Buckets, optimizer: OptimizerParams, bucket: _layout.BucketLayout, gloo: bool
 ) -> None:
-    """Count the messages and memory of `RankGroup.reduce_scatter_slices` for a bucket."""
-    # gloo receives each slice separately. NCCL uses a reduce-scatter for even slices, a reduce for
-    # each uneven slice, and an all-to-all for half precision.
+    """Count the messages and memory of `RankGroup.reduce_scatter_slices` for a bucket.
+
+    gloo receives each slice separately. NCCL uses a reduce-scatter for even slices, a reduce for
+    each uneven slice, and an all-to-all for half precision.
+    """
     workers = len(layout.state)
     even = optimizer.elementwise
     params = [optimizer.params[each.param] for each in bucket.ranges]
@@ -399,7 +391,7 @@ def _add_bucket(
             reducing += 1
             messages = gathers
     if not full_precision:
-        reducing += 3  # half precision is summed in separate float32 memory
+        reducing += 3  # sums are float32
     layout.gradient_messages += messages
     one = _Bucket(
         size=bucket.size * itemsize,
@@ -411,7 +403,7 @@ def _add_bucket(
     layout.buckets.append(one)
     layout.parameters += one.size
     if even and one.is_view:
-        # A huge parameter has many such buckets. Counting per rank would be slow.
+        # A large parameter has many such buckets, so a loop over ranks would be slow.
         layout.state_on_every_rank += params[0].state_bytes(bucket.cuts[1])
         return
     for rank, index, elements in _owned_ranges(bucket):
@@ -419,7 +411,7 @@ def _add_bucket(
 
 
 def _owned_ranges(bucket: _layout.BucketLayout) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank, parameter, elements), as `BucketLayout.owned` does for a single rank."""
+    """Yield (rank, parameter, elements): `BucketLayout.owned` for all ranks."""
     cuts = bucket.cuts
     for each in bucket.ranges:
         at = each.offset
@@ -438,19 +430,19 @@ def _owned_ranges(bucket: _layout.BucketLayout) -> Iterator[tuple[int, int, int]
 
 @dataclass(frozen=True)
 class _Wrap:
-    """The bytes of an FSDP wrap. Communicated tensors include padding."""
+    """The bytes of an FSDP wrap, including padding."""
 
     gathered: int  # parameters
-    gradients: int  # gradients from autograd
-    reduced: int  # gradients in the memory of the reduce-scatter
-    received: int  # messages to this rank that are not summed in place
+    gradients: int  # from autograd, without padding
+    reduced: int  # input of the reduce-scatter
+    received: int  # messages not summed in place
     outer: int | None
 
 
 def _fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool, copies: int = 1) -> Cost:
     """Return the cost of FullyShardedDataParallel; each copy is sharded over `workers`."""
     wraps = []
-    used_flags = 8  # bytes that compare the order of the wraps, and a byte per parameter
+    used_flags = 8  # bytes for the order of the wraps, and a byte per parameter
     gathered = 0
     gathered_again = 0
     reduced = 0
@@ -462,7 +454,7 @@ def _fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool, copies: int = 1) -> 
         gathered += wrap.gathered
         reduced += wrap.reduced
         gathers = 1
-        if wrap.outer is not None:  # the outermost wrap stays gathered from forward to backward
+        if wrap.outer is not None:  # the outermost wrap stays gathered
             gathered_again += wrap.gathered
             gathers = 2
         if gloo:
@@ -498,9 +490,11 @@ def _fsdp_cost(sizes: ModelSizes, workers: int, gloo: bool, copies: int = 1) -> 
 
 
 def _owned_whole(params: Sequence[ParamSize], workers: int) -> Cost:
-    """Return the cost that a `WholeTensorOptimizer` adds, for the rank with the highest memory."""
-    # A rank owns complete parameters with their state, P / N in total. Gradient shards are sent to
-    # the owner, and shards of the result return: 2 G (N-1)/N² more bytes.
+    """Return the additional cost of a `WholeTensorOptimizer`.
+
+    A rank owns complete parameters with their state, P / N in total. The owner receives gradient
+    shards and returns shards of the result, which adds 2 G (N-1)/N² bytes.
+    """
     owners = _layout.deal_out([(n, p.elements) for n, p in enumerate(params)], [0] * workers)
     held = [0] * workers
     gradients = [0] * workers
@@ -513,7 +507,7 @@ def _owned_whole(params: Sequence[ParamSize], workers: int) -> Cost:
     total = _bytes_of(trained)
     bucket = min(total, BUCKET * _widest(trained))
     buckets = bucket_ranges([(param.kind, param.elements) for param in trained])
-    # Each message has a single receiver. A byte per tensor says whether the tensor has changed.
+    # a byte per tensor: whether the tensor has changed
     flags = _sent_per_worker(2 * len(params), workers)
     arriving = _sent_per_worker(min(max(gradients), -(-bucket // workers)), workers)
     return Cost(
@@ -532,7 +526,7 @@ def _wrap_bytes(wrap: WrapParams, workers: int, gloo: bool) -> _Wrap:
     itemsize = _widest(trained)
     received = 0
     if gloo:
-        in_place = itemsize >= 4  # half precision is summed in float32 memory
+        in_place = itemsize >= 4  # sums are float32
         received = (workers - 1 - in_place) * itemsize * elements
     gathered = 0
     for param in wrap.params:
@@ -551,10 +545,11 @@ def _widest(params: Sequence[ParamSize]) -> int:
 
 
 def _peak_of_fsdp_backward(wraps: Sequence[_Wrap], workers: int) -> int:
-    """Return the peak of gradients, gradient shards and gathered parameters in a backward pass."""
-    # A wrap stays gathered while inner wraps compute, and its gradients are reduced after all inner
-    # wraps. Meanwhile the parameters of the next wrap arrive. The previous wrap's gradients are
-    # still being reduced until the next gradients are laid out.
+    """Return the peak of gradients, gradient shards and gathered parameters in a backward pass.
+
+    A wrap stays gathered until all inner wraps are reduced. Meanwhile, the parameters of the next
+    wrap arrive. A reduction lasts until the input of the next reduction is complete.
+    """
     most = 0
     owned = 0
     leaving = 0
@@ -568,12 +563,12 @@ def _peak_of_fsdp_backward(wraps: Sequence[_Wrap], workers: int) -> int:
             next_outer = wraps[number - 1].outer
         present = sum(wrap.gathered + wrap.gradients for wrap in open_wraps)
         most = max(most, owned + leaving + arriving + present)
-        # Close every wrap that does not contain the next one.
+        # Close the wraps that do not contain the next wrap.
         while open_wraps and (next_outer is None or open_wraps[-1] is not wraps[next_outer]):
             done = open_wraps.pop()
             present -= done.gathered
             owned += done.reduced // workers
-            # Gradients exist together with the reduce-scatter's copy for a moment.
+            # gradients coexist with the input of the reduce-scatter
             most = max(most, owned + arriving + present + done.reduced)
             present -= done.gradients
             if done.reduced:

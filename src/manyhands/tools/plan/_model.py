@@ -1,7 +1,7 @@
-"""Convert a module and its optimizers to sizes (`ModelSizes`), without changing the module.
+"""Compute the sizes of a module, its optimizers and its activations.
 
-Activations are the tensors that a forward pass saves for the backward pass. The forward pass runs
-in torch's FakeTensorMode, with shapes only, and a hook sees each tensor that autograd saves.
+Activations are tensors that autograd saves. A hook measures them in a forward pass under torch's
+FakeTensorMode, which has shapes only.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ OneOptimizer: TypeAlias = str | type[Optimizer] | Optimizer
 LARGEST_WRAP = 10**8  # elements of an FSDP wrap; in a smaller model, 1/50 of the elements
 
 
-# -- a module and its optimizers -------------------------------------------------------------------
+# -- modules and optimizers ------------------------------------------------------------------------
 
 
 def build_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    """Return the module, or build it on the meta device.
+    """Return the module, or build the module on the meta device.
 
-    A function that fails on the meta device, such as one that reads values of tensors, is called
-    again without the meta device.
+    If the function fails there, for example because it reads values, call it without the device.
     """
     made: object = model
     is_other_class = isinstance(model, type) and not issubclass(model, nn.Module)
@@ -55,15 +54,13 @@ def build_module(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
 
 @dataclass(frozen=True)
 class PlannedOptimizer:
-    """An optimizer: the class, the arguments, and parameter groups with options."""
-
     kind: type[Optimizer]
     arguments: dict[str, Any]
     groups: list[tuple[dict[str, Any], list[Tensor]]]
 
     @staticmethod
     def of(optimizer: Optimizer) -> PlannedOptimizer:
-        """Read an existing optimizer: plain, OSS, or inside a scaling rule or blocks."""
+        """Describe an optimizer: plain, OSS, or inside a scaling rule or blocks."""
         groups = [(options_of(group), group["params"]) for group in optimizer.param_groups]
         optimizer = unwrap(optimizer)[-1]
         if isinstance(optimizer, ShardedOptimizer):  # the wrapped class defines the state
@@ -81,14 +78,14 @@ class PlannedOptimizer:
 
     @property
     def wants_whole_tensors(self) -> bool:
-        """Whether a `WholeTensorOptimizer` steps the parameters of FSDP."""
+        """Whether FSDP needs a `WholeTensorOptimizer`."""
         return not self.elementwise or traits_of(self.kind).on_full_tensors
 
 
 def planned_optimizers(
     optimizer: object, options: Mapping[str, object], model: nn.Module
 ) -> list[PlannedOptimizer]:
-    """Accept an optimizer's name or class, an optimizer, or a list of optimizers."""
+    """Convert a name, class, optimizer or list."""
     several = [optimizer]
     if isinstance(optimizer, list | tuple):
         several = list(optimizer)
@@ -116,7 +113,6 @@ def planned_optimizers(
 
 
 def check_covers(optimizers: Sequence[PlannedOptimizer], model: nn.Module) -> None:
-    """Raise unless the optimizers have each trained parameter once, and no other model's."""
     held = Counter[int]()
     for optimizer in optimizers:
         for _, params in optimizer.groups:
@@ -157,7 +153,7 @@ def measure(model: nn.Module, optimizers: list[PlannedOptimizer], wrap_size: int
         if id(param) not in sizes:
             sizes[id(param)] = _param_size(param)
             others.append(sizes[id(param)])
-    # Small buffers of the same kind share a broadcast. Each large buffer has a separate broadcast.
+    # Small buffers of equal kind share a broadcast.
     messages = set[object]()
     buffer_bytes = 0
     for buffer in model.buffers():
@@ -197,12 +193,12 @@ def _param_size(
 
 
 def wrap_size_of(model: nn.Module) -> int:
-    """Return the smallest number of elements in an FSDP wrap of the plan."""
+    """Return the minimum number of elements of an FSDP wrap."""
     elements = count_elements(model)
-    # With 1/50 of the model per wrap, gathered tensors need little memory compared with the shards.
+    # With 1/50 of the model per wrap, gathered tensors need little memory.
     size = min(LARGEST_WRAP, max(1, elements // 50))
     power = 10 ** (len(str(size)) - 1)
-    return size // power * power  # rounded to a single digit, for the reader
+    return size // power * power  # one significant digit, for readability
 
 
 def count_elements(model: nn.Module) -> int:
@@ -210,9 +206,9 @@ def count_elements(model: nn.Module) -> int:
 
 
 def wrap_params(model: nn.Module, least: int) -> list[tuple[list[Tensor], int | None]]:
-    """Return the FSDP wraps of the plan, from the innermost to the model.
+    """Return the FSDP wraps, from the innermost to the model.
 
-    Each wrap has the parameters outside its inner wraps, and the index of the enclosing wrap.
+    A wrap has the parameters outside inner wraps, plus the index of the enclosing wrap.
     """
     wraps = list(pick_modules(model, by_size(least), ()))
     if model in wraps:
@@ -246,7 +242,6 @@ def by_size(least: int) -> Policy:
 
 
 def activation_bytes(model: nn.Module, input: object) -> int:
-    """Return the bytes that a worker's forward pass saves for the backward pass."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
 
     kwargs: dict[str, object] = {}
@@ -257,7 +252,7 @@ def activation_bytes(model: nn.Module, input: object) -> int:
         args = tuple(input)
     else:
         args = (input,)
-    # Keep the storages alive, because the address of a freed storage may be reused.
+    # References keep the storages, because addresses of freed storages are reused.
     storages: dict[int, torch.UntypedStorage] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -291,7 +286,7 @@ def activation_bytes(model: nn.Module, input: object) -> int:
 
 
 def _fake_tensor(value: Tensor) -> Tensor:
-    """Return a tensor of the same kind without memory. Requires FakeTensorMode."""
+    """Return an equal tensor without memory, in FakeTensorMode."""
     tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu")
     if isinstance(value, nn.Parameter):
         return nn.Parameter(tensor, requires_grad=value.requires_grad)

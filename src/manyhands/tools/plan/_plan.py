@@ -1,4 +1,4 @@
-"""Compare the ways to train a model on N workers (`plan`), and print the table (`Plan`)."""
+"""Compare the shardings of a model (`plan`), and print the table (`Plan`)."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ NAMES = ("DDP", "OSS + DDP", "OSS + ShardedDataParallel", FSDP_NAME)  # by level
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Cost):
-    """A way to train a model, with the bytes of the worker with the highest memory.
+    """The cost of a sharding, in bytes of the worker with the highest memory.
 
-    `parameters`, `gradients` and `optimizer` are the memory after `backward` and after `step`.
-    `in_flight` is the additional peak during a backward pass, `scaling` the memory of a scaling
-    rule, `saved` the size of a `mh.save` on that worker. `sent` (the mean over workers) and
-    `collectives` are per step. `activations` is None without an input. `obstacle` is the reason why
-    the model cannot be trained in this way.
+    `parameters`, `gradients` and `optimizer` are in memory after `backward` and `step`. `in_flight`
+    is the additional peak of a backward pass, `scaling` the memory of a scaling rule, and `saved`
+    the size of a `mh.save`. `sent` (the mean over workers) and `collectives` are per step.
+    `activations` is None without an input. `obstacle` is the reason why the sharding cannot train
+    the model.
 
-    `seconds` is the time of a step on a network, without overlap and without the optimizer:
+    `seconds` is the time of a step without overlap and without the optimizer:
 
         seconds = pass_seconds + 8 sent / network + latency collectives
     """
@@ -83,7 +83,6 @@ class Row(Cost):
 
     @property
     def total(self) -> int:
-        """The memory of a worker: the sum of all counted bytes."""
         held = self.parameters + self.gradients + self.optimizer + self.scaling
         return held + self.in_flight + self.buffers + (self.activations or 0)
 
@@ -94,7 +93,7 @@ class Row(Cost):
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of `mh.plan`: a row per way to train. Print the plan to see the table.
+    """The result of `mh.plan`: a row per sharding. Printing the plan shows the table.
 
     >>> import torch, manyhands as mh
     >>> plan = mh.plan(torch.nn.Linear(1000, 1000), torch.optim.AdamW, workers=4, memory="1GiB")
@@ -113,8 +112,7 @@ class Plan:
 
     @property
     def cheapest(self) -> Row | None:
-        """The row that fits and sends the fewest bytes; the least sharded row of equal ones."""
-        # Rows are ordered from the least to the most sharded.
+        """The row that fits and sends the fewest bytes; if equal, the least sharded row."""
         best = None
         for row in self.rows:
             usable = row.available and row.fits is not False
@@ -167,7 +165,7 @@ class Plan:
                 return f"The cheapest: {best.name}"
             return f"The cheapest that fits {format_bytes(self.memory)}: {best.name}"
         usable = filter(attrgetter("available"), reversed(self.rows))
-        least = min(usable, key=attrgetter("total"))  # the most sharded of equal rows
+        least = min(usable, key=attrgetter("total"))  # if equal, the most sharded row
         over = format_bytes(least.total - (self.memory or 0))
         return f"Nothing fits. {least.name} is {over} over. Use more workers or a smaller input."
 
@@ -203,7 +201,7 @@ def plan(
     mesh: tuple[int, int] | None = None,
     **options: object,
 ) -> Plan:
-    """Compare the ways to train a model on N workers: memory, communication, and what fits.
+    """Compare the shardings of a model on N workers: memory, communication, and fit.
 
     >>> import torch, manyhands as mh
     >>> def build_model():
@@ -214,29 +212,27 @@ def plan(
     >>> print(found.cheapest.code)
     model, optimizer = mh.shard(model, optimizer, level=2)
 
-    The numbers describe the worker with the highest memory. They exclude the temporary memory of
-    operations, and the copies that an optimizer's
-    `foreach` implementation makes during a step.
+    All numbers describe the worker with the highest memory. Temporary memory of operations, and
+    copies made by `foreach` implementations of optimizers, are excluded.
 
     Args:
         model: a module on any device, or a function that builds a module. The function is called
-            under `torch.device("meta")`, which needs no memory, and again without it if that fails.
-        optimizer: the name or the class of an optimizer, an existing optimizer, or a list of
-            existing optimizers.
+            under `torch.device("meta")`, and again without it if that fails.
+        optimizer: the name or class of an optimizer, an optimizer, or a list of optimizers.
         workers: the number of workers.
         memory: the memory of each worker, such as "24GiB".
-        input: the input of one worker, to measure activations: a tensor, a tuple of the forward
-            pass's arguments, or a dict of arguments. Meta tensors are enough, because only shapes
-            matter. To plan for autocast, call `plan` inside `torch.autocast`.
-        backend: "nccl" or "gloo"; determines the number of collectives and the buckets in flight.
-        network: the bandwidth of each worker, in bits per second or as a text such as "50Mbit".
-            Each row then has the `seconds` of a step.
+        input: the input of a worker, to include activations: a tensor, a tuple or a dict of
+            arguments. Meta tensors are sufficient. To plan for autocast, call `plan` inside
+            `torch.autocast`.
+        backend: "nccl" or "gloo", which differ in collectives and memory in flight.
+        network: the bandwidth of each worker, in bits per second or as text such as "50Mbit", to
+            include the `seconds` of a step.
         latency: the seconds that each collective adds.
-        pass_seconds: the seconds of one forward and backward pass on one worker.
-        rule: the name of a scaling rule, such as "AdamScale", to include its memory and
-            collectives. By default the rule around an existing optimizer.
-        mesh: the number of copies of the model, and of workers per copy, to add a row for level 3
-            on this mesh. The product is the number of workers.
+        pass_seconds: the seconds of a forward and backward pass on a worker.
+        rule: the name of a scaling rule to include, such as "AdamScale". By default the rule
+            around an existing optimizer.
+        mesh: the number of copies of the model and of workers per copy, to include level 3 on this
+            mesh. The product is the number of workers.
         **options: options of the optimizer, such as momentum.
     """
     if mesh is not None:
@@ -292,14 +288,13 @@ def _ways(
     rule: type[ScalingRuleBase] | None,
     optimizers: Sequence[PlannedOptimizer],
 ) -> list[tuple[str, str, Cost]]:
-    """Return the name, the end of the line of code, and the cost with the rule, for each way."""
     groups = []
     for one in optimizers:
         groups += one.all_options
     payload = (0, 0)
     if rule is not None:
         payload = rule_cost(len(groups), workers, gloo)
-    replicas = 0  # entries of the optimizer state of which the rule needs a replica per worker
+    replicas = 0  # of state entries, which the rule needs on every worker
     if rule is not None and issubclass(rule, AdamScale):
         replicas = 1
         if any(options.get("centered") for options in groups):
@@ -358,8 +353,10 @@ def _notes(
 
 
 def wrapping_obstacle(model: nn.Module, wrap_size: int | None) -> str | None:
-    """Return the reason why FSDP cannot shard these parameters, or None."""
-    # Without a `wrap_size` the wraps are unknown and are not checked.
+    """Return the reason why FSDP cannot shard the model, or None.
+
+    Without a `wrap_size`, the wraps are not checked.
+    """
     for name, param in model.named_parameters():
         if param.dim() == 0:
             return f"{name} is a scalar, which cannot be divided. Make it a tensor of one element."

@@ -1,13 +1,13 @@
-"""Shard a model and its optimizers at a given level (`shard`).
+"""Shard a model (`shard`).
 
     level   model                       optimizer
     0       DistributedDataParallel     unchanged
     1       DistributedDataParallel     OSS
     2       ShardedDataParallel         OSS
-    3       FullyShardedDataParallel    rebuilt from the sharded parameters; a WholeTensorOptimizer
-                                        for optimizers of whole matrices, such as Muon
+    3       FullyShardedDataParallel    rebuilt for the shards; a WholeTensorOptimizer for
+                                        optimizers of matrices, such as Muon
 
-Arguments are checked and compared among the ranks before the model changes.
+Ranks check and compare their arguments before the model changes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 Level: TypeAlias = Literal["auto", 0, 1, 2, 3]
 Given = TypeVar("Given", Optimizer, list[Optimizer])
 WRAPPERS = (ModuleWrapper, *TORCH_WRAPPERS)
-MARGIN = 0.85  # fraction of a GPU's free memory; the plan excludes workspaces and fragmentation
+MARGIN = 0.85  # fraction of free memory, because the plan excludes workspaces and fragmentation
 
 
 def shard(
@@ -69,7 +69,7 @@ def shard(
     process_group: GroupLike | None = None,
     mesh: DeviceMesh | None = None,
 ) -> tuple[nn.Module, Given]:
-    """Return the model and its optimizers for training on many ranks, sharded at `level`.
+    """Shard a model with its optimizers, for training on many ranks.
 
     >>> import torch, manyhands as mh
     >>> model = torch.nn.Linear(3, 1)
@@ -78,7 +78,7 @@ def shard(
     >>> model(torch.ones(2, 3)).sum().backward()
     >>> optimizer.step()
 
-    At level 0 each rank has the complete training state. Of N ranks each has 1/N of
+    With N ranks, each rank has the complete training state at level 0, and otherwise 1/N of
 
         1  the optimizer state,
         2  the optimizer state and gradients,
@@ -86,28 +86,24 @@ def shard(
 
     The training loop, losses and checkpoints of `save` do not depend on the level. Call `shard` on
     every rank before the first step, with the plain model on its device. Put scaling rules and
-    schedulers around the returned optimizer. Use `ShardedGradScaler` to scale losses in float16 at
-    any level.
+    schedulers around the returned optimizer. To scale losses in float16, use `ShardedGradScaler`.
 
     Args:
         model: the plain model, with equal parameters on every rank.
-        optimizer: the plain optimizer of the model's parameters, or a list of optimizers. For a
-            list, a list is returned. Levels 1 to 3 create new optimizers with the same groups and
-            options.
-        level: 0, 1, 2 or 3; "auto" selects the cheapest row of `plan` that fits the memory of
-            each rank.
+        optimizer: the plain optimizer, or a list of optimizers; the result has this form, too.
+            Levels 1 to 3 create new optimizers with equal groups and options.
+        level: 0, 1, 2 or 3; "auto" selects the cheapest row of `plan` that fits on every rank.
         memory: for "auto": the memory of a rank, such as "24GiB". The default is 85 % of the free
-            memory of the model's GPU. On a CPU, "auto" selects level 0 by default.
+            memory of the GPU. On a CPU, "auto" selects level 0 by default.
         input: for "auto": the input of a rank, to include activations.
-        auto_wrap_policy: for level 3: the classes of the layers to wrap, or a policy, as for
-            `auto_wrap`. By default modules with at least 1/50 of the model's parameters.
-        find_unused_parameters: for levels 0 and 1: the option of `DistributedDataParallel`. Levels
-            2 and 3 need no such option.
-        gather_state: for levels 1 and 2: the option of `OSS`. `state_dict()`, called on every
-            rank, then collects the optimizer's state. `save` needs no such option.
+        auto_wrap_policy: for level 3: the classes of layers to wrap, or a policy for `auto_wrap`.
+            The default is modules with at least 1/50 of the parameters.
+        find_unused_parameters: for levels 0 and 1: the option of `DistributedDataParallel`.
+        gather_state: for levels 1 and 2: the option of `OSS`, with which `state_dict()` on every
+            rank collects the optimizer state. `save` does not need the option.
         process_group: the ranks; by default all ranks. Levels 0 and 1 need a process group.
-        mesh: the ranks as a `DeviceMesh`, in place of `process_group`. A mesh of two dimensions is
-            for level 3: the number of copies of the model, and of ranks per copy.
+        mesh: the ranks as a `DeviceMesh`, instead of `process_group`. A mesh with two dimensions
+            (copies of the model, ranks per copy) is for level 3.
     """
     grid, process_group = _ranks_of_mesh(mesh, process_group, level)
     ranks = find_ranks(grid or process_group)
@@ -158,7 +154,6 @@ def shard(
 def _ranks_of_mesh(
     mesh: DeviceMesh | None, process_group: GroupLike | None, level: Level
 ) -> tuple[DeviceMesh | None, GroupLike | None]:
-    """Return the mesh if it has copies of the model, and otherwise the process group."""
     if mesh is None:
         return None, process_group
     if process_group is not None:
@@ -173,11 +168,11 @@ def _ranks_of_mesh(
     return mesh, None
 
 
-# -- the plain model and its plain optimizers ------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def _check_optimizers(model: nn.Module, optimizer: Any, level: object) -> list[Optimizer]:
-    """Return the optimizers in a list. Raise if any is sharded, wrapped or in use."""
+    """Return the optimizers as a list."""
     one_of("level", level, ("auto", 0, 1, 2, 3))
     if not isinstance(model, nn.Module):
         given = type(model).__name__
@@ -193,7 +188,6 @@ def _check_optimizers(model: nn.Module, optimizer: Any, level: object) -> list[O
 
 
 def _check_not_in_use(model: nn.Module) -> None:
-    """Raise if parameters are sharded, or belong to a wrapper that is still referenced."""
     names, params = zip(*model.named_parameters(), strict=True)
     for name, param in zip(names, params, strict=True):
         if is_dtensor(param):
@@ -216,7 +210,6 @@ def _in_use(name: str, where: str) -> str:
 
 
 def _check_plain_optimizer(optimizer: Optimizer) -> None:
-    """Raise unless the optimizer is plain, unused, and can be rebuilt from its defaults."""
     kind = type(optimizer).__name__
     wrapper = ShardedOptimizer | OptimizerWrapper
     if isinstance(optimizer, wrapper) or not isinstance(optimizer, Optimizer):
@@ -229,7 +222,7 @@ def _check_plain_optimizer(optimizer: Optimizer) -> None:
     wrong = ""
     if hooks or hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         wrong = "has a scheduler or a step hook: put it on the optimizer that shard() returns"
-    # Adagrad creates its state in the constructor, at step 0.
+    # Adagrad's constructor creates state, with step 0.
     elif any(state.get("step") != 0 for state in optimizer.state.values()):
         wrong = "has taken steps: call shard() before the first step, and mh.load() after shard()"
     elif unknown:
@@ -272,7 +265,7 @@ def _as_oss(optimizer: Optimizer, process_group: GroupLike | None, gather_state:
 def _check_fully_shardable(
     model: nn.Module, optimizers: Sequence[Optimizer], *, by_size: bool
 ) -> None:
-    """Raise if FSDP cannot train the model. All ranks have the same model, so all ranks raise."""
+    """Raise if FSDP cannot train the model, which all ranks detect."""
     wrap_size = None
     if by_size:
         wrap_size = wrap_size_of(model)
@@ -332,7 +325,6 @@ def _cheapest_level(
     memory: int | str | None,
     input: Any,
 ) -> int:
-    """Return the cheapest level that fits on every rank."""
     device = next(model.parameters()).device
     if memory is None and device.type == "cuda":
         held = sum(param.nbytes for param in model.parameters())

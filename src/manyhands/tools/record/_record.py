@@ -1,17 +1,6 @@
 """Write a record: a line per step, from a single rank, without waiting for a GPU.
 
-`close()` appends the header with the date of the end, so readers of a growing file know that no
-line follows. A tensor on a GPU is copied without a synchronization, and the line waits in a queue
-until the copy is complete.
-
-`StepTiming` divides the seconds of this rank since the last line:
-
-    loading   waiting for the next batch, if batches are read through `loading`
-    compute   from the last line or step to the end of the last backward pass of the step
-    sync      from there to the optimizer's step: DDP waits for gradients, a rule for its numbers
-    update    the optimizer's step
-
-The remaining time of a line is an evaluation, a checkpoint, or a sync round of blocks.
+Tensors on a GPU are copied asynchronously. The line waits in a queue until the copies are complete.
 """
 
 from __future__ import annotations
@@ -53,12 +42,12 @@ from manyhands.tools.record._run import (
 
 try:
     import fcntl
-except ImportError:  # Windows does not detect two runs with the same path
+except ImportError:  # Windows: two runs with the same path are not detected
     fcntl = None  # type: ignore[assignment]
 
 _OUR_KEYS = ("step", "time", HEADER)
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
-_LONGEST_TEXT = 4000  # characters of a source's description or an error in a header
+_LONGEST_TEXT = 4000  # characters in a header
 _MOST_WAITING = 4  # lines that may wait for numbers from a GPU
 T = TypeVar("T")
 
@@ -66,13 +55,13 @@ KINDS = ("loading", "compute", "sync", "update")
 
 
 class Source(Protocol):
-    """A source of values: an optimizer of this library, or any object with a `snapshot` method."""
+    """A source of values: an optimizer of this library, or an object with a `snapshot` method."""
 
     def snapshot(self) -> Mapping[str, object]:
-        """Return plain Python values for a line, always with equal keys.
+        """Return plain Python values for a line, with constant keys.
 
-        `Record` also calls `snapshot` at construction, to learn the keys. A source with a "step"
-        may also have an attribute `steps`, which is faster to read.
+        `Record` calls `snapshot` once at construction, to learn the keys. A source with a "step"
+        may have an attribute `steps`, which is faster to read.
         """
 
 
@@ -87,24 +76,22 @@ class Record:
     >>> mh.read_record(path).column("loss")
     [2.5, 1.5]
 
-    Create the record on every rank, after `init_process_group`. Only rank `rank` writes. Other
-    ranks check the arguments, so that a mistake raises on every rank. A record uses no collectives.
+    Create the record on every rank, after `init_process_group`. Only rank `rank` writes, without
+    collectives. A mistake in the arguments raises on every rank.
 
-    By default (`mode="continue"`) a record continues an existing file, as a resumed run needs.
-    `"new"` raises if the file exists, and `"overwrite"` empties the file. A file that another
-    process is writing raises an error. With `every=10` the record writes steps that are multiples
-    of 10, also after a resume. Lines with numbers from a GPU are written up to four steps later, so
-    call `close()` or use `with`. If no source has a "step", the record counts calls, and continues
-    from the last step in the file.
+    `mode="continue"` continues an existing file, as a resumed run needs. `"new"` raises if the file
+    exists, and `"overwrite"` empties the file. A file of another running process raises. With
+    `every=10` the record writes steps that are multiples of 10. Lines with numbers from a GPU are
+    written up to four steps later, so call `close()` or use `with`. If no source has a "step", the
+    record counts calls, starting from the last step in the file.
 
-    `writer` also receives every value: TensorBoard's `SummaryWriter` through
-    `writer.add_scalar("manyhands/gain", value, step)`, a run of Weights & Biases through
-    `writer.log({"manyhands/gain": value, ...}, step=step)`, or any object with either method. The
-    record does not close the writer.
+    `writer` also receives every value: TensorBoard's `SummaryWriter` or an object with
+    `add_scalar("manyhands/gain", value, step)`, or a run of Weights & Biases or an object with
+    `log({"manyhands/gain": value, ...}, step=step)`. The record does not close the writer.
 
-    Readers use three more options: `batch_size`, the samples of a small batch, for figures against
-    samples and for samples per second; `until`, the progress (or the step, without a scaling rule)
-    at which training ends, for the remaining time; and `config`, shown beside the curves.
+    Readers use `batch_size` (the samples of a small batch, for figures against samples), `until`
+    (the final progress, or step if there is no scaling rule, for the remaining time) and `config`
+    (shown with the figures).
     """
 
     def __init__(
@@ -134,17 +121,17 @@ class Record:
         if not (writer is None or hasattr(writer, "add_scalar") or hasattr(writer, "log")):
             raise TypeError(f"writer needs add_scalar or log, and {writer!r:.80} has neither.")
         values, counter = _collect_values(sources)
-        _to_json(values)  # raises on every rank for other types, before the file is created
+        _to_json(values)  # raises on every rank for invalid types
 
         self._sources = sources
         self._writer = writer
         self._every = every
         self._counter = counter  # the source that has a "step"
-        # Whether the source's `steps` is the step. The attribute may have a different meaning.
+        # Whether the source's `steps` is the step; some sources use the name otherwise.
         self._says_steps = counter is not None and _steps_of(counter) == values["step"]
         self._reserved = frozenset(values).union(_OUR_KEYS)
         self._calls = 0
-        self._steps_before = 0  # the step at which `_calls` was 0; an estimate if steps are skipped
+        self._steps_before = 0  # the step at `_calls == 0`; an estimate if steps are skipped
         self._last_step = 0  # of the last line, or before the first call
         self._file: int | None = None
         self._header: Header = {}
@@ -188,10 +175,10 @@ class Record:
         self._check(values)
         self._calls += 1
         if self._file is None or not self._is_due():
-            return  # before any snapshot, the most expensive part of a call
+            return  # before the snapshots, which are expensive
         seconds = round(time.monotonic() - self._start, 6)
         line: Line = {"step": self._count_steps(), "time": seconds}
-        # A source's "step" replaces the count of calls, because a checkpoint may have been loaded.
+        # After a checkpoint was loaded, a source's "step" differs from the number of calls.
         for source in self._sources:
             line.update(source.snapshot())
         if self._calls == 1 and line["step"] == 0 and isinstance(self._counter, Optimizer):
@@ -204,7 +191,6 @@ class Record:
         self._write(most_waiting=_MOST_WAITING)
 
     def _is_due(self) -> bool:
-        """Return whether the step is, or has passed, a multiple of `every`."""
         if self._every == 1:
             return True
         if self._calls == 1:  # a checkpoint may have been loaded after the record was created
@@ -222,18 +208,18 @@ class Record:
         return step // self._every > self._last_step // self._every
 
     def _count_steps(self) -> int:
-        """Return the step without a snapshot; estimate the step from calls if necessary."""
+        """Return the step, or an estimate from the number of calls."""
         steps = _steps_of(self._counter) if self._says_steps else None
         return self._steps_before + self._calls if steps is None else steps
 
     def _read_step(self) -> None:
-        """Correct the estimated step: a gradient scaler may have skipped steps."""
+        """Correct the estimated step, because gradient scalers skip steps."""
         if self._counter is not None and not self._says_steps:
             step: Any = self._counter.snapshot()["step"]
             self._steps_before = step - self._calls
 
     def close(self) -> None:
-        """Write all waiting lines and the end of the run. A second call has no effect."""
+        """Write all waiting lines, then the end of the run."""
         self._close(error=None)
 
     def _close(self, error: str | None) -> None:
@@ -269,7 +255,7 @@ class Record:
                 )
 
     def _write(self, most_waiting: int) -> None:
-        """Write complete lines in order; wait for the GPU while more than `most_waiting` wait."""
+        """Write complete lines in order; wait for the GPU if more than `most_waiting` are left."""
         assert self._file is not None
         while self._waiting:
             line = self._waiting[0]
@@ -295,13 +281,13 @@ def _describe_source(source: Source) -> str:
 
 
 def _describe_error(kind: type[BaseException], error: object) -> str | None:
-    """Return the error that ends a run, or None if the script ended normally."""
+    """Return the error, or None if the script ended normally."""
     if kind is SystemExit and getattr(error, "code", None) in (None, 0):
         return None
     return f"{kind.__name__}: {error}"[:_LONGEST_TEXT].removesuffix(": ")
 
 
-# -- another writer --------------------------------------------------------------------------------
+# -- sources and writers ---------------------------------------------------------------------------
 
 
 def _send_line(writer: Any, line: Line) -> None:
@@ -322,7 +308,6 @@ def _steps_of(counter: object) -> int | None:
 
 
 def _collect_values(sources: tuple[Source, ...]) -> tuple[dict[str, object], Source | None]:
-    """Return the values of all sources, and the source that has a "step"."""
     owners = {"time": "the record", HEADER: "the record"}
     values: dict[str, object] = {}
     counter = None
@@ -344,7 +329,7 @@ def _collect_values(sources: tuple[Source, ...]) -> tuple[dict[str, object], Sou
 
 
 class PendingNumber:
-    """A number on a GPU while an asynchronous copy to the host runs."""
+    """A number on a GPU during an asynchronous copy to the host."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self._host = value.to("cpu", non_blocking=True)  # returns before the copy is done
@@ -372,12 +357,12 @@ def to_number(value: SupportsFloat) -> int | float | PendingNumber:
 def is_number(value: object) -> bool:
     if not isinstance(value, torch.Tensor):
         return isinstance(value, Real)
-    # Reading a DTensor requires a collective, but only the writing rank would call it.
+    # Reading a DTensor requires a collective on all ranks.
     return value.numel() == 1 and not value.is_complex() and not hasattr(value, "full_tensor")
 
 
 def to_plain_json(value: object) -> object:
-    """Convert values that JSON cannot represent to text."""
+    """Convert values that JSON lacks to text."""
     if isinstance(value, Mapping):
         return {str(key): to_plain_json(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -393,7 +378,7 @@ def to_plain_json(value: object) -> object:
 
 
 def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
-    """Return a descriptor for appending, and the last line of a continued record."""
+    """Return a descriptor for appending, with the last line of a continued record."""
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     if mode == "new":
@@ -405,7 +390,7 @@ def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
         if mode == "overwrite":
             last = None
             end = 0
-        _lock_record(file, path)  # again, because any close() of the file releases the lock
+        _lock_record(file, path)  # closing the file in `_last_line` has released the lock
         os.ftruncate(file, end)  # drops an incomplete line
     except BaseException:
         os.close(file)
@@ -414,7 +399,7 @@ def open_record(path: Path, mode: str) -> tuple[int, Line | None]:
 
 
 def _lock_record(file: int, path: Path) -> None:
-    """Lock the record against other processes until this process ends."""
+    """Lock the record until this process ends."""
     if fcntl is None:
         return
     try:
@@ -463,13 +448,11 @@ def append_line(file: int, path: Path, line: Line) -> None:
 def _to_json(line: Line) -> str:
     try:
         return _encode(line)
-    except ValueError:  # a number is not finite; checking each line in advance would cost more
+    except ValueError:  # a number is not finite, which is rare
         return _encode(to_plain_json(line))
 
 
 class _LastPass:
-    """The end of the last backward pass; None before the first pass of a step."""
-
     def __init__(self) -> None:
         self.ended: float | None = None
 
@@ -497,13 +480,13 @@ class StepTiming:
     ['loading_seconds', 'compute_seconds', 'sync_seconds', 'update_seconds']
 
     `loading` is the wait for the next batch, `compute` the forward and backward passes, `sync` the
-    wait for other ranks before the step, and `update` the optimizer's step, in seconds of this rank
-    since the last line. The measurement sends no messages and reads no tensors.
+    time from the last backward pass to the optimizer's step, such as a wait for other ranks, and
+    `update` the step, in seconds since the last line. The remaining time belongs to evaluations,
+    checkpoints and sync rounds. The measurement sends no messages and reads no tensors.
 
-    On a GPU these are seconds of the host, which runs ahead of the GPU. The GPU's work appears
-    where the host waits for the GPU, mostly in `sync`. Communication of DDP that overlaps with the
-    backward pass is not in `sync`. `FullyShardedDataParallel` communicates during the passes, so
-    `sync` is part of `compute`.
+    With a GPU, these are seconds of the host. Work of the GPU appears where the host waits, mostly
+    in `sync`. `sync` excludes communication that overlaps with the backward pass. With
+    `FullyShardedDataParallel`, communication is part of `compute`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -517,15 +500,15 @@ class StepTiming:
         self._mark = time.perf_counter()  # the end of the last step or snapshot
         self._last_pass = _LastPass()
         self._step_began = 0.0
-        # Most backward passes start with the gradient of the last parameter. A callback queued
-        # there runs before DDP's callback, which waits for other ranks.
+        # The gradient of the last parameter is usually the first of a pass. A callback queued there
+        # runs before DDP's callback, which waits for other ranks.
         passes = BackwardPasses(self._last_pass, early=True)
         node = get_gradient_edge(trained[-1]).node
 
         def enter(_: tuple[Tensor, ...]) -> None:
             passes.enter(current_task())
 
-        self._node = node  # keeps the hooks alive, because torch may free an unused node
+        self._node = node  # torch frees unused nodes and their hooks
         for handle in (
             node.register_prehook(enter),
             optimizer.register_step_pre_hook(weak_hook(self._begin_step)),
@@ -534,7 +517,7 @@ class StepTiming:
             weakref.finalize(self, handle.remove)
 
     def loading(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield the batches, and count the wait for each batch as `loading`."""
+        """Yield the batches, and measure the wait for each batch."""
         iterator = iter(batches)
         while True:
             begin = time.perf_counter()
@@ -548,7 +531,7 @@ class StepTiming:
             yield batch
 
     def snapshot(self) -> dict[str, float]:
-        """Return the seconds of each kind since the last call, for `Record`."""
+        """Return the seconds of each kind since the last call."""
         seconds = {f"{kind}_seconds": round(self._seconds[kind], 6) for kind in KINDS}
         self._seconds = dict.fromkeys(KINDS, 0.0)
         self._mark = time.perf_counter()
@@ -556,7 +539,7 @@ class StepTiming:
         return seconds
 
     def _begin_step(self) -> None:
-        """Divide the time before the step into `compute` and `sync`, at the end of backward."""
+        """Divide the time before the step into `compute` and `sync`."""
         now = time.perf_counter()
         computed = self._last_pass.ended
         if computed is None:

@@ -1,6 +1,6 @@
 """Read a record as a run.
 
-Records may come from untrusted sources, so each line is validated.
+Each line is validated, because records may be untrusted.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 HEADER = "manyhands"
 
-Line = dict[str, Any]  # plain JSON
-Header = dict[str, Any]  # requires "version", "name", "keys" and "step"
+Line = dict[str, Any]
+Header = dict[str, Any]  # has "version", "name", "keys" and "step"
 
 
 _PROC = Path("/proc")
-_LARGEST = 2**53  # limit for steps and seconds: floats represent all smaller integers exactly
+_LARGEST = 2**53  # of steps and seconds: floats represent smaller integers exactly
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclass(frozen=True)
 class Run:
-    """A record as read from a file: the last header, and a line per step.
+    """A record: the last header, with a line per step.
 
     >>> import manyhands as mh
     >>> with mh.Record("runs/a.jsonl") as record:
@@ -53,7 +53,7 @@ class Run:
 
     @cached_property
     def columns(self) -> list[str]:
-        """The names of all columns. Lists (a value per parameter group) become "lr/0", "lr/1"."""
+        """The names of all columns. A list per parameter group has columns "lr/0", "lr/1"."""
         columns: dict[str, object] = {}
         for line in self.lines:
             columns.update(to_columns(line))
@@ -61,7 +61,7 @@ class Run:
 
     @cached_property
     def own(self) -> list[str]:
-        """The columns of the user's values."""
+        """The keys of the user's values."""
         keys: Line = {}
         for line in self.lines:
             keys.update(line)
@@ -70,9 +70,9 @@ class Run:
         return list(keys)
 
     def column(self, key: str) -> list[Any]:
-        """Return a value per line; None for lines without the key.
+        """Return a value per line, or None for lines without the key.
 
-        `column("lr")` contains lists, and `column("lr/0")` the numbers of the first group.
+        `column("lr")` returns lists, and `column("lr/0")` numbers of the first parameter group.
         """
         if any(key in line for line in self.lines):
             return [line.get(key) for line in self.lines]
@@ -91,19 +91,17 @@ class Run:
         return values
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return a `pandas.DataFrame` with a row per line and the columns of `columns`."""
+        """Return a `pandas.DataFrame` with a row per line."""
         import pandas
 
         return pandas.DataFrame([dict(to_columns(row)) for row in self.lines], columns=self.columns)
 
 
 def read_record(path: str | os.PathLike[str]) -> Run:
-    """Read a record as a single run with a line per step, however often it was resumed.
+    """Read a record as a run with a line per step.
 
+    Lines repeated by a resumed run are superseded, and "time" continues from the last valid line.
     An incomplete last line is ignored. Other damage raises a `ValueError` with the line number.
-
-    After a resume, "time" continues from the last line that remains valid. Lines that the resumed
-    run repeats do not count.
 
     >>> import manyhands as mh
     >>> with mh.Record("runs/b.jsonl") as record:
@@ -125,7 +123,7 @@ def read_record(path: str | os.PathLike[str]) -> Run:
                 header = line[HEADER]
                 resumed = True
                 continue
-            # The run resumed from a checkpoint and repeats these lines.
+            # A resumed run repeats these lines.
             while lines and lines[-1]["step"] >= line["step"]:
                 lines.pop()
             if resumed:
@@ -140,12 +138,11 @@ def read_record(path: str | os.PathLike[str]) -> Run:
     return Run(path, header["name"], header, lines)
 
 
-# -- one file, one line ----------------------------------------------------------------------------
+# -- files and lines -------------------------------------------------------------------------------
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of a regular file, and raise for other files."""
-    # Opening a pipe could block, and a device might have no end. Links are followed.
+    """Return a descriptor of a regular file; raise for pipes, which block, and devices."""
     file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0), 0o666)
     if stat.S_ISREG(os.fstat(file).st_mode):
         return file
@@ -160,7 +157,7 @@ def parse_line(raw: bytes, path: Path, number: int) -> Line:
         shallow = _is_shallow(line)
         if HEADER in line:
             version = line[HEADER]["version"]
-            # Headers of later formats may have different fields. Report the version, not damage.
+            # A later version may have other fields, and is not reported as damage.
             complete = version != FORMAT_VERSION or _is_header(line[HEADER])
         else:
             version = FORMAT_VERSION
@@ -211,7 +208,7 @@ def _restore_nonfinite(value: object) -> object:
 
 
 def to_columns(line: Line) -> Iterator[tuple[str, object]]:
-    """Yield ("lr", [1, 2]) as ("lr/0", 1) and ("lr/1", 2), and other values unchanged."""
+    """Yield keys and values; a list under "lr" becomes "lr/0", "lr/1" and so on."""
     for key, value in line.items():
         if isinstance(value, list):
             for index, entry in enumerate(value):
@@ -243,10 +240,8 @@ def count_small_batches(header: Mapping[str, object], line: Mapping[str, object]
 
 # -- the process that writes -----------------------------------------------------------------------
 
-# Process numbers are reused, and are unique only within a machine and container. An identity
-# therefore consists of the boot of the kernel, the namespace of process numbers, the number, and
-# the start of the process in clock ticks. Linux provides these in /proc. On other systems, and from
-# other machines, the state of a process is unknown.
+# Process numbers are reused, and differ between machines and containers. On Linux, the boot of the
+# kernel, namespace, number and start identify a process. On other systems, states are unknown.
 
 
 def this_process() -> dict[str, object]:
@@ -268,7 +263,7 @@ def is_alive(process: object) -> bool | None:
     if type(pid) is not int or type(started) is not int or None in here.values():
         return None
     if here != {key: process.get(key) for key in here}:
-        return None  # on another machine, in another container, or before a reboot
+        return None  # another machine or container, or before a reboot
     return _start_of_process(pid) == started
 
 
@@ -281,7 +276,6 @@ def _pid_space() -> dict[str, str | None]:
 
 
 def _start_of_process(pid: int) -> int | None:
-    """Return the start of a process in clock ticks since boot; None if the process has ended."""
     try:
         stat = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:

@@ -1,12 +1,7 @@
 """Convert columns of a run to curves: thin, smooth, and choose a scale.
 
-    thin           Keep the lowest and the highest value of equal intervals, so that a single spike
-                   in a million steps stays visible.
-    running_mean   Smooth a noisy curve with a centred mean.
-    choose_scale   Prevent a diverging run from flattening all other curves of a figure.
-
-A value is None where the record's line has no such value. Records may come from untrusted sources:
-`numbers` removes text.
+A value is None if the line has no such value. `numbers` removes text, because records may be
+untrusted.
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import pairwise
 from statistics import median_low
 from typing import TypeAlias
 
@@ -25,23 +20,23 @@ from manyhands.tools.record._run import count_small_batches, to_positive
 Values: TypeAlias = list[float | None]  # a value per line of a record
 
 THROUGHPUT = "throughput"  # a computed column
-# Columns drawn as dotted curves in the figure of another column, and the labels there.
+# Columns with a dotted curve: the column of that curve, and a label.
 DOTTED = {"scale": ("target_scale", "target"), "step_seconds": ("predicted_seconds", "predicted")}
 WINDOWS = {"0.5 %": 0.005, "2 %": 0.02, "10 %": 0.1}  # of running means, as fractions of the run
 WINDOW = 0.02  # initial choice
 _DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot")
-_LONG = 200  # a curve with more values is also drawn as a running mean
+_LONG = 200  # curves with more values have a running mean
 _POINTS = 2000  # approximate points of a curve
-_FEWER = 4  # a running mean has this many times fewer points
-_INTERVALS = 200  # intervals of the run for measuring the throughput
+_FEWER = 4  # divides the points of a running mean
+_INTERVALS = 200  # of the run, for the throughput
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A line in a figure; `x` has a list per axis that the reader can choose.
+    """A line in a figure; `x` has a list per horizontal axis.
 
-    `window` is the window of a running mean, 0 for the values behind a running mean, and None for
-    curves without smoothing.
+    `window` is the window of a running mean, 0 for the faint values behind a running mean, and None
+    without smoothing.
     """
 
     run: int
@@ -57,7 +52,7 @@ def batch_size(run: Run) -> float | None:
 
 
 def samples(run: Run) -> Values:
-    """Return the samples seen up to each line, or None without a batch size."""
+    """Return the samples up to each line, or None if there is no batch size."""
     size = batch_size(run)
     if size is None:
         return [None] * len(run.lines)
@@ -72,7 +67,7 @@ def samples(run: Run) -> Values:
 
 
 def throughput(run: Run) -> Values:
-    """Return samples or steps per second in equal intervals, at the last line of each interval."""
+    """Return samples or steps per second, at the last line of each interval."""
     done = samples(run)
     if batch_size(run) is None:
         done = numbers(run, "step")
@@ -88,18 +83,17 @@ def throughput(run: Run) -> Values:
 
 
 def numbers(run: Run, column: str) -> Values:
-    """Return a column in which every value that is missing or not a number is None."""
-    # Text of an untrusted record must not pass this function.
+    """Return a column, with None for values that are missing or not numbers."""
     if column not in run.columns:
         return [None] * len(run.lines)
     return [_to_number(value) for value in run.column(column)]
 
 
 def _to_number(value: object) -> float | None:
-    """Return a number within the range of floats, infinity, or None for other values."""
+    """Return a number; infinity for large integers; None for other values."""
     if not isinstance(value, int | float):
         return None
-    if value > sys.float_info.max:  # includes integers outside the range of floats
+    if value > sys.float_info.max:
         return math.inf
     if value < -sys.float_info.max:
         return -math.inf
@@ -107,7 +101,6 @@ def _to_number(value: object) -> float | None:
 
 
 def progress_values(run: Run) -> Values | None:
-    """Return the progress of each line, or None if no line has progress."""
     values = numbers(run, "progress")
     if not any(value is not None for value in values):
         return None
@@ -115,15 +108,13 @@ def progress_values(run: Run) -> Values | None:
 
 
 def curves_of(key: str, index: int, run: Run, label: str) -> list[Curve]:
-    """Return all curves of a run in the figure of `key`, thinned."""
     curves: list[Curve] = []
     positions = _positions(run)
 
     def draw(groups: list[Values], label: str, dash: str = "", window: float | None = None) -> None:
-        """Add a curve per parameter group."""
         distinct: list[Values] = []
         for group in groups:
-            if group not in distinct:  # equal curves would hide each other
+            if group not in distinct:
                 distinct.append(group)
         points = _POINTS
         if window:
@@ -147,7 +138,7 @@ def curves_of(key: str, index: int, run: Run, label: str) -> list[Curve]:
     if key == "lr":
         factors = _groups_of(run, "factor")
     if factors:
-        # The applied rate is the small-batch rate of the schedule, multiplied by the rule's factor.
+        # The applied rate is the rate of the schedule, multiplied by the rule's factor.
         applied: list[Values] = []
         for rate, factor in zip(groups, factors, strict=False):
             applied.append(_product(rate, factor))
@@ -168,16 +159,11 @@ def curves_of(key: str, index: int, run: Run, label: str) -> list[Curve]:
 
 
 def _groups_of(run: Run, key: str) -> list[Values]:
-    """Return the values of `key` for each parameter group."""
-    columns = set(run.columns)  # a list would be searched for each group
     groups = []
-    if key in columns:
-        groups.append(numbers(run, key))
-    for index in count():
-        column = f"{key}/{index}"
-        if column not in columns:
-            break
-        groups.append(numbers(run, column))
+    for column in run.columns:
+        name, _, number = column.rpartition("/")
+        if column == key or (name == key and number.isdecimal()):
+            groups.append(numbers(run, column))
     return groups
 
 
@@ -203,17 +189,18 @@ def _product(first: Values, second: Values) -> Values:
 
 # -- a curve in plain numbers ----------------------------------------------------------------------
 
-_TRIMMED = 0.02  # fraction of values at each end that the range of a curve ignores
-_FEWEST = 20  # a curve with fewer values is not trimmed
-_FLATTENED = 4.0  # values are cut off if the full range exceeds the trimmed range by this factor
-_FLAT = 0.1  # fraction of the figure's height; flatter typical curves require a log scale
-_SPREAD = 10.0  # ratio of highest to lowest value from which a log scale separates the curves
+_TRIMMED = 0.02  # fraction of values to ignore at each end
+_FEWEST = 20  # shorter curves are not trimmed
+_FLATTENED = 4.0  # ratio of full to trimmed range from which values are cut off
+_FLAT = 0.1  # fraction of the figure's height; flatter typical curves need a log scale
+_SPREAD = 10.0  # ratio of highest to lowest value from which a log scale helps
 
 
 def thin(values: Sequence[float | None], most: int = _POINTS) -> list[int]:
     """Return the indices of about `most` values to draw, without None.
 
-    The first infinity or NaN of an interval stays, and is drawn as a gap.
+    The lowest and highest value of each interval stay, so that a single spike is visible. The first
+    infinity or NaN of an interval stays as a gap.
 
     >>> thin([3.0, None, 1.0])
     [0, 2]
@@ -242,16 +229,15 @@ def thin(values: Sequence[float | None], most: int = _POINTS) -> list[int]:
 
 
 def running_mean(values: Sequence[float | None], window: float) -> Values:
-    """Return the mean around each value; None stays None.
+    """Return the centred mean around each value; None stays None.
 
-    `window` is a fraction of the curve. Infinities and NaN are excluded. At both ends the window
-    shrinks and stays centred.
+    `window` is a fraction of the curve, and shrinks at both ends. Infinities and NaN are excluded.
 
     >>> running_mean([1.0, 2.0, None, 6.0, 7.0], window=0.75)
     [1.0, 3.0, None, 5.0, 7.0]
     """
     present: list[int] = []
-    sums = [0.0]  # of the first n values, so that each window is a difference of two sums
+    sums = [0.0]  # of the first n values; the difference of two sums is the sum of a window
     for index, value in enumerate(values):
         if value is not None and math.isfinite(value):
             present.append(index)
@@ -267,10 +253,9 @@ def running_mean(values: Sequence[float | None], window: float) -> Values:
 
 
 def choose_scale(curves: Sequence[Sequence[float]]) -> tuple[bool, tuple[float, float] | None]:
-    """Return whether the curves need a log scale, and the vertical range or None.
+    """Return whether curves need a log scale, and a vertical range or None.
 
-    A short spike is cut off. A run that diverged many steps ago gets a log scale. Other figures get
-    neither.
+    A short spike is cut off. A run that diverged many steps ago needs a log scale.
 
     >>> choose_scale([[1.0 + 0.01 * step for step in range(100)] + [80.0]])
     (False, (1.0, 2.91))
@@ -297,20 +282,20 @@ def choose_scale(curves: Sequence[Sequence[float]]) -> tuple[bool, tuple[float, 
     if not heights:
         return False, None
     height = high - low
-    # Use the typical height, so that a diverging curve does not hide that all others are flat.
+    # a median, which a single diverging curve does not change
     typical = median_low(heights)
     if lowest > 0 and highest > _SPREAD * lowest and 0 < typical < _FLAT * height:
         return True, None
     if not (0 < _FLATTENED * height < highest - lowest < math.inf):
         return False, None
-    # Add a height on each side, so that the steep start of a curve stays visible.
+    # The margin shows the steep start of a curve.
     bottom = max(lowest, low - height)
     top = min(highest, high + height)
     return False, (float(f"{bottom:.6g}"), float(f"{top:.6g}"))
 
 
 def trim(values: Sequence[float]) -> tuple[float, float]:
-    """Return the lowest and highest of sorted values, without the outermost values."""
+    """Return the lowest and highest of sorted values, except outliers."""
     cut = 0
     if len(values) >= _FEWEST:
         cut = math.ceil(_TRIMMED * len(values))

@@ -2,13 +2,13 @@
 
     waiting   the file has no line yet
     running   lines are being written
-    silent    no line for more than SILENT seconds and more than SILENT_TIMES the usual interval
+    silent    no line for SILENT seconds, and for SILENT_TIMES the usual interval
     died      the process ended without closing the record
     failed    an exception closed the record
     ended     the record was closed
     damaged   the file is not a record, or cannot be read
 
-The death of a process is detected only on the same machine and in the same container.
+`died` requires the same machine and container.
 """
 
 from __future__ import annotations
@@ -34,30 +34,25 @@ SILENT = 30.0  # seconds since the last line
 SILENT_TIMES = 10.0  # intervals since the last line
 RECENT = 60.0  # seconds of training for measuring the speed
 RECENT_LINES = 10  # minimum lines for measuring the speed
-GAPS = 50  # number of recent intervals; their median is the usual interval
+GAPS = 50  # recent intervals, whose median is the usual interval
 
 
 @dataclass(frozen=True)
 class WorkerState:
-    """The state of a worker according to its record."""
-
     path: Path
     state: State
     text: str = ""  # the reason
-    run: Run | None = None  # None if the file has no line or cannot be read
+    run: Run | None = None  # None without a readable line
     age: float | None = None  # seconds since the last line
     left: float | None = None  # seconds until the end of training
 
 
 class FollowedRecords:
-    """Read records, including all records that appear in folders."""
-
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
         self._read: dict[Path, tuple[os.stat_result, Run]] = {}
 
     def states(self, now: float | None = None) -> list[WorkerState]:
-        """Read changed records, and return the state of each worker at time `now`."""
         if now is None:
             now = time.time()
         return [self._state_of(path, now) for path in self._find()]
@@ -96,7 +91,7 @@ class FollowedRecords:
 
 
 def judge(run: Run, age: float) -> tuple[State, str]:
-    """Return the state of a worker `age` seconds after the last line, and the reason."""
+    """Return the state `age` seconds after the last line, and the reason."""
     header = run.header
     if "ended" in header:
         error = header.get("error")
@@ -118,7 +113,6 @@ def judge(run: Run, age: float) -> tuple[State, str]:
 
 
 def usual_gap(run: Run) -> float | None:
-    """Return the median interval between lines; None with fewer than two lines."""
     times = [line["time"] for line in run.lines[-GAPS:]]
     if len(times) < 2:
         return None
@@ -126,7 +120,7 @@ def usual_gap(run: Run) -> float | None:
 
 
 def seconds_left(run: Run) -> float | None:
-    """Return the seconds until the run reaches `until` at the current speed, if known."""
+    """Return the seconds to the end at the current speed, or None."""
     until = to_positive(run.header.get("until"))
     if until is None or len(run.lines) < 2:
         return None

@@ -1,8 +1,4 @@
-"""Write an HTML file with a table of all runs and a figure for each panel.
-
-plotly draws in the reader's browser: `page.js` passes the figures to plotly after each choice of
-the reader.
-"""
+"""Write an HTML file with tables and figures, which `page.js` passes to plotly."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
 
 from manyhands.tools.record import Run, read_record
 from manyhands.tools.report._curves import (
@@ -29,17 +24,14 @@ from manyhands.tools.report._curves import (
 from manyhands.tools.report._follow import WorkerState
 from manyhands.tools.report._panels import Panel, axes, own_keys, panels
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
-# Colours that most colour-blind readers can distinguish, on white and on black.
+# For colour-blind readers, on white and on black.
 _COLOURS = ("#3d85c6", "#e07b00", "#1f9e77", "#c2569b", "#7d6bd6", "#b8960c", "#d1495b", "#2aa5bd")
 _AXES = {"progress": "progress", "step": "steps", "samples": "samples", "time": "time"}
 _HEIGHTS = {"best": "best fit", "all": "all values", "log": "log scale"}
 _SMOOTHING = {str(window): name for name, window in WINDOWS.items()} | {"0.0": "off"}
 _NO_VALUE = "–"
-_WITH_MARKERS = 40  # curves with at most this number of values have markers
-# Substrings in the names of values for which higher is better.
+_WITH_MARKERS = 40  # longest curve with markers
+# Parts of the names of values for which higher is better.
 _HIGHER = ("acc", "score", "reward", "auc", "f1", "bleu", "precision", "recall", "psnr", "return")
 
 RunOrPath = Run | str | os.PathLike[str]
@@ -51,7 +43,7 @@ def write_report(
     *,
     title: str = "Training runs",
 ) -> Path:
-    """Write an HTML page that compares `runs`: records, or paths of records.
+    """Write an HTML page that compares runs or paths of records.
 
     >>> import tempfile, manyhands as mh
     >>> folder = tempfile.mkdtemp()
@@ -61,10 +53,9 @@ def write_report(
     >>> page.name
     'report.html'
 
-    Long curves are thinned to about 2,000 points, and single spikes stay visible. The initial
-    vertical scale of a figure separates the curves, even if a run diverges. The reader can choose
-    all values, a log scale, the smoothing and the horizontal axis. Values that never change are
-    rows of a table.
+    Long curves are thinned to about 2,000 points, with all spikes. The initial vertical scale
+    separates curves even if a run diverges. Readers can choose scale, smoothing and horizontal
+    axis. Values that never change are in a table.
     """
     if isinstance(runs, Run | str | os.PathLike):
         runs = [runs]
@@ -78,7 +69,7 @@ def write_report(
     page = _render_page(read, title)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A run's name may come from a path that is not valid text.
+    # A name from a path may be invalid text.
     path.write_text(page, encoding="utf-8", errors="replace")
     return path
 
@@ -86,10 +77,7 @@ def write_report(
 def write_following(
     workers: Sequence[WorkerState], path: Path, title: str, reload: float | None
 ) -> None:
-    """Replace the page atomically by a page with the states of the workers.
-
-    The page reloads after `reload` seconds.
-    """
+    """Replace the page atomically; the page reloads after `reload` seconds."""
     runs = [worker.run for worker in workers if worker.run is not None]
     page = _render_page(runs, title, _worker_table(workers, runs, reload))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +90,6 @@ def write_following(
 
 
 def _render_page(runs: list[Run], title: str, workers: str = "") -> str:
-    """Return the page as HTML, including scripts and figures."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -122,7 +109,7 @@ def _render_page(runs: list[Run], title: str, workers: str = "") -> str:
     if not (changing or constant):
         boxes.append("<p>There are no steps yet.</p>")
     data = {
-        "figures": [json.loads(_figure(panel).to_json(engine="json")) for panel in changing],
+        "figures": list(map(_figure, changing)),
         "axes": titles,
     }
     here = files(__package__)
@@ -136,30 +123,20 @@ def _render_page(runs: list[Run], title: str, workers: str = "") -> str:
         constants=_constant_table(constant, labels),
         configuration=_configuration(runs, labels),
         plotly=get_plotlyjs(),
-        # "<" could close the script element, but JSON can escape it.
+        # "<" could close the script element
         data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
         script=(here / "page.js").read_text("utf-8"),
     )
 
 
-def _figure(panel: Panel) -> Figure:
-    """Return a plotly figure. `page.js` adds colours and the horizontal axis."""
-    from plotly import graph_objects
-
-    figure = graph_objects.Figure(
-        layout={
-            "template": "none",
-            "showlegend": False,
-            "hovermode": "x unified",
-            "margin": {"l": 64, "r": 16, "t": 8, "b": 48},
-            "xaxis": {"automargin": True},
-            "yaxis": {"title": {"text": escape(panel.unit)}, "automargin": True},
-        }
-    )
+def _figure(panel: Panel) -> dict[str, object]:
+    """Return a figure for plotly. `page.js` adds colours and the horizontal axis."""
+    yaxis: dict[str, object] = {"title": {"text": escape(panel.unit)}, "automargin": True}
     if panel.logarithmic:
-        figure.update_yaxes(type="log", exponentformat="power")
+        yaxis |= {"type": "log", "exponentformat": "power"}
     if panel.range is not None:
-        figure.update_yaxes(range=panel.range)
+        yaxis["range"] = panel.range
+    traces = []
     for curve in panel.curves:
         mode = "lines"
         if len(curve.y) <= _WITH_MARKERS:
@@ -167,17 +144,35 @@ def _figure(panel: Panel) -> Figure:
         opacity = 1.0
         if curve.window == 0.0:  # behind a running mean
             opacity = 0.25
-        figure.add_scatter(
-            name=escape(curve.label),  # plotly interprets names as HTML
-            meta={"run": curve.run, "x": curve.x, "window": curve.window},
-            y=curve.y,
-            mode=mode,
-            line={"color": _colour(curve.run), "dash": curve.dash, "width": 1.8},
-            marker={"size": 5},
-            opacity=opacity,
-            hovertemplate="%{y:.5g}",
-        )
-    return figure
+        trace = {
+            "type": "scatter",
+            "name": escape(curve.label),  # plotly interprets names as HTML
+            "meta": {
+                "run": curve.run,
+                "x": {axis: _finite_or_none(values) for axis, values in curve.x.items()},
+                "window": curve.window,
+            },
+            "y": _finite_or_none(curve.y),
+            "mode": mode,
+            "line": {"color": _colour(curve.run), "dash": curve.dash, "width": 1.8},
+            "marker": {"size": 5},
+            "opacity": opacity,
+            "hovertemplate": "%{y:.5g}",
+        }
+        traces.append(trace)
+    layout = {
+        "showlegend": False,
+        "hovermode": "x unified",
+        "margin": {"l": 64, "r": 16, "t": 8, "b": 48},
+        "xaxis": {"automargin": True},
+        "yaxis": yaxis,
+    }
+    return {"data": traces, "layout": layout}
+
+
+def _finite_or_none(values: Sequence[float | None]) -> Values:
+    """Replace infinities and NaN, which JSON lacks, by None."""
+    return [value if value is not None and math.isfinite(value) else None for value in values]
 
 
 def _colour(run: int) -> str:
@@ -185,7 +180,6 @@ def _colour(run: int) -> str:
 
 
 def _labels_of_runs(runs: list[Run]) -> list[str]:
-    """Return distinct names: append the path, and a number if necessary."""
     names = [run.name for run in runs]
     paths = [run.path for run in runs]
     labels = []
@@ -215,12 +209,11 @@ def _figure_element(panel: Panel) -> str:
 
 
 def _choices(shown: Sequence[Panel], axes: dict[str, str]) -> str:
-    """Return the buttons above the figures."""
     if not shown:
         return ""
     choices = _choice("axis", "Curves against", axes, next(iter(axes)))
     choices += _choice("height", "Heights", _HEIGHTS, "best")
-    # The values behind a running mean are the first curve.
+    # the first curve has the values behind a running mean
     if any(panel.curves[0].window == 0.0 for panel in shown):
         choices += _choice("smoothing", "Smoothing", _SMOOTHING, str(WINDOW))
     return choices
@@ -252,7 +245,6 @@ def _row(heading: str, cells: Iterable[object], kind: str = "") -> str:
 
 
 def _summary_table(runs: list[Run], labels: list[str]) -> str:
-    """Return the first table: a row per run, with a checkbox to hide the run."""
     own = own_keys(runs)
     rate = "steps/s"
     if all(batch_size(run) is not None for run in runs):
@@ -284,7 +276,6 @@ def _summary_table(runs: list[Run], labels: list[str]) -> str:
 
 
 def _worker_table(workers: Sequence[WorkerState], runs: list[Run], reload: float | None) -> str:
-    """Return the table of worker states, including records without a run."""
     labels = {}
     for run, label in zip(runs, _labels_of_runs(runs), strict=True):
         labels[run.path] = label
@@ -305,7 +296,6 @@ def _worker_table(workers: Sequence[WorkerState], runs: list[Run], reload: float
 
 
 def _constant_table(shown: Sequence[Panel], labels: list[str]) -> str:
-    """Return the table of values that never change: a row per value, a column per run."""
     if not shown:
         return ""
     rows = []
@@ -323,7 +313,6 @@ def _constant_table(shown: Sequence[Panel], labels: list[str]) -> str:
 
 
 def _configuration(runs: list[Run], labels: list[str]) -> str:
-    """Return the runs' options in a collapsed section."""
     parts = ""
     for run, label in zip(runs, labels, strict=True):
         facts: dict[str, object] = {}
@@ -358,7 +347,6 @@ def _best_word(key: str) -> str:
 
 
 def _best_cell(run: Run, key: str) -> str:
-    """Return the best value, and the first step with this value."""
     finite = _finite_values(run, key)
     if not finite:
         return _NO_VALUE
@@ -370,7 +358,6 @@ def _best_cell(run: Run, key: str) -> str:
 
 
 def _rate_cell(run: Run, done: Values) -> str:
-    """Return the rate of `done` per second, from the first to the last line."""
     if len(run.lines) < 2:
         return _NO_VALUE
     seconds = run.lines[-1]["time"] - run.lines[0]["time"]

@@ -1,7 +1,7 @@
-"""Choose the figures of a page, their curves, and the vertical scales.
+"""Choose the figures of a page, and their curves and vertical scales.
 
-The user's values come first, then well-known values in the order of `_WELL_KNOWN`, then the values
-of other sources. A figure in which no value changes becomes a row of a table (`constant`).
+The order is: values of the user, values of `_WELL_KNOWN`, values of other sources. Values that
+never change become rows of a table (`constant`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _WIDE = 100.0  # ratio of highest to lowest value from which figures may use a l
 class Panel:
     """A figure: the values of a key for all runs.
 
-    `logarithmic` and `range` are the initial vertical scale; range None shows all values. Without
-    curves, `logarithmic` permits a log scale.
+    `logarithmic` and `range` (None for all values) are the initial vertical scale. Without curves,
+    `logarithmic` permits a log scale.
     """
 
     key: str
@@ -42,7 +42,6 @@ class Panel:
 
     @property
     def constant(self) -> bool:
-        """Whether every curve has several equal values."""
         return all(len(curve.y) > 1 and len(set(curve.y)) == 1 for curve in self.curves)
 
 
@@ -183,7 +182,6 @@ _NOT_DRAWN |= {"simple_noise_scale_error"}
 
 
 def panels(runs: Sequence[Run], labels: Sequence[str]) -> list[Panel]:
-    """Return all figures with at least one curve."""
     own = own_keys(runs)
     wanted = [Panel(key, key, key, logarithmic=True) for key in own]
     wanted += _WELL_KNOWN
@@ -228,8 +226,7 @@ def axes(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def unknown_panel(key: str) -> Panel:
-    """Return the figure for a key of another source."""
-    # A key such as cosine_Muon is the drift of one optimizer.
+    # cosine_Muon is a drift of the optimizer Muon.
     measure, _, optimizer = key.partition("_")
     for panel in _WELL_KNOWN:
         if optimizer and panel.key == measure in ("distance", "spread", "cosine"):
@@ -238,7 +235,7 @@ def unknown_panel(key: str) -> Panel:
 
 
 def _with_curves(panel: Panel, runs: Sequence[Run], labels: Sequence[str], own: bool) -> Panel:
-    """Return the panel with the curves of all runs and a vertical scale."""
+    """Return the panel with curves of all runs."""
     faint: list[Curve] = []  # values behind a running mean
     curves: list[Curve] = []
     heights: list[float] = []
@@ -263,7 +260,7 @@ def _with_curves(panel: Panel, runs: Sequence[Run], labels: Sequence[str], own: 
         low = heights[0]
         high = heights[-1]
         if own:
-            # A single outlier among the user's values has no influence.
+            # ignore outliers of the user's values
             low, high = trim(heights)
         if high > _WIDE * low:
             logarithmic = True

@@ -1,0 +1,71 @@
+"""Write messages and progress to the terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import partial
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+def stop(command: str, *lines: str, code: int = 2) -> NoReturn:
+    """End a command with a message on stderr."""
+    message = "\n".join(map(printable, lines))
+    typer.echo(f"manyhands {command}: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def check_no_option(command: str, word: str, options: Collection[str], where: str) -> None:
+    """End a command if the word in place of the script is an unknown option."""
+    if not word.startswith("-"):
+        return
+    message = f"there is no option {word}."
+    for similar in get_close_matches(word.partition("=")[0], options, 1):
+        message += f" Did you mean {similar}?"
+    stop(command, f"{message} {where}")
+
+
+def printable(text: str) -> str:
+    r"""Escape characters that control a terminal.
+
+    >>> print(printable("loss\x1b[2J"))
+    loss\x1b[2J
+    """
+    shown = ""
+    for character in text:
+        if not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        shown += character
+    return shown
+
+
+@contextmanager
+def show_progress(text: str, total: float | None = None) -> Iterator[Callable[[float], None]]:
+    """Show a bar with the elapsed time on a terminal; yield a function that advances the bar.
+
+    The bar pulses if `total` is None.
+    """
+    if not sys.stderr.isatty():
+        yield lambda amount: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    # `manyhands check` forks while a thread draws the bar, possibly with a lock on the file. Child
+    # processes must not use this file, so the bar replaces neither sys.stdout nor sys.stderr.
+    with os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace") as file:
+        bars = Progress(
+            *columns,
+            console=Console(file=file),
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        with bars:
+            yield partial(bars.advance, bars.add_task(escape(printable(text)), total=total))
