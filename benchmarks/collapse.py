@@ -173,7 +173,7 @@ def cells(rows: list[dict[str, Any]]) -> list[list[object]]:
                     base.append(scores[task.name, "1", "limited", seed])
             if ends:
                 low = sum(end < one - POINTS for end, one in zip(ends, base, strict=True))
-                found += [f"{low} of {len(ends)}", f"{median(ends):.1f} ({min(ends):.1f})"]
+                found += [f"{low}/{len(ends)}", f"{median(ends):.1f} ({min(ends):.1f})"]
                 at_one = f"{median(base):.1f}"
         if found:
             table.append([task.title, setting, at_one, *found])
@@ -189,7 +189,7 @@ def main() -> None:
         return
     if not arguments.draw:
         run()
-    head = "model | setting | scale 1 | collapsed | accuracy | not limited: collapsed | accuracy"
+    head = "model | S | scale 1 | limited: collapsed | accuracy | unlimited: collapsed | accuracy"
     pages.fill("collapse", table=pages.table(head, cells(pages.read_rows(RESULTS)), left=2))
 
 

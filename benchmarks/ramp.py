@@ -174,13 +174,13 @@ def samples_table(rows: Sequence[Row]) -> str:
         samples = mean(r.samples for r in found) / mean(r.samples for r in one)
         scores = [score_cell(workload, found), score_cell(workload, one)]
         cells.append([workload.title, f"{1 - steps:.0%}", f"{samples:.2f}", *scores])
-    head = "workload | fewer steps than scale 1 | samples over scale 1's | score | at scale 1"
+    head = "workload | fewer steps | samples / scale 1 | score | scale 1's score"
     return pages.table(head, cells)
 
 
 HEAD = (
-    "workload | overhead | scale 1's time over the best | best fixed batch | Ramp's time over it "
-    "| its score | Ramp's score | fastest no worse than Ramp | Ramp's time over it"
+    "workload | overhead | scale 1's time / best | best fixed batch | Ramp's time / best "
+    "| best score | Ramp's score | fastest of equal score | Ramp's time / fastest"
 )
 
 

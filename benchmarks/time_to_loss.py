@@ -153,7 +153,7 @@ def ratio(rows: Sequence[Row]) -> float | None:
 
 
 def which(rows: Sequence[Row]) -> str:
-    head = "network | ranks | a / b | DDP at the small batch | fastest that averages in every step "
+    head = "network | ranks | a / b | DDP at the small batch | fastest with averages per step "
     lines = [f"| {head}| fastest in blocks |", "|---|--:|--:|--:|---|---|"]
     for line, ranks, own in places(rows):
         plain = seconds_of(of(own, way=PLAIN.name))
@@ -200,7 +200,7 @@ def over_best_fixed(rows: Sequence[Row]) -> str:
         if ramp is not None and fixed is not None:
             found.append(f"{line}, {ranks} ranks: {ramp / fixed[1]:.2f}")
     each = "; ".join(found)
-    return f"`Ramp`'s time over that of the best fixed batch, which had to be found: {each}."
+    return f"`Ramp`'s time relative to the best fixed batch, found by search: {each}."
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -230,8 +230,8 @@ def _seconds_cell(found: Sequence[Row]) -> str:
 
 def lines_text(lines: dict[str, Any]) -> str:
     return "\n".join(
-        f"- **{name}**: TCP ({one['congestion_control']}) gets {one['one_way']:.0f} Mbit/s in one "
-        f"direction, and {one['both_ways']:.0f} in each of both; a round trip takes "
+        f"- **{name}**: TCP ({one['congestion_control']}) transfers {one['one_way']:.0f} Mbit/s in one "
+        f"direction and {one['both_ways']:.0f} in both; a round trip takes "
         f"{one['round_trip_ms']:.1f} ms."
         for name, one in lines.items()
     )
