@@ -42,10 +42,9 @@ def main() -> None:
         for some, seeds in ((OTHERS, OTHER_SEEDS), (ADAMW, ADAM_SEEDS)):
             adam_rows = run(some, options.data, seeds, adam_rows, ADAM_RESULTS, rules_around)
     sgd = table(results_of([w for w in WORKLOADS if w.optimizer == "SGD"], rows))
-    fixed = table(results_of(ADAMW, rows))
     adamw = rules_table(results_of(ADAMW, adam_rows), ["AdamScale", "AdaScale"])
     others = rules_table(results_of(OTHERS, adam_rows), ["AdaScale"])
-    pages.fill("quality", SGD=sgd, AdamW=adamw, fixed=fixed, others=others)
+    pages.fill("quality", SGD=sgd, AdamW=adamw, others=others)
 
 
 def run(
@@ -150,10 +149,9 @@ def table(found: Sequence[Results]) -> str:
     for results in found:
         for scale in results.workload.scales:
             cells = [results.cell(method, scale, "steps") for method in results.methods]
-            base = results.base
-            lines.append([title(results), scale, base, base.steps(), *cells, cells[-1].steps()])
+            lines.append([title(results), scale, results.base, *cells, cells[-1].steps()])
     methods = " | ".join(found[0].methods)
-    return pages.table(f"workload | S | scale 1 | steps | {methods} | steps", lines)
+    return pages.table(f"workload | S | scale 1 | {methods} | steps", lines)
 
 
 def title(results: Results) -> str:

@@ -206,6 +206,16 @@ def quality_page() -> Figures:
         "linear scaling is better on MNIST ({} against {} % at S = 32, {} against {} at S = 8)",
         *(cells[scale].shown for scale in (32, 8) for cells in (other, early)),
     )
+    of_linear = []
+    for name in ("mnist", "digits", "shakespeare"):
+        rows = of(stored("quality.jsonl"), workload=f"{name}-adamw", method=linear, budget="steps")
+        assert len(rows) == 3
+        of_linear.append(fmean(row["score"] for row in rows))
+    yield figure(
+        page,
+        "linear scaling with warm-up ends at {} % on MNIST, {} % on digits and {} bits/char",
+        *(f"{of_linear[0]:.2f}", f"{of_linear[1]:.2f}", f"{of_linear[2]:.3f}"),
+    )
     read = [Cell(f"{n}-sgd", "AdaScale", 32, "steps") for n in ("mnist", "shakespeare")]
     times = [
         cell.samples / base.samples
