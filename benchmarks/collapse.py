@@ -159,24 +159,21 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def cells(rows: list[dict[str, Any]]) -> list[list[object]]:
-    """Return a table row for each task and setting: how many runs collapsed, and the accuracy."""
+    """Return a table row for each task: median accuracies, and how many runs collapsed."""
     scores = {key(row): row["score"] for row in rows}
     table: list[list[object]] = []
-    for task, setting in product(TASKS, SETTINGS):
-        found: list[object] = []
+    for task in TASKS:
+        base = [scores[task.name, "1", "limited", seed] for seed in range(SEEDS)]
+        found: list[object] = [task.title, f"{median(base):.1f}"]
+        for setting in SETTINGS:
+            ends = [scores[task.name, setting, "limited", seed] for seed in range(SEEDS)]
+            found.append(f"{median(ends):.1f}")
         for limit in LIMITS:
-            ends = []
-            base = []  # of scale 1 with the same seeds
-            for seed in range(SEEDS):
-                if (task.name, setting, limit, seed) in scores:
-                    ends.append(scores[task.name, setting, limit, seed])
-                    base.append(scores[task.name, "1", "limited", seed])
-            if ends:
-                low = sum(end < one - POINTS for end, one in zip(ends, base, strict=True))
-                found += [f"{low} of {len(ends)}", f"{median(ends):.1f} ({min(ends):.1f})"]
-                at_one = f"{median(base):.1f}"
-        if found:
-            table.append([task.title, setting, at_one, *found])
+            low = 0
+            for setting, seed in product(SETTINGS, range(SEEDS)):
+                low += scores[task.name, setting, limit, seed] < base[seed] - POINTS
+            found.append(f"{low}/{len(SETTINGS) * SEEDS}")
+        table.append(found)
     return table
 
 
@@ -189,8 +186,8 @@ def main() -> None:
         return
     if not arguments.draw:
         run()
-    head = "model | setting | scale 1 | collapsed | accuracy | not limited: collapsed | accuracy"
-    pages.fill("collapse", table=pages.table(head, cells(pages.read_rows(RESULTS)), left=2))
+    head = " | ".join(["model", "scale 1", *SETTINGS, "collapsed", "collapsed without limit"])
+    pages.fill("collapse", table=pages.table(head, cells(pages.read_rows(RESULTS))))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.quick:
         few = [replace(w, steps=32, scales=(4,)) for w in WORKLOADS if w.name == "digits-sgd"]
-        print(table(results_of(few, run(few, Path(), 1, []))[0]))
+        print(table(results_of(few, run(few, Path(), 1, []))))
         return
     rows = pages.read_rows(RESULTS)
     adam_rows = pages.read_rows(ADAM_RESULTS)
@@ -41,10 +41,10 @@ def main() -> None:
         rows = run(WORKLOADS, options.data, SEEDS, rows, RESULTS)
         for some, seeds in ((OTHERS, OTHER_SEEDS), (ADAMW, ADAM_SEEDS)):
             adam_rows = run(some, options.data, seeds, adam_rows, ADAM_RESULTS, rules_around)
-    tables = "\n\n".join(table(results) for results in results_of(WORKLOADS, rows))
+    sgd = table(results_of([w for w in WORKLOADS if w.optimizer == "SGD"], rows))
     adamw = rules_table(results_of(ADAMW, adam_rows), ["AdamScale", "AdaScale"])
     others = rules_table(results_of(OTHERS, adam_rows), ["AdaScale"])
-    pages.fill("quality", tables=tables, AdamW=adamw, others=others)
+    pages.fill("quality", SGD=sgd, AdamW=adamw, others=others)
 
 
 def run(
@@ -143,21 +143,22 @@ def results_of(workloads: Sequence[Workload], rows: Sequence[Row]) -> list[Resul
     return [results for results in found if results.rows]
 
 
-def table(results: Results) -> str:
-    workload = results.workload
-    base = results.base
-    columns = [(scale, budget) for scale in workload.scales for budget in ("samples", "steps")]
-    heads = [
-        f"S = {scale} ({'A' if budget == 'samples' else 'B'}), "
-        f"{results.cell(workload.adaptive, scale, budget).steps()} steps"
-        for scale, budget in columns
-    ]
-    cells = [[m, *(results.cell(m, *column) for column in columns)] for m in results.methods]
-    return (
-        f"### {workload.title}\n\nScale 1 (batch {workload.batch}, lr {workload.lr:g}): "
-        f"**{base}** {workload.metric.split(', ')[-1]} in {base.steps()} steps.\n\n"
-        + pages.table(" | ".join(["method", *heads]), cells)
-    )
+def table(found: Sequence[Results]) -> str:
+    """Return a table of all methods in equal numbers of steps, a line per workload and scale."""
+    lines = []
+    for results in found:
+        for scale in results.workload.scales:
+            cells = [results.cell(method, scale, "steps") for method in results.methods]
+            lines.append([title(results), scale, results.base, *cells, cells[-1].steps()])
+    methods = " | ".join(found[0].methods)
+    return pages.table(f"workload | S | scale 1 | {methods} | steps", lines)
+
+
+def title(results: Results) -> str:
+    """Return the workload's data, optimizer and unit."""
+    data = results.workload.title.split(", ")[0]
+    unit = results.workload.metric.split(", ")[-1]
+    return f"{data}, {results.workload.optimizer}, {unit}"
 
 
 def rules_table(found: Sequence[Results], rules: list[str]) -> str:
@@ -169,9 +170,8 @@ def rules_table(found: Sequence[Results], rules: list[str]) -> str:
         runs = [[r for r in results.rows if (r["method"], r["budget"]) == c] for c in columns]
         seeds = set.intersection(*({row["seed"] for row in each} for each in runs))
         cells = [Cell(results.workload, [r for r in each if r["seed"] in seeds]) for each in runs]
-        name = f"{results.workload.title}, {results.workload.metric.split(', ')[-1]}"
-        lines.append([name, len(seeds), *(f"{cell}, {cell.steps()} steps" for cell in cells)])
-    heads = ("scale 1", *rules, *["square root"] * len(rules))
+        lines.append([title(results), len(seeds), *(f"{cell} ({cell.steps()})" for cell in cells)])
+    heads = ("scale 1", *rules, *(f"sqrt, {rule}'s steps" for rule in rules))
     return pages.table(" | ".join(["S = 16", "seeds", *heads]), lines)
 
 

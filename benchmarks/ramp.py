@@ -133,34 +133,52 @@ def read() -> list[Row]:
     return [Row(**row) for row in pages.read_rows(RESULTS)]
 
 
-def score_cell(workload: Workload, found: Sequence[Row]) -> str:
-    scores = [r.score for r in found]
+def fixed_runs(own: Sequence[Row]) -> dict[int, list[Row]]:
+    return {b: [r for r in own if r.way == "fixed" and r.batch == b] for b in FIXED}
+
+
+def label(workload: Workload) -> str:
+    return f"{workload.title.split(', ')[0]}, {workload.optimizer}"
+
+
+def mean_score(workload: Workload, found: Sequence[Row]) -> str:
     digits = 2 if workload.higher_is_better else 3
-    return f"{mean(scores):.{digits}f} ({min(scores):.{digits}f}–{max(scores):.{digits}f})"
+    return f"{mean(r.score for r in found):.{digits}f}"
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Compare `Ramp` with the fastest fixed batch, and with the fastest that is no worse."""
-    cells = []
+def tables(rows: Sequence[Row]) -> tuple[str, str]:
+    """Compare times and scores of `Ramp` with fixed batches, at each overhead.
+
+    The fixed batches are the fastest, and the fastest with an equal or better score.
+    """
+    times_cells = []
+    score_cells = []
     for workload in WORKLOADS:
         own = [r for r in rows if r.workload == workload.name]
-        fixed = {b: [r for r in own if r.way == "fixed" and r.batch == b] for b in FIXED}
+        fixed = fixed_runs(own)
         sign = 1.0 if workload.higher_is_better else -1.0
+        over_best = []
+        over_equal = []
+        scores = []
         for overhead in OVERHEADS:
             ramp = [r for r in own if r.way == "ramp" and r.overhead == overhead]
             score = sign * mean(r.score for r in ramp)
             time = mean(r.time for r in ramp)
-            # the same run at every overhead: only its time differs
+            # A fixed batch is a single run for all overheads, with different times.
             times = {b: mean(r.samples + r.steps * overhead for r in fixed[b]) for b in FIXED}
             best = min(times, key=times.__getitem__)
-            as_good = [b for b in FIXED if sign * mean(r.score for r in fixed[b]) >= score]
-            same = min(as_good, key=times.__getitem__, default=None)
-            line = [workload.title, f"{overhead:g}", f"{times[1] / times[best]:.2f}", best]
-            line += [f"{time / times[best]:.2f}", score_cell(workload, fixed[best])]
-            line.append(score_cell(workload, ramp))
-            line += ["none", ""] if same is None else [same, f"{time / times[same]:.2f}"]
-            cells.append(line)
-    return pages.table(HEAD, cells)
+            equal = [b for b in FIXED if sign * mean(r.score for r in fixed[b]) >= score]
+            over_best.append(f"{time / times[best]:.2f}")
+            over_equal.append(f"{time / min(times[b] for b in equal):.2f}" if equal else "none")
+            scores += [mean_score(workload, ramp), mean_score(workload, fixed[best])]
+        times_cells.append([label(workload), *over_best, *over_equal])
+        score_cells.append([label(workload), *scores])
+    heads = [f"{name}, {o:g}" for name in ("best", "equal score") for o in OVERHEADS]
+    score_heads = [f"{name}, {o:g}" for o in OVERHEADS for name in ("Ramp", "best")]
+    return (
+        pages.table(" | ".join(["Ramp's time / fixed", *heads]), times_cells),
+        pages.table(" | ".join(["score", *score_heads]), score_cells),
+    )
 
 
 def samples_table(rows: Sequence[Row]) -> str:
@@ -169,19 +187,13 @@ def samples_table(rows: Sequence[Row]) -> str:
     for workload in WORKLOADS:
         own = [r for r in rows if r.workload == workload.name]
         found = [r for r in own if r.way == "samples"]
-        one = [r for r in own if r.way == "fixed" and r.batch == 1]
+        one = fixed_runs(own)[1]
         steps = mean(r.steps for r in found) / mean(r.steps for r in one)
         samples = mean(r.samples for r in found) / mean(r.samples for r in one)
-        scores = [score_cell(workload, found), score_cell(workload, one)]
-        cells.append([workload.title, f"{1 - steps:.0%}", f"{samples:.2f}", *scores])
-    head = "workload | fewer steps than scale 1 | samples over scale 1's | score | at scale 1"
+        scores = [mean_score(workload, found), mean_score(workload, one)]
+        cells.append([label(workload), f"{1 - steps:.0%}", f"{samples:.2f}", *scores])
+    head = "workload | fewer steps | samples / scale 1 | score | scale 1's score"
     return pages.table(head, cells)
-
-
-HEAD = (
-    "workload | overhead | scale 1's time over the best | best fixed batch | Ramp's time over it "
-    "| its score | Ramp's score | fastest no worse than Ramp | Ramp's time over it"
-)
 
 
 def main() -> None:
@@ -195,7 +207,8 @@ def main() -> None:
     if not arguments.draw:
         run(arguments.data)
     rows = read()
-    pages.fill("ramp", table=table(rows), samples=samples_table(rows))
+    times, scores = tables(rows)
+    pages.fill("ramp", times=times, scores=scores, samples=samples_table(rows))
 
 
 if __name__ == "__main__":

@@ -153,8 +153,8 @@ def ratio(rows: Sequence[Row]) -> float | None:
 
 
 def which(rows: Sequence[Row]) -> str:
-    head = "network | ranks | a / b | DDP at the small batch | fastest that averages in every step "
-    lines = [f"| {head}| fastest in blocks |", "|---|--:|--:|--:|---|---|"]
+    head = "network | ranks | a / b | DDP | fastest with averages per step | fastest in blocks "
+    lines = [f"| {head}| Ramp / best fixed batch |", "|---|--:|--:|--:|---|---|--:|"]
     for line, ranks, own in places(rows):
         plain = seconds_of(of(own, way=PLAIN.name))
         a_to_b = ratio(own)
@@ -171,6 +171,7 @@ def which(rows: Sequence[Row]) -> str:
             "" if plain is None else f"{plain:.2f} s",
             _best(fastest(own, IN_EVERY_STEP), plain),
             _best(fastest(own, IN_BLOCKS), plain),
+            over_best_fixed(own),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -187,20 +188,15 @@ def _best(found: tuple[str, float] | None, plain: float | None) -> str:
     if found is None:
         return ""
     name, seconds = found
-    times = "" if plain is None or name == PLAIN.name else f" ({plain / seconds:.1f} times DDP)"
+    times = "" if plain is None or name == PLAIN.name else f" ({plain / seconds:.1f}×)"
     return f"{name}: {seconds:.2f} s{times}"
 
 
-def over_best_fixed(rows: Sequence[Row]) -> str:
-    """Compare `Ramp` with the best fixed batch on each line."""
-    found = []
-    for line, ranks, own in places(rows):
-        ramp = seconds_of(of(own, way=RAMP.name))
-        fixed = fastest(own, [name for name in IN_EVERY_STEP if not WAYS[name].ramp])
-        if ramp is not None and fixed is not None:
-            found.append(f"{line}, {ranks} ranks: {ramp / fixed[1]:.2f}")
-    each = "; ".join(found)
-    return f"`Ramp`'s time over that of the best fixed batch, which had to be found: {each}."
+def over_best_fixed(own: Sequence[Row]) -> str:
+    """Return the time of `Ramp` over the time of the best fixed batch."""
+    ramp = seconds_of(of(own, way=RAMP.name))
+    fixed = fastest(own, [name for name in IN_EVERY_STEP if not WAYS[name].ramp])
+    return "" if ramp is None or fixed is None else f"{ramp / fixed[1]:.2f}"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -230,8 +226,8 @@ def _seconds_cell(found: Sequence[Row]) -> str:
 
 def lines_text(lines: dict[str, Any]) -> str:
     return "\n".join(
-        f"- **{name}**: TCP ({one['congestion_control']}) gets {one['one_way']:.0f} Mbit/s in one "
-        f"direction, and {one['both_ways']:.0f} in each of both; a round trip takes "
+        f"- **{name}**: TCP ({one['congestion_control']}) transfers {one['one_way']:.0f} Mbit/s in "
+        f"one direction and {one['both_ways']:.0f} in both; a round trip takes "
         f"{one['round_trip_ms']:.1f} ms."
         for name, one in lines.items()
     )
@@ -241,7 +237,6 @@ def parts(rows: Sequence[Row]) -> dict[str, Any]:
     machines = {f"{row['machine']}, with {row['versions']}" for row in rows}
     return {
         "which": which(rows),
-        "over_best_fixed": over_best_fixed(rows),
         "conditions": " and ".join(sorted(machines)),
         "load": f"{max(row['load'] for row in rows):.1f}",
         "table": table(rows),

@@ -71,7 +71,7 @@ class Ramp:
     shorter step, and `skip_time` excludes the time of a validation.
 
     Args:
-        optimizer: a scaling rule, such as `AdaScale` or `AdamScale`, which sets the learning rate.
+        optimizer: a scaling rule, such as `AdaScale`, which sets the learning rate.
         max_scale: the largest batch (all workers, all passes) in small batches, like the rule's
             `scale`. Lower it if larger batches reduce quality.
         goal: "time" maximizes progress per second; "samples" minimizes steps and samples, with a
@@ -108,7 +108,7 @@ class Ramp:
         if not isinstance(optimizer, ScalingRuleBase):
             raise TypeError(
                 f"Ramp needs an optimizer under a scaling rule, got {type(optimizer).__name__}. "
-                "Write mh.AdaScale(optimizer) for SGD, mh.AdamScale(optimizer) for Adam and AdamW."
+                "Write mh.AdaScale(optimizer)."
             )
         if optimizer.port.observer is not None:
             raise ValueError("this optimizer already has a Ramp: use that Ramp.")
