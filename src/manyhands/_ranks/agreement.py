@@ -103,7 +103,6 @@ def run_on_all(ranks: RankGroup, action: Callable[[], Result]) -> Result:
 
 
 def describe_error(error: Exception) -> list[str]:
-    """Return the type name and message of an error, for `to_error` on other ranks."""
     for kind in ERROR_TYPES:
         if isinstance(error, kind):
             return [kind.__name__, str(error)]
@@ -147,7 +146,6 @@ def _all_equal(values: Sequence[object]) -> bool:
 
 
 def _list_by_rank(values: Sequence[object]) -> str:
-    """Return a list of ranks by value, for an error message."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(_format_value(value), []).append(rank)

@@ -29,7 +29,6 @@ Group: Any = dist.ProcessGroup  # overloads in torch's types are incompatible wi
 
 @cache
 def names_of_torch() -> Any:
-    """Return the private names of torch that a dry run needs."""
     try:
         from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -53,7 +52,6 @@ class DryRun:
         self.clear()
 
     def clear(self) -> None:
-        """Reset all counters."""
         self.calls = Counter[str]()
         self.sent = Counter[str]()
         self.requests = Counter[str]()

@@ -75,7 +75,6 @@ _serials: weakref.WeakKeyDictionary[Store, Counter[str]] = weakref.WeakKeyDictio
 
 
 def name_of_ranks(ranks: Sequence[int]) -> str:
-    """Return a short name for these ranks, for use in keys."""
     return hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
 
 
@@ -142,7 +141,6 @@ def connect(
 
 
 def open_pairs(group: Any, rank: int, size: int) -> None:
-    """Connect all pairs of ranks by exchanging messages."""
     works = []
     for turn in range(1, size):  # in equal order on all ranks
         works.append(group.recv([torch.empty(1, device="cpu")], (rank - turn) % size, TAG))
@@ -382,7 +380,6 @@ def shut_connections(epolls: Iterable[int]) -> set[WatchedSocket]:
 
 
 def forget_sockets(sockets: Iterable[WatchedSocket]) -> None:
-    """Remove sockets from the lists of epolls."""
     for watched in sockets:
         with suppress(OSError), select.epoll.fromfd(os.dup(watched.epoll)) as epoll:
             epoll.unregister(watched.descriptor)

@@ -36,21 +36,18 @@ class MessageBox:
         self.prefix = prefix
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call the store's method of this name and return the result."""
         return getattr(self.store, name)(*args)
 
     def put(self, key: str, text: str) -> None:
         self.call("set", self.prefix + key, text)
 
     def count(self, key: str, more: int) -> int:
-        """Add to a shared counter, and return the new value."""
         return int(self.call("add", self.prefix + key, more))
 
     def has(self, key: str) -> bool:
         return bool(self.call("check", [self.prefix + key]))
 
     def fetch(self, key: str) -> bytes | None:
-        """Return the stored value; None if there is none."""
         return self.call("get", self.prefix + key) if self.has(key) else None
 
     def read(self, key: str) -> str:
@@ -58,7 +55,6 @@ class MessageBox:
         return self.text_of(key, self.fetch(key))
 
     def text_of(self, key: str, value: bytes | None) -> str:
-        """Return the text of a stored value."""
         return "" if value is None else value.decode()
 
     def delete(self, key: str) -> None:
@@ -84,8 +80,6 @@ class MessageBox:
 
 @dataclass
 class _Counter:
-    """Observations of a heartbeat counter."""
-
     count: int
     last: float  # time of the last observation
     silence: float = 0.0  # watched seconds without a change
@@ -124,13 +118,10 @@ class HeartbeatMonitor:
         return self.silent_for(self.stall)
 
     def silent_for(self, seconds: float) -> frozenset[str]:
-        """Return the processes without a heartbeat for this long."""
         return frozenset(id for id, each in self._counters.items() if each.silence >= seconds)
 
     def has_advanced(self, id: str) -> bool:
-        """Return whether this counter has increased since the first observation."""
         return id in self._counters and self._counters[id].advanced
 
     def reset(self) -> None:
-        """Forget all observations, for example after a long suspension."""
         self._counters = {}

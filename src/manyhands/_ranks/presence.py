@@ -66,7 +66,6 @@ _steps: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
 def count_step(owner: object) -> None:
-    """Count a completed training step of an optimizer or a model."""
     _steps[owner] = _steps.get(owner, 0) + 1
 
 
@@ -87,7 +86,6 @@ class Presence:
         return True
 
     def find_ended(self, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks with closed connections."""
         world: Any = dist.group.WORLD
         if not _has_connections():
             return []
@@ -121,7 +119,6 @@ class Presence:
         return self._waiting
 
     def _find_waiting(self, ranks: Sequence[int]) -> str:
-        """Return the lines in which these ranks wait; "" if a rank does not wait."""
         places: dict[str, list[int]] = {}
         for rank in ranks:
             place = self._read("waits", rank)

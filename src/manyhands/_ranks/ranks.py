@@ -183,11 +183,9 @@ class RankGroup:
         return backends
 
     def on_gloo(self, device: torch.device) -> bool:
-        """Return whether gloo serves tensors on this device."""
         return self._backends.get(device.type) == "gloo"
 
     def has_backend(self, device: torch.device) -> bool:
-        """Return whether the group serves tensors on this device."""
         backend = self._backends.get(device.type)
         return backend is not None and (backend != "gloo" or device.type == "cpu")
 
@@ -323,7 +321,6 @@ class RankGroup:
         return PendingSums(total, summed, work)
 
     def all_gather(self, numbers: list[float], device: torch.device) -> list[list[float]]:
-        """Return every rank's `numbers`, in rank order."""
         own = torch.tensor(numbers, dtype=widest_float(device), device=device)
         everyone = self.sum_and_gather(own, 0).wait()
         rows: list[list[float]] = everyone.view(self.size, -1).tolist()
@@ -346,7 +343,6 @@ class RankGroup:
         return [zlib.decompress(row[8 : 8 + size]).decode() for row, size in pairs]
 
     def _all_gather_bytes(self, sent: bytes, size: int) -> list[bytes]:
-        """Return every rank's first `size` bytes, padded with zeros."""
         data = torch.frombuffer(bytearray(sent[:size].ljust(size, b"\0")), dtype=torch.uint8)
         own = data.to(self.any_device)
         rows = [torch.empty_like(own) for _ in range(self.size)]
@@ -423,7 +419,6 @@ def _warn_if_alone(has_group: bool) -> None:
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return the widest float type that the device supports."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 

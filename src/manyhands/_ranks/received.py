@@ -25,7 +25,6 @@ _receivers: weakref.WeakSet[Receiver] = weakref.WeakSet()
 
 
 def add_receiver(receiver: Receiver) -> None:
-    """Register an object for `received_tensors` until it is deleted."""
     _receivers.add(receiver)
 
 

@@ -137,7 +137,6 @@ def _can_combine(norms: list[Any]) -> TypeGuard[list[LocalNorm]]:
 
 
 def _reduce_all(value: Any) -> Any:
-    """Reduce all local norms in the arguments of a function over the ranks."""
     if isinstance(value, LocalNorm):
         return value.reduce(value)
     if isinstance(value, list | tuple):
@@ -200,7 +199,6 @@ class ShardedGradient(Tensor):
         self.zeroed = other.zeroed
 
     def parts(self) -> list[Tensor]:
-        """Return all tensors of the gradient on this rank."""
         parts = list(self.slices)
         if self.local is not None:
             parts.append(self.local)
@@ -356,7 +354,6 @@ FOREACH = {aten._foreach_zero_, aten._foreach_mul_, aten._foreach_div_, aten._fo
 
 
 def _norm_of(grad: Tensor, power: float) -> Tensor:
-    """Return the norm of a gradient; a local norm if sharded."""
     if isinstance(grad, ShardedGradient):
         return grad.local_norm(power)
     plain: Tensor = torch.linalg.vector_norm(grad, power)

@@ -303,8 +303,6 @@ class DeferredBarrier:
 
 @dataclass
 class SharedMemoryReduceScatter:
-    """A pending reduce_scatter in shared memory."""
-
     slices: list[Tensor]  # our slice of each rank's bucket
     barrier: dist.Work
     sent: Tensor  # our bucket before the copy
@@ -320,13 +318,11 @@ class SharedMemoryReduceScatter:
 
 
 def check_on_cpu(device: torch.device) -> None:
-    """Raise a ValueError unless parameters on this device can use shared memory."""
     if device.type != "cpu":
         raise ValueError(f"shared_memory=True is for parameters on the CPU, got {device}.")
 
 
 def _host_identity() -> str:
-    """Return an identifier of this host and PID namespace; "" if memory cannot be shared."""
     if not hasattr(os, "memfd_create"):
         return ""
     try:

@@ -44,11 +44,9 @@ class StopNotice:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until this process may be killed."""
         return max(0.0, self.given_at + self.grace - time.monotonic())
 
     def clear(self) -> None:
-        """Forget the request, for a process that trains again."""
         self.reason = ""
         self.read = False
         self._looked_at = -LOOK

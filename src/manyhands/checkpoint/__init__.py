@@ -216,7 +216,6 @@ def load(
 
 
 def folder_at(path: str | os.PathLike[str]) -> Folder:
-    """Return the folder of checkpoints at a path or URL."""
     path = to_path(path)
     if isinstance(path, UrlPath):
         return Bucket(path)
@@ -224,7 +223,6 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
 
 
 def _as_list(argument: Item | Sequence[Item] | None) -> list[Item]:
-    """Return a single object, a sequence of objects or None as a list."""
     if argument is None:
         return []
     if isinstance(argument, list | tuple):

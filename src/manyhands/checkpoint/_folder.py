@@ -120,7 +120,6 @@ def _digest(text: str) -> str:
 
 
 def number_of(name: str) -> int:
-    """Return the number of a checkpoint, or 0 if the name is not a checkpoint's."""
     found = PATTERN.fullmatch(name)
     if found is None:
         return 0
@@ -135,7 +134,6 @@ class Folder:
         self._locked = False  # whether this job has the lock
 
     def list_complete(self) -> list[str]:
-        """Return the names of complete checkpoints, oldest first."""
         # Sorted by number, not by step: a run may return to an earlier step.
         names = [name for name in self.names() if number_of(name) and self.has_commit(name)]
         return sorted(names, key=lambda name: (number_of(name), name))
@@ -177,7 +175,6 @@ class Folder:
         return number or last + 1
 
     def _may_remove(self, name: str) -> bool:
-        """Return whether a folder has no commit and is ours, of an ended process, or old."""
         if self.has_commit(name) or self.is_link(name):
             return False
         if self.age(name) > (OLD if self.sizes(name) else MADE):
@@ -188,7 +185,6 @@ class Folder:
         return any(f"-{job_mark()}-" in file for file in self.sizes(name))
 
     def _has_ended(self, name: str) -> bool:
-        """Return whether the processes that created a checkpoint have ended."""
         if not self._locked:
             return False
         # The second to last part of a token: see `new_token`.
@@ -262,13 +258,11 @@ class Folder:
             raise ValueError(f"{self.path} is a file, but a checkpoint of manyhands is a folder.")
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Return the size in bytes of each file of a checkpoint."""
         with contextlib.suppress(OSError), os.scandir(self.path / name) as files:
             return {each.name: each.stat(follow_symlinks=False).st_size for each in files}
         return {}
 
     def age(self, name: str) -> float:
-        """Return the seconds since the last write to a checkpoint."""
         paths = [self.path / name, *(self.path / name / file for file in self.sizes(name))]
         return time.time() - max(os.lstat(path).st_mtime for path in paths)
 
@@ -287,7 +281,6 @@ class Folder:
         return OpenFile(self.path / name / file)
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint, starting with the commit."""
         path = self.path / name
         (path / COMMIT).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
@@ -325,7 +318,6 @@ class DryFolder(Folder):
 
 
 def sync(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -406,7 +398,6 @@ def _lock_for(file: int, run: str | None) -> bool:
 
 
 def _read_holder(file: int) -> dict[str, Any]:
-    """Return the record of the process that last took the lock, or {} if it is not valid."""
     try:
         holder = json.loads(os.pread(file, 2 * TEXT, 0))
     except ValueError:  # not written yet
@@ -535,6 +526,5 @@ class NewFile:
         self._file.close()
 
     def discard(self) -> None:
-        """Close and remove the file."""
         self._file.close()
         self.path.unlink(missing_ok=True)

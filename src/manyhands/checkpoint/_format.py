@@ -166,7 +166,6 @@ class Checksums:
                 self.end()
 
     def end(self) -> None:
-        """Complete the current checksum."""
         if self._length:
             self.found += self._crc32.to_bytes(4, "little")
             self._crc32 = 0
@@ -226,8 +225,6 @@ StateMeta = TypedDict("StateMeta", {"class": str, "state": Json})  # a scheduler
 
 
 class GroupMeta(TypedDict):
-    """A parameter group."""
-
     names: list[str]
     options: Json
 
@@ -252,8 +249,6 @@ class OptimizerMeta(ReplicaMeta, _ClassMeta):
 
 
 class Versions(TypedDict):
-    """The versions of the libraries that wrote a checkpoint."""
-
     manyhands: str
     torch: str
 
@@ -282,7 +277,6 @@ class Commit:
         return sum(nbytes for nbytes, _, _ in self.files)
 
     def to_text(self) -> str:
-        """Return the text of the commit, with a checksum."""
         # JSON has no NaN; `_values.py` encodes NaN as text.
         text = json.dumps(asdict(self), separators=(",", ":"), allow_nan=False)
         return HEAD.format(VERSION, zlib.crc32(text.encode())) + text + "}\n"
@@ -313,7 +307,6 @@ class Contents:
         self.tensors[key] = parts
 
     def put(self, key: str, tensor: Tensor) -> str:
-        """Add a tensor of this rank. Return the key."""
         self.add(key, to_parts(tensor))
         return key
 

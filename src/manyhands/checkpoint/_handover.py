@@ -65,8 +65,6 @@ class ForeignState:
 
 
 class ForeignStates:
-    """States that foreign code loads, in order."""
-
     def __init__(self) -> None:
         self.states: list[ForeignState] = []
         self._before: list[tuple[ForeignState, object]] = []
@@ -199,7 +197,6 @@ def restore_types(held: dict[str, object], entries: Mapping[str, object]) -> Non
 
 
 def has_foreign_loading(optimizer: Optimizer) -> bool:
-    """Return whether loading the state runs user code."""
     for each in _loading_optimizers(optimizer):
         if each._optimizer_load_state_dict_pre_hooks or each._optimizer_load_state_dict_post_hooks:
             return True

@@ -46,7 +46,6 @@ class ModelNames:
         return [name, *(other for other, first in self.aliases.items() if first == name)]
 
     def leave_out_frozen(self) -> None:
-        """Omit frozen parameters."""
         for name, param in list(self.params.items()):
             if not param.requires_grad:
                 for each in self.all_of(name):
@@ -205,5 +204,4 @@ def match_model(
 
 
 def can_convert(saved: torch.dtype, here: torch.dtype) -> bool:
-    """Return whether tensors of the saved type may be loaded as the type here."""
     return saved == here or (saved.is_floating_point and here.is_floating_point)

@@ -95,7 +95,6 @@ class Replica:
 
     @classmethod
     def of(cls, optimizer: Optimizer, savers: Savers) -> Replica:
-        """Find this rank's replica and the number of replicas."""
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}. Pass "
@@ -123,7 +122,6 @@ class Replica:
 
 
 def to_bytes(value: object) -> Tensor:
-    """Return JSON as a tensor of bytes."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
@@ -151,7 +149,6 @@ def saved_state(
 
 
 def saved_options(groups: Sequence[GroupMeta], get: GetTensor) -> list[dict[str, Any]]:
-    """Return the saved options of each group."""
     return [options_of(decode_dict("options of a group", each["options"], get)) for each in groups]
 
 
@@ -217,7 +214,6 @@ def match_saved(
 
 
 def decode_dict(what: str, meta: Json, get: GetTensor) -> dict[str, Any]:
-    """Decode a dict. Raise ValueError for other values."""
     value = decode(meta, get)
     if not isinstance(value, dict):
         raise ValueError(f"the saved {what} must be a dict, got {value!r:.80}.")
@@ -373,7 +369,6 @@ def _other_state(packed: SavedState, layers: OptimizerLayers) -> dict[str, objec
 
 
 def _collect_rule(rule: RuleParts, names: Sequence[str], prefix: str, put: PutTensor) -> StateMeta:
-    """Return a scaling rule's state as JSON, with gradients by parameter name."""
     state = rule.scaling_state_dict()
     # By name, not position: groups and shardings may have different orders.
     by_name = dict(zip(names, state["previous"], strict=False))
@@ -470,7 +465,6 @@ class OptimizerLoader:
         self._other = {**own["other"], "state": own["state"]}
 
     def _check_class_and_groups(self, groups: Sequence[Sequence[str]]) -> None:
-        """Raise unless class and parameter groups equal the saved optimizer's."""
         here = self._layers.class_name
         saved = self._meta["groups"]
         if here != self._meta["class"]:

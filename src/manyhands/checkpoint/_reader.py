@@ -90,7 +90,6 @@ class SafetensorsFile:
             raise self.damaged("it ends too early")
 
     def _read_header(self) -> bytes:
-        """Return the header, preceded by 8 bytes of length."""
         length = self._read(0, 8)
         nbytes = int.from_bytes(length, "little")
         if 8 + nbytes > self._source.size:

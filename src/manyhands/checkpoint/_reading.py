@@ -205,7 +205,6 @@ class RunLoader:
         self._foreign_states.states += states
 
     def _add_schedulers(self, here: Sequence[HasState], saved: Sequence[StateMeta]) -> None:
-        """Prepare to load the schedulers, in the saved order."""
         if len(here) != len(saved):
             raise _wrong_number("scheduler", len(here), len(saved))
         for each, meta in zip(here, saved, strict=True):
@@ -218,7 +217,6 @@ class RunLoader:
             self._add_object("the scheduler", each, meta["state"])
 
     def _add_object(self, name: str, each: HasState, meta: object) -> None:
-        """Prepare to load the state of an object in place."""
         state = decode(meta, self._reader.read_once)
         foreign = ForeignState(name, each.state_dict, each.load_state_dict, state)
         self._foreign_states.states.append(foreign)
@@ -280,14 +278,12 @@ class RunLoader:
             set_random_state(self._random)
 
     def undo(self) -> None:
-        """Restore the earlier state after a rank failed."""
         if self._restore_optimizers is not None:
             self._restore_optimizers()
         self._foreign_states.undo()
 
 
 def _wrong_number(what: str, here: int, saved: int) -> ValueError:
-    """Return the error for a different number of schedulers or optimizers than saved."""
     if not saved:
         return ValueError(
             f"the checkpoint was saved without {what}=. Load it without {what}=: the {what} then "

@@ -120,7 +120,6 @@ class Savers:
 
     @property
     def everyone(self) -> Holders:
-        """The holders of tensors that every saving rank has."""
         return Holders(self.size, self.rank, self.kind)
 
     def copies(self, members: Sequence[int]) -> Savers:
@@ -241,7 +240,6 @@ def _locate_local(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Ten
 
 
 def own_share(tensors: Mapping[str, TensorParts]) -> dict[str, TensorParts]:
-    """Return the tensors that this rank writes."""
     totals: dict[Holders, int] = defaultdict(int)
     for parts in tensors.values():
         totals[parts.holders] += parts.nbytes
@@ -383,7 +381,6 @@ class StoredTensor:
 
     @property
     def slices(self) -> Iterator[StoredSlice]:
-        """All non-empty slices."""
         return self.overlapping((0,) * len(self.shape), self.shape)
 
     @property
@@ -391,7 +388,6 @@ class StoredTensor:
         return len(list(self.slices))
 
     def overlapping(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[StoredSlice]:
-        """Yield the slices that overlap the given slice."""
         candidates = self.listed
         if self.holders:
             start = offsets[self.cut]
@@ -442,7 +438,6 @@ def find_tensors(table: Table, files: int) -> dict[str, StoredTensor]:
 
 
 def _check_counts(value: object) -> None:
-    """Raise ValueError unless all numbers in JSON are counts."""
     children: Iterable[object] = ()
     if isinstance(value, list):
         children = value
@@ -456,7 +451,6 @@ def _check_counts(value: object) -> None:
 
 
 def _check_shape(key: str, shape: Sequence[int], dtype: str) -> None:
-    """Raise ValueError unless torch supports a tensor of this shape and type."""
     # Strides are computed as if no dimension were empty.
     elements = math.prod(max(1, size) for size in shape)
     known = dtype in DTYPE_TEXTS and len(shape) <= MOST_DIMENSIONS
@@ -562,7 +556,6 @@ def allocate_target(
 
 
 def _has_same_layout(now: Tensor, like: Tensor) -> bool:
-    """Return whether shape, strides and sharding of two tensors are equal."""
     if now.shape != like.shape or is_dtensor(now) != is_dtensor(like):
         return False
     if is_dtensor(now):

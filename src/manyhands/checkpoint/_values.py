@@ -129,7 +129,6 @@ class RunObjects:
 
 
 def has_state(value: object) -> TypeGuard[HasState]:
-    """Return whether the value has state_dict and load_state_dict."""
     return callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)
     )
@@ -145,7 +144,6 @@ def check_has_state(what: str, value: object) -> HasState:
 
 
 def check_scheduler(value: object) -> HasState:
-    """Return the value. Raise TypeError if it is not a scheduler."""
     if isinstance(value, Optimizer | nn.Module):
         raise TypeError(
             f"scheduler must be a scheduler, got {type(value).__name__}. Pass a model as model= "
@@ -173,8 +171,6 @@ def decode(meta: object, get: GetTensor) -> Any:
 
 
 def _decode(meta: object, get: GetTensor) -> Any:
-    """Return a value of the JSON. `get` reads tensors."""
-
     def decode_child(child: object) -> object:
         return _decode(child, get)
 
@@ -211,10 +207,8 @@ _ESCAPES = str.maketrans({"%": "%25", ".": "%2E", "/": "%2F"})
 
 
 def escape(key: str) -> str:
-    """Return a dict's key or an entry's name as part of a tensor's key."""
     return key.translate(_ESCAPES)
 
 
 def unescape(text: str) -> str:
-    """Return the key that was passed to `escape`."""
     return text.replace("%2F", "/").replace("%2E", ".").replace("%25", "%")

@@ -207,7 +207,6 @@ class Save:
             raise to_error(*failed)
 
     def _write_file(self) -> list[int]:
-        """Write this rank's file. Return the commit's entry for the file."""
         entries = [entry for entry, _ in reversed(self._to_write)]
         sink = self.folder.create(self.name, file_name(self.messages.rank, self.token))
         with self._explain_no_room(sum(entry.nbytes for entry in entries)), sink as file:
@@ -215,7 +214,6 @@ class Save:
 
     @contextmanager
     def _explain_no_room(self, needed: int) -> Iterator[None]:
-        """Explain an error that means that the disk is full."""
         try:
             yield
         except OSError as error:
@@ -278,7 +276,6 @@ class Save:
             self.folder.publish(self.name, self.token, text)
 
     def _is_published(self) -> bool:
-        """Return whether this rank sees the complete checkpoint."""
         first = file_name(0, self.token)
         return self.folder.has_commit(self.name) and first in self.folder.sizes(self.name)
 
@@ -386,12 +383,10 @@ class SaveMessages:
         return number
 
     def send(self, receipt: dict[str, Any]) -> None:
-        """Send this rank's receipt to rank 0."""
         self._done.set()
         self._box.put(f"receipt/{self.rank}", json.dumps(receipt))
 
     def gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the receipts of all ranks, on rank 0."""
         receipts = [own]
         for rank in range(1, self.size):
             key = f"receipt/{rank}"
@@ -487,7 +482,6 @@ class SaveMessages:
         self._warn_of(names)
 
     def _warn_of(self, names: str) -> None:
-        """Warn once per save that some ranks have not called."""
         waited = time.monotonic() - self._began
         if waited > SAY_AFTER and not self._warned:
             self._warned = True
@@ -497,7 +491,6 @@ class SaveMessages:
             )
 
     def _use(self, token: str) -> None:
-        """Set the token of the next save."""
         self.token = token
         if self.size > 1:
             self._box = MessageBox(self._all.store, f"{self._all.prefix}{token}/")

@@ -28,8 +28,6 @@ class SavedAccount(TypedDict):
 
 
 class Account:
-    """A worker's account."""
-
     def __init__(self) -> None:
         self.rules: Rules | None = None  # None: no worker is known to have a cursor
         self.ledger = Ledger(0)
@@ -69,7 +67,6 @@ class Account:
         self._in_step = (in_step + samples, steps + 1)
 
     def step(self) -> None:
-        """Count an optimizer step, which trains the received samples."""
         samples, steps = self._in_step
         self.taken += samples
         if self._steps_left is not None:
@@ -77,7 +74,6 @@ class Account:
         self._in_step = (0, 0)
 
     def forget_step(self) -> None:
-        """Discard received samples that the loop will not train."""
         self._in_step = (0, 0)
 
     # -- all workers together ------------------------------------------------------------------
@@ -155,12 +151,10 @@ class Account:
     # -- between workers -----------------------------------------------------------------------
 
     def checksum(self) -> float:
-        """Return a checksum of rules and ledger."""
         text = json.dumps([self.rules, self.ledger.state()])
         return float(zlib.crc32(text.encode()))
 
     def saved(self) -> SavedAccount | None:
-        """Return the state for a joiner. None: this worker has no cursor."""
         if self.rules is None:
             return None
         return {
@@ -170,7 +164,6 @@ class Account:
         }
 
     def load(self, saved: SavedAccount | None) -> None:
-        """Load the state that a member has sent to this joiner."""
         if saved is not None:
             self.begin(saved["rules"], Ledger.of(saved["ledger"]), saved["committed_at"])
             self.received = True

@@ -388,7 +388,6 @@ class MapCursor(BaseCursor):
             batches = None
 
     def _load(self) -> Iterator[Any]:
-        """Start torch's loader at the current position."""
         if self._generator is not None:
             ranks = (self._number, self._ranks.rank)
             text = f"{self._rules['seed']} {self.epoch} {self.position} {ranks}"
@@ -416,7 +415,6 @@ class MapCursor(BaseCursor):
             self._plan.keep()
 
     def _end_epoch(self) -> None:
-        """Start the next epoch."""
         if self._blocks is None:
             self._account.next_epoch()
             self._hand_out_all()
@@ -437,7 +435,6 @@ class MapCursor(BaseCursor):
             self._blocks.load(self._rules, ledger)
 
     def _begin_with(self, ledger: Ledger) -> None:
-        """Set the position to a ledger's."""
         self._account.begin(self._rules, ledger)
         self._hand_out_all()
 
@@ -447,7 +444,6 @@ class MapCursor(BaseCursor):
 
 
 def _find_blocks(optimizer: Optimizer) -> CursorBlocks | None:
-    """Return the interface of the blocks around an optimizer, or None."""
     for layer in unwrap(optimizer, every_layer=True):
         # Checked on the class: instances of wrappers forward missing attributes.
         if hasattr(type(layer), "block_samples"):

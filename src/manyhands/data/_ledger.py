@@ -87,16 +87,13 @@ class Ledger:
 
     @property
     def left(self) -> int:
-        """The number of uncommitted positions."""
         return self.free + sum(count(spans) for _, spans in self.held)
 
     @property
     def committed(self) -> int:
-        """The number of committed positions."""
         return self.samples - self.left
 
     def held_by(self, number: int) -> Spans:
-        """Return the positions of a worker, in training order."""
         return dict(self.held).get(number, ())
 
     # -- changes -------------------------------------------------------------------------------
@@ -155,7 +152,6 @@ class Ledger:
         return replace(ledger, fresh=fresh, returned=pool, held=_sorted(held))
 
     def next_epoch(self) -> Ledger:
-        """Return the ledger of the next epoch."""
         return Ledger(self.samples, self.epoch + 1)
 
     # -- as plain values -----------------------------------------------------------------------
@@ -183,7 +179,6 @@ class Ledger:
         return cls(samples, epoch, fresh, tuple(returned))
 
     def state(self) -> dict[str, Any]:
-        """Return the complete ledger in JSON types."""
         return {
             "samples": self.samples,
             "epoch": self.epoch,
@@ -194,7 +189,6 @@ class Ledger:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Ledger:
-        """Return the ledger of a `state`."""
         held = {number: tuple(map(tuple, spans)) for number, spans in state["held"]}
         return replace(cls.of_saved(state["samples"], state), held=_sorted(held))
 
@@ -224,7 +218,6 @@ def _sorted(held: Mapping[int, Spans]) -> tuple[tuple[int, Spans], ...]:
 
 
 def _join_neighbours(spans: Sequence[tuple[int, int]]) -> Spans:
-    """Return the ranges in order, with adjacent ranges joined."""
     joined: list[tuple[int, int]] = []
     for start, stop in spans:
         if joined and joined[-1][1] == start:

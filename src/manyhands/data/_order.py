@@ -55,8 +55,6 @@ SKIPPED = 64  # maximum samples to skip before a shard is reopened
 
 
 class Order:
-    """The order of an epoch."""
-
     def __init__(self, samples: int, seed: int, epoch: int, shuffle: bool = True) -> None:
         self.samples = samples
         self.shuffle = shuffle and samples > 1
@@ -86,7 +84,6 @@ class Order:
             cells[outside] = self._stir(cells[outside])
 
     def _stir(self, cells: Tensor) -> Tensor:
-        """Return the cells after the rounds in the module's docstring."""
         a = self._rows
         b = self._columns
         row = torch.div(cells, b, rounding_mode="floor")
@@ -109,7 +106,6 @@ def _mix_bits(values: Tensor, key: int) -> Tensor:
 
 
 def positions_in(spans: Spans) -> list[int]:
-    """Return the positions as a list."""
     positions: list[int] = []
     for start, stop in spans:
         positions += range(start, stop)
@@ -176,7 +172,6 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
         return zlib.crc32(repr([self.sizes, self.lanes]).encode())
 
     def order(self, seed: int, epoch: int, shuffle: bool) -> ShardOrder:
-        """Return the order of an epoch."""
         shards = Order(len(self.shards), seed, epoch, shuffle).indices(((0, len(self.shards)),))
         return ShardOrder([shards[lane :: self.lanes] for lane in range(self.lanes)], self.sizes)
 

@@ -51,7 +51,6 @@ class Pass:
 
     @property
     def last(self) -> bool:
-        """Whether this is the last pass of the step."""
         return self.index == len(self.counts) - 1
 
     @property
@@ -98,7 +97,6 @@ def _passes_of_rank(n: int, own: int, ranks: int, most: int | None) -> list[Pass
 
 
 def number_of_passes(samples: int, ranks: int, most: int | None) -> int:
-    """Return the number of passes per rank in a step of this size."""
     largest = -(-samples // ranks)
     return 1 if most is None else max(1, -(-largest // most))
 
@@ -145,7 +143,6 @@ class LoaderPlan:
         return passes
 
     def next_pass(self) -> Pass:
-        """Remove and return the pass that the loop receives now."""
         now = self._passes.popleft()
         if now.last:
             self._steps_ahead.popleft()
@@ -215,7 +212,6 @@ class LoaderPlan:
                 start = stop
 
     def _order_of_epoch(self) -> Order | ShardOrder:
-        """Return the order of the epoch: a permutation, or along data shards."""
         rules = self._rules
         which = (rules["seed"], self._account.ledger.epoch, rules["shuffle"])
         if self._shards is not None:

@@ -37,8 +37,6 @@ class MapDataset(Protocol):
 
 
 class Arguments(TypedDict):
-    """The arguments of a cursor that must be equal on all ranks."""
-
     batch_size: int
     keep: str
     max_local_batch_size: int | None
@@ -105,7 +103,6 @@ def agree_on_rules(
 
 
 def check_arguments(arguments: Arguments, options: Mapping[str, object], ranks: int) -> None:
-    """Raise if a cursor's arguments are wrong on this rank."""
     one_of("keep", arguments["keep"], ["batch", "micro"])
     whole("batch_size", arguments["batch_size"], 1)
     whole("max_local_batch_size", arguments["max_local_batch_size"] or 1, 1)
@@ -119,7 +116,6 @@ def check_arguments(arguments: Arguments, options: Mapping[str, object], ranks: 
 
 
 def check_dataset(owner: str, dataset: object) -> None:
-    """Raise TypeError unless the dataset of a loader has a length."""
     if isinstance(dataset, DataLoader):
         raise TypeError(
             f"{owner} needs a dataset, got a DataLoader. Pass the loader's dataset and options: "
@@ -131,13 +127,11 @@ def check_dataset(owner: str, dataset: object) -> None:
 
 
 def describe_order(rules: EpochOrder) -> dict[str, Any]:
-    """Return the order that a saved position refers to."""
     order = {name: rules[name] for name in EpochOrder.__annotations__}  # type: ignore[literal-required]
     return {"version": FORMAT, **order}
 
 
 def check_state(state: Mapping[str, object], rules: EpochOrder) -> None:
-    """Raise if a saved position does not belong to this order."""
     SavedEntries(state, "a position in the data")  # raises unless the state is a dict
     for name, here in describe_order(rules).items():
         came = state.get(name)

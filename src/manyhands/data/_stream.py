@@ -40,8 +40,6 @@ READ_AT_ONCE = 64  # samples between two states of a shard without shuffling
 
 
 class Position(NamedTuple):
-    """The position in a shard."""
-
     shard: int
     taken: int = 0  # samples
     state: str = ""  # the shard's state dict after `state_count` samples, as JSON; "" without
@@ -170,7 +168,6 @@ class StreamCursor(BaseCursor):
         self._shards = {}
 
     def _read_steps(self) -> Iterator[Any]:
-        """Yield a batch for each step until no rank has samples."""
         batches = iter(self._loader)
         ended = list[Position]()
         while True:

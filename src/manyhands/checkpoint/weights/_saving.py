@@ -28,7 +28,6 @@ CONFIG = "config.json"
 
 
 def split_into_files(entries: Iterable[TensorEntry], max_size: int) -> dict[str, list[TensorEntry]]:
-    """Return the tensors of each file, in order."""
     groups = list(in_groups(entries, lambda entry: entry.nbytes, max_size)) or [[]]
     files = {}
     for number, group in enumerate(groups, 1):
@@ -73,7 +72,6 @@ def publish(scratch: Path, folder: Path, files: dict[str, list[TensorEntry]], co
 
 
 def write_model(model: nn.Module, folder: Path, max_size: int, ranks: RankGroup) -> list[Path]:
-    """Write the files of a model. Return their paths."""
     names = run_on_all(ranks, lambda: find_names(model))
     entries = [TensorEntry(name, t.dtype, tuple(t.shape)) for name, t in names.tensors.items()]
     listed = [f"{entry.name} {entry.shape} {entry.dtype}" for entry in entries]
