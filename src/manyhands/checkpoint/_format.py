@@ -1,16 +1,14 @@
 """Write the files of a checkpoint.
 
-**Data files** are safetensors files. Each rank writes a file block by block, so it need not fit in
-memory.
+**Data files** are safetensors files, written block by block.
 
     8 bytes          length of the header
     header           JSON: type, shape, and first and last byte of each tensor
     the tensors      in the order of the header, without gaps
 
-The safetensors package writes only tensors that are all on the CPU at the same time, and does not
-wait for the disk. Otherwise the files are alike. Our files end with a tensor `CHECKS`, which has a
-CRC-32 for every 16 KiB of the other tensors. So a reader can verify a part of a tensor, and the
-writer does not return to the header.
+The safetensors package needs all tensors on the CPU at the same time, and does not wait for the
+disk. Our files end with a tensor `CHECKS`, which has a CRC-32 for every 16 KiB of the other
+tensors. So a reader can verify a part of a tensor, and the writer does not return to the header.
 
 The name of a tensor in a file is the key of the full tensor, followed by the offsets for a slice.
 
@@ -29,10 +27,10 @@ The name of a tensor in a file is the key of the full tensor, followed by the of
     {"manyhands checkpoint": 2, "crc32": "....",
      "content": {...}}
 
-It contains the location of each tensor. Tensors that are split evenly along a dimension, as by
-`fully_shard`, are in a *grid*: a common description of all tensors with the same split, and the
-file of each piece. So the size of the commit grows with tensors plus ranks, not with their product.
-Other slices are listed individually.
+It locates each tensor. Tensors split evenly along a dimension, as by `fully_shard`, are in a
+*grid*: a common description of all tensors with equal split, plus the file of each piece. So the
+size of the commit grows with tensors plus ranks, not with their product. Other slices are listed
+individually.
 """
 
 from __future__ import annotations
@@ -104,10 +102,10 @@ def write(
     *,
     checked: bool = True,
 ) -> list[int]:
-    """Write a new file. Return when it is on disk.
+    """Write a new file to disk. Return its size, the size of its head, and a checksum.
 
-    `get_tensor` is called for each entry in turn, so only a single tensor is in memory. Returns the
-    sizes of the file and of its head, and the checksum of the head and of `CHECKS`.
+    `get_tensor` is called for each entry in turn, so only a single tensor is in memory. The
+    checksum covers the head and `CHECKS`.
     """
     if sys.byteorder != "little":  # tensors are written as stored in memory
         raise RuntimeError("checkpoints can only be written on little-endian machines.")
@@ -149,7 +147,7 @@ def write(
 
 
 class Checksums:
-    """The CRC-32 of each `CHECKED` bytes of a tensor, which is added in pieces of any length."""
+    """The CRC-32 of each `CHECKED` bytes of a tensor that is added in pieces of any length."""
 
     def __init__(self) -> None:
         self.found = bytearray()
@@ -187,18 +185,14 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def is_stored_as_is(tensor: Tensor) -> bool:
-    """Return whether the bytes in memory are the tensor's numbers.
-
-    For a lazy conjugate or negative view, memory has different numbers, which torch converts when
-    it reads or writes the tensor.
-    """
+    """Return whether the bytes in memory are the tensor's numbers: not for lazy views."""
     return not (tensor.is_conj() or tensor.is_neg())
 
 
 def memory_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, which must outlive the result."""
     assert tensor.is_contiguous() and is_stored_as_is(tensor)
-    # With ctypes: numpy is not a dependency, and has no bfloat16.
+    # numpy is not a dependency, and has no bfloat16.
     memory = ctypes.c_ubyte * tensor.nbytes
     return memoryview(memory.from_address(tensor.data_ptr())).cast("B")
 

@@ -130,15 +130,14 @@ def list_names(names: Sequence[str]) -> str:
 
 def collect_model(names: ModelNames, prefix: str, contents: Contents) -> ModelMeta:
     """Add this rank's tensors to the contents. Return the model's description as JSON."""
-    # Every rank writes a share of the parameters. Buffers are saved from rank 0, as in
-    # DistributedDataParallel.
+    # Buffers are saved from rank 0, as in DistributedDataParallel.
     for name, tensor in names.params.items():
         contents.add(f"{prefix}/{name}", to_parts(tensor, contents.savers))
     for name, tensor in names.buffers.items():
         contents.put_of_first(f"{prefix}/{name}", tensor)
     extras = {}
     for name, module in names.extras.items():
-        # Called on every rank, because the module may use collectives.
+        # On every rank: the module may use collectives.
         state = module.get_extra_state()
         extras[name] = encode(state, f"{prefix}/{name}", contents.put_of_first)
     return {
@@ -163,8 +162,6 @@ def match_model(
     received = received_tensors()  # from a crew: newer than any checkpoint
     for name, tensor in names.tensors.items():
         shape = tuple(tensor.shape)
-        # For a tied tensor any name may be the saved one: classes may register names in a different
-        # order.
         known = [other for other in names.all_of(name) if other in saved]
         if not known:
             before = left_out.get(name)

@@ -1,15 +1,14 @@
 """Save an optimizer's state by parameter name, and load it under any sharding.
 
-`_format.OptimizerMeta` describes an optimizer in the commit, without the state. The names of stored
-tensors show the entries of each parameter. An entry of the parameter's shape may be split into
-slices on several ranks. Other entries are complete on each rank that has them, and the rank with
-the parameter's first element writes the entry. Entries other than tensors are stored as JSON in a
-tensor of bytes.
+`_format.OptimizerMeta` describes an optimizer in the commit. The names of stored tensors show the
+entries of each parameter. An entry of the parameter's shape may be split into slices. Other entries
+are written by the rank with the parameter's first element. Entries other than tensors are stored as
+JSON in a tensor of bytes.
 
-**Replicas.** Under data parallelism all ranks form a single replica: they share an optimizer state,
-complete or sharded. In blocks each replica (a rank, or the ranks of a machine) has a separate
-optimizer state and scaling rule, and a checkpoint stores one per replica. If N replicas were saved,
-replica r of a later run loads the saved replica r modulo N.
+**Replicas.** Under data parallelism all ranks form a single replica with a complete or sharded
+optimizer state. In blocks each replica (a rank, or the ranks of a machine) has a separate optimizer
+state and scaling rule. With N saved replicas, replica r of a later run loads saved replica r modulo
+N.
 """
 
 from __future__ import annotations
@@ -113,11 +112,8 @@ class Replica:
         return cls(peers.index(own), len(peers), savers.ranks[0] in peers, layout)
 
     def key_prefix(self, key: str) -> str:
-        """Return the key prefix of tensors that differ between replicas.
-
-        The first replica uses the prefix of a run without blocks, so that checkpoints can be loaded
-        with and without blocks.
-        """
+        """Return the key prefix of tensors that differ between replicas."""
+        # The first replica uses the prefix of a run without blocks, which can load it.
         return key if self.number == 0 else f"{key}/replica.{self.number}"
 
 
@@ -176,8 +172,7 @@ def match_saved(
 ) -> list[SavedOptimizer] | None:
     """Return the saved optimizer for each optimizer here, or None if the numbers differ.
 
-    Optimizers that were saved separately may be loaded into a list in blocks, `DiLoCo([a, b])`, and
-    vice versa.
+    Optimizers that were saved separately load into blocks, `DiLoCo([a, b])`, and vice versa.
     """
     pairs = list(zip(here, replicas, strict=True))
     if len(here) == len(saved):
@@ -271,8 +266,8 @@ def collect_optimizer(
     root = f"optimizer.{number}"
     prefix = replica.key_prefix(root)
     parts, packed = state_parts(inner)
-    # Without blocks, all ranks have the state of an unsharded optimizer. If an optimizer is sharded
-    # among a subset of ranks, the other subsets have copies.
+    # Without blocks, all ranks have the state of an unsharded optimizer. If a subset of ranks
+    # shards an optimizer, the other subsets have copies.
     everyone = savers if replica.count == 1 else ALONE
     copies = ALONE
     if layers.sharded is not None and everyone.size > 1:
@@ -316,10 +311,7 @@ def _collect_part(
     writes: bool,
     sharded: bool = False,
 ) -> None:
-    """Add the state of a parameter, or of a range of a parameter, that all `savers` have.
-
-    `writes` tells whether this rank adds entries that are not split among ranks.
-    """
+    """Add the state of a parameter, or of a range. `writes`: also entries that are not split."""
     entries = dict(part.entries)
     if part.exact is not None:
         entries[EXACT_ENTRY] = part.exact
@@ -353,8 +345,8 @@ def _other_state(packed: SavedState, layers: OptimizerLayers) -> dict[str, objec
     common = common_state(packed)
     if common:
         found["state"] = common
-    # The search for layers stops at a foreign wrapper with state. If the wrapper contains ours,
-    # "other" would store every rank's state as rank 0's.
+    # The search for layers stops at a foreign wrapper with state. "other" would store the state of
+    # layers inside from rank 0 only.
     inside = ""
     if "manyhands" in packed and layers.rule is None:
         inside = "a scaling rule"
@@ -384,7 +376,6 @@ class OptimizerLoader:
 
     The constructor checks that the state fits and allocates memory. Then fill `targets`, call
     `load` to pass the state to the optimizer, and `finish` for the rule and blocks around it.
-    Before `load`, only existing state tensors are changed, by filling them in place.
     """
 
     def __init__(
@@ -608,10 +599,9 @@ class OptimizerLoader:
 
 
 # -- blocks ----------------------------------------------------------------------------------------
-# All replicas share the outer state: anchor and memories. Each slice of the full tensors is saved
-# once, so any number of replicas under any sharding can load slices. A codec's residual belongs to
-# ranks that round and average together. It is loaded if the rank's slices have not changed;
-# otherwise it starts at zero.
+# All replicas share the outer state: anchor and memories. Each slice is saved once. A codec's
+# residual belongs to ranks that round and average together. It loads if the rank's slices have not
+# changed; otherwise it starts at zero.
 
 
 def _outer_slices(

@@ -1,12 +1,12 @@
 """Read a checkpoint: the commit, and slices of tensors.
 
-The commit shows which files a rank needs. The reader reads the headers of these files, then ranges
-of bytes. A range is first compared with its checksums, one per 16 KiB, in a buffer that fits into
-the processor's cache. Then the range is read from the page cache into its final memory, which is
-faster than a copy through new memory. From a bucket, a range is fetched once and buffered.
+The reader reads the headers of the files that a rank needs, then ranges of bytes. A range is first
+compared with the checksums, one per 16 KiB, in a buffer that fits into the processor's cache. Then
+the range is read from the page cache into the final memory. From a bucket, a range is fetched once
+and buffered.
 
 Files may be forged or sparse. So memory for a tensor is allocated only after the tensor was found
-in the files, and memory for checksums only after they were compared.
+in the files, and memory for checksums only after the comparison.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ LARGE = 2**20  # larger tensors are compared before memory is allocated
 class SafetensorsFile:
     """A safetensors file of a checkpoint or of any other writer.
 
-    `expected` comes from the commit: bytes of the file and of its head, and the checksum. Files of
-    other writers have no checksums and are not verified.
+    `expected` is the file's entry in the commit. Files of other writers are not verified.
     """
 
     def __init__(
@@ -274,7 +273,7 @@ class Reader(ExitStack):
     def check_claim(self, key: str) -> None:
         """Raise ValueError unless the files contain a tensor of the claimed size.
 
-        Call this before allocating memory: a commit or a sparse file may claim any size.
+        Call this before allocating memory: a forged commit may claim any size.
         """
         tensor = self.tensors[key]
         for stored in tensor.slices:

@@ -85,8 +85,8 @@ def load_newest(
 
 def _find_newest(folder: Folder, ranks: RankGroup) -> str:
     """Return the name of the newest checkpoint. An empty name means the folder itself."""
-    # Rank 0 decides, because a checkpoint may appear between the reads of two ranks. Ranks exchange
-    # only the name, because the folder's path may differ between ranks.
+    # Rank 0 decides, because a checkpoint may appear between the reads of two ranks. The folder's
+    # path may differ between ranks.
 
     def find() -> str:
         if ranks.rank == 0 or dry_group() is not None:
@@ -98,8 +98,7 @@ def _find_newest(folder: Folder, ranks: RankGroup) -> str:
 
 def _join(process_group: dist.ProcessGroup | None) -> RankGroup:
     """Return the ranks in a separate group, after each rank has called."""
-    # After this call, a late rank is a slow one: disks may take hours, and a closed connection
-    # shows that a rank has died.
+    # Later, disks may take hours, and a closed connection shows that a rank has died.
     ranks = RankGroup.of(process_group)
     try:
         return replace(ranks.with_cpu_group(), patience=DISK_TIMEOUT)
@@ -139,8 +138,8 @@ def _load_checkpoint(
 class RunLoader:
     """Loads a checkpoint into the objects of a run.
 
-    The constructor compares objects and checksums without changing the run. The next steps are
-    `load_foreign_states`, `fill` and `finish`. If any step fails on any rank, call `undo`.
+    The constructor compares objects and checksums without changing the run. If a later step fails
+    on any rank, call `undo`.
     """
 
     def __init__(

@@ -1,15 +1,13 @@
 """Find the slices of tensors on this rank and in the files of a checkpoint.
 
-A *slice* is rectangular, with an offset and a size per dimension. A plain tensor is a single slice;
-so is a shard of a DTensor. A flat range of a parameter (`_optimizers/state_parts.py`) is split into
-slices: elements `start` to `stop` in memory order are the end of a row, full rows, then the
-beginning of a row. Incomplete rows are again ranges with one dimension less. The maximum number of
-slices is 2 * dimensions - 1. Each slice is contiguous in memory, directly after the previous slice.
+A *slice* is rectangular, with an offset and a size per dimension. A plain tensor, or a shard of a
+DTensor, is a single slice. A flat range of a parameter (`_optimizers/state_parts.py`) is split into
+slices: the end of a row, full rows, then the beginning of a row. Incomplete rows are again ranges
+with one dimension less. So there are up to 2 * dimensions - 1 slices, each contiguous in memory.
 
-**Who writes** a slice that several ranks have follows from each rank's own placements, without
-messages: tensors with equal holders are laid end to end, and each holder writes the tensors whose
-first byte is in the holder's part of the length. A reader takes a slice from all stored slices that
-overlap it.
+**Which rank writes** a shared slice follows from placements, without messages: tensors with equal
+holders are laid end to end, and each holder writes the tensors that start in its part of the
+length. A reader combines all stored slices that overlap the requested slice.
 """
 
 from __future__ import annotations
@@ -98,7 +96,7 @@ class Holders:
     kind: str = ""  # holders of a kind have the same list of tensors
 
     def times(self, outer: Holders) -> Holders:
-        """Return the combined holders of several such groups: `outer` counts the groups."""
+        """Return the combined holders of a number of such groups, which `outer` counts."""
         place = outer.place * self.count + self.place
         return Holders(outer.count * self.count, place, self.kind + outer.kind)
 
@@ -184,10 +182,9 @@ class TensorParts:
     def from_flat(
         cls, flat: Tensor, like: Tensor, start: int, holders: Holders = Holders()
     ) -> TensorParts:
-        """Return the slices of a flat range of a tensor like `like`.
+        """Return the slices of the elements `flat`, from `start` on in the memory order of `like`.
 
-        `flat` contains the elements from `start` on, in the memory order of `like`, or of its local
-        tensor for a DTensor. Complex numbers may be given as pairs of real numbers.
+        For a DTensor, this is the order of the local tensor. Complex numbers may be pairs.
         """
         flat = flat.detach().view(-1)
         shape, corner, like = _locate_local(like)
@@ -289,10 +286,7 @@ def find_reads(
 
 
 class Table(TypedDict):
-    """The locations of tensors in files: grids, and lists of slices for other tensors.
-
-    A rank describes a single file, with number 0. The commit describes all files.
-    """
+    """The locations of tensors in files. A rank describes file 0, the commit all files."""
 
     # For each grid: the number of pieces, the file of each piece, and by key the shape, dtype and
     # split dimension. A rank's own table has the number of the rank's piece instead of the files.
@@ -463,16 +457,14 @@ def covers_once(
 ) -> bool:
     """Return whether slices (offsets and sizes) fill a shape without gap or overlap.
 
-    Slices inside the shape fill it exactly if
+    Slices fill the shape exactly if
 
         sum over slices of  prod_i (f_i[start] - f_i[stop])  =  prod_i (f_i[0] - f_i[size])
 
     as polynomials in the unknowns f_i[x], one for each dimension i and coordinate x. (Each side is
-    the mixed difference of an indicator function, and equal functions have equal differences.) Both
-    sides are evaluated at random values modulo a prime of 61 bits. The cost is linear in the number
-    of slices; comparing pairs of slices would be quadratic.
+    the mixed difference of an indicator function.) Both sides are evaluated at random values modulo
+    a prime of 61 bits. The cost is linear in the number of slices.
     """
-    # A separate generator: checkpoints save and restore the program's generators.
     draw = random.SystemRandom().randrange
     values: dict[tuple[int, int], int] = defaultdict(partial(draw, PRIME))
 
@@ -529,11 +521,7 @@ def to_parts(tensor: Tensor, savers: Savers = ALONE) -> TensorParts:
 def allocate_target(
     part: OptimizerStatePart, entry: str, stored: StoredTensor, own: StoredTensor | None
 ) -> tuple[Tensor, TensorParts]:
-    """Return a tensor to fill with a saved entry, and the tensor's slices.
-
-    `own` is the parameter in the checkpoint. An existing tensor of the optimizer is used if it
-    fits.
-    """
+    """Return a tensor to fill with a saved entry, and its slices. `own`: the saved parameter."""
     param = part.param
     like = part.like
     shape = torch.Size(stored.shape)

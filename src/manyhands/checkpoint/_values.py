@@ -1,15 +1,12 @@
 """Encode values as JSON and decode them.
 
-JSON types are encoded as themselves: None, booleans, numbers, strings, lists, and dicts with string
-keys. Other values become a dict with a type under "$":
+JSON types are not changed. Other values become a dict with a type under "$":
 
     {"$": "tensor", "key": ...}   a tensor of the checkpoint, stored under that key
     {"$": "tuple", "items": [...]}, {"$": "dict", "items": [[key, value], ...]}, ...
 
-The key of a tensor is its path: `PATH.a.b` in {"a": {"b": tensor}}. Dots, slashes and percent signs
-in the keys of dicts are percent-encoded, so {"a.b": tensor} has the path `PATH.a%2Eb`.
-
-Decoding never executes code. Values of other types cannot be saved.
+The key of a tensor is a path: `PATH.a.b` in {"a": {"b": tensor}}. Dots, slashes and percent signs
+in the keys of dicts are percent-encoded. Decoding never executes code.
 """
 
 from __future__ import annotations

@@ -6,12 +6,8 @@
     publish     rank 0 checks all receipts, in which each element must occur once, and commits
     end         rank 0 tells every rank that the checkpoint exists, or why it does not
 
-Receipts and the final answer travel through the store of the ranks (`SaveMessages`). A save needs
-no collective. No work of a rank grows with the number of ranks, except that rank 0 reads a receipt
-of each rank in the background.
-
-A crash before the commit leaves files that a later save removes. After the commit the checkpoint is
-complete.
+Receipts and the final answer travel through the store of the ranks (`SaveMessages`), without
+collectives. Only rank 0's work grows with the number of ranks: it reads a receipt of each rank.
 """
 
 from __future__ import annotations
@@ -74,8 +70,6 @@ def begin_save(
     process_group: dist.ProcessGroup | None,
 ) -> tuple[Path, Callable[[], None]]:
     """Do all of a save except for writing. Return the checkpoint's path and the remaining work."""
-    # With `wait=False`, the remaining work does not read the model or the optimizer. `options`
-    # contains step, keep, wait and frozen.
     messages = SaveMessages.of(RankGroup.of(process_group))
     if isinstance(dist.group.WORLD, DryGroup):
         folder = DryFolder(folder.path)
@@ -176,8 +170,8 @@ class Save:
             if copy:  # to the CPU
                 tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu").copy_(tensor)
             self._to_write.append((entry, tensor))
-        # Written in reverse order, so that copies are freed one by one: wide types first, which
-        # aligns each tensor to its element size.
+        # Written in reverse order, so that copies are freed one by one. Wide types are first, which
+        # aligns each tensor.
         self._to_write.sort(key=lambda each: each[0].dtype.itemsize)
 
     def finish(self) -> None:
@@ -291,10 +285,9 @@ _messages: weakref.WeakKeyDictionary[Store, dict[Sequence[int], SaveMessages]] =
 class SaveMessages:
     """Messages of saves between the ranks, through a separate connection to the store.
 
-    The token of a save identifies its messages and files. Rank 0 publishes the token of the first
-    save under a fixed key; each answer contains the token of the next save. The number of the next
-    checkpoint in a folder increases by one. So each rank receives a single message per save, the
-    answer, and sends one, the receipt.
+    The token of a save identifies messages and files. Rank 0 publishes the first token under a
+    fixed key; each answer contains the next token. Numbers of checkpoints increase by one. So each
+    rank sends a single message per save, the receipt, and receives one, the answer.
     """
 
     def __init__(self, savers: Savers, store: Store | None = None, patience: float = 0.0) -> None:

@@ -3,9 +3,7 @@
     held ── add_to_step ──▶ in a step ── step ──▶ taken ── commit ──▶ committed
 
 A sync round exchanges the workers' `taken`. Then all workers commit these samples and divide the
-rest again. So the samples of a worker that dies after the last round go to the other workers.
-
-This module uses plain values: no tensors, no process groups.
+rest again, including the uncommitted samples of a worker that died.
 """
 
 from __future__ import annotations
@@ -90,8 +88,8 @@ class Account:
     def hand_out(self, steps: Mapping[int, int], since: int = 0, own: int | None = None) -> None:
         """If due, divide the rest among the workers of `steps`.
 
-        Each worker receives positions for this number of steps, and for steps that it loads ahead.
-        Samples of the `since` steps after the last commit stay with their workers. If workers take
+        Each worker receives positions for this number of steps, and for steps loaded ahead. Samples
+        of the `since` steps after the last commit stay with their workers. If workers take
         different numbers of steps, `own` is this worker's number.
         """
         if self.rules is None or not self.due:
@@ -134,8 +132,8 @@ class Account:
     def to_plan(self, number: int) -> tuple[Spans, int | None]:
         """Return a worker's positions after the loop's positions, and the number of steps.
 
-        None means that the positions limit the steps. A number means the last samples of the epoch;
-        the last step may then be short or empty.
+        None: the positions limit the steps. A number: these are the last samples of the epoch, and
+        the last step may be short or empty.
         """
         samples, steps = self._in_step
         spans = take(self.ledger.held_by(number), self.taken + samples)[1]

@@ -10,10 +10,9 @@ An epoch has positions 0 ... samples - 1. Each position is in one of three state
       ▲                   │
       └──── keep_only ────┘        the worker left or died, or the positions were reassigned
 
-A worker trains its positions in the order of `held`, so a single number, its count of trained
-samples, describes a commit. In blocks the number is part of the report in a sync round
-(`blocks/averaging/_payload.py`), and all workers compute the same ledger without further messages.
-Ranks that take all steps together (DDP, ZeRO, FSDP) form a single worker.
+A worker trains positions in the order of `held`, so the count of trained samples describes a
+commit. In blocks the count is part of the report in a sync round (`blocks/averaging/_payload.py`),
+and all workers compute equal ledgers without further messages.
 
 Positions are stored as *spans*: half-open pairs (start, stop), in training order. This module uses
 plain integers: no tensors, no process groups.
@@ -126,10 +125,9 @@ class Ledger:
     def hand_out(self, wanted: Mapping[int, int], pinned: int = 0) -> Ledger:
         """Assign each of these workers the wanted number of positions, and other workers none.
 
-        If there are too few positions, each worker gets the same fraction of its number. Workers
-        keep positions up to the new number, because the samples may be loaded. The first `pinned`
-        positions always stay, because they may have been trained. Returned positions are assigned
-        before fresh positions.
+        If there are not enough positions, each worker gets an equal fraction. Workers keep
+        positions up to the new number, because the samples may be loaded. The first `pinned`
+        positions may have been trained and always stay. Returned positions are assigned first.
         """
         ledger = self.keep_only(wanted)
         shares = divide(ledger.left, wanted)
@@ -157,7 +155,7 @@ class Ledger:
     # -- as plain values -----------------------------------------------------------------------
 
     def saved(self) -> dict[str, Any]:
-        """Return the committed positions, for any number of workers. Held positions become free."""
+        """Return the committed positions for a checkpoint. Held positions become free."""
         state = self.keep_only({}).state()
         return {"epoch": self.epoch, "fresh": state["fresh"], "returned": state["returned"]}
 

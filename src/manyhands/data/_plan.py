@@ -1,23 +1,22 @@
 """Divide a worker's samples into steps, ranks and passes, for torch's loader.
 
-    positions that the worker holds        `_account.py`
+    positions of the worker                `_account.py`
       divided into steps of `batch` positions
       each step divided among ranks, each part into passes             `divide_step`
       mapped to samples                                                `_order.py`
 
-A step of n samples is divided among W ranks, with at most m samples in a pass:
+A step of n samples is divided among W ranks, with up to m samples in a pass:
 
     rank r has the samples from  n r / W  to  n (r + 1) / W  (rounded down)
     all ranks take  k = ceil(ceil(n / W) / m)  passes, and divide their part into k in the same way
 
-So sizes differ by one sample or less. If there are fewer samples than ranks or passes, some passes
-are empty. Their rank then receives a sample of the step as a *filler*, because its model must take
-part in the step. The filler's loss has weight zero.
+If there are fewer samples than ranks or passes, some passes are empty. For these, the rank receives
+a sample of the step as a *filler* with weight zero, because the model must take part in the step.
 
-torch's loader requests passes ahead of the loop. Passes that the loader has requested and the loop
-has not received are *on their way*. In blocks, a sync round may change the positions of a worker.
-If the worker still holds the positions on their way, planning continues after them. If not, the
-plan restarts, and loaded batches are discarded.
+Passes that torch's loader has requested and the loop has not received are *on their way*. In
+blocks, a sync round may change the positions of a worker. If the worker still has the positions on
+their way, planning continues after these positions. If not, the plan restarts, and loaded batches
+are discarded.
 """
 
 from __future__ import annotations
@@ -104,8 +103,7 @@ def number_of_passes(samples: int, ranks: int, most: int | None) -> int:
 class LoaderPlan:
     """The samples of each pass of this rank: the `batch_sampler` of torch's loader.
 
-    `number` is this worker's number in the account, `ranks` share each step, and `most` is the
-    maximum number of samples per pass.
+    `number` is this worker's number, and `most` the maximum number of samples per pass.
     """
 
     def __init__(
@@ -131,7 +129,7 @@ class LoaderPlan:
         self._passes: deque[Pass] = deque()
         self._steps_ahead: deque[Spans] = deque()
 
-    # -- what the loop asks --------------------------------------------------------------------
+    # -- for the loop --------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Return the number of passes per rank in an epoch with a single worker."""
@@ -193,7 +191,7 @@ class LoaderPlan:
         self._steps_ahead.clear()
         return True
 
-    # -- what torch's loader asks --------------------------------------------------------------
+    # -- for torch's loader --------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the samples of each of this rank's passes."""
@@ -203,7 +201,7 @@ class LoaderPlan:
             for each, own in planned:
                 self._passes.append(each)
                 spans += own
-            # All together: permuting many positions costs little more than permuting a few.
+            # Permuting many positions costs little more than permuting a few.
             samples = order.indices(tuple(spans))
             start = 0
             for each, _ in planned:

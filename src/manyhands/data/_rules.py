@@ -1,8 +1,7 @@
 """Agree on the rules of a cursor: the samples, their order, and the sizes of steps.
 
-The samples of a position depend on the rules. So all ranks compare the rules when a cursor is
-created, and workers of blocks compare rules in each sync round. A saved
-position is rejected if the order differs.
+All ranks compare the rules when a cursor is created, and workers of blocks compare rules in each
+sync round. A saved position is rejected if the order differs.
 
     samples, shards, seed, shuffle    the order of the epochs
     drop_last                         whether to omit samples that do not fill a batch

@@ -1,18 +1,17 @@
 """Load batches from a stream: data without an index, such as files that are read sequentially.
 
-A stream consists of shards. Each shard is read sequentially, so a position in it is a number of
-samples. Each epoch orders the shards, and the readers (all loader processes of all ranks) take
-turns at the order:
+A stream consists of shards. A position in a shard is a number of samples. Each epoch orders the
+shards, and the readers (all loader processes of all ranks) take turns:
 
     reader 0    places 0, R, 2R, ...      one shard after the other
     reader 1    places 1, R + 1, ...
       :
 
 Inside a shard, blocks of `buffer_size` samples are shuffled separately. So a position identifies
-the next samples for any reader, and no sample is lost or repeated on any number of ranks. Each
-batch carries the positions after its samples, which count after the optimizer's step.
+the next samples for any reader. Each batch carries the positions after the batch's samples, which
+count after the optimizer's step.
 
-No rank knows the length of other ranks' shards. So each step begins with an exchange of the number
+No rank knows the length of other ranks' shards. So each step starts with an exchange of the number
 of samples on each rank, which shows the end of the epoch and gives the divisor of `mean`.
 """
 
