@@ -1,21 +1,20 @@
 """Compare facts between ranks. If facts differ, every rank raises and names the first difference.
 
-A rank's *facts* must be equal on all ranks: titles with values of JSON types. Lists are compared by
-element, dicts by name and order.
+*Facts* are titles with values of JSON types. Lists are compared by element, dicts by name and
+order.
 
     {"scale": 4.0, "parameters": ["(4, 3) float32 on cpu", ...], "options": {"every": 16, ...}}
 
-Ranks first exchange checksums in a single collective, and exchange texts only if checksums differ.
-Both use a device that the group serves, because the tensors may be on different devices.
+Ranks exchange checksums in a single collective, and texts only if checksums differ.
 
 Tensors are described by properties that collectives assume to be equal: a sum of float32 and
-float64, or of a matrix and its transpose, would be garbage.
+float64, or of a matrix and a transposed matrix, would be garbage.
 
     shape       for a DTensor the full shape and the placement
     dtype
     layout      strides, unless contiguous: flat views follow the order in memory
-    device      type, and which tensors share a device, but not the index, which differs
-    name        if a model is known: a different order of equal names means different tensors
+    device      type, and which tensors share a device, but not the index
+    name        if a model is known
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ NAMED = 8  # maximum number of ranks and values in a message
 def agree(ranks: RankGroup, facts: Facts, advice: str, *, names: Names = NO_NAMES) -> None:
     """Raise `RanksDisagree`, a ValueError, on every rank if ranks have different facts.
 
-    `advice` is the last sentence of the message and names the remedy. `names` maps titles of lists
-    to known names of the elements, with equal titles on every rank.
+    `advice` ends the message. `names` maps titles of lists to known names of the elements, with
+    equal titles on every rank.
     """
     if ranks.size == 1:
         return
@@ -82,7 +81,7 @@ def raise_if_different(
 
 
 def run_on_all(ranks: RankGroup, action: Callable[[], Result]) -> Result:
-    """Run an action on every rank. If a rank raises, raise on all ranks, with its message."""
+    """Run an action on every rank. If a rank raises, raise the error on all ranks."""
     result = None
     problem = None
     text = ""
@@ -222,7 +221,7 @@ def names_in(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[st
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides; 1 for dimensions of a single element, whose strides are meaningless."""
+    """Return the strides, and 1 for dimensions with a single element."""
     strides = list(tensor.stride())
     for dimension, length in enumerate(tensor.shape):
         if length == 1:

@@ -3,8 +3,7 @@
     group   each collective is counted, and answers as if all ranks had this rank's tensors
     store   counters that all ranks increase grow by the total; no call waits for other ranks
 
-Layouts, buckets, messages, memory and Python's running time are real. Values are not: gathered
-tensors consist of N copies of a shard.
+Layouts, buckets, messages, memory and Python's running time are real. Values are not.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ def dry_group() -> Any:
 
 
 class DryGroup(Group):
-    """A process group whose ranks all have this rank's tensors."""
+    """A process group that answers as if all ranks had this rank's tensors."""
 
     def __init__(self, rank: int, size: int, counted: DryRun) -> None:
         super().__init__(rank, size)

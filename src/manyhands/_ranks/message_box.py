@@ -1,4 +1,4 @@
-"""Messages between processes through a store, and detection of processes without a heartbeat.
+"""Messages and heartbeats of processes through a store.
 
     box = MessageBox(store, "manyhands/save/")
     box.put("receipt/3", text)
@@ -13,10 +13,9 @@
 Saves (checkpoint/_writing.py), roll calls and lost connections (presence.py), and FSDP
 (sharding/fsdp/_root.py) use a box. The crew's box signs messages (blocks/crew/_store.py).
 
-Clocks of hosts are not compared. Each process measures with its own clock for how long it has
-*watched* a counter without changes. The time between two observations is limited to the expected
-interval, so processes that were all suspended together, as on a sleeping laptop, do not consider
-each other lost after waking up.
+Clocks of hosts are not compared. Each process measures for how long it has *watched* a counter
+with no change. The time between two observations is limited, so processes that were suspended
+together, as on a sleeping laptop, do not consider each other lost after waking up.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class _Counter:
 
 
 class HeartbeatMonitor:
-    """Monitors heartbeats. Processes without a heartbeat for `stall` seconds are silent."""
+    """Monitors heartbeats."""
 
     def __init__(self, stall: float) -> None:
         self.stall = stall
@@ -96,7 +95,7 @@ class HeartbeatMonitor:
         self._counters: dict[str, _Counter] = {}
 
     def observe(self, counts: Mapping[str, int], now: float) -> None:
-        """Process the current counters. Omitted processes are forgotten."""
+        """Process the current counters, and forget omitted processes."""
         counters = {}
         for id, count in counts.items():
             counter = self._counters.get(id) or _Counter(count, now)
@@ -114,7 +113,7 @@ class HeartbeatMonitor:
 
     @property
     def silent(self) -> frozenset[str]:
-        """Processes without a heartbeat for `stall` seconds."""
+        """The processes with no heartbeat for `stall` seconds."""
         return self.silent_for(self.stall)
 
     def silent_for(self, seconds: float) -> frozenset[str]:

@@ -60,7 +60,7 @@ class RankGroup:
 
     @classmethod
     def of(cls, group: Any = None, world_size: int | None = None) -> RankGroup:
-        """Return the ranks of a process group (default: all ranks); a single rank without groups.
+        """Return the ranks of a process group (default: all ranks); a single rank if there is none.
 
         `world_size` is the expected number of ranks. 1 inside a larger group: each rank trains
         alone.
@@ -114,8 +114,8 @@ class RankGroup:
     def with_own_group(self, device: torch.device, *, pairs: bool = False) -> RankGroup:
         """Return these ranks in an exclusive gloo group (`groups.py`), if gloo serves this CPU.
 
-        Otherwise return `self`, because an additional NCCL communicator needs GPU memory. Set
-        `pairs` for slices and broadcasts.
+        Otherwise return `self`: a further NCCL communicator needs GPU memory. Set `pairs` for
+        slices and broadcasts.
         """
         if self.size == 1 or device.type != "cpu" or not self.on_gloo(device):
             return self
@@ -146,7 +146,7 @@ class RankGroup:
             return self
         if device.type == "cpu" and self.on_gloo(device):
             return self.with_own_group(device, pairs=True)
-        # From torch, because ranks may not be allowed to end NCCL communicators at different times.
+        # From torch: ranks may not be allowed to end NCCL communicators at different times.
         own = dist.new_group(self.ranks, timeout=self._timeout, use_local_synchronization=True)
         return RankGroup(self.size, self.rank, own, own_group=True)
 
@@ -232,8 +232,8 @@ class RankGroup:
     ) -> tuple[list[Tensor], list[Any]]:
         """Start to send bytes to each rank; return incoming tensors and works.
 
-        `outgoing` are uint8 tensors, `sizes` the numbers of incoming bytes. Both have an entry per
-        rank, which is empty for this rank. gloo sends between pairs of ranks, without a copy.
+        `outgoing` (uint8 tensors) and `sizes` (numbers of incoming bytes) have an entry per rank,
+        which is empty for this rank.
         """
         device = outgoing[0].device
         inbox = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
@@ -277,7 +277,7 @@ class RankGroup:
             dist.recv(tensor, group_src=source, group=self.group)
 
     def all_reduce(self, tensor: Tensor, *, largest: bool = False) -> Tensor:
-        """Sum a tensor over the ranks in place, or take the largest values; return the tensor."""
+        """Sum a tensor over the ranks in place, or take the largest values."""
         if self.size > 1:
             self.start_all_reduce(tensor, largest=largest).wait()
         return tensor
@@ -331,8 +331,8 @@ class RankGroup:
         if self.size == 1:
             return [text]
         sent = zlib.compress(text.encode(), 1)
-        # all_gather needs rows of equal length. The first round sends the length and the start of
-        # each text. A second round follows only if a text is longer.
+        # all_gather needs rows of equal length: first the lengths and the start of each text, then
+        # the rest, if any.
         rows = self._all_gather_bytes(len(sent).to_bytes(8, "little") + sent, FIRST_ROUND)
         sizes = [int.from_bytes(row[:8], "little") for row in rows]
         rest = max(sizes) + 8 - FIRST_ROUND
@@ -349,8 +349,8 @@ class RankGroup:
         options = AllgatherOptions()
         if self.patience is not None:
             options.timeout = self.patience
-        # Unlike `dist.all_gather`, the method of the group accepts a timeout per call, and works
-        # after `destroy_process_group`, when an asynchronous save may still be running.
+        # Unlike `dist.all_gather`, this method accepts a timeout, and works after
+        # `destroy_process_group`, when an asynchronous save may still run.
         self._process_group.allgather([rows], [own], options).wait()
         return [ctypes.string_at(row.data_ptr(), size) for row in map(Tensor.cpu, rows)]
 
@@ -359,8 +359,8 @@ class RankGroup:
 class PendingSums:
     """A pending `sum_and_gather`: the sums, then the gathered numbers in rank order.
 
-    Callers must not drop this object before the next `sum_and_gather`. The thread of the collective
-    may release the tensors after `wait` returns, and must not hold the last reference at exit.
+    Do not drop this object before the next `sum_and_gather`: the thread of the collective, which
+    may release tensors after `wait` returns, must not have the last reference at exit.
     """
 
     table: Tensor  # a row per rank; a single row if the collective has computed the sums
@@ -425,10 +425,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 def rank_group_of(
     params: Sequence[Tensor], group: Any = None, world_size: int | None = None
 ) -> RankGroup:
-    """Return the ranks that share the gradients of these parameters.
-
-    These are the ranks of `group`, or the ranks that share sharded parameters, or all ranks.
-    """
+    """Return the ranks that share the gradients of these parameters."""
     meshes = {p.device_mesh for p in params if is_dtensor(p)}
     if not meshes:
         return RankGroup.of(group, world_size)

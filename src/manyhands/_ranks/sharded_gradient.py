@@ -1,7 +1,6 @@
-"""`ShardedGradient`: a gradient in `param.grad` whose slices are distributed over ranks.
+"""`ShardedGradient`: a gradient in `param.grad` with slices on different ranks.
 
-A `ShardedGradient` is stored in `param.grad` after a sharded backward. It has the shape of the
-parameter and no memory, and refers to
+After a sharded backward, `param.grad` has the shape of the parameter and no memory, and refers to
 
     slices   this rank's elements of the mean gradient: flat tensors, one per bucket
     starts   start of each slice in the flat parameter
@@ -9,13 +8,12 @@ parameter and no memory, and refers to
              backward adds to existing gradients)
     group    the ranks with the remaining slices
 
-Elementwise operations apply to the slices. The norm for `torch.nn.utils.clip_grad_norm_` is a
-`LocalNorm`. `all` and `any` are reduced over the ranks immediately. All other operations would be
-wrong on a shard: they raise an error that names the correct call.
+Elementwise operations apply to the slices. `all` and `any` are reduced over the ranks immediately.
+Norms are `LocalNorm`s. Other operations raise an error that names the correct call.
 
-A `LocalNorm` is the norm of this rank's slices. torch's clipping takes the norm of each gradient,
-stacks these norms, and takes the norm of the stack. Only the final norm is reduced over the ranks,
-where p is the order of the norm and n_i the norm on rank i:
+A `LocalNorm` is the norm of this rank's slices. `torch.nn.utils.clip_grad_norm_` takes the norm of
+each gradient, stacks these norms, and takes the norm of the stack. Only the final norm is reduced
+over the ranks, where p is the order of the norm and n_i the norm on rank i:
 
     (sum of n_i^p over the ranks)^(1 / p)        the maximum, if p is infinite
 
@@ -65,7 +63,7 @@ class LocalNorm(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Return a local norm if later reduction is possible; else reduce the arguments."""
+        """Return a local norm if possible; otherwise reduce the arguments."""
         kwargs = kwargs or {}
         norms = list(args[0] if func is torch.stack else args[:1])
         if _can_combine(norms):
@@ -167,7 +165,7 @@ class ShardedGradient(Tensor):
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> ShardedGradient:
-        """Create a tensor without memory that has the parameter's shape and refers to slices."""
+        """Create a tensor of the parameter's shape that refers to slices, without memory."""
         shell: ShardedGradient = Tensor._make_wrapper_subclass(
             cls,
             param.size(),

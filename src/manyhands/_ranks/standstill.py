@@ -1,8 +1,8 @@
 """Detect a thread that stands still, and the line in which it waits.
 
-A thread that waits for other ranks uses no processor time, nor does the rest of its process (gloo's
-threads sleep as well). Computing threads use processor time, as do threads that wait for a GPU,
-because CUDA polls. A stack alone is not sufficient, because a loop is often seen in the same line.
+A process that waits for other ranks uses no processor time: gloo's threads sleep. CUDA polls, so a
+process that waits for a GPU uses processor time. A stack alone is not sufficient, because a loop is
+often seen in a single line.
 """
 
 from __future__ import annotations
