@@ -164,7 +164,6 @@ def _format_value(value: object) -> str:
 
 
 def describe_tensors(tensors: Iterable[Tensor], *, frozen: bool = False) -> list[str]:
-    """Describe tensors in words; `frozen` includes `requires_grad`."""
     describer = Describer()
     return [describer.describe(tensor, frozen=frozen) for tensor in tensors]
 
@@ -207,7 +206,6 @@ class Describer:
 
 
 def names_in(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[str]:
-    """Return the names of parameters or buffers; an empty list if a name is unknown."""
     names: dict[int, str] = {}
     for number, module in enumerate(modules):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):

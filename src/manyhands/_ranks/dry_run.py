@@ -104,7 +104,6 @@ class CountingStore(Store):
 
 
 def dry_group() -> Any:
-    """Return the process group of the current dry run; None outside a dry run."""
     group = dist.group.WORLD
     return group if isinstance(group, DryGroup) else None
 

@@ -156,7 +156,6 @@ def make_gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str 
 
 
 def gloo_devices(host: str = "") -> list[Any]:
-    """Return the network interfaces for a group; raise RuntimeError if there are none."""
     make: Any = dist.ProcessGroupGloo
 
     def devices(lazy: bool) -> list[Any]:
@@ -216,7 +215,6 @@ class GroupCloser:
         self._closed = False
 
     def close_when_unused(self, held: HeldGroup) -> None:
-        """Drop this group in the background after its last use."""
         if held.process == os.getpid() and not self._closed:
             thread = threading.Thread(target=self._drop, args=(held,), name="manyhands end")
             thread.daemon = True
@@ -230,7 +228,6 @@ class GroupCloser:
         _keep_for_ever(held.group)
 
     def _drop(self, held: HeldGroup) -> None:
-        """Wait, in a thread, until the group is unused, and drop the group."""
         pause = FIRST_PAUSE
         while sys.getrefcount(held.group) > 2 or not self._enter():  # 2: the field and the call
             time.sleep(pause)
@@ -319,7 +316,6 @@ class WatchedSocket:
 
 
 def watched_sockets(epolls: Iterable[int]) -> set[WatchedSocket]:
-    """Return the TCP sockets on the lists of these epolls."""
     found = set()
     for epoll in epolls:
         for descriptor, inode in _watched_by(epoll):
@@ -347,7 +343,6 @@ def _socket_with(inode: str, descriptor: int) -> socket.socket | None:
 
 
 def listening_sockets() -> dict[str, int]:
-    """Return the epoll of each listening socket on an epoll of this process, by inode."""
     found = {}
     for watched in watched_sockets(_epolls()):
         if watched.state == TCP_LISTEN:
@@ -377,7 +372,6 @@ def forget_sockets(sockets: Iterable[WatchedSocket]) -> None:
 
 
 def _epolls() -> list[int]:
-    """Return the descriptors of the epolls of this process; none outside Linux."""
     found = []
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else []:
         with suppress(OSError):  # closed concurrently
@@ -387,7 +381,6 @@ def _epolls() -> list[int]:
 
 
 def _watched_by(epoll: int) -> list[tuple[int, str]]:
-    """Return (descriptor, inode) of each entry on the list of an epoll."""
     try:
         text = Path(f"/proc/self/fdinfo/{epoll}").read_text()
     except OSError:  # closed concurrently
@@ -396,7 +389,6 @@ def _watched_by(epoll: int) -> list[tuple[int, str]]:
 
 
 def state_of(end: socket.socket) -> int | None:
-    """Return the state of a TCP socket; None for other sockets."""
     try:
         return end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
     except OSError:

@@ -50,7 +50,6 @@ class MessageBox:
         return self.call("get", self.prefix + key) if self.has(key) else None
 
     def read(self, key: str) -> str:
-        """Return the text under this key; "" if missing."""
         return self.text_of(key, self.fetch(key))
 
     def text_of(self, key: str, value: bytes | None) -> str:
@@ -60,7 +59,6 @@ class MessageBox:
         self.call("delete_key", self.prefix + key)
 
     def wait_for(self, key: str, seconds: float) -> str:
-        """Wait up to this long for a text; return the text, or "" if missing."""
         self.store.set_timeout(timedelta(seconds=seconds))
         try:
             return self.text_of(key, self.store.get(self.prefix + key))

@@ -150,7 +150,6 @@ class Presence:
         return first, failed
 
     def count_at_work(self, own: int = 0) -> int:
-        """Add `own` to the number of reports that ranks are at work; return the total."""
         return self._box.count("at work", own)
 
     def say(self, kind: str, text: str) -> None:
@@ -173,7 +172,6 @@ class Presence:
 
 
 def _is_connected_to(port: int) -> bool:
-    """Return whether a connection of this process to a port is open at both ends."""
     for end in internet_sockets():
         with closing(end):
             # The state is available on Linux only.
@@ -199,7 +197,6 @@ def have_ended(ranks: Sequence[int]) -> str:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Return whether an error of torch reports a lost connection."""
     return isinstance(error, RuntimeError) and any(words in str(error) for words in LOST)
 
 

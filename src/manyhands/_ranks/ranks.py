@@ -106,7 +106,6 @@ class RankGroup:
 
     @property
     def ranks(self) -> list[int]:
-        """The global ranks of the members."""
         if self.lease is not None:  # torch has no record of exclusive groups
             return list(self.lease.ranks)
         return dist.get_process_group_ranks(self.group or dist.group.WORLD)
@@ -131,7 +130,6 @@ class RankGroup:
         return RankGroup(self.size, self.rank, lease.group, own_group=True, lease=lease)
 
     def roll_call(self, name: str = "") -> RollCall:
-        """Return the roll call with this name; if the name is empty, a new roll call."""
         store = _get_default_store()
         gather = partial(self.all_gather, device=self.any_device)
         if name:
@@ -191,7 +189,6 @@ class RankGroup:
 
     @property
     def any_device(self) -> torch.device:
-        """A device that the group serves, equal on all ranks."""
         if self.size == 1 or "cpu" in self._backends:
             return torch.device("cpu")
         return torch.device(next(iter(self._backends)))
@@ -406,7 +403,6 @@ class PendingSums:
 
 
 def _warn_if_alone(has_group: bool) -> None:
-    """Warn once if WORLD_SIZE is above 1 and this process never had a process group."""
     global _settled
     size = os.environ.get("WORLD_SIZE", "")
     alone = not has_group and size.isdecimal() and int(size) > 1

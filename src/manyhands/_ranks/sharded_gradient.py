@@ -77,7 +77,6 @@ class LocalNorm(Tensor):
                     # The norm of norms of equal order is the norm of all elements.
                     here = torch.linalg.vector_norm(*args, **kwargs)
                     return norms[0].reduce(here)
-        # All other functions need the values.
         with torch._C.DisableTorchFunctionSubclass():
             args = _reduce_all(args)
             kwargs = _reduce_all(kwargs)
@@ -102,14 +101,12 @@ class LocalNorm(Tensor):
 
 
 def norm_of_slices(slices: Sequence[Tensor], power: float, group: Any) -> LocalNorm:
-    """Return the norm of a gradient's slices on this rank, which must not be empty."""
     norms = [_norm_of_one(each, power) for each in slices]
     here = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), power)
     return _as_local_norm(here, power, group)
 
 
 def _norm_of_one(elements: Tensor, power: float) -> Tensor:
-    """Return the norm of a slice; 0 for an empty slice."""
     if power == 2:
         return norm(elements)  # reads the memory a single time
     if not elements.numel():  # the maximum norm would raise an error
@@ -232,7 +229,6 @@ class ShardedGradient(Tensor):
         return not _is_large(other)
 
     def mapped(self, func: Callable[..., Tensor], others: Sequence[Any]) -> ShardedGradient:
-        """Apply an elementwise function to this and other sharded tensors or scalars."""
         done = []
         for number, part in enumerate(self.parts()):
             rest = [o.parts()[number] if isinstance(o, ShardedGradient) else o for o in others]
@@ -369,7 +365,6 @@ def _is_large(argument: object) -> bool:
 
 
 def _apply_foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Apply a foreach operation. List arguments have an element per gradient."""
     for number, grad in enumerate(args[0]):
         own = [[a[number]] if isinstance(a, list | tuple) else a for a in args[1:]]
         parts = [grad]
@@ -381,7 +376,6 @@ def _apply_foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def local_parts(grad: Tensor) -> list[Tensor]:
-    """Return this rank's tensors of a gradient: slices, the shard of a DTensor, or the gradient."""
     if isinstance(grad, ShardedGradient):
         return [elements for elements in grad.slices if elements.numel()]
     return [local_shard(grad)]

@@ -195,11 +195,9 @@ class SharedMemory:
         )
 
     def _reads_the_others(self) -> bool:
-        """Return whether every rank can read numbers in the memory of all ranks."""
         tensors, problem = self._open_all(1, torch.int64)
         if problem:
             return False
-        # Seven random bytes fit an int64.
         token = int.from_bytes(os.urandom(7), "little")
         tensors[self._workers.rank].fill_(token)
         tokens = self._workers.all_gather_text(str(token))
@@ -216,7 +214,6 @@ class SharedMemory:
         return tensors
 
     def _open_all(self, size: int, dtype: torch.dtype) -> tuple[list[Tensor], str]:
-        """Return a tensor per rank, and the first problem of all ranks ("": none)."""
         problem = ""
         path = ""
         tensors = []

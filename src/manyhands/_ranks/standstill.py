@@ -50,7 +50,6 @@ class Standstill:
         self._used_by_thread, self._used_by_process = self._times()
 
     def look(self) -> float:
-        """Return for how long the thread has been idle, based on all looks."""
         now = time.monotonic()
         passed = now - self._looked
         thread, process = self._times()
@@ -64,7 +63,6 @@ class Standstill:
         return now - self._since
 
     def place(self) -> str:
-        """Return the user's line in which the thread waits for other ranks, or ""."""
         frame = sys._current_frames().get(self.thread)
         while frame is not None and _module_of(frame).partition(".")[0] in sys.stdlib_module_names:
             frame = frame.f_back  # such as an event or a lock

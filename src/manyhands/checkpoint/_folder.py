@@ -91,7 +91,6 @@ def to_path(path: str | os.PathLike[str]) -> Path:
 
 
 def new_token() -> str:
-    """Return a unique text for the file names of a save."""
     return f"{job_mark()}-{process_mark()}-{uuid.uuid4().hex[:8]}"
 
 
@@ -239,7 +238,6 @@ class Folder:
         return self
 
     def check_is_folder(self) -> None:
-        """Raise an error that explains why the path is not a folder of checkpoints."""
         if not self.path.exists():
             raise FileNotFoundError(
                 f"{self.path} does not exist. Pass the path that mh.save received."
@@ -282,7 +280,6 @@ class Folder:
             (self.path / name).rmdir()
 
     def publish(self, name: str, token: str, commit: bytes) -> None:
-        """Write the commit, which completes a checkpoint."""
         folder = self.path / name
         with self.create(name, f".{COMMIT}-{token}") as file:
             file.write(memoryview(commit))

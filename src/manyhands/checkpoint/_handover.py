@@ -113,7 +113,6 @@ def check_continues(
     for name, part, state in entries:
         number = group_of[part.index]
         sketch = _sketch(part.like, state)
-        # Equal parameters are tried once.
         signature = (number, repr({**state, **sketch}))
         if signature in tried:
             continue

@@ -118,7 +118,6 @@ def describe_config(model: nn.Module) -> str:
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Return the first names in quotes, followed by the number of further names."""
     text = ", ".join(map(repr, names[:8]))
     if len(names) > 8:
         text += f" and {len(names) - 8} more"
@@ -177,12 +176,10 @@ def match_model(
         elif not can_convert(stored.torch_dtype, tensor.dtype):
             wrong.append(f"{name!r} is {stored.dtype} in the checkpoint and {tensor.dtype} here")
         elif id(tensor) not in received:
-            # Tensors may be tied in the checkpoint but separate here.
             targets[key] = to_parts(tensor).merge(targets.get(key))
     unexpected = {*saved, *left_out} - {*names.tensors, *names.aliases}
     missing += names.extras.keys() - meta["extras"].keys()
     unexpected |= meta["extras"].keys() - names.extras.keys()
-    # A single message with all problems, which often have a common cause.
     problems = wrong[:8]
     if unexpected:
         problems.insert(0, f"only the checkpoint has {list_names(sorted(unexpected))}")

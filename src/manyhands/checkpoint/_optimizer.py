@@ -122,14 +122,12 @@ def to_bytes(value: object) -> Tensor:
 
 
 def from_bytes(tensor: Tensor) -> Any:
-    """Return the JSON in a tensor of bytes. Raise ValueError if it is not valid."""
     return parse_json(memory_of(tensor))
 
 
 def saved_state(
     tensors: Iterable[str], prefix: str, groups: Sequence[GroupMeta], get: GetTensor
 ) -> dict[str, dict[str, Json]]:
-    """Return the saved entries of each parameter's state as JSON."""
     state: dict[str, dict[str, Json]] = {}
     for group in groups:
         state |= {name: {} for name in group["names"]}
@@ -149,7 +147,6 @@ def saved_options(groups: Sequence[GroupMeta], get: GetTensor) -> list[dict[str,
 
 
 def saved_rule(meta: StateMeta, get: GetTensor) -> dict[str, Any]:
-    """Return a scaling rule's state, with gradients by name."""
     state = decode_dict("state of a rule", meta["state"], get)
     if not isinstance(state.get("previous"), dict):
         raise ValueError("the saved state of a rule must have gradients by name.")
@@ -338,7 +335,6 @@ def no_put(path: str, _: Tensor) -> str:
 
 
 def _other_state(packed: SavedState, layers: OptimizerLayers) -> dict[str, object]:
-    """Return entries that a user's optimizer adds to the state dict and to "state"."""
     found = dict(packed)
     for ours in ("state", "param_groups", "manyhands"):
         found.pop(ours, None)
@@ -394,7 +390,6 @@ class OptimizerLoader:
         self._get = reader.read_once
         root = f"optimizer.{saved.number}"
         self._meta = reader.commit.optimizers[saved.number]
-        # The saved replica to load.
         replica = Replica(saved.replica.number % max(1, self._meta["replicas"]))
         prefix = replica.key_prefix(root)
         if replica.number:  # the commit describes the first replica
@@ -438,7 +433,6 @@ class OptimizerLoader:
         self.is_sure = check_continues(self.inner, self._options, named)
 
     def step_of_run(self, saved: int) -> int:
-        """Return the saved step or, on a late worker of a crew, the crew's step."""
         blocks = self._layers.blocks
         counters = self._meta["blocks"]
         if blocks is None or blocks.received_steps is None or not isinstance(counters, Mapping):
@@ -447,7 +441,6 @@ class OptimizerLoader:
         return blocks.received_steps if counters.get("steps") == saved else saved
 
     def _take_part(self, part: int) -> None:
-        """Select a single optimizer of a list that was saved in blocks."""
         several = self._other[SEVERAL]
         first = sum(len(each["groups"]) for each in several[:part])
         own = several[part]
@@ -481,7 +474,6 @@ class OptimizerLoader:
                 )
 
     def _merge_options(self) -> list[dict[str, object]]:
-        """Return each group's options to load: saved options, except `KEPT_OPTIONS`."""
         result = []
         loaded = saved_options(self._meta["groups"], self._get)
         for group, saved in zip(self.inner.param_groups, loaded, strict=True):
@@ -501,7 +493,6 @@ class OptimizerLoader:
                 f"here. To add a rule, load the checkpoint before wrapping in {name}."
             )
         state = saved_rule(meta, self._get)
-        # From names to the order of this optimizer's parameters.
         by_name = {self._aliases.get(name, name): grad for name, grad in state["previous"].items()}
         state["previous"] = []
         if by_name:
@@ -509,7 +500,6 @@ class OptimizerLoader:
         return rule.check_scaling_state(state)
 
     def _allocate_entries(self, part: OptimizerStatePart) -> dict[str, object]:
-        """Return a parameter's entries, in which tensors are targets to be filled."""
         result: dict[str, object] = {}
         name = self._flat_names[part.index]
         for entry, meta in self._state.get(name, {}).items():
@@ -607,7 +597,6 @@ class OptimizerLoader:
 def _outer_slices(
     part: StatePart, name: str, root: str, replica: Replica
 ) -> Iterator[tuple[str, str, TensorParts]]:
-    """Yield each entry of a parameter's outer state, with key and slices."""
     for entry, values in part.entries.items():
         prefix = replica.key_prefix(root) if entry == RESIDUAL else root
         slices = TensorParts.from_flat(values, part.param, part.start or 0)

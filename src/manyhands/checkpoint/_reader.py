@@ -167,7 +167,6 @@ class SafetensorsFile:
 
     @torch.no_grad()
     def read(self, name: str, offsets: Sequence[int], target: Tensor) -> None:
-        """Copy a rectangular slice of a tensor into `target`, which has the slice's shape."""
         entry = self.entries[name]
         if target.numel() == 0:
             return
@@ -238,7 +237,6 @@ class Reader(ExitStack):
         """Convert errors of invalid content to ValueErrors that name the checkpoint."""
         try:
             yield
-        # The content has a different form.
         except (LookupError, AttributeError, RecursionError) as error:
             raise ValueError(f"{self.path} has invalid content: {error!r:.200}.") from error
         except ValueError as error:
@@ -256,7 +254,6 @@ class Reader(ExitStack):
             file.verify(parts)
 
     def read(self, key: str, stored: StoredSlice, offsets: Sequence[int], target: Tensor) -> None:
-        """Copy a part of a stored slice into `target`, without verification."""
         file, name = self._find(key, stored)
         file.read(name, offsets, target)
 
@@ -307,7 +304,6 @@ class Reader(ExitStack):
         self._taken.add(key)
 
     def read_own(self, rank: int) -> dict[str, Tensor]:
-        """Return the tensors that belong to a single rank, by name."""
         result: dict[str, Tensor] = {}
         file = self._open(rank)
         own = [entry for name, entry in file.entries.items() if name.startswith(OWN)]

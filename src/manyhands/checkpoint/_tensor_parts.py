@@ -219,7 +219,6 @@ class TensorParts:
 
 
 def _locate_local(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
-    """Return the full tensor's shape, the local tensor's offsets, and this local tensor."""
     here = local_shard(tensor).detach()
     # The local tensor may be the result of a pending collective.
     if hasattr(here, "wait"):
@@ -254,7 +253,6 @@ def own_share(tensors: Mapping[str, TensorParts]) -> dict[str, TensorParts]:
 
 
 def stored_slices(parts: TensorParts) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Yield the slices that the file stores."""
     for offsets, elements in parts.slices:
         # A rank without rows of a tensor has an empty slice, which is not written.
         if elements.numel() or 0 in parts.shape:
@@ -273,7 +271,6 @@ def find_reads(
             view = elements
             inside = []
             for dim, begin in enumerate(start):
-                # The overlap of both slices.
                 first = max(begin, each.offsets[dim])
                 last = min(begin + elements.shape[dim], each.offsets[dim] + each.sizes[dim])
                 view = view.narrow(dim, first - begin, last - first)
@@ -296,7 +293,6 @@ class Table(TypedDict):
 
 
 def table_of(tensors: Mapping[str, TensorParts]) -> Table:
-    """Return the table of a single file with these tensors."""
     slices: dict[str, list[Any]] = {}
     grids: dict[tuple[int, int], dict[str, list[Any]]] = {}
     for key, parts in tensors.items():
@@ -323,7 +319,6 @@ def checksum(members: object) -> int:
 
 
 def merge_tables(tables: Sequence[Table]) -> Table:
-    """Combine the tables of all ranks into the table of all files."""
     grids: dict[tuple[int, int], list[Any]] = {}
     all_slices: dict[str, list[Any]] = {}
     for file, table in enumerate(tables):
@@ -331,7 +326,6 @@ def merge_tables(tables: Sequence[Table]) -> Table:
             crc32 = members
             if piece == 0:
                 crc32 = checksum(members)
-            # `find_tensors` rejects missing pieces.
             grid = grids.setdefault((count, crc32), [count, [None] * count, {}])
             grid[1][piece] = file
             if piece == 0:
@@ -495,7 +489,6 @@ def check_can_hold(name: str, dtype: torch.dtype) -> None:
 
 
 def is_elementwise(part: OptimizerStatePart, entry: str, value: Tensor) -> bool:
-    """Return whether an entry has a number for each element on this rank."""
     # `step` is a single number, also for a parameter with a single element.
     return value.shape == part.like.shape and (value.dim() > 0 or entry != "step")
 
@@ -503,14 +496,12 @@ def is_elementwise(part: OptimizerStatePart, entry: str, value: Tensor) -> bool:
 def entry_parts(
     part: OptimizerStatePart, entry: str, value: Tensor, savers: Savers = ALONE
 ) -> TensorParts:
-    """Return the slices of an entry that is equal on all `savers`."""
     if part.start is not None and is_elementwise(part, entry, value):
         return TensorParts.from_flat(value, part.param, part.start, savers.everyone)
     return to_parts(value, savers)
 
 
 def to_parts(tensor: Tensor, savers: Savers = ALONE) -> TensorParts:
-    """Return the slices of a plain tensor that all savers have, or of a DTensor."""
     if is_dtensor(tensor):
         return TensorParts.of_dtensor(tensor, savers)
     if tensor.layout != torch.strided or tensor.is_quantized:

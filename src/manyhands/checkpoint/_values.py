@@ -132,7 +132,6 @@ def has_state(value: object) -> TypeGuard[HasState]:
 
 
 def check_has_state(what: str, value: object) -> HasState:
-    """Return the value. Raise TypeError if no state can be loaded in place."""
     if has_state(value):
         return value
     raise TypeError(
@@ -150,7 +149,6 @@ def check_scheduler(value: object) -> HasState:
 
 
 def check_value(name: str, value: object) -> None:
-    """Raise TypeError for a name or an object that belongs to a different argument."""
     if name == "step":
         raise TypeError(f"{name}= is reserved. Use a different name for this value.")
     if isinstance(value, Optimizer):
@@ -192,7 +190,6 @@ def _decode(meta: object, get: GetTensor) -> Any:
 
 
 def tensor_key(meta: object) -> str | None:
-    """Return the key of an encoded tensor, or None for other values."""
     if isinstance(meta, dict) and meta.get("$") == "tensor":
         return str(meta["key"])
     return None

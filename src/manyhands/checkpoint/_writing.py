@@ -241,7 +241,6 @@ class Save:
         return []
 
     def _commit(self, files: list[list[int]], tables: list[Table]) -> None:
-        """Write the commit once rank 0 sees every rank's file."""
         from manyhands._version import __version__
 
         table = merge_tables(tables)
@@ -329,7 +328,6 @@ class SaveMessages:
         return known[savers.ranks]
 
     def begin(self, step: int | None, folder: Folder) -> str:
-        """Return the name of the checkpoint in the folder."""
         self._began = time.monotonic()
         self._warned = False
         self.begun = False
@@ -401,7 +399,6 @@ class SaveMessages:
             self._check_alive(first)
 
     def end(self, failed: list[str]) -> None:
-        """Publish the result of the save on rank 0."""
         self._done.set()
         after = new_token()
         if self.size > 1:

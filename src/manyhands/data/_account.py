@@ -40,7 +40,6 @@ class Account:
         self.changes = 0  # counts changes that may affect this worker's positions
 
     def begin(self, rules: Rules, ledger: Ledger, step: int = 0) -> None:
-        """Start with a new or saved ledger at this step."""
         self.rules = rules
         self.ledger = ledger
         self.committed_at = step
@@ -56,11 +55,9 @@ class Account:
 
     @property
     def in_step(self) -> int:
-        """Samples that the loop has received since the last step."""
         return self._in_step[0]
 
     def add_to_step(self, samples: int) -> None:
-        """Count this worker's samples of a step on receipt by the loop."""
         in_step, steps = self._in_step
         self._in_step = (in_step + samples, steps + 1)
 
@@ -77,7 +74,6 @@ class Account:
     # -- all workers together ------------------------------------------------------------------
 
     def commit(self, taken: Mapping[int, int], own: int, step: int = 0) -> None:
-        """Commit the samples of each worker up to this step. `own` is this worker's number."""
         if self.rules is None:
             return
         self.ledger = self.ledger.commit(taken)
@@ -142,7 +138,6 @@ class Account:
         return spans, self._steps_left - steps
 
     def next_epoch(self, step: int = 0) -> None:
-        """Start the next epoch. All samples of this epoch count as committed."""
         assert self.rules is not None
         self.begin(self.rules, self.ledger.next_epoch(), step)
 

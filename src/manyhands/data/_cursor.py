@@ -434,7 +434,6 @@ class MapCursor(BaseCursor):
         self._hand_out_all()
 
     def _hand_out_all(self) -> None:
-        # All ranks form a single worker.
         self._account.hand_out({self._number: self._rules["samples"]})
 
 

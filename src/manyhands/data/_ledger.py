@@ -81,7 +81,6 @@ class Ledger:
 
     @property
     def free(self) -> int:
-        """The number of positions neither held nor committed."""
         return self.samples - self.fresh + count(self.returned)
 
     @property
@@ -98,7 +97,6 @@ class Ledger:
     # -- changes -------------------------------------------------------------------------------
 
     def commit(self, taken: Mapping[int, int]) -> Ledger:
-        """Commit the first positions of each worker; `taken` contains the numbers of positions."""
         held = dict(self.held)
         for number, samples in taken.items():
             if samples:

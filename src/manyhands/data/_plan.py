@@ -87,7 +87,6 @@ def divide_step(
 
 @lru_cache(maxsize=64)  # nearly all steps have equal sizes
 def _passes_of_rank(n: int, own: int, ranks: int, most: int | None) -> list[Pass]:
-    """Return the passes of a rank with `own` of a step's n samples."""
     passes = number_of_passes(n, ranks, most)
     counts = tuple(b - a for a, b in pairwise(own * i // passes for i in range(passes + 1)))
     sizes = (n // ranks + (r < n % ranks) for r in range(ranks))
@@ -156,7 +155,6 @@ class LoaderPlan:
     # -- changes of the account ----------------------------------------------------------------
 
     def begin(self) -> None:
-        """Discard passes on their way, at the start of a loop."""
         self._passes.clear()
         self._steps_ahead.clear()
         self._seen = -1
@@ -217,7 +215,6 @@ class LoaderPlan:
         return Order(rules["samples"], *which)
 
     def _plan_steps(self) -> list[tuple[Pass, Spans]]:
-        """Return the passes of the next steps with positions. Empty at the end."""
         planned: list[tuple[Pass, Spans]] = []
         positions = 0
         while positions < MAPPED and self.has_more:

@@ -64,9 +64,6 @@ class Rules(EpochOrder):
 def agree_on_rules(
     dataset: MapDataset, arguments: Arguments, options: Mapping[str, Any], ranks: RankGroup
 ) -> Rules:
-    """Return the rules. Raise on every rank if arguments are wrong on a rank or differ."""
-
-    # `options` are passed to the loader.
     def check() -> None:
         check_dataset("Cursor", dataset)
         if len(dataset) == 0:

@@ -208,7 +208,6 @@ class StreamCursor(BaseCursor):
             yield batch
 
     def _begin_reading(self) -> None:
-        """Assign the rest of the epoch's shards to this rank's readers."""
         shards = self._order["shards"]
         order = Order(shards, self._order["seed"], self._epoch, bool(self._order["shuffle"]))
         queues: list[list[Position]] = [[] for _ in range(self._reader_count)]
@@ -279,7 +278,6 @@ class StreamCursor(BaseCursor):
 
 
 def _check_stream(dataset: object) -> None:
-    """Raise unless the stream has shards with positions that count samples."""
     if not isinstance(dataset, Stream):
         raise TypeError(
             f"a Cursor cannot resume a {type(dataset).__name__}, which has no positions. Add "

@@ -42,7 +42,6 @@ def split_into_files(entries: Iterable[TensorEntry], max_size: int) -> dict[str,
 def write_file(
     path: Path, entries: Sequence[TensorEntry], get_tensor: Callable[[str], Tensor]
 ) -> None:
-    """Write a file. `get_tensor` is called for each name in turn."""
     file = NewFile(path)
     try:
         _format.write(file, entries, lambda each: get_tensor(each.name), checked=False)
@@ -52,7 +51,6 @@ def write_file(
 
 
 def publish(scratch: Path, folder: Path, files: dict[str, list[TensorEntry]], config: str) -> None:
-    """Move complete files, index and config to the folder, and remove earlier files."""
     for old in (*folder.glob("model-*-of-*.safetensors"), folder / SINGLE, folder / INDEX):
         if old.name not in files:
             old.unlink(missing_ok=True)
