@@ -2,8 +2,8 @@
 
 Rules, sharded modules and blocks have separate gloo groups, at the cost of a few descriptors and
 three threads each. In a shared group, ranks might issue the collectives of two rules in different
-orders (hooks of two optimizers on a model fire in the order of creation), and a rank that misses a
-pass would send the next message to the wrong object. Exceptions with a fixed order share a group:
+orders (hooks of two optimizers on a model fire in the order of creation). A rank that misses a pass
+would send the next message to the wrong object. Exceptions with a fixed order share a group:
 the stop votes of a process group, and an `OSS` in shared memory with its module.
 
     connect   all ranks agree on a serial number, and connect
@@ -332,8 +332,8 @@ def watched_sockets(epolls: Iterable[int]) -> set[WatchedSocket]:
 def _socket_with(inode: str, descriptor: int) -> socket.socket | None:
     """Return a duplicate of the socket with this descriptor and inode, or None.
 
-    gloo may close the socket at any time, and a new socket may reuse the descriptor. In a forked
-    process, descriptors on the list of an epoll may refer to different sockets.
+    gloo may close the socket at any time, so that a new socket may reuse the descriptor. In a
+    forked process, descriptors on the list of an epoll may refer to different sockets.
     """
     end = internet_socket(descriptor)
     if end is not None and os.fstat(end.fileno()).st_ino != int(inode, 16):

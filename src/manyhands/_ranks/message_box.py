@@ -8,7 +8,7 @@
 
     monitor = HeartbeatMonitor(stall=60.0)
     monitor.observe({"3": 17}, time.monotonic())       the current counters
-    monitor.silent                     processes whose counter has not changed for 60 seconds
+    monitor.silent                     processes with no change of the counter for 60 seconds
 
 Saves (checkpoint/_writing.py), roll calls and lost connections (presence.py), and FSDP
 (sharding/fsdp/_root.py) use a box. The crew's box signs messages (blocks/crew/_store.py).

@@ -129,7 +129,7 @@ class Presence:
         return " and ".join(waiting)
 
     def find_first_ended(self, ranks: Sequence[int]) -> tuple[list[int], str]:
-        """Return the ranks that ended first after a lost connection, and the failure of a rank.
+        """Return the ranks that ended first after a lost connection, with the failure of a rank.
 
         Ranks that lose a connection report a failure. Ended ranks with no report were the first.
         """
@@ -287,7 +287,7 @@ class RollCall:
         return reason and f"rank {self._rank} has called {call}, and {reason}. {CALL}"
 
     def _note_problem(self, reason: str) -> None:
-        """Publish, on the first rank, its number and the reason why missing ranks cannot call."""
+        """Publish the first rank's number, and why missing ranks cannot call."""
         self.box.put("/first", json.dumps([self._rank, reason]))
 
     def _missing(self, everyone: int) -> list[int]:

@@ -17,7 +17,7 @@ over the ranks, where p is the order of the norm and n_i the norm on rank i:
 
     (sum of n_i^p over the ranks)^(1 / p)        the maximum, if p is infinite
 
-The reduction is a small all_reduce, and the result is a plain tensor.
+The reduction is a small all_reduce. The result is a plain tensor.
 """
 
 from __future__ import annotations

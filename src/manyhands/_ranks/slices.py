@@ -17,8 +17,8 @@ Memory: the bucket, until sent. With gloo also a row per other rank, of the leng
 until `PendingReduceScatter.mean` has added the rows.
 
 **`SharedMemory`** exchanges slices between ranks of a host without sending bytes. Each rank creates
-a file in memory, and the other ranks map the file. A one-element all_reduce is the barrier, and
-orders memory accesses across processors.
+a file in memory, which the other ranks map. A one-element all_reduce is the barrier. It also orders
+memory accesses across processors.
 
 Ranks write buckets to a *ring* with two buffers per bucket in flight. When a rank finishes bucket
 q, all other ranks have filled bucket q, and have therefore finished the buckets before those in

@@ -1,4 +1,4 @@
-"""Detect a thread that stands still, and the line in which it waits.
+"""Detect a thread that stands still, with the line in which it waits.
 
 A process that waits for other ranks uses no processor time: gloo's threads sleep. CUDA polls, so a
 process that waits for a GPU uses processor time. A stack alone is not sufficient, because a loop is

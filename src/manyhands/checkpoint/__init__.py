@@ -113,8 +113,8 @@ def save(
 
     Each rank writes slices into a separate file, without gathering. `load` works on any number of
     ranks and under any sharding. A checkpoint appears only when complete: if the run is killed or
-    the disk is full, the previous checkpoint remains. The checkpoint includes the random generators
-    of every rank, and the values of rank 0.
+    the disk is full, the previous checkpoint remains. It includes the random generators of every
+    rank. Values are saved from rank 0.
 
     Args:
         path: a folder that all ranks share, or a URL such as `s3://bucket/run`.
@@ -177,7 +177,7 @@ def load(
     >>> values["epoch"], values["scaler"] is scaler
     (3, True)
 
-    The number of ranks and the sharding may differ from the save: each rank reads only slices that
+    The number of ranks or the sharding may differ from the save: each rank reads only slices that
     this rank needs.
 
     The result contains the saved values and, if `save` received a step, `"step"`. To load an object

@@ -73,6 +73,6 @@ def check_form(value: object, kind: Any) -> None:
             check_form(each, get_args(kind)[1])
     elif origin in (types.UnionType, Union):
         check_form(value, get_args(kind)[0])
-    # The exact type: in Python, True is an int. JSON may write a float without a fraction.
+    # The exact type: in Python, True is an int. JSON may write a float as an integer.
     elif type(value) is not kind and (kind is not float or type(value) is not int):
         raise ValueError(f"{value!r:.80} is not a {kind!s:.80}")

@@ -6,7 +6,7 @@
     .lock                       locked by the processes that may save here
 
 The commit is written under a temporary name and renamed, so a checkpoint appears by a single rename
-and disappears by a single removal. A killed run leaves a folder without a commit. A later save
+and disappears by a single removal. A killed run leaves a folder with no commit. A later save
 removes such a folder if it belongs to the current job, if the creating process has ended, or if the
 last write is older than `OLD` seconds. The token contains the marks of the job and of rank 0.
 

@@ -8,7 +8,7 @@
 
 The safetensors package needs all tensors on the CPU at the same time, and does not wait for the
 disk. Our files end with a tensor `CHECKS`, which has a CRC-32 for every 16 KiB of the other
-tensors. So a reader can verify a part of a tensor, and the writer does not return to the header.
+tensors. So a reader can verify a part of a tensor. The writer does not return to the header.
 
 The name of a tensor in a file is the key of the full tensor, followed by the offsets for a slice.
 
@@ -102,7 +102,7 @@ def write(
     *,
     checked: bool = True,
 ) -> list[int]:
-    """Write a new file to disk. Return its size, the size of its head, and a checksum.
+    """Write a new file to disk. Return the sizes of file and head, with a checksum.
 
     `get_tensor` is called for each entry in turn, so only a single tensor is in memory. The
     checksum covers the head and `CHECKS`.

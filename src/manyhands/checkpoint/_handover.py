@@ -1,4 +1,4 @@
-"""Pass saved states to code that may refuse a state, so that a refusal changes nothing.
+"""Pass saved states to code that may refuse a state, and undo after a refusal.
 
 The `load_state_dict` of a scaler, a scheduler or a user's object, or a module's `set_extra_state`,
 may refuse a state. So these are called before model and optimizer change (`ForeignStates`), and

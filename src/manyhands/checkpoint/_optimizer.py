@@ -330,7 +330,7 @@ def _collect_part(
 
 
 def no_put(path: str, _: Tensor) -> str:
-    """Store nothing: a different rank stores the tensor."""
+    """Do not store the tensor: a different rank does."""
     return path
 
 
@@ -522,7 +522,7 @@ class OptimizerLoader:
         return result
 
     def load(self) -> None:
-        """Pass the filled targets to the optimizer, whose `load_state_dict` may be user code."""
+        """Pass the filled targets to the optimizer's `load_state_dict`, which may be user code."""
         state = dict(self._common)
         for_later = {}
         for part, entries in self._to_load:

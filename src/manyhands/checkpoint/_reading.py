@@ -98,7 +98,7 @@ def _find_newest(folder: Folder, ranks: RankGroup) -> str:
 
 def _join(process_group: dist.ProcessGroup | None) -> RankGroup:
     """Return the ranks in a separate group, after each rank has called."""
-    # Later, disks may take hours, and a closed connection shows that a rank has died.
+    # Later, disks may take hours. A closed connection shows that a rank has died.
     ranks = RankGroup.of(process_group)
     try:
         return replace(ranks.with_cpu_group(), patience=DISK_TIMEOUT)

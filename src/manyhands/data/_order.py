@@ -202,8 +202,8 @@ class ShardOrder:
 
     def __init__(self, lanes: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
         starts = [0, *accumulate(sizes)]
-        # For each shard of each lane: the number in the lane of the first sample after the shard,
-        # and the offset from a number in the lane to a sample's index in the dataset.
+        # For each shard of each lane: the number in the lane of the first sample after the shard;
+        # the offset from a number in the lane to a sample's index in the dataset.
         self._ends: list[list[int]] = []
         self._offsets: list[list[int]] = []
         lengths = []

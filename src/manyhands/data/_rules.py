@@ -1,4 +1,4 @@
-"""Agree on the rules of a cursor: the samples, their order, and the sizes of steps.
+"""Agree on the rules of a cursor: the samples in order, and the sizes of steps.
 
 All ranks compare the rules when a cursor is created, and workers of blocks compare rules in each
 sync round. A saved position is rejected if the order differs.

@@ -1,7 +1,7 @@
-"""Load batches from a stream: data without an index, such as files that are read sequentially.
+"""Load batches from a stream: data without indices, such as files to be read sequentially.
 
 A stream consists of shards. A position in a shard is a number of samples. Each epoch orders the
-shards, and the readers (all loader processes of all ranks) take turns:
+shards. The readers (all loader processes of all ranks) take turns:
 
     reader 0    places 0, R, 2R, ...      one shard after the other
     reader 1    places 1, R + 1, ...
