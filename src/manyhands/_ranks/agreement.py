@@ -182,7 +182,13 @@ class Describer:
         # Collectives send the shard of a DTensor, so compare the strides of the shard.
         here = local_shard(tensor)
         words = [name, str(tuple(tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
-        words.append(f"on {tensor.device.type}{self._describe_device(tensor.device)}")
+        device = tensor.device
+        words.append(f"on {device.type}")
+        met = self._devices.setdefault(device.type, [])
+        if device not in met:
+            met.append(device)
+        if device != met[0]:
+            words[-1] += f", device {met.index(device) + 1}"
         if is_dtensor(tensor):
             mesh = tuple(tensor.device_mesh.shape)
             words.append(f"placed {tensor.placements} on a mesh of {mesh}")
@@ -193,16 +199,6 @@ class Describer:
         if frozen and not tensor.requires_grad:
             words.append("frozen")
         return " ".join(filter(None, words))
-
-    def _describe_device(self, device: torch.device) -> str:
-        """Return the number of a device, because indices of GPUs differ between ranks."""
-        met = self._devices.setdefault(device.type, [])
-        if device not in met:
-            met.append(device)
-        number = met.index(device)
-        if number == 0:
-            return ""
-        return f", device {number + 1}"
 
 
 def names_in(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> list[str]:

@@ -318,7 +318,11 @@ class WatchedSocket:
 def watched_sockets(epolls: Iterable[int]) -> set[WatchedSocket]:
     found = set()
     for epoll in epolls:
-        for descriptor, inode in _watched_by(epoll):
+        text = ""
+        with suppress(OSError):  # closed concurrently
+            text = Path(f"/proc/self/fdinfo/{epoll}").read_text()
+        for number, inode in re.findall(r"tfd: *(\d+) .* ino:(\w+)", text):
+            descriptor = int(number)
             end = _socket_with(inode, descriptor)
             if end is None:
                 continue
@@ -378,14 +382,6 @@ def _epolls() -> list[int]:
             if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
                 found.append(int(name))
     return found
-
-
-def _watched_by(epoll: int) -> list[tuple[int, str]]:
-    try:
-        text = Path(f"/proc/self/fdinfo/{epoll}").read_text()
-    except OSError:  # closed concurrently
-        return []
-    return [(int(fd), inode) for fd, inode in re.findall(r"tfd: *(\d+) .* ino:(\w+)", text)]
 
 
 def state_of(end: socket.socket) -> int | None:

@@ -168,18 +168,16 @@ class Presence:
         store: Any = self._box.store
         while isinstance(store, PrefixStore):
             store = store.underlying_store
-        return not isinstance(store, TCPStore) or _is_connected_to(store.port)
-
-
-def _is_connected_to(port: int) -> bool:
-    for end in internet_sockets():
-        with closing(end):
-            # The state is available on Linux only.
-            is_open = sys.platform != "linux" or state_of(end) == TCP_ESTABLISHED
-            with suppress(OSError):  # not connected
-                if is_open and end.getpeername()[1] == port:
-                    return True
-    return False
+        if not isinstance(store, TCPStore):
+            return True
+        for end in internet_sockets():
+            with closing(end):
+                # The state is available on Linux only.
+                is_open = sys.platform != "linux" or state_of(end) == TCP_ESTABLISHED
+                with suppress(OSError):  # not connected
+                    if is_open and end.getpeername()[1] == store.port:
+                        return True
+        return False
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

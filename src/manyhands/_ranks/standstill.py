@@ -70,7 +70,9 @@ class Standstill:
             return ""
         while frame.f_back is not None and is_passed_over(frame):
             frame = frame.f_back
-        return _describe_line(frame)
+        path = frame.f_code.co_filename
+        code = linecache.getline(path, frame.f_lineno).strip() or f"{frame.f_code.co_name}()"
+        return f"{code} ({os.path.basename(path)}, line {frame.f_lineno})"
 
     def _times(self) -> tuple[float, float]:
         """Return the processor time of the thread and of the process, in seconds."""
@@ -80,10 +82,3 @@ class Standstill:
 
 def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
-
-
-def _describe_line(frame: FrameType) -> str:
-    """Return text such as "loss.backward() (train.py, line 31)"."""
-    path = frame.f_code.co_filename
-    code = linecache.getline(path, frame.f_lineno).strip() or f"{frame.f_code.co_name}()"
-    return f"{code} ({os.path.basename(path)}, line {frame.f_lineno})"

@@ -172,16 +172,15 @@ class Folder:
             return False
         if self.age(name) > (OLD if self.sizes(name) else MADE):
             return True
-        return self._is_ours(name) or self._has_ended(name)
+        if self._is_ours(name):
+            return True
+        # The second to last part of a token is the mark of the process.
+        makers = {file.rpartition("-")[0].rpartition("-")[2] for file in self.sizes(name)}
+        ended = _ended.get(self.path.resolve() / LOCK, ())
+        return self._locked and bool(makers) and makers <= set(ended)
 
     def _is_ours(self, name: str) -> bool:
         return any(f"-{job_mark()}-" in file for file in self.sizes(name))
-
-    def _has_ended(self, name: str) -> bool:
-        if not self._locked:
-            return False
-        makers = {file.rpartition("-")[0].rpartition("-")[2] for file in self.sizes(name)}
-        return bool(makers) and makers <= set(_ended.get(self.path.resolve() / LOCK, ()))
 
     @staticmethod
     def name_of(number: int, step: int | None) -> str:

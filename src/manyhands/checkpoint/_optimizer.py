@@ -72,7 +72,6 @@ from manyhands.checkpoint._tensor_parts import (
 from manyhands.checkpoint._values import (
     GetTensor,
     Json,
-    PutTensor,
     decode,
     encode,
     escape,
@@ -291,7 +290,12 @@ def collect_optimizer(
         metas.append({"names": members, "options": options})
     rule: Json = None
     if layers.rule is not None:
-        rule = _collect_rule(layers.rule, flat_names, prefix, contents.put)
+        state = layers.rule.scaling_state_dict()
+        # By name, not position: groups and shardings may have different orders.
+        by_name = dict(zip(flat_names, state["previous"], strict=False))
+        state["previous"] = {name: grad for name, grad in by_name.items() if grad is not None}
+        encoded = encode(state, f"{prefix}/rule", contents.put)
+        rule = {"class": type(layers.rule).__name__, "state": encoded}
     other = encode(_other_state(packed, layers), f"{prefix}/other", contents.put)
     meta = {"groups": metas, "other": other, "rule": rule}
     if replica.number:
@@ -354,14 +358,6 @@ def _other_state(packed: SavedState, layers: OptimizerLayers) -> dict[str, objec
             "the inner optimizer as optimizer=, and the wrapper's state under a different name."
         )
     return found
-
-
-def _collect_rule(rule: RuleParts, names: Sequence[str], prefix: str, put: PutTensor) -> StateMeta:
-    state = rule.scaling_state_dict()
-    # By name, not position: groups and shardings may have different orders.
-    by_name = dict(zip(names, state["previous"], strict=False))
-    state["previous"] = {name: grad for name, grad in by_name.items() if grad is not None}
-    return {"class": type(rule).__name__, "state": encode(state, f"{prefix}/rule", put)}
 
 
 # -- load ------------------------------------------------------------------------------------------

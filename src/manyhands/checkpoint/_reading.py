@@ -72,28 +72,19 @@ def load_newest(
         prepare_to_load(run.optimizers)
         savers = Savers.of(ranks)
         replicas = run_on_all(ranks, lambda: [Replica.of(each, savers) for each in run.optimizers])
+        decides = ranks.rank == 0 or dry_group() is not None
         before = None
         while True:
-            name = _find_newest(folder, ranks)
+            # Rank 0 decides, because a checkpoint may appear between the reads of two ranks. The
+            # folder's path may differ between ranks. An empty name means the folder itself.
+            found = run_on_all(ranks, lambda: folder.find_newest() if decides else "")
+            name = ranks.all_gather_text(found)[0]
             try:
                 return _load_checkpoint(folder, name, ranks, run, replicas)
             except FileNotFoundError:
                 if name == before:  # missing, not replaced by a newer checkpoint
                     raise
                 before = name
-
-
-def _find_newest(folder: Folder, ranks: RankGroup) -> str:
-    """Return the name of the newest checkpoint. An empty name means the folder itself."""
-    # Rank 0 decides, because a checkpoint may appear between the reads of two ranks. The folder's
-    # path may differ between ranks.
-
-    def find() -> str:
-        if ranks.rank == 0 or dry_group() is not None:
-            return folder.find_newest()
-        return ""
-
-    return ranks.all_gather_text(run_on_all(ranks, find))[0]
 
 
 def _join(process_group: dist.ProcessGroup | None) -> RankGroup:

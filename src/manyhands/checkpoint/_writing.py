@@ -69,7 +69,7 @@ def begin_save(
     options: dict[str, Any],
     process_group: dist.ProcessGroup | None,
 ) -> tuple[Path, Callable[[], None]]:
-    """Do all of a save except for writing. Return the checkpoint's path and the writing function."""
+    """Do all of a save except for writing. Return the path, and a function that writes."""
     messages = SaveMessages.of(RankGroup.of(process_group))
     if isinstance(dist.group.WORLD, DryGroup):
         folder = DryFolder(folder.path)

@@ -166,6 +166,7 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
         return zlib.crc32(repr([self.sizes, self.lanes]).encode())
 
     def order(self, seed: int, epoch: int, shuffle: bool) -> ShardOrder:
+        """Return the order of an epoch."""
         shards = Order(len(self.shards), seed, epoch, shuffle).indices(((0, len(self.shards)),))
         return ShardOrder([shards[lane :: self.lanes] for lane in range(self.lanes)], self.sizes)
 

@@ -193,7 +193,11 @@ class LoaderPlan:
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the samples of each of this rank's passes."""
-        order = self._order_of_epoch()
+        rules = self._rules
+        which = (rules["seed"], self._account.ledger.epoch, rules["shuffle"])
+        order: Order | ShardOrder = Order(rules["samples"], *which)
+        if self._shards is not None:
+            order = self._shards.order(*which)
         while planned := self._plan_steps():
             spans: list[tuple[int, int]] = []
             for each, own in planned:
@@ -206,13 +210,6 @@ class LoaderPlan:
                 stop = start + max(1, each.samples)  # a filler has a single sample
                 yield samples[start:stop]
                 start = stop
-
-    def _order_of_epoch(self) -> Order | ShardOrder:
-        rules = self._rules
-        which = (rules["seed"], self._account.ledger.epoch, rules["shuffle"])
-        if self._shards is not None:
-            return self._shards.order(*which)
-        return Order(rules["samples"], *which)
 
     def _plan_steps(self) -> list[tuple[Pass, Spans]]:
         planned: list[tuple[Pass, Spans]] = []
