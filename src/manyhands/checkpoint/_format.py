@@ -80,6 +80,8 @@ class TensorEntry:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    start: int = 0  # the first byte in a file that is read
+    first_sum: int = 0  # the index of the first checksum
 
     @property
     def nbytes(self) -> int:

@@ -58,8 +58,6 @@ class SafetensorsFile:
         self.path = path
         self.entries: dict[str, TensorEntry] = {}
         self._source = source
-        self._starts: dict[str, int] = {}  # the first byte of each tensor
-        self._first_sums: dict[str, int] = {}  # the index of each tensor's first checksum
         self._sums = b""
         if expected is None:
             self._parse_header(self._read_header())
@@ -108,8 +106,9 @@ class SafetensorsFile:
                     continue
                 if meta["dtype"] not in DTYPES:
                     raise ValueError(f"{name!r} has the unknown type {meta['dtype']!r:.20}")
-                entry = TensorEntry(name, DTYPES[meta["dtype"]], tuple(meta["shape"]))
                 start, stop = meta["data_offsets"]
+                dtype = DTYPES[meta["dtype"]]
+                entry = TensorEntry(name, dtype, tuple(meta["shape"]), len(head) + start, count)
                 # The exact type: JSON's true and 1.0 would pass as integers.
                 if any(type(n) is not int or n < 0 for n in (*entry.shape, start, stop)):
                     raise ValueError(f"{name!r} has an impossible shape or place")
@@ -118,15 +117,13 @@ class SafetensorsFile:
                 if stop - start != entry.nbytes or end > self._source.size or room < 0:
                     raise ValueError(f"{name!r} has an invalid position")
                 self.entries[name] = entry
-                self._starts[name] = len(head) + start
-                self._first_sums[name] = count
                 count += -(-entry.nbytes // CHECKED)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise self.damaged(f"its header cannot be read ({error!r:.200})") from error
 
     def _read_sums(self, crc32: int, expected: int) -> bytes:
         """Return all checksums. `crc32` is the checksum of the header, `expected` of both."""
-        start = self._starts[CHECKS]
+        start = self.entries[CHECKS].start
         length = self.entries[CHECKS].nbytes
         for done in range(0, length, BLOCK):
             crc32 = zlib.crc32(self._read(start + done, min(BLOCK, length - done)), crc32)
@@ -148,17 +145,14 @@ class SafetensorsFile:
                 # Including all of the first and last block.
                 begin = offsets[0] * row_bytes // CHECKED * CHECKED
                 end = min(end, -(-(offsets[0] + sizes[0]) * row_bytes // CHECKED) * CHECKED)
-            ranges.append((name, begin, end))
-        starts = self._starts
-        self._source.fetch(
-            [(starts[name] + begin, starts[name] + end) for name, begin, end in ranges]
-        )
-        for name, begin, end in ranges:
+            place = 4 * (entry.first_sum + begin // CHECKED)
+            ranges.append((name, entry.start + begin, entry.start + end, place))
+        self._source.fetch([(begin, end) for _, begin, end, _ in ranges])
+        for name, begin, end, place in ranges:
             buffer = memoryview(bytearray(min(SCANNED, end - begin)))
-            place = 4 * (self._first_sums[name] + begin // CHECKED)
             for start in range(begin, end, SCANNED):
                 block = buffer[: end - start]
-                self._fill(starts[name] + start, block)
+                self._fill(start, block)
                 for at in range(0, len(block), CHECKED):
                     crc32 = zlib.crc32(block[at : at + CHECKED]).to_bytes(4, "little")
                     if crc32 != self._sums[place : place + 4]:
@@ -178,11 +172,11 @@ class SafetensorsFile:
         same_rows = target.shape[1:] == shape[1:] and target.is_contiguous()
         if target.device.type == "cpu" and same_numbers and same_rows:
             # Full rows are read directly into the target's memory.
-            self._fill(self._starts[name] + offsets[0] * row_bytes, memory_of(target))
+            self._fill(entry.start + offsets[0] * row_bytes, memory_of(target))
             increment_version(target)  # torch does not see the change
             return
         # Otherwise read blocks of full rows into a buffer, and copy the selected columns.
-        start = self._starts[name] + offsets[0] * row_bytes
+        start = entry.start + offsets[0] * row_bytes
         row_count = min(len(target), max(1, BLOCK // row_bytes))
         buffer = torch.empty((row_count, *shape[1:]), dtype=entry.dtype, device="cpu")
         for rows in target.split(row_count):

@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from manyhands._ranks.agreement import NAMED, describe_error, raise_if_different, to_error
 from manyhands._ranks.dry_run import DryGroup, dry_group
+from manyhands._ranks.groups import name_of_ranks
 from manyhands._ranks.message_box import HeartbeatMonitor, MessageBox
 from manyhands._ranks.presence import Presence, name_ranks
 from manyhands._ranks.ranks import RankGroup
@@ -305,8 +305,7 @@ class SaveMessages:
         self._done = threading.Event()  # set when this rank's heartbeats may end
         if store is not None:
             self._presence = Presence(store)
-            ranks = sha256(",".join(map(str, savers.ranks)).encode()).hexdigest()[:16]
-            prefix = f"manyhands/save/{ranks}/"
+            prefix = f"manyhands/save/{name_of_ranks(savers.ranks)}/"
             # A store may outlive a process group, including old messages.
             serial = MessageBox(store, prefix).count(str(self.rank), 1)
             self._all = MessageBox(store, f"{prefix}{serial}/")  # messages for all saves

@@ -155,7 +155,11 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
         self._starts = [0, *accumulate(self.sizes)]  # index of each shard's first sample
         self._open = open
         # Open shards, each with the number of the next sample.
-        self._being_read: dict[int, tuple[Iterator[Sample], int]] = _BeingRead()
+        self._being_read: dict[int, tuple[Iterator[Sample], int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A loader's processes open the shards separately.
+        return {**self.__dict__, "_being_read": {}}
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -189,13 +193,6 @@ class DataShards(Dataset[Sample], Generic[Shard, Sample]):
         if number + 1 < self.sizes[shard]:
             self._being_read[shard] = (samples, number + 1)
         return sample
-
-
-class _BeingRead(dict[int, Any]):
-    """Open shards. Pickles as empty: loader processes open shards separately."""
-
-    def __reduce__(self) -> Any:
-        return _BeingRead, ()
 
 
 class ShardOrder:
