@@ -174,10 +174,11 @@ class Folder:
             return True
         if self._is_ours(name):
             return True
+        if not self._locked:
+            return False
         # The second to last part of a token is the mark of the process.
         makers = {file.rpartition("-")[0].rpartition("-")[2] for file in self.sizes(name)}
-        ended = _ended.get(self.path.resolve() / LOCK, ())
-        return self._locked and bool(makers) and makers <= set(ended)
+        return bool(makers) and makers <= set(_ended.get(self.path.resolve() / LOCK, ()))
 
     def _is_ours(self, name: str) -> bool:
         return any(f"-{job_mark()}-" in file for file in self.sizes(name))
