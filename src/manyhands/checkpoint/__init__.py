@@ -8,7 +8,7 @@ A save passes through the other files in this order:
     _values.py                the user's values as JSON
     _handover.py              states that foreign code loads and may refuse
     _format.py                the layout of data files and of the commit; the writer
-    _commit.py  _json.py      read a commit and compare it with the declared types
+    _commit.py                read a commit and compare it with the declared types
     _reader.py                read slices of tensors
     _folder.py                folders: atomic commits, locks, no links
     _cloud.py                 buckets

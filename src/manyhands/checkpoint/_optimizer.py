@@ -39,7 +39,7 @@ from manyhands._optimizers.state_parts import (
 )
 from manyhands._optimizers.wrappers import unwrap
 from manyhands._tensors.flat import is_dtensor
-from manyhands.checkpoint._commit import check_form
+from manyhands.checkpoint._commit import check_form, parse_json
 from manyhands.checkpoint._format import (
     OWN,
     Contents,
@@ -55,7 +55,6 @@ from manyhands.checkpoint._handover import (
     explain_refusal,
     restore_types,
 )
-from manyhands.checkpoint._json import parse_json
 from manyhands.checkpoint._model import ModelNames, list_names
 from manyhands.checkpoint._reader import Reader
 from manyhands.checkpoint._tensor_parts import (

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from manyhands.checkpoint._commit import parse
+from manyhands.checkpoint._commit import FIRST, parse, parse_json, read_text
 from manyhands.checkpoint._folder import COMMIT, Folder, OpenFile
 from manyhands.checkpoint._format import (
     BLOCK,
@@ -36,7 +36,6 @@ from manyhands.checkpoint._format import (
     memory_of,
     slice_name,
 )
-from manyhands.checkpoint._json import FIRST, parse_json, read_text
 from manyhands.checkpoint._tensor_parts import StoredSlice, TensorParts, find_reads
 
 SCANNED = 2**18  # bytes per comparison with checksums

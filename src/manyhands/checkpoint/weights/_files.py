@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from manyhands._arguments import file_path
+from manyhands.checkpoint._commit import parse_json, read_text
 from manyhands.checkpoint._folder import OpenFile
-from manyhands.checkpoint._json import parse_json, read_text
 from manyhands.checkpoint._reader import SafetensorsFile
 
 SINGLE = "model.safetensors"
